@@ -1,0 +1,44 @@
+"""What is this machine, and how do I talk to it?
+
+    import accelerators
+    accelerator = accelerators.current()        # chosen once: use() > ACCELERATOR > the best that works > cpu
+    x = torch.ones(3, device=accelerator.device())
+
+The names below are loaded when first used: importing this package imports nothing but itself.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accelerators.choice import candidates as candidates
+    from accelerators.choice import current as current
+    from accelerators.choice import get as get
+    from accelerators.choice import register as register
+    from accelerators.choice import use as use
+    from accelerators.choice import using as using
+    from accelerators.interface import Accelerator as Accelerator
+    from accelerators.memory import MemoryReading as MemoryReading
+
+_HOME = {
+    "Accelerator": "interface",
+    "MemoryReading": "memory",
+    "candidates": "choice",
+    "current": "choice",
+    "get": "choice",
+    "register": "choice",
+    "use": "choice",
+    "using": "choice",
+}
+
+__all__ = ["Accelerator", "MemoryReading", "candidates", "current", "get", "register", "use", "using"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'accelerators' has no attribute '{name}'. It has: {', '.join(__all__)}.")
+    return getattr(import_module(f"accelerators.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,79 @@
+"""XPU, Intel's GPUs: torch's own support first, Intel's extension only where torch has none."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module, metadata, util
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import torch
+
+from accelerators.interface import Accelerator
+from accelerators.memory import MemoryReading
+
+EXTENSION = "intel_extension_for_pytorch"
+ONECCL_BINDINGS = "oneccl_bindings_for_pytorch"
+
+
+class XpuAccelerator(Accelerator):
+    name = "xpu"
+    visible_devices_variable = "ZE_AFFINITY_MASK"
+    compile_backend = "inductor"
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name)
+        self.communication_backend = communication_backend(torch.__version__, torch.version.xpu, sys.platform)
+
+    def unavailable_reason(self) -> str | None:
+        reason = super().unavailable_reason()
+        if reason is None or torch.version.xpu is not None:
+            return reason
+        spec = util.find_spec(EXTENSION)
+        if spec is None:
+            return f"this torch is built without XPU (torch {torch.__version__}), and {EXTENSION} is not installed"
+        # Importing the extension overrides kernels of torch, and with the wrong torch it breaks: so never in vain.
+        version = metadata.version(EXTENSION)
+        problem = extension_problem(version, torch.__version__, is_gpu_build=has_gpu_library(spec))
+        if problem is not None:
+            return problem
+        import_module(EXTENSION)  # adds its devices to torch.xpu
+        if super().unavailable_reason() is None:
+            return None
+        return f"neither torch {torch.__version__} nor {EXTENSION} {version} finds an XPU here"
+
+    def read_memory(self, index: int) -> MemoryReading:
+        try:
+            return super().read_memory(index)
+        except RuntimeError:
+            # The driver of some integrated GPUs does not tell how much is free.
+            total = torch.xpu.get_device_properties(index).total_memory
+            allocated, peak = torch.xpu.memory_allocated(index), torch.xpu.max_memory_allocated(index)
+            return MemoryReading(total, None, allocated, peak)
+
+
+def extension_problem(extension_version: str, torch_version: str, is_gpu_build: bool) -> str | None:
+    """Why that version of the extension cannot help that torch to an XPU."""
+    needed = _minor(extension_version)
+    if needed != _minor(torch_version):
+        return f"{EXTENSION} {extension_version} needs torch {needed[0]}.{needed[1]}, and this is {torch_version}"
+    if not is_gpu_build:
+        return f"torch {torch_version} and {EXTENSION} {extension_version} are both built without XPU"
+    return None
+
+
+def has_gpu_library(spec: ModuleSpec) -> bool:
+    """The extension is published for CPUs and for XPUs under one name; only the second kind brings this library."""
+    return any(next(Path(folder).glob("*/*intel-ext-pt-gpu*"), None) for folder in spec.submodule_search_locations or ())
+
+
+def communication_backend(torch_version: str, xpu_version: str | None, platform: str) -> str:
+    """xccl where torch has it built in, ccl where Intel's bindings are installed, gloo elsewhere."""
+    if xpu_version is not None and platform == "linux" and _minor(torch_version) >= (2, 8):
+        return "xccl"
+    return "ccl" if util.find_spec(ONECCL_BINDINGS) is not None else "gloo"
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)

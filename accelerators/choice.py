@@ -1,0 +1,160 @@
+"""The process's one choice of accelerator, and the table it was made from."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar, overload
+
+from accelerators.backends import BUILT_IN
+from accelerators.interface import Accelerator
+from accelerators.registry import Candidate, Factory, Registration, Registry
+from accelerators.selection import Request, check, choose, choose_index, parse_request, requested_by
+
+logger = logging.getLogger("accelerators")
+
+FactoryType = TypeVar("FactoryType", bound=Factory)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An accelerator, and why it is this one."""
+
+    accelerator: Accelerator
+    name: str  # that it is registered under
+    why: str
+    index_before: int | None = None  # the current device before the choice made another one current
+
+    def is_what(self, wanted: str | Accelerator) -> bool:
+        """True where choosing `wanted` would change nothing."""
+        if isinstance(wanted, Accelerator):
+            return wanted is self.accelerator
+        request = parse_request(wanted, f"accelerators.use({wanted!r})")
+        return request is not None and request.name == self.name and request.index in (None, self.accelerator.current_index())
+
+
+class Choice:
+    """Made once and kept: code that asks later gets the same answer as code that asked before."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.chosen: Chosen | None = None
+
+    def current(self) -> Chosen:
+        if self.chosen is None:
+            request = requested_by(os.environ)
+            if request is None:
+                self.chosen = self._take(choose(self.registry), None, "the usable one of highest priority")
+            else:
+                self.chosen = self._take_requested(request)
+        return self.chosen
+
+    def use(self, wanted: str | Accelerator) -> Chosen:
+        if self.chosen is not None and not self.chosen.is_what(wanted):
+            raise ValueError(
+                f"accelerators.use({wanted!r}) was asked for, but this process already uses {self.chosen.name} "
+                f"({self.chosen.why}). Call use() before anything else asks for the accelerator."
+            )
+        if self.chosen is None:
+            self.chosen = self._take_wanted(wanted)
+        return self.chosen
+
+    @contextlib.contextmanager
+    def using(self, wanted: str | Accelerator) -> Iterator[Chosen]:
+        before = self.chosen
+        self.chosen = inside = self._take_wanted(wanted)
+        try:
+            yield inside
+        finally:
+            self.chosen = before
+            if inside.index_before is not None:
+                inside.accelerator.set_index(inside.index_before)
+
+    def _take_wanted(self, wanted: str | Accelerator) -> Chosen:
+        if isinstance(wanted, str):
+            request = parse_request(wanted, f"accelerators.use({wanted!r})")
+            if request is None:
+                raise ValueError(f"accelerators.use({wanted!r}) was asked for, which names nothing. Pass a name such as 'cpu'.")
+            return self._take_requested(request)
+        if not isinstance(wanted, Accelerator):
+            raise TypeError(f"accelerators.use({wanted!r}) was asked for, but that is a {type(wanted).__name__}. Pass a name.")
+        reason = wanted.unavailable_reason()
+        if reason is not None:
+            raise ValueError(f"accelerators.use({wanted!r}) was asked for, but {reason}. Make it available, or use another.")
+        return Chosen(wanted, wanted.name, "an object passed to accelerators.use")
+
+    def _take_requested(self, request: Request) -> Chosen:
+        candidate = self.registry.find(request.name, request.asked)
+        check(candidate, request)
+        return self._take(candidate, request, request.asked)
+
+    def _take(self, candidate: Candidate, request: Request | None, why: str) -> Chosen:
+        accelerator = candidate.accelerator
+        index_before = None
+        index = choose_index(request, os.environ, accelerator.device_count())
+        if index is not None:
+            index_before = accelerator.current_index()
+            accelerator.set_index(index)  # before anything is allocated, or it would land on device 0 of every rank
+        logger.info("Accelerator %s: %s", candidate.name, why)
+        return Chosen(accelerator, candidate.name, why, index_before)
+
+
+_choice = Choice(Registry(BUILT_IN))
+
+
+def current() -> Accelerator:
+    """The accelerator of this process, chosen at the first call."""
+    return _choice.current().accelerator
+
+
+def use(wanted: str | Accelerator) -> Accelerator:
+    """Chooses by name (`"cuda:1"`) or object; an error when the process already chose something else."""
+    return _choice.use(wanted).accelerator
+
+
+@contextlib.contextmanager
+def using(wanted: str | Accelerator) -> Iterator[Accelerator]:
+    """Another accelerator for the length of a `with`; for tests and tools."""
+    with _choice.using(wanted) as inside:
+        yield inside.accelerator
+
+
+def get(name: str) -> Accelerator:
+    """The accelerator of that name, usable or not, without choosing it."""
+    return _choice.registry.find(name.strip().lower()).accelerator
+
+
+def candidates() -> list[Candidate]:
+    """Every accelerator known here, highest priority first, with why it can or cannot be used."""
+    return list(_choice.registry)
+
+
+def chosen() -> Chosen:
+    """The current accelerator with the name it is registered under and why it is this one."""
+    return _choice.current()
+
+
+@overload
+def register(name: str, factory: Factory | str, *, priority: int = 50) -> Factory | str: ...
+@overload
+def register(name: str, *, priority: int = 50) -> Callable[[FactoryType], FactoryType]: ...
+def register(name: str, factory: Factory | str | None = None, *, priority: int = 50) -> object:
+    """Adds an accelerator: `register("mydev", MyDevice)`, with `"package.module:Class"`, or as a class decorator."""
+    if factory is None:
+
+        def decorate(decorated: FactoryType) -> FactoryType:
+            register(name, decorated, priority=priority)
+            return decorated
+
+        return decorate
+    clean = name.strip().lower()
+    if not clean.isidentifier():
+        raise ValueError(f"Registering accelerator {name!r} was asked for, but a name is one word. Use torch's of the device.")
+    if not isinstance(factory, str) and not callable(factory):
+        raise TypeError(f"Registering {factory!r} as {clean} was asked for, but that cannot be called. Pass a class.")
+    where = factory if isinstance(factory, str) else f"{factory.__module__}.{getattr(factory, '__qualname__', repr(factory))}"
+    _choice.registry.add(Registration(clean, factory, priority, origin=f"accelerators.register ({where})"))
+    return factory

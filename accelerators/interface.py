@@ -1,0 +1,306 @@
+"""The Accelerator: what a device is asked, written once over torch's own device modules.
+
+Torch gives every device a module (`torch.xpu`, `torch.mps`, a plug-in's own) and, over all of them,
+`torch.accelerator`. Both have holes, and not the same ones. So a question goes to the module first, to
+`torch.accelerator` where the module has no such function, and gets a harmless answer where neither knows.
+A backend overrides only what is different on its device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from functools import cached_property, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from accelerators.memory import MemoryReading, memory_cap
+from accelerators.streams import Event, InOrderEvent, InOrderStream, Stream
+
+logger = logging.getLogger("accelerators")
+
+FLOATING_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# What the functions of a device module are called in torch.accelerator, newest name first.
+_GENERIC_NAMES = {
+    "current_device": ("current_device_index", "current_device_idx"),
+    "set_device": ("set_device_index", "set_device_idx"),
+    "mem_get_info": ("get_memory_info",),
+}
+
+
+class Accelerator:
+    """One type of device. Construct it freely: it asks the device nothing before its first call.
+
+    A subclass names its device in `name` and says in class attributes what torch cannot tell; the rest
+    works through torch. Every index is an int or None, and None means the current device of this thread.
+    """
+
+    name: str = ""
+    communication_backend: str = "gloo"  # what torch.distributed should use; gloo carries host tensors on every machine
+    visible_devices_variable: str | None = None  # the environment variable that hides devices from a process
+    compile_backend: str = "aot_eager"  # what torch.compile may use; eager kernels where no compiler serves the device
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or type(self).name
+        if not self.name:
+            raise TypeError(f"An accelerator needs a name, but {type(self).__name__} has none. Set its class attribute `name`.")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    # which device ------------------------------------------------------------------------------------------------
+
+    def unavailable_reason(self) -> str | None:
+        """Why this accelerator cannot be used here, or None when it can."""
+        if self.module is None:
+            return f"torch has no device module torch.{self.name} (torch {torch.__version__})"
+        if not self._ask("is_available", default=True):
+            return f"torch.{self.name}.is_available() is False (torch {torch.__version__})"
+        if self.device_count() == 0:
+            return f"torch.{self.name} has 0 devices (torch {torch.__version__})"
+        if self._ask("_is_in_bad_fork", default=False):
+            return f"torch.{self.name} was in use before this process was forked, and a device cannot be shared that way"
+        return None
+
+    def is_available(self) -> bool:
+        return self.unavailable_reason() is None
+
+    def device_count(self) -> int:
+        return int(self._ask("device_count", default=0))
+
+    def device(self, index: int | None = None) -> torch.device:
+        return torch.device(self.name, self._index(index))
+
+    def current_index(self) -> int:
+        index = self._ask("current_device", default=0)
+        return index if isinstance(index, int) else 0  # torch.cpu answers "cpu"
+
+    def set_index(self, index: int) -> None:
+        """Makes `index` the current device of this thread; a new thread starts at device 0."""
+        self._ask("set_device", self._check_index(index))
+
+    # memory ------------------------------------------------------------------------------------------------------
+
+    def memory(self, index: int | None = None) -> MemoryReading:
+        """Bytes of a device now, no more than ACCELERATOR_MEMORY allows."""
+        return self.read_memory(self._index(index)).capped(memory_cap())
+
+    def read_memory(self, index: int) -> MemoryReading:
+        """What the device itself says; a backend overrides this one."""
+        free, total = self._ask("mem_get_info", index, default=(None, None))
+        allocated = self._ask("memory_allocated", index)
+        reserved = self._ask("memory_reserved", index)
+        if free is not None and reserved is not None and allocated is not None:
+            free += reserved - allocated  # what torch's own cache holds can be had at once
+        return MemoryReading(total, free, allocated, self._ask("max_memory_allocated", index))
+
+    def reset_peak_memory(self, index: int | None = None) -> None:
+        self._ask("reset_peak_memory_stats", self._index(index))
+
+    def empty_cache(self) -> None:
+        """Gives memory that torch keeps for later back to the device."""
+        self._ask("empty_cache")
+
+    # order -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_synchronous(self) -> bool:
+        """True where work is done when the call that issued it returns, so that nothing need ever be waited for."""
+        can_wait = hasattr(self.module, "synchronize") or self._is_torch_accelerator()
+        return self._streams is None and not can_wait
+
+    def synchronize(self, index: int | None = None) -> None:
+        """Waits until all work issued to a device is done."""
+        self._ask("synchronize", self._index(index))
+
+    def new_stream(self, index: int | None = None) -> Stream:
+        if self._streams is None:
+            return self._in_order_stream(self._index(index))
+        stream: Stream = self._streams.Stream(device=self.device(index))
+        return stream
+
+    def current_stream(self, index: int | None = None) -> Stream:
+        if self._streams is None:
+            return self._in_order_stream(self._index(index))
+        stream: Stream = self._ask("current_stream", self._index(index))
+        return stream
+
+    def new_event(self, timing: bool = False) -> Event:
+        if self._streams is None:
+            return InOrderEvent(self.synchronize)
+        of_device = {"device": self.device()} if self._streams is torch else {}
+        event: Event = self._streams.Event(enable_timing=timing, **of_device)
+        return event
+
+    @contextlib.contextmanager
+    def in_stream(self, stream: Stream) -> Iterator[Stream]:
+        """What is issued inside goes to `stream`; it waits for nothing by itself."""
+        enter = getattr(self.module, "stream", None)
+        if isinstance(stream, InOrderStream):
+            yield stream
+        elif enter is not None:
+            with enter(stream):
+                yield stream
+        else:
+            index, before = self.current_index(), self.current_stream(getattr(stream, "device_index", None))
+            torch.accelerator.set_stream(stream)  # type: ignore[arg-type]
+            try:
+                yield stream
+            finally:
+                torch.accelerator.set_stream(before)  # type: ignore[arg-type]
+                self.set_index(index)  # a stream brings its device along
+
+    # numbers -----------------------------------------------------------------------------------------------------
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """True where arithmetic in `dtype` gives right numbers on this device."""
+        if dtype not in self._dtype_answers:
+            self._dtype_answers[dtype] = self._probe_dtype(dtype)
+        return self._dtype_answers[dtype]
+
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The floating dtypes that work here."""
+        return tuple(dtype for dtype in FLOATING_DTYPES if self.supports(dtype))
+
+    def preferred_dtype(self) -> torch.dtype:
+        """What a model should be cast to here by someone who wants it small and fast. Never applied unasked."""
+        return torch.bfloat16 if self.supports(torch.bfloat16) else torch.float32
+
+    def norm_dtype(self) -> torch.dtype:
+        """What squares should be summed in here: fp64 where the device has it."""
+        return torch.float64 if self.supports(torch.float64) else torch.float32
+
+    def manual_seed(self, seed: int) -> None:
+        """Seeds the host and every device of this type."""
+        torch.manual_seed(seed)
+        self._ask("manual_seed_all", seed)
+
+    def rng_state(self, index: int | None = None) -> dict[str, torch.Tensor]:
+        """The random state of the host, and of the device where it has one, by name."""
+        states = {"cpu": torch.get_rng_state()}
+        state = self._ask("get_rng_state", self._index(index))
+        if state is not None:
+            states[self.name] = state
+        return states
+
+    def set_rng_state(self, states: dict[str, torch.Tensor], index: int | None = None) -> None:
+        """Puts back what `rng_state` gave; a state of another type of device is left out."""
+        torch.set_rng_state(states["cpu"])
+        if self.name in states:
+            self._ask("set_rng_state", states[self.name], self._index(index))
+
+    # host memory -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def can_pin(self) -> bool:
+        """True where host memory can be pinned for this device; found out once, by trying. Set False, nothing is pinned."""
+        try:
+            return torch.empty(1, pin_memory=True).is_pinned()
+        except RuntimeError as error:
+            logger.warning("Host memory cannot be pinned for %s, pageable memory serves instead: %s", self.name, error)
+            return False
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` in pinned host memory; `tensor` itself where there is no such thing or it failed."""
+        if tensor.device.type != "cpu":
+            raise ValueError(f"Pinning a tensor on {tensor.device} was asked for, but only host memory can. Pass a cpu tensor.")
+        if not self.can_pin or tensor.numel() == 0 or tensor.is_pinned():
+            return tensor
+        try:
+            return tensor.pin_memory()
+        except RuntimeError as error:
+            logger.warning("%d bytes of host memory could not be pinned, pageable memory serves: %s", tensor.nbytes, error)
+            self.can_pin = False  # one warning, and no more tries
+            return tensor
+
+    # how torch is asked ------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> ModuleType | None:
+        """Torch's module for this device type, or None where torch has none."""
+        try:
+            module: ModuleType = torch.get_device_module(self.name)
+        except RuntimeError:
+            return None
+        return module
+
+    def _ask(self, question: str, *arguments: Any, default: Any = None) -> Any:
+        own = getattr(self.module, question, None)
+        if own is not None:
+            with contextlib.suppress(NotImplementedError):
+                return own(*arguments)
+        # torch.accelerator reports what a device does not have as RuntimeError. Not so when it synchronises: there a
+        # RuntimeError is the device's own, of work that failed, and must be seen.
+        absent = NotImplementedError if question == "synchronize" else RuntimeError
+        for name in _GENERIC_NAMES.get(question, (question,)):
+            generic = getattr(torch.accelerator, name, None)
+            if generic is not None and self._is_torch_accelerator():
+                with contextlib.suppress(absent):
+                    return generic(*arguments)
+        return default
+
+    def _index(self, index: int | None) -> int:
+        return self.current_index() if index is None else self._check_index(index)
+
+    def _check_index(self, index: int) -> int:
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise TypeError(
+                f"Device {index!r} of {self.name} was asked for, but an index is no {type(index).__name__}. Pass an int."
+            )
+        count = self.device_count()
+        if not 0 <= index < count:
+            advice = f"Pass 0 to {count - 1}" if count else "Look at python -m accelerators"
+            raise ValueError(
+                f"Device {index} of {self.name} was asked for, but {count} {'is' if count == 1 else 'are'} visible. {advice}."
+            )
+        return index
+
+    def _is_torch_accelerator(self) -> bool:
+        current = torch.accelerator.current_accelerator()
+        return current is not None and current.type == self.name
+
+    @property
+    def _streams(self) -> ModuleType | None:
+        """Where Stream and Event come from: the device's module, torch itself, or nowhere. One without the other is no use."""
+        if hasattr(self.module, "Stream") and hasattr(self.module, "Event"):
+            return self.module
+        return torch if self._has_generic_streams else None
+
+    @cached_property
+    def _has_generic_streams(self) -> bool:
+        if not self._is_torch_accelerator() or not hasattr(torch.accelerator, "set_stream"):
+            return False
+        try:
+            torch.Stream(device=self.device())
+            torch.Event(device=self.device())
+            torch.accelerator.current_stream(self.current_index())
+        except RuntimeError:
+            return False
+        return True
+
+    def _in_order_stream(self, index: int) -> InOrderStream:
+        return self._in_order_streams.setdefault(index, InOrderStream(partial(self.synchronize, index)))
+
+    @cached_property
+    def _in_order_streams(self) -> dict[int, InOrderStream]:
+        return {}
+
+    @cached_property
+    def _dtype_answers(self) -> dict[torch.dtype, bool]:
+        return {}
+
+    def _probe_dtype(self, dtype: torch.dtype) -> bool:
+        # Small integers are exact in every dtype that computes, so a device that has it gives exactly these numbers.
+        try:
+            matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=self.device()).to(dtype)
+            if dtype.is_floating_point:
+                found, expected = matrix @ matrix + matrix, [[8, 12], [18, 26]]
+            else:
+                found, expected = matrix * matrix + matrix, [[2, 6], [12, 20]]
+            return bool(found.tolist() == expected)
+        except (RuntimeError, TypeError):  # some devices call a dtype that they lack a wrong type
+            return False

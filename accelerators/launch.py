@@ -1,0 +1,74 @@
+"""What the launcher told this process: which rank of how many it is. Pure functions over the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Where a scheduler that knows nothing of torch writes how many tasks it started, and which one this is.
+_SCHEDULERS = {
+    "SLURM": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "MPI": ("PMI_SIZE", "PMI_RANK"),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place among those started with it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None  # its place on this host; None where no launcher said
+
+    def check_group(self, num_ranks: int) -> None:
+        """Raises where the default process group has another number of ranks than the launcher started."""
+        if num_ranks != self.world_size:
+            raise ValueError(
+                f"{self.world_size} ranks were started, but the process group has {num_ranks}: it would train on its own. "
+                "Initialise the group from RANK and WORLD_SIZE, or start as many ranks as the group should have."
+            )
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
+    """The launcher's variables, or one process on its own without them; a ValueError where they contradict each other."""
+    rank, world_size = whole_number(environment, "RANK"), whole_number(environment, "WORLD_SIZE")
+    local_rank, local_world_size = whole_number(environment, "LOCAL_RANK"), whole_number(environment, "LOCAL_WORLD_SIZE")
+    if world_size is None:
+        if rank is not None:
+            raise ValueError(f"RANK={rank} was set, but WORLD_SIZE is not. Set both, as torchrun does, or neither.")
+        _check_scheduler(environment)
+        world_size = 1
+    if rank is None:
+        if world_size != 1:
+            raise ValueError(f"WORLD_SIZE={world_size} was set, but RANK is not. Set both, as torchrun does, or neither.")
+        rank = 0
+    for name, place, size_name, size in (
+        ("RANK", rank, "WORLD_SIZE", world_size),
+        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
+        ("LOCAL_RANK", local_rank, "WORLD_SIZE", world_size if environment.get("WORLD_SIZE", "").strip() else None),
+    ):
+        if place is not None and size is not None and place >= size:
+            raise ValueError(f"{name}={place} was set, but {size_name} is {size}. Ranks count from 0 to {size_name} - 1.")
+    return Launch(rank, world_size, local_rank)
+
+
+def whole_number(environment: Mapping[str, str], variable: str) -> int | None:
+    """The variable's value; None where it is unset or empty."""
+    text = environment.get(variable, "").strip()
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"{variable}={text} was set, but a whole number of 0 or more belongs there. Let the launcher set it.")
+    return int(text)
+
+
+def _check_scheduler(environment: Mapping[str, str]) -> None:
+    for scheduler, (size_variable, rank_variable) in _SCHEDULERS.items():
+        size = whole_number(environment, size_variable)
+        if size is not None and size > 1:
+            raise ValueError(
+                f"{scheduler} started {size} tasks ({size_variable}), but RANK and WORLD_SIZE are not set: "
+                "each would train on its own. Start torchrun in each task, or set "
+                f"RANK=${rank_variable} and WORLD_SIZE=${size_variable}, with LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
+            )

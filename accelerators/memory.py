@@ -1,0 +1,94 @@
+"""Memory in bytes: a reading, the cap that a user may set on it, and the ways to print it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from accelerators.interface import Accelerator
+
+_UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3,
+          "t": 1000**4, "tb": 1000**4, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """Bytes of one device at one moment. None stands for a figure that the device does not tell."""
+
+    total: int | None  # what the device, or the container around this process, has
+    available: int | None  # what could be allocated now
+    allocated: int | None  # what this process holds
+    peak: int | None  # the most this process held since `peak_since`
+    peak_since: Literal["last reset", "process start"] = "last reset"
+
+    def __str__(self) -> str:
+        figures = ((name, getattr(self, name)) for name in ("allocated", "peak", "available", "total"))
+        return ", ".join(f"{name} {format_bytes(figure)}" for name, figure in figures)
+
+    def capped(self, cap: int | None) -> MemoryReading:
+        """The same reading on a device of no more than `cap` bytes."""
+        if cap is None:
+            return self
+        total = cap if self.total is None else min(cap, self.total)
+        # What this process holds counts against the cap alone: the device has already counted it in `available`.
+        left = max(0, cap - (self.allocated or 0))
+        return replace(self, total=total, available=left if self.available is None else min(self.available, left))
+
+
+def format_bytes(num_bytes: int | None) -> str:
+    """`1610612736` as `1.50 GiB`; `?` where the figure is not known."""
+    if num_bytes is None:
+        return "?"
+    amount = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(amount) < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
+        amount /= 1024
+    return f"{amount:.2f} TiB"
+
+
+def parse_bytes(text: str) -> int:
+    """`4GiB`, `500 MB` or `1000` in bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"A number of bytes was asked for, but '{text}' was found. Write it like 4GiB, 500MB or 1000.")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def memory_cap() -> int | None:
+    """What ACCELERATOR_MEMORY allows, read anew at each call, so that a test or a notebook can change it."""
+    text = os.environ.get("ACCELERATOR_MEMORY", "").strip()
+    if not text:
+        return None
+    try:
+        cap = parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"ACCELERATOR_MEMORY={text} was set. {error}") from None
+    if cap == 0:
+        raise ValueError(f"ACCELERATOR_MEMORY={text} was set, but no bytes hold nothing. Give it a size, or unset it.")
+    return cap
+
+
+def peak_of(accelerator: Accelerator, function: Callable[[], Any], index: int | None = None) -> tuple[Any, int | None]:
+    """What `function` returns, and how many bytes its peak lay above what was held before it."""
+    accelerator.synchronize(index)
+    accelerator.reset_peak_memory(index)
+    before = accelerator.memory(index)
+    result = function()
+    accelerator.synchronize(index)
+    after = accelerator.memory(index)
+    if after.peak is None or before.allocated is None or after.peak_since != "last reset":
+        return result, None
+    return result, max(0, after.peak - before.allocated)
+
+
+def format_table(readings: Iterable[tuple[str, MemoryReading]]) -> str:
+    """One line a reading, columns aligned."""
+    head = ("", "allocated", "peak", "available", "total")
+    rows = [head] + [(name, *(format_bytes(getattr(reading, column)) for column in head[1:])) for name, reading in readings]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)  # noqa: B905

@@ -1,0 +1,185 @@
+"""Which accelerators there are: records, and a table that imports them on first use."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata, util
+
+import torch
+
+from accelerators.interface import Accelerator
+
+logger = logging.getLogger("accelerators")
+
+Factory = Callable[[], Accelerator]
+FindEntryPoints = Callable[..., Iterable[metadata.EntryPoint]]
+
+# An installed package offers its accelerator in one of these groups; which one says whether it may be taken unasked.
+ENTRY_POINT_GROUPS = {"accelerators": 40, "accelerators.on_request": -1}
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One accelerator that can be had: nothing of it is imported before it is asked for."""
+
+    name: str
+    factory: Factory | str  # a class, a function without arguments, or "package.module:Class"
+    priority: int = 50  # the usable one of highest priority is taken unasked; below cpu's 0: never unasked
+    origin: str = "built in"  # where it was registered, for people
+    needs: str | None = None  # a top-level module without which it cannot work; looked for, not imported
+
+    def create(self) -> Accelerator:
+        factory = pkgutil.resolve_name(self.factory) if isinstance(self.factory, str) else self.factory
+        accelerator = factory()
+        if not isinstance(accelerator, Accelerator):
+            raise TypeError(f"its factory gave a {type(accelerator).__name__}, not an accelerators.Accelerator")
+        return accelerator
+
+    def is_same_as(self, other: Registration) -> bool:
+        """True where registering the other one changes nothing."""
+        mine, theirs = self.factory, other.factory
+        if isinstance(mine, str) != isinstance(theirs, str):
+            mine, theirs = _import_path(mine), _import_path(theirs)
+        return mine == theirs and self.priority == other.priority
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of trying a registration."""
+
+    accelerator: Accelerator | None
+    reason: str | None  # why it cannot be used
+    cause: BaseException | None = None
+
+
+class Candidate:
+    """A registration and what came of trying it; tried when first asked about, and once."""
+
+    def __init__(self, registration: Registration) -> None:
+        self.registration = registration
+
+    def __repr__(self) -> str:
+        return f"Candidate({self.name!r}, priority={self.priority}, {self.reason or 'usable'})"
+
+    @property
+    def name(self) -> str:
+        return self.registration.name
+
+    @property
+    def priority(self) -> int:
+        return self.registration.priority
+
+    @property
+    def origin(self) -> str:
+        return self.registration.origin
+
+    @property
+    def usable(self) -> bool:
+        return self.reason is None
+
+    @property
+    def reason(self) -> str | None:
+        """Why it cannot be used here, or None when it can."""
+        return self.trial.reason
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The one object of this accelerator in the process, usable or not."""
+        if self.trial.accelerator is None:
+            raise ValueError(
+                f"Accelerator {self.name} was asked for, but {self.reason}. Install or repair what {self.origin} refers to, "
+                "or ask for another: python -m accelerators shows which work here."
+            ) from self.trial.cause
+        return self.trial.accelerator
+
+    @cached_property
+    def trial(self) -> Trial:
+        # Two threads may both get here; setdefault lets them leave with the same object, and no lock can be held across a fork.
+        return vars(self).setdefault("trial", self._try())  # type: ignore[no-any-return]
+
+    def _try(self) -> Trial:
+        accelerator = None
+        try:
+            needs = self.registration.needs
+            if needs is not None and needs not in sys.modules and util.find_spec(needs) is None:
+                return Trial(None, f"{needs} is not installed")
+            accelerator = self.registration.create()
+            return Trial(accelerator, accelerator.unavailable_reason())
+        # A plug-in is other people's code. It may fail in any way, some call exit() when they are imported, and none of that
+        # may break anything else. Ctrl-C is no failure and goes through.
+        except (Exception, SystemExit) as error:
+            logger.debug("Accelerator %s failed", self.name, exc_info=True)
+            failed = "failed to load" if accelerator is None else "failed when asked whether it is available"
+            return Trial(accelerator, f"it {failed}: {type(error).__name__}: {' '.join(str(error).split())}", error)
+
+
+class Registry:
+    """The table of candidates: built-in ones, those registered by call, and those of installed packages."""
+
+    def __init__(self, built_in: Iterable[Registration], find_entry_points: FindEntryPoints = metadata.entry_points) -> None:
+        self._candidates = {registration.name: Candidate(registration) for registration in built_in}
+        self._find_entry_points = find_entry_points
+        self._entry_points_read = False
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """Every candidate, highest priority first; equal ones by name, so that the order is the same on all ranks."""
+        self._read_entry_points()
+        return iter(sorted(self._candidates.values(), key=lambda candidate: (-candidate.priority, candidate.name)))
+
+    def add(self, registration: Registration) -> None:
+        there = self._candidates.get(registration.name)
+        if there is None:
+            self._candidates[registration.name] = Candidate(registration)
+        elif not there.registration.is_same_as(registration):
+            raise ValueError(
+                f"Registering accelerator '{registration.name}' from {registration.origin} was asked for, but "
+                f"that name is taken ({there.origin}, priority {there.priority}). Choose another, or remove one of the two."
+            )
+
+    def find(self, name: str, asked: str | None = None) -> Candidate:
+        """The candidate of that name, or a ValueError that names the known ones and repeats the words that asked for it."""
+        if name not in self._candidates:
+            self._read_entry_points()
+        if name not in self._candidates and _torch_has_device(name):
+            self.add(Registration(name, lambda: Accelerator(name), origin="torch"))
+        if name not in self._candidates:
+            near = difflib.get_close_matches(name, self._candidates, n=1, cutoff=0.6)
+            hint = f" Did you mean '{near[0]}'?" if near else " Register your own with accelerators.register."
+            found = f"{asked} was asked for, but no" if asked else "No"
+            raise ValueError(f"{found} accelerator is named '{name}'. Known: {', '.join(sorted(self._candidates))}.{hint}")
+        return self._candidates[name]
+
+    def _read_entry_points(self) -> None:
+        if self._entry_points_read or os.environ.get("ACCELERATOR_AUTOLOAD", "1").strip() == "0":
+            return
+        self._entry_points_read = True
+        for group, priority in ENTRY_POINT_GROUPS.items():
+            for point in self._find_entry_points(group=group):
+                origin = f"entry point '{point.name}' of {point.dist.name if point.dist else 'an unknown package'}"
+                try:
+                    self.add(Registration(point.name.strip().lower(), point.value, priority, origin))
+                except ValueError as error:
+                    logger.warning("%s", error)
+
+
+def _import_path(factory: Factory | str) -> str:
+    if isinstance(factory, str):
+        return factory
+    return f"{factory.__module__}:{getattr(factory, '__qualname__', '')}"
+
+
+def _torch_has_device(name: str) -> bool:
+    """True for a device that torch knows by now, built in or renamed by a plug-in that somebody imported."""
+    try:
+        torch.device(name)
+        torch.get_device_module(name)
+    except RuntimeError:
+        return False
+    return True

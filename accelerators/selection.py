@@ -1,0 +1,89 @@
+"""The policy: which candidate, and which of its devices. Pure functions; nothing here remembers anything."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from accelerators.launch import whole_number
+from accelerators.registry import Candidate
+
+logger = logging.getLogger("accelerators")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What somebody asked for, and in which words, so that an error can repeat them."""
+
+    name: str
+    index: int | None
+    asked: str
+
+
+def parse_request(text: str, asked: str) -> Request | None:
+    """`" CUDA:1 "` as cuda and 1; None where nothing was asked for."""
+    name, colon, index = (part.strip() for part in text.lower().partition(":"))
+    if not name and not colon:
+        return None
+    if not name or (colon and not index.isdecimal()):
+        raise ValueError(f"{asked} was asked for, but that is neither a name nor name:index. Write it like cuda or cuda:1.")
+    return Request(name, int(index) if colon else None, asked)
+
+
+def requested_by(environment: Mapping[str, str]) -> Request | None:
+    """ACCELERATOR, or DS_ACCELERATOR where that is unset; empty is unset."""
+    for variable in ("ACCELERATOR", "DS_ACCELERATOR"):
+        request = parse_request(environment.get(variable, ""), f"{variable}={environment.get(variable, '')}")
+        if request is not None:
+            return request
+    return None
+
+
+def choose(candidates: Iterable[Candidate]) -> Candidate:
+    """The first usable candidate; they come with the highest priority first, and the CPU always is usable."""
+    usable: list[Candidate] = []
+    for candidate in candidates:
+        if usable and candidate.priority < usable[0].priority:
+            break  # nothing from here on can win, and what cannot win need not be tried
+        if candidate.usable:
+            usable.append(candidate)
+    if len(usable) > 1:
+        names = ", ".join(candidate.name for candidate in usable)
+        logger.info("Accelerators %s have the same priority; %s is taken. Set ACCELERATOR to choose.", names, usable[0].name)
+    return usable[0]
+
+
+def check(candidate: Candidate, request: Request) -> None:
+    """Raises unless what was asked for by name can be had."""
+    if candidate.reason is not None:
+        raise ValueError(
+            f"{request.asked} was asked for, but {candidate.reason}. "
+            "Install what it needs, or ask for another: python -m accelerators shows which work here."
+        ) from candidate.trial.cause
+
+
+def choose_index(request: Request | None, environment: Mapping[str, str], device_count: int) -> int | None:
+    """Which device this process should use; None leaves the current one as it is.
+
+    What was asked for wins; then the launcher's LOCAL_RANK. A launcher that shows each rank its own device
+    leaves one visible, whose index is 0 whatever the rank.
+    """
+    if request is not None and request.index is not None:
+        if request.index >= device_count:
+            raise ValueError(
+                f"{request.asked} was asked for, but {request.name} has {device_count} visible here. "
+                f"Ask for {request.name}:0{f' to {request.name}:{device_count - 1}' if device_count > 1 else ''}."
+            )
+        return request.index
+    local_rank = whole_number(environment, "LOCAL_RANK")
+    if local_rank is None:
+        return None
+    if device_count == 1:
+        return 0
+    if local_rank >= device_count:
+        raise ValueError(
+            f"LOCAL_RANK={local_rank} was set, but only {device_count} devices are visible here. "
+            "Start one rank a device, or show each rank one device of its own."
+        )
+    return local_rank

@@ -1,0 +1,65 @@
+"""Makes the simulated device exist: once a process, at the first call that needs it."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from accelerators.simulated import torch_private
+
+_lock = threading.Lock()
+_libraries: list[torch.library.Library] = []  # a library's kernels go when it goes
+_is_up = False
+
+
+def why_not() -> str | None:
+    """Why the device cannot come up here, or None. Changes nothing."""
+    return None if _is_up else torch_private.why_not()
+
+
+def bring_up() -> None:
+    """Registers the device with torch, with the settings of the environment, or raises saying why it cannot be."""
+    global _is_up
+    with _lock:
+        if _is_up:
+            return
+        reason = torch_private.why_not()
+        if reason is not None:
+            raise RuntimeError(f"The simulated device was asked for, but {reason}. Use another accelerator, or another process.")
+        _register()
+        _is_up = True
+
+
+def _register() -> None:
+    # The order matters: settings before what is sized by them, the device type before kernels for it.
+    from accelerators.simulated import rng, storage
+    from accelerators.simulated.lanes import current_device, engine_set_device, lanes
+    from accelerators.simulated.module import DeviceModule
+    from accelerators.simulated.settings import read_environment, settings
+    from accelerators.simulated.streams import synchronize_device
+
+    read_environment()
+    storage.accounts.extend(storage.Account(index) for index in range(settings.devices))
+    lanes.start(settings.devices, settings.seed)
+    rng.start(settings.devices)
+    answers = torch_private.Answers(settings.devices, current_device, engine_set_device, synchronize_device)
+    torch_private.register_device(DeviceModule(torch_private.NAME), answers)
+    _register_kernels()
+
+
+def _register_kernels() -> None:
+    import warnings
+
+    from accelerators.simulated import autocast, kernels, operators, pinned, saving
+
+    fallbacks, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    _libraries.extend((fallbacks, aten))
+    fallbacks.fallback(operators.run, "PrivateUse1")
+    for name, kernel in kernels.kernels().items():
+        aten.impl(name, kernel, "PrivateUse1")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")  # exchanging the host's kernels is meant
+        pinned.register(aten, fallbacks)
+    autocast.register(aten, fallbacks)
+    saving.register()

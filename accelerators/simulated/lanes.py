@@ -1,0 +1,330 @@
+"""What runs when: lanes are the device's queues of work, one behind every stream.
+
+[Note: as late as the rules allow] Work that is put off sits in its lane and runs when something makes it run: a wait of the host,
+or later work that touches the same memory and is ordered after it. What nothing orders stays undone, so a
+forgotten wait shows as old data even with the race detector off. In random order, lanes also move on by themselves.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from accelerators.simulated import torch_private
+from accelerators.simulated.place import Place, here
+from accelerators.simulated.race import Access, Grave, History
+from accelerators.simulated.settings import settings
+
+LANES_A_DEVICE = 32  # as many as torch keeps streams on real devices; the next new stream shares the first one's lane
+
+Memories = frozenset[int] | set[int]  # by address, which cannot be given out again while put-off work holds the memory
+
+
+class Host:
+    """What the host knows to be done."""
+
+    def __init__(self) -> None:
+        self.clock: dict[int, int] = {}
+        self.version = 0  # lanes compare it, so that the clock is taken over only after a wait
+
+    def learn(self, clock: dict[int, int]) -> None:
+        merge(self.clock, clock)
+        self.version += 1
+
+    def access(self, operator: str) -> Access:
+        return Access("the host", HOST_NUMBER, 0, self.clock, operator, here())
+
+
+HOST_NUMBER = -1
+host = Host()
+
+
+class Task:
+    """Put-off work, or a wait for some."""
+
+    __slots__ = ("action", "after", "done", "lane", "reads", "writes")
+
+    def __init__(
+        self, lane: Lane, action: Callable[[], object] | None, reads: Memories, writes: Memories, after: Task | None = None
+    ) -> None:
+        self.lane = lane
+        self.action = action
+        self.reads = reads
+        self.writes = writes
+        self.after = after  # what another lane must have done first
+        self.done = False
+
+    def meets(self, reads: Memories, writes: Memories) -> bool:
+        return not (self.writes.isdisjoint(reads) and self.writes.isdisjoint(writes) and self.reads.isdisjoint(writes))
+
+
+class Lane:
+    """Work in the order in which it was issued."""
+
+    __slots__ = ("clock", "count", "graves", "heard", "index", "label", "number", "pending", "stream_id")
+
+    def __init__(self, index: int, stream_id: int) -> None:
+        self.index = index
+        self.stream_id = stream_id
+        self.label = f"stream {stream_id} of sim:{index}" if stream_id else f"the default stream of sim:{index}"
+        self.number = index * (LANES_A_DEVICE + 1) + stream_id
+        self.count = 0
+        self.clock: dict[int, int] = {}
+        self.heard = 0
+        self.pending: deque[Task] = deque()
+        self.graves: list[tuple[Grave, torch.UntypedStorage]] = []
+
+    def __repr__(self) -> str:
+        return self.label
+
+    # knowledge
+
+    def issue(self, operator: str, place: Place) -> Access:
+        """Counts one more piece of work, which comes after all that the host has waited for."""
+        self.hear()
+        self.count += 1
+        return Access(self.label, self.number, self.count, self.clock, operator, place)
+
+    def hear(self) -> None:
+        if self.heard != host.version:
+            merge(self.clock, host.clock)
+            self.heard = host.version
+
+    def snapshot(self) -> dict[int, int]:
+        self.hear()
+        return {**self.clock, self.number: self.count}
+
+    def wait_for(self, clock: dict[int, int], task: Task | None) -> None:
+        """What is issued from now on comes after the work in `clock`, the put-off part of which ends with `task`."""
+        merge(self.clock, clock)
+        if task is not None and not task.done and task.lane is not self:
+            self.pending.append(Task(self, None, frozenset(), frozenset(), after=task))
+
+    def wait_lane(self, other: Lane) -> None:
+        self.wait_for(other.snapshot(), other.pending[-1] if other.pending else None)
+
+    # memory
+
+    def allocate(self) -> None:
+        """Memory freed before is given out again now; raises if other lanes may still use some of it."""
+        if not self.graves:
+            return
+        self.hear()
+        graves, self.graves = self.graves, []
+        for grave, memory in graves:
+            race = grave.settle(self)
+            if race is not None and settings.races:
+                raise race
+            if race is not None:
+                torch_private.overwrite(memory.data_ptr(), memory.nbytes())  # what a new owner would do to it
+
+    def bury(self, history: History, memory: torch.UntypedStorage) -> None:
+        self.hear()
+        excused = history.excused | {self.number}
+        uses = [use for use in history.accesses() if use[0].number not in excused and self.clock.get(use[0].number, 0) < use[0].count]
+        if uses:
+            self.graves.append((Grave(uses, here()), memory))
+
+
+class Lanes:
+    """All lanes of the process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._by_device: list[list[Lane]] = []
+        self._taken: list[int] = []
+        self._random = random.Random(0)
+
+    def start(self, device_count: int, seed: int) -> None:
+        self._by_device = [[Lane(index, stream_id) for stream_id in range(LANES_A_DEVICE + 1)] for index in range(device_count)]
+        self._taken = [0] * device_count
+        self.reseed(seed)
+
+    def reseed(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def default(self, index: int) -> Lane:
+        return self._by_device[index][0]
+
+    def find(self, index: int, stream_id: int) -> Lane:
+        return self._by_device[index][stream_id]
+
+    def take(self, index: int) -> Lane:
+        """A side lane of that device, each in turn."""
+        self._taken[index] += 1
+        return self._by_device[index][(self._taken[index] - 1) % LANES_A_DEVICE + 1]
+
+    def of(self, index: int | None) -> list[Lane]:
+        return [lane for device, lanes in enumerate(self._by_device) for lane in lanes if index is None or device == index]
+
+    # running
+
+    def put_off(self, lane: Lane, action: Callable[[], object], reads: Memories, writes: Memories) -> Task:
+        """Queues work. It runs at once where nothing is to be put off."""
+        task = Task(lane, action, reads, writes)
+        lane.pending.append(task)
+        if settings.order == "eager":
+            self.run_to(task)
+        return task
+
+    def run_to(self, task: Task) -> None:
+        """Runs put-off work up to and including `task`, and whatever that waits for on other lanes."""
+        with self.lock:
+            while not task.done:
+                self._run_first(task.lane)
+
+    def run_lane(self, lane: Lane) -> None:
+        with self.lock:
+            while lane.pending:
+                self._run_first(lane)
+
+    def run_all(self, index: int | None = None) -> None:
+        for lane in self.of(index):
+            if lane.pending:
+                self.run_lane(lane)
+
+    def settle(self, lane: Lane, reads: Memories, writes: Memories) -> None:
+        """Runs the put-off work that comes before work on `reads` and `writes` issued to `lane` now, and no other."""
+        if settings.order == "random":
+            self._move_on()
+        if lane.pending:
+            found: list[Task] = []
+            _collect(lane, None, reads, writes, found, set())
+            for task in found:
+                self.run_to(task)
+
+    def wait_host(self, clock: dict[int, int]) -> None:
+        """The host waited for the work in `clock`, which has been run."""
+        with self.lock:
+            host.learn(clock)
+
+    def coin(self) -> bool:
+        """In random order, true half of the time; else false."""
+        return settings.order == "random" and self._random.random() < 0.5
+
+    def _run_first(self, lane: Lane) -> None:
+        task = lane.pending[0]
+        if task.after is not None and not task.after.done:
+            self.run_to(task.after)
+        # The work of `after` may in turn have run this lane on, never past this task: nothing waits for later work.
+        if not task.done:
+            lane.pending.popleft()
+            task.done = True
+            if task.action is not None:
+                with torch_private.below_autograd(), torch_private.excluding(torch_private.WATCH_KEY):
+                    task.action()
+            task.action = task.after = None  # lets go of the memory
+
+    def _move_on(self) -> None:
+        while self._random.random() < 0.5:
+            busy = [lane for lane in self.of(None) if lane.pending]
+            if not busy:
+                return
+            self._run_first(self._random.choice(busy))
+
+
+def _collect(lane: Lane, last: Task | None, reads: Memories, writes: Memories, found: list[Task], seen: set[int]) -> None:
+    # What `lane` will have done before its next work: its own queue, and those of others up to where it waits for them.
+    for task in lane.pending:
+        if id(task) in seen:
+            continue
+        seen.add(id(task))
+        if task.after is not None:
+            if not task.after.done:
+                _collect(task.after.lane, task.after, reads, writes, found, seen)
+        elif task.meets(reads, writes):
+            found.append(task)
+        if task is last:
+            return
+
+
+def merge(clock: dict[int, int], other: dict[int, int]) -> None:
+    for number, count in other.items():
+        if clock.get(number, 0) < count:
+            clock[number] = count
+
+
+lanes = Lanes()
+
+
+# which lane a thread is on -------------------------------------------------------------------------------------------
+
+
+Entered = tuple[Lane, int]  # a lane that the user chose, and the backward node in which, 0 for none
+
+
+class _Thread(threading.local):
+    device = 0
+    chosen_in_backward = (0, 0)
+
+    def __init__(self) -> None:
+        self.entered: dict[int, Entered] = {}  # by device
+
+
+_thread = _Thread()
+
+
+def current_device() -> int:
+    node = torch_private.current_node()
+    if node is None:
+        return _thread.device
+    chosen, where = _thread.chosen_in_backward
+    return chosen if where == id(node) else torch_private.device_of_node(node, _thread.device)
+
+
+def set_current_device(index: int) -> None:
+    # [Note: the device in backward] Torch's engine puts a thread on the device of each node's stream, and a guard
+    # written in Python can only answer with the stream of device 0. So in backward the node itself is asked, unless the
+    # user chose another device in one of its hooks.
+    node = torch_private.current_node()
+    if node is None:
+        _thread.device = index
+    else:
+        _thread.chosen_in_backward = (index, id(node))
+
+
+def engine_set_device(index: int) -> None:
+    """Torch's own guards switch devices; what they say in backward is not true of a device written in Python."""
+    if torch_private.graph_task() == -1:
+        _thread.device = index
+
+
+def current_lane(index: int) -> Lane:
+    """The lane that work on device `index` issued by this thread goes to."""
+    from accelerators.simulated import backward
+
+    entered = _thread.entered.get(index)
+    if entered is not None:
+        lane, node = entered
+        if not node or node == _node():
+            return lane
+        del _thread.entered[index]  # a hook set it and is over; torch puts each node on its own stream
+    return backward.lane_of_node(index) if backward.side_lanes_used() else lanes.default(index)
+
+
+def enter_lane(lane: Lane) -> Entered | None:
+    """Makes `lane` this thread's current one on its device; returns what to hand to `leave_lane`."""
+    from accelerators.simulated import backward
+
+    before = _thread.entered.get(lane.index)
+    _thread.entered[lane.index] = (lane, _node())
+    if lane.stream_id:
+        backward.expect_side_lanes()
+    return before
+
+
+def leave_lane(index: int, before: Entered | None) -> None:
+    if before is None:
+        _thread.entered.pop(index, None)
+    else:
+        _thread.entered[index] = before
+
+
+def _node() -> int:
+    # Its number only: a reference would keep the saved tensors of the node alive.
+    node = torch_private.current_node()
+    return 0 if node is None else id(node)

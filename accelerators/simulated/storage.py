@@ -1,0 +1,163 @@
+"""The device's memory: blocks of host memory that device storages own, counted to the byte.
+
+[Note: who keeps memory alive] A device storage holds its `Block` in a Python attribute, which torch keeps for as long
+as the storage lives. When the last tensor on it goes, the block goes and its bytes are given back. Work that was put
+off holds the block's host memory and not the block: what the user freed counts as free, yet no pointer ever dangles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accelerators.memory import format_bytes
+from accelerators.simulated import torch_private
+from accelerators.simulated.capabilities import check_dtype
+from accelerators.simulated.lanes import Lane, current_lane
+from accelerators.simulated.race import History
+from accelerators.simulated.settings import settings
+
+_set = torch.ops.aten.set_.source_Storage_storage_offset
+_alias = torch.ops.aten.alias.default
+_view_dtype = torch.ops.aten.view.dtype
+_no_bytes = torch.empty(0, dtype=torch.uint8)
+
+
+class Account:
+    """The bytes of one device."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.allocated = 0
+        self.peak = 0
+
+    def check(self, num_bytes: int) -> None:
+        """Raises where the device has no room for `num_bytes` more."""
+        free = settings.memory_bytes - self.allocated
+        if num_bytes > free:
+            raise torch.OutOfMemoryError(
+                f"SIM out of memory: {format_bytes(num_bytes)} ({num_bytes} bytes) were asked for on device sim:{self.index}, "
+                f"but {free} bytes of its {settings.memory_bytes} are free and {self.allocated} are allocated. "
+                "Free tensors, or give the device more (SIM_MEMORY)."
+            )
+
+    def add(self, num_bytes: int) -> None:
+        # Plain attribute arithmetic: Python switches threads and collects garbage between calls, of which there are none here.
+        self.allocated += num_bytes
+        if self.allocated > self.peak:
+            self.peak = self.allocated
+
+
+accounts: list[Account] = []
+
+
+class Block:
+    """One allocation on the device."""
+
+    __slots__ = ("account", "history", "lane", "memory", "num_bytes", "typed")
+
+    def __init__(self, index: int, memory: torch.UntypedStorage) -> None:
+        self.num_bytes = 0  # before anything can raise: __del__ gives back what was taken
+        self.history: History | None = None
+        self.account = accounts[index]
+        self.account.check(memory.nbytes())
+        self.lane: Lane = current_lane(index)  # the caching allocator's rule: memory belongs to the stream that asked for it
+        self.memory = memory
+        self.typed: dict[torch.dtype, torch.Tensor] = {}
+        self.lane.allocate()
+        self.num_bytes = memory.nbytes()
+        self.account.add(self.num_bytes)
+        if settings.races:
+            self.history = History(self.num_bytes, self.lane.number)
+
+    def __del__(self) -> None:
+        if self.num_bytes:
+            self.account.allocated -= self.num_bytes
+            if self.history is not None and self.history.shared:
+                self.lane.bury(self.history, self.memory)
+
+    def base(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of the block as a flat host tensor."""
+        found = self.typed.get(dtype)
+        if found is None:
+            found = self.typed[dtype] = flat(self.memory, dtype)
+        return found
+
+
+def flat(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    """Host memory as a flat host tensor."""
+    tensor = _view_dtype.redispatch(torch_private.CPU_KEYS, _no_bytes, dtype)
+    result: torch.Tensor = _set.redispatch(torch_private.CPU_KEYS, tensor, memory, 0, [memory.nbytes() // dtype.itemsize], [1])
+    return result
+
+
+def is_sim(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == torch_private.NAME
+
+
+def block_of(tensor: torch.Tensor) -> Block | None:
+    """The block under a device tensor; None where it has no bytes."""
+    block: Block | None = getattr(tensor.untyped_storage(), "_sim_block", None)
+    return block
+
+
+def host_view(tensor: torch.Tensor, block: Block | None) -> torch.Tensor:
+    """A device tensor as a host tensor on the same memory, which it keeps alive."""
+    if block is None:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    return block.base(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def new_storage(memory: torch.UntypedStorage, index: int) -> torch.UntypedStorage:
+    """A device storage that takes over host memory."""
+    num_bytes = memory.nbytes()
+    block = Block(index, memory) if num_bytes else None
+    storage = torch_private.storage_at(memory.data_ptr(), torch.device(torch_private.NAME, index), num_bytes)
+    storage._sim_block = block  # type: ignore[attr-defined]
+    return storage
+
+
+def adopt(host: torch.Tensor, index: int) -> torch.Tensor:
+    """A host tensor that nobody else uses, as a device tensor."""
+    prototype = _prototype(index, host.dtype)  # first: it raises for a dtype that was taken away
+    storage = new_storage(host.untyped_storage(), index)
+    return tensor_on(storage, prototype, host.size(), host.stride(), host.storage_offset())
+
+
+def tensor_on(storage: torch.UntypedStorage, prototype: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
+    fresh = _alias.redispatch(torch_private.CPU_KEYS, prototype)
+    tensor: torch.Tensor = _set.redispatch(torch_private.CPU_KEYS, fresh, storage, offset, size, stride)
+    return tensor
+
+
+def view_of(tensor: torch.Tensor, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> torch.Tensor:
+    """Another tensor on a device tensor's storage."""
+    return tensor_on(tensor.untyped_storage(), _prototype(tensor.device.index, dtype), size, stride, offset)
+
+
+def replace_storage(tensor: torch.Tensor, storage: torch.UntypedStorage, size: Any, stride: Any, offset: int) -> torch.Tensor:
+    """Puts a device tensor on another storage of its device."""
+    result: torch.Tensor = _set.redispatch(torch_private.CPU_KEYS, tensor, storage, offset, size, stride)
+    return result
+
+
+# One tensor of no elements a device and dtype, from which every other one is made.
+_prototypes: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+_byte_prototypes: dict[int, torch.Tensor] = {}
+
+
+def _prototype(index: int, dtype: torch.dtype) -> torch.Tensor:
+    found = _prototypes.get((index, dtype))
+    if found is None:
+        check_dtype(dtype)
+        if index not in _byte_prototypes:
+            _byte_prototypes[index] = torch_private.empty_byte_tensor(index)
+        found = _view_dtype.redispatch(torch_private.CPU_KEYS, _byte_prototypes[index], dtype)
+        _prototypes[index, dtype] = found
+    return found
+
+
+def forget_prototypes() -> None:
+    """The next tensor of each dtype asks again whether the device has it."""
+    _prototypes.clear()

@@ -1,0 +1,292 @@
+"""Every private name of torch that the simulated device leans on, and what is done with them.
+
+Torch lets Python write a device ("PrivateUse1") but keeps two doors shut to it: a tensor cannot be made on another
+index than 0, and the guard that C++ asks for the number of devices and the current one answers 1 and 0 by itself. The first
+opens with a DLPack capsule, the second by exchanging entries in the guard's table of virtual functions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NAME = "sim"
+WATCH_KEY = "TESTING_ONLY_GenericMode"  # above every other, kept by torch for such uses, and on by no default
+
+_C: Any = torch._C
+
+# Written out one by one, so that a torch without one of them is told apart from a mistake of ours.
+_NEEDED = (
+    "torch._C._acc.DeviceGuard",
+    "torch._C._acc.PrivateUse1Hooks",
+    "torch._C._acc.register_python_privateuseone_device_guard",
+    "torch._C._acc.register_python_privateuseone_hook",
+    "torch._C._autograd._get_sequence_nr",
+    "torch._C._autograd.DeviceType.PrivateUse1",
+    "torch._C._AutoDispatchBelowADInplaceOrView",
+    "torch._C._construct_storage_from_data_pointer",
+    "torch._C._current_autograd_node",
+    "torch._C._current_graph_task_id",
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "torch._C._dispatch_tls_set_dispatch_key_excluded",
+    "torch._C._dispatch_tls_set_dispatch_key_included",
+    "torch._C._ExcludeDispatchKeyGuard",
+    "torch._C._from_dlpack",
+    "torch._C._parse_dispatch_key",
+    "torch._C._get_privateuse1_backend_name",
+    "torch.UntypedStorage.clone",
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.library.Library.fallback",
+    "torch.library.get_kernel",
+    "torch.utils.backend_registration._setup_privateuseone_for_python_backend",
+)
+
+CPU_KEYS = _C.DispatchKeySet(_C.DispatchKey.CPU)
+
+below_autograd: Callable[[], Any] = getattr(_C, "_AutoDispatchBelowADInplaceOrView", lambda: None)
+current_node: Callable[[], Any] = getattr(_C, "_current_autograd_node", lambda: None)
+
+
+def why_not() -> str | None:
+    """Why this torch cannot carry the simulated device, or None when it can."""
+    missing = [name for name in _NEEDED if not _has(name)]
+    if missing:
+        return f"torch {torch.__version__} lacks {', '.join(missing)}, which the simulated device needs (it was written for torch 2.13)"
+    if sys.platform == "win32":
+        return "the simulated device exchanges functions of torch's device guard, whose layout it knows on Linux and macOS only"
+    if not _guard_header().is_file():
+        return f"{_guard_header().name} is missing from torch's include folder, and with it the layout of the device guard"
+    taken = _C._get_privateuse1_backend_name()
+    if taken != "privateuseone":
+        return f"torch has room for one plug-in device a process, and '{taken}' took it"
+    if getattr(torch, NAME, None) is not None:
+        return f"torch.{NAME} is something else already"
+    return None
+
+
+def _has(dotted: str) -> bool:
+    found: Any = torch
+    for part in dotted.split(".")[1:]:
+        found = getattr(found, part, None)
+    return found is not None
+
+
+# the device type -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What C++ asks a device guard."""
+
+    device_count: int
+    current: Callable[[], int]
+    set_current: Callable[[int], None]
+    synchronize: Callable[[int], None]
+
+
+def register_device(module: object, answers: Answers) -> None:
+    """Makes torch know the device type, its module, how many devices there are and which one a thread is on."""
+    from torch.utils import backend_registration
+
+    class Hooks(_C._acc.PrivateUse1Hooks):  # type: ignore[misc]
+        def is_available(self) -> bool:
+            return True
+
+        def has_primary_context(self, index: int) -> bool:
+            return True
+
+        def is_built(self) -> bool:
+            return True
+
+    class Guard(_C._acc.DeviceGuard):  # type: ignore[misc]
+        def type_(self) -> Any:
+            return _C._autograd.DeviceType.PrivateUse1
+
+    guard = Guard()
+    backend_registration._setup_privateuseone_for_python_backend(  # type: ignore[no-untyped-call]
+        NAME, backend_module=module, hook=Hooks(), device_guard=guard
+    )
+    _answer_for_guard(guard, answers)
+    counted = torch.accelerator.device_count()
+    assert counted == answers.device_count, f"torch's device guard counts {counted} devices, not {answers.device_count}"
+
+
+def _guard_header() -> Path:
+    return Path(torch.__file__).parent / "include" / "c10" / "core" / "impl" / "DeviceGuardImplInterface.h"
+
+
+def _virtual_functions(header: str) -> list[str]:
+    """The guard's virtual functions in the order of its table: that of their declarations, the destructor taking two entries."""
+    body = header.split("struct C10_API DeviceGuardImplInterface {", 1)[1].split("\n};", 1)[0]
+    body = re.sub(r"//[^\n]*|/\*.*?\*/", "", body, flags=re.DOTALL)
+    names = re.findall(r"\bvirtual\b[^(;{]*?(~?\w+)\s*\(", body)
+    return [entry for name in names for entry in ((name, name) if name.startswith("~") else (name,))]
+
+
+_kept: list[object] = []  # what C++ holds bare pointers to
+
+
+def _answer_for_guard(guard: object, answers: Answers) -> None:
+    # Python may override only the guard's type. Its other functions are fixed at one device, on which autograd would
+    # refuse index 1 and `.to("sim")` would ignore the current device. So the object gets a table of its own.
+    pointer, small, device = ctypes.c_void_p, ctypes.c_int8, ctypes.c_uint16
+    kind = 20  # DeviceType::PrivateUse1; a c10::Device is two bytes, the type and the index, passed in one register
+
+    def get(this: int) -> int:
+        return kind | answers.current() << 8
+
+    def put(this: int, wanted: int) -> None:
+        if wanted >> 8 != 0xFF:  # index -1 stands for "as it is"
+            answers.set_current(wanted >> 8)
+
+    def exchange(this: int, wanted: int) -> int:
+        before = get(this)
+        put(this, wanted)
+        return before
+
+    functions: dict[str, Any] = {
+        "deviceCount": ctypes.CFUNCTYPE(small, pointer)(lambda this: answers.device_count),
+        "synchronizeDevice": ctypes.CFUNCTYPE(None, pointer, small)(lambda this, index: answers.synchronize(index)),
+        "getDevice": ctypes.CFUNCTYPE(device, pointer)(get),
+        "setDevice": ctypes.CFUNCTYPE(None, pointer, device)(put),
+        "uncheckedSetDevice": ctypes.CFUNCTYPE(None, pointer, device)(put),
+        "exchangeDevice": ctypes.CFUNCTYPE(device, pointer, device)(exchange),
+    }
+    names = _virtual_functions(_guard_header().read_text())
+    # A pybind object holds the C++ pointer behind its two-word Python header; the object starts with the pointer to its table.
+    address = pointer.from_address(id(guard) + 2 * ctypes.sizeof(pointer)).value
+    assert address is not None
+    table = pointer.from_address(address)
+    assert table.value is not None
+    head = 2  # the words before the functions: offset and type information
+    entries = pointer * (head + len(names))
+    copy = entries.from_buffer_copy(entries.from_address(table.value - head * ctypes.sizeof(pointer)))
+    for name, function in functions.items():
+        copy[head + names.index(name)] = ctypes.cast(function, pointer).value
+    _kept.extend((guard, copy, *functions.values()))
+    table.value = ctypes.addressof(copy) + head * ctypes.sizeof(pointer)
+
+
+# tensors and storages ------------------------------------------------------------------------------------------------
+
+
+class _DLDevice(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int32), ("index", ctypes.c_int32))
+
+
+class _DLType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _DLDevice),
+        ("dim", ctypes.c_int32),
+        ("type", _DLType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+def empty_byte_tensor(index: int) -> torch.Tensor:
+    """A tensor of no bytes on that device: what every other tensor on it is an alias of, with another storage."""
+    shape = (ctypes.c_int64 * 1)(0)
+    described = _DLTensor(None, _DLDevice(12, index), 1, _DLType(1, 8, 1), shape, None, 0, None, None)  # 12: kDLExtDev, a plug-in's
+    _kept.extend((shape, described))
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype = ctypes.py_object
+    new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    tensor: torch.Tensor = _C._from_dlpack(new_capsule(ctypes.addressof(described), b"dltensor", None))
+    return tensor
+
+
+def storage_at(address: int, device: torch.device, num_bytes: int) -> torch.UntypedStorage:
+    """A storage over memory that somebody else keeps alive."""
+    storage: torch.UntypedStorage = _C._construct_storage_from_data_pointer(address, device, num_bytes)
+    return storage
+
+
+def overwrite(address: int, num_bytes: int) -> None:
+    """Fills memory with ones, which are NaN in every floating dtype."""
+    ctypes.memset(address, 0xFF, num_bytes)
+
+
+# autograd and dispatch -----------------------------------------------------------------------------------------------
+
+
+def next_sequence_number() -> int:
+    """One more than that of the backward node that torch made last in this thread."""
+    number: int = _C._autograd._get_sequence_nr()
+    return number
+
+
+def graph_task() -> int:
+    """The number of the backward pass that this thread is in; -1 outside of one."""
+    number: int = _C._current_graph_task_id()
+    return number
+
+
+def device_of_node(node: Any, default: int) -> int:
+    """The device of what a backward node is given; `default` where that is none of ours."""
+    for described in node._input_metadata:
+        if described.device.type == NAME:
+            index: int = described.device.index
+            return index
+    return default
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(callback)
+
+
+_key_sets: dict[str, Any] = {}
+
+
+def excluding(key: str) -> Any:
+    """A context in which this thread dispatches past `key`."""
+    if key not in _key_sets:
+        _key_sets[key] = _C.DispatchKeySet(_C._parse_dispatch_key(key))
+    return _C._ExcludeDispatchKeyGuard(_key_sets[key])
+
+
+def include_key(key: str, wanted: bool) -> None:
+    """Makes every operator called in this thread, and in the autograd threads of backwards it starts, pass `key`."""
+    _C._dispatch_tls_set_dispatch_key_excluded(key, not wanted)
+    _C._dispatch_tls_set_dispatch_key_included(key, wanted)
+
+
+def is_composite(operator_name: str) -> bool:
+    """True for an operator that is made of others, through which it is seen."""
+    return bool(_C._dispatch_has_kernel_for_dispatch_key(operator_name, "CompositeImplicitAutograd"))
+
+
+def operators() -> Iterator[torch._ops.OpOverload]:
+    """Every aten operator."""
+    for full_name in _C._dispatch_get_all_op_names():
+        if full_name.startswith("aten::"):
+            name, _, overload = full_name.removeprefix("aten::").partition(".")
+            yield getattr(getattr(torch.ops.aten, name), overload or "default")
+
+
+def is_made_of_pieces(op: torch._ops.OpOverload) -> bool:
+    """True for an operator that torch makes of others on a device without a kernel for it."""
+    if op._schema.name.startswith("aten::_foreach_"):
+        return not is_composite(op.name())
+    return bool(_C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeExplicitAutogradNonFunctional"))
+
+
+def registered_name(op: torch._ops.OpOverload) -> str:
+    """The name under which a kernel of an aten operator is registered."""
+    return op.name().removeprefix("aten::")

@@ -1,0 +1,87 @@
+"""Streams and events: what the library asks of them, and the ones of a device whose work is already in order.
+
+A device without streams runs everything in the order in which it was issued. Waiting for another stream is true
+at once there, so code written for streams runs unchanged and never asks whether there are any; only the host may
+have to wait, and for that the whole device is synchronised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Event(Protocol):
+    """A point in a stream's work that others can wait for."""
+
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool: ...
+    def elapsed_time(self, end_event: Any) -> float: ...
+
+
+class Stream(Protocol):
+    """Work that runs in the order in which it was issued, beside that of other streams."""
+
+    def synchronize(self) -> None: ...
+    def query(self) -> bool: ...
+    def wait_event(self, event: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def record_event(self, event: Any = None) -> Any: ...
+
+
+class InOrderEvent:
+    """The event of a device without events: recording waits for the device, so the time read is that of finished work."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+        self._recorded_at: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        if stream is None:
+            self._finish()
+        else:
+            stream.synchronize()
+        self._recorded_at = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: InOrderEvent) -> float:
+        """Milliseconds from this event to `end_event`."""
+        if self._recorded_at is None or end_event._recorded_at is None:
+            raise ValueError("The time between two events was asked for, but one was not recorded. Call record() on both.")
+        return (end_event._recorded_at - self._recorded_at) * 1e3
+
+
+class InOrderStream:
+    """The one stream of a device without streams."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def synchronize(self) -> None:
+        self._finish()
+
+    def query(self) -> bool:
+        self._finish()  # whether work is left cannot be asked, so none is left
+        return True
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event if event is not None else InOrderEvent(self._finish)
+        event.record(self)
+        return event

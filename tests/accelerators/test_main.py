@@ -1,0 +1,121 @@
+"""python -m accelerators: what people and programs read."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import accelerators
+from accelerators import __main__ as command
+from accelerators import choice
+from accelerators.backends import BUILT_IN
+from accelerators.choice import Choice
+from accelerators.registry import Registration, Registry
+from tests.accelerators.fakes import fake_device_module, give_torch
+
+
+def run(*arguments, **environment):
+    clean = {name: value for name, value in os.environ.items() if name not in ("ACCELERATOR", "DS_ACCELERATOR", "LOCAL_RANK")}
+    whole = [sys.executable, "-m", "accelerators", *arguments]
+    return subprocess.run(whole, env={**clean, **environment}, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def table(monkeypatch):
+    for variable in ("ACCELERATOR", "DS_ACCELERATOR", "LOCAL_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    registry = Registry(BUILT_IN, lambda group: [])
+    monkeypatch.setattr(choice, "_choice", Choice(registry))
+    return registry
+
+
+def test_the_table_marks_the_chosen_one_and_says_why_not_for_the_rest():
+    result = run(ACCELERATOR="cpu", TERM="xterm-256color")
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout  # nobody sees colours in a pipe
+    table, _, notes = result.stdout.partition("\n\n")
+    lines = {line[2:].split()[0]: line for line in table.splitlines() if line.strip("* ")}
+    assert lines["cpu"].startswith("*")
+    assert "fp32 bf16" in lines["cpu"] and "gloo" in lines["cpu"] and "GiB" in lines["cpu"]
+    assert "torch_npu is not installed" in lines["npu"]
+    assert not lines["npu"].startswith("*")
+    assert "cpu is used: ACCELERATOR=cpu." in notes
+
+
+def test_a_choice_that_cannot_be_had_is_one_line_and_exit_status_2():
+    result = run(ACCELERATOR="bogus")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "ACCELERATOR=bogus was asked for, but" in result.stderr
+
+
+@pytest.mark.parametrize("value", ["cuda:", "npu", "cpu:1"])
+def test_whatever_is_wrong_with_the_choice_is_said_on_one_line(table, monkeypatch, capsys, value):
+    monkeypatch.setenv("ACCELERATOR", value)
+    assert command.main([]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"ACCELERATOR={value} was asked for, but")
+    assert printed.err.count("\n") == 1
+
+
+def test_an_unknown_option_is_exit_status_2(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        command.main(["--jsn"])
+    assert leaving.value.code == 2
+    assert "--jsn" in capsys.readouterr().err
+
+
+def test_json_is_the_same_for_programs(table, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATOR", " CPU ")
+    assert command.main(["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["chosen"], report["why"], report["device"]) == ("cpu", "ACCELERATOR= CPU ", "cpu")
+    rows = {row["name"]: row for row in report["candidates"]}
+    assert [row["name"] for row in report["candidates"] if row["chosen"]] == ["cpu"]
+    assert rows["cpu"]["usable"] and rows["cpu"]["devices"] == 1
+    assert set(rows["cpu"]["memory"][0]) == {"total", "available", "allocated", "peak", "peak_since"}
+    assert "float32" in rows["cpu"]["dtypes"]
+    assert rows["cpu"]["communication_backend"] == "gloo"
+    assert rows["npu"] == {
+        "name": "npu",
+        "chosen": False,
+        "usable": False,
+        "reason": "torch_npu is not installed",
+        "priority": 250,
+        "origin": "built in",
+    }
+    assert isinstance(report["missing"], list)
+
+
+def test_several_devices_have_a_line_of_memory_each_and_what_they_lack_is_said(table, monkeypatch, capsys):
+    functions = {"mem_get_info": lambda index: ((index + 1) << 30, 8 << 30), "memory_allocated": lambda index: 0}
+    give_torch(monkeypatch, dev=fake_device_module(2, synchronize=lambda index: None, **functions))
+    table.add(Registration("dev", lambda: accelerators.Accelerator("dev"), priority=-1))
+    assert command.main([]) == 0
+    out = capsys.readouterr().out
+    assert "1.00 GiB / 8.00 GiB" in out and "2.00 GiB / 8.00 GiB" in out
+    dev = next(row for row in map(command.describe, table, [None] * 99) if row["name"] == "dev")
+    assert dev["missing"] == ["peak memory", "streams", "pinned host memory", "bf16", "fp64"]
+
+
+def test_a_device_that_does_not_answer_is_a_reason_and_no_crash(table, monkeypatch, capsys):
+    def mem_get_info(index):
+        raise RuntimeError("CUDA error: out of memory\nand more lines")
+
+    give_torch(monkeypatch, dev=fake_device_module(1, mem_get_info=mem_get_info))
+    table.add(Registration("dev", lambda: accelerators.Accelerator("dev"), priority=-1))
+    assert command.main([]) == 0
+    assert "it is there, but does not answer: CUDA error: out of memory and more lines" in capsys.readouterr().out
+
+
+def test_what_a_platform_lacks_is_said(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    missing = command.missing_here()
+    assert any("C++ compiler" in what for what in missing)
+    assert any("containers" in what for what in missing)
+    assert any("nccl" in what for what in missing)

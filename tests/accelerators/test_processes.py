@@ -1,0 +1,105 @@
+"""Processes: children by fork and by spawn, groups that the user made, and what a backend may catch."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+
+import accelerators
+from tests import ranks
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        with accelerators.using("cpu") as accelerator:
+            assert accelerator.memory().total > 0
+            return torch.tensor(i * i, device=accelerator.device())
+
+
+def load_with_workers(rank, world):
+    with accelerators.using("cpu") as accelerator:
+        assert accelerator.supports(torch.float32)
+        loader = torch.utils.data.DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+        return sorted(torch.cat(list(loader)).tolist())
+
+
+def ask(queue):
+    with accelerators.using("cpu") as accelerator:
+        queue.put((str(accelerator.device()), accelerator.memory().total))
+
+
+needs_fork = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system cannot fork")
+
+
+@needs_fork
+@pytest.mark.promise("X12")
+def test_two_ranks_with_two_forked_workers_each_load_their_data():
+    expected = [i * i for i in range(8)]
+    assert ranks.run(2, load_with_workers, timeout=60) == [expected, expected]
+
+
+@pytest.mark.promise("X12")
+@pytest.mark.parametrize("method", [pytest.param("fork", marks=needs_fork), "spawn"])
+def test_a_daemon_child_can_ask_after_its_parent_did(method):
+    with accelerators.using("cpu") as accelerator:
+        total = accelerator.memory().total
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    child = context.Process(target=ask, args=(queue,), daemon=True)
+    child.start()
+    assert queue.get(timeout=60) == ("cpu", total)
+    child.join(60)
+    assert child.exitcode == 0
+
+
+@pytest.mark.promise("X12")
+def test_no_thread_runs_and_no_lock_is_kept_that_a_fork_could_break():
+    program = """
+        import gc, sys, threading
+        import torch
+        locks = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Semaphore)
+        import accelerators, zero
+        accelerators.current().memory()
+        [candidate.reason for candidate in accelerators.candidates() if candidate.priority >= 0]
+        assert threading.enumerate() == [threading.main_thread()]
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] not in ("accelerators", "zero"):
+                continue
+            reachable = [vars(module)] + [vars(v) for v in vars(module).values() if type(v).__module__ == name]
+            found = [key for names in reachable for key, value in names.items() if isinstance(value, locks)]
+            assert not found, (name, found)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, env={**os.environ, "ACCELERATOR": "cpu"}, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.promise("X07")
+@pytest.mark.parametrize("local_rank", ["0", "3"])
+def test_every_rank_of_a_host_gets_the_one_cpu(local_rank):
+    program = """
+        import accelerators, torch
+        accelerator = accelerators.current()
+        print(accelerator.device(), accelerator.current_index(), torch.ones(1, device=accelerator.device()).device)
+    """
+    environment = {**os.environ, "ACCELERATOR": "cpu", "LOCAL_RANK": local_rank, "RANK": local_rank, "WORLD_SIZE": "4"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == ["cpu", "0", "cpu"], result.stderr
+
+
+def test_a_thread_asks_like_the_main_thread():
+    found = []
+    with accelerators.using("cpu") as accelerator:
+        thread = threading.Thread(target=lambda: found.append(accelerators.current()))
+        thread.start()
+        thread.join()
+    assert found == [accelerator]

@@ -1,0 +1,184 @@
+"""The table of candidates: what is registered, when it is imported, and what a broken one does to the rest."""
+
+import logging
+import signal
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from accelerators.backends.cpu import CpuAccelerator
+from accelerators.choice import Choice
+from accelerators.registry import Candidate, Registration, Registry
+
+CPU = Registration("cpu", "accelerators.backends.cpu:CpuAccelerator", priority=0)
+
+
+def no_entry_points(group):
+    return []
+
+
+class Mine(CpuAccelerator):
+    pass
+
+
+def candidate(factory, **options):
+    return Candidate(Registration("mine", factory, **options))
+
+
+@pytest.mark.promise("X13")
+def test_nothing_of_a_registration_is_imported_before_it_is_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "my_lazy_plugin.py").write_text(
+        "from accelerators.backends.cpu import CpuAccelerator\nclass Mine(CpuAccelerator):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    registry = Registry([CPU, Registration("mine", "my_lazy_plugin:Mine")], no_entry_points)
+    assert [candidate.name for candidate in registry] == ["mine", "cpu"]
+    assert "my_lazy_plugin" not in sys.modules
+    assert type(registry.find("mine").accelerator).__name__ == "Mine"
+    assert sys.modules.pop("my_lazy_plugin")
+
+
+def test_an_accelerator_is_made_once():
+    mine = candidate(Mine)
+    assert mine.accelerator is mine.accelerator
+
+
+def test_candidates_come_by_priority_and_then_by_name():
+    registry = Registry([CPU], no_entry_points)
+    for name, priority in (("b", 50), ("a", 50), ("c", 60), ("never", -1)):
+        registry.add(Registration(name, Mine, priority))
+    assert [candidate.name for candidate in registry] == ["c", "a", "b", "cpu", "never"]
+
+
+def raises(error):
+    def factory():
+        raise error
+
+    return factory
+
+
+class AsksAndFails(CpuAccelerator):
+    def unavailable_reason(self):
+        raise OSError("driver not loaded\n  (libdev.so)")
+
+
+@pytest.mark.promise("X13")
+@pytest.mark.parametrize(
+    ("factory", "reason"),
+    [
+        ("no_such_module_at_all:Mine", "it failed to load: ModuleNotFoundError: No module named 'no_such_module_at_all'"),
+        ("accelerators.memory:Mine", "it failed to load: AttributeError: .*'Mine'"),
+        ("accelerators.memory:MemoryReading", "it failed to load: TypeError: .*"),
+        ("accelerators.memory:memory_cap", "it failed to load: TypeError: its factory gave a NoneType, not an .*"),
+        (raises(KeyError("x")), "it failed to load: KeyError: 'x'"),
+        (raises(SystemExit(127)), "it failed to load: SystemExit: 127"),
+        (AsksAndFails, r"it failed when asked whether it is available: OSError: driver not loaded \(libdev.so\)"),
+    ],
+)
+def test_a_broken_plug_in_is_named_with_its_error_and_breaks_nothing_else(factory, reason, monkeypatch):
+    monkeypatch.delenv("ACCELERATOR", raising=False)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    registry = Registry([CPU, Registration("mine", factory, priority=99)], no_entry_points)
+    choice = Choice(registry)
+    assert choice.current().name == "cpu"
+    assert not registry.find("mine").usable
+    with pytest.raises(ValueError, match=f"mine.* was asked for, but {reason}. Install") as error:
+        Choice(registry).use("mine")
+    assert error.value.__cause__ is not None
+
+
+@pytest.mark.promise("X15")
+def test_ctrl_c_while_a_plug_in_loads_is_no_failure_of_the_plug_in():
+    with pytest.raises(KeyboardInterrupt):
+        _ = candidate(raises(KeyboardInterrupt())).usable
+
+
+@pytest.mark.promise("X15")
+def test_sigint_during_the_choice_ends_the_process():
+    program = """
+        import os, signal, time
+        import accelerators
+        @accelerators.register("slow", priority=999)
+        def slow():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+        accelerators.current()
+        print("went on")
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60)
+    assert result.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in result.stderr
+    assert "went on" not in result.stdout
+
+
+def test_a_missing_module_is_looked_for_and_not_imported(monkeypatch):
+    assert candidate(Mine, needs="no_such_module_at_all").reason == "no_such_module_at_all is not installed"
+    assert candidate(Mine, needs="antigravity").usable
+    assert "antigravity" not in sys.modules
+
+
+def test_the_same_registration_twice_is_harmless_and_another_one_is_an_error():
+    registry = Registry([CPU], no_entry_points)
+    for factory in (Mine, Mine, f"{__name__}:Mine"):
+        registry.add(Registration("mine", factory, origin="a test"))
+    for other in (Registration("mine", CpuAccelerator), Registration("mine", Mine, priority=51), Registration("cpu", Mine)):
+        with pytest.raises(ValueError, match=r"was asked for, but that name is taken \(.*\)\. Choose another"):
+            registry.add(other)
+    assert registry.find("mine").registration.factory is Mine
+
+
+@pytest.mark.promise("X13")
+def test_entry_points_are_candidates_and_their_group_says_whether_unasked(monkeypatch, caplog):
+    monkeypatch.delenv("ACCELERATOR_AUTOLOAD", raising=False)
+    points = {
+        "accelerators": [EntryPoint(" Mine", f"{__name__}:Mine", "accelerators"), EntryPoint("cpu", "x:Y", "accelerators")],
+        "accelerators.on_request": [EntryPoint("other", f"{__name__}:Mine", "accelerators.on_request")],
+    }
+    registry = Registry([CPU], lambda group: points[group])
+    assert [(c.name, c.priority) for c in registry] == [("mine", 40), ("cpu", 0), ("other", -1)]
+    assert registry.find("mine").usable
+    assert "entry point 'cpu' of an unknown package was asked for, but that name is taken" in caplog.text
+
+
+def test_autoload_off_skips_entry_points(monkeypatch):
+    monkeypatch.setenv("ACCELERATOR_AUTOLOAD", "0")
+    registry = Registry([CPU], lambda group: [EntryPoint("mine", f"{__name__}:Mine", group)])
+    assert [candidate.name for candidate in registry] == ["cpu"]
+    with pytest.raises(ValueError, match="No accelerator is named 'mine'"):
+        registry.find("mine")
+
+
+@pytest.mark.promise("X13")
+def test_an_installed_package_offers_its_accelerator_without_an_edit_of_ours(tmp_path):
+    (tmp_path / "vendor_device.py").write_text(
+        "from accelerators.backends.cpu import CpuAccelerator\nclass VendorAccelerator(CpuAccelerator):\n    pass\n"
+    )
+    info = tmp_path / "vendor_device-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vendor-device\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[accelerators]\nvendor = vendor_device:VendorAccelerator\n")
+    program = f"""
+        import sys; sys.path.insert(0, {str(tmp_path)!r})
+        import accelerators
+        found = {{c.name: c for c in accelerators.candidates()}}["vendor"]
+        print(type(accelerators.current()).__name__, "|", found.origin)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "VendorAccelerator | entry point 'vendor' of vendor-device", result.stderr
+
+
+def test_a_device_that_torch_knows_by_now_is_served_by_the_generic_class():
+    registry = Registry([CPU], no_entry_points)
+    found = registry.find("mtia")
+    assert found.origin == "torch"
+    assert found.accelerator.name == "mtia"
+
+
+def test_what_went_wrong_is_in_the_debug_log_with_its_traceback(caplog):
+    with caplog.at_level(logging.DEBUG, "accelerators"):
+        assert not candidate(raises(KeyError("x"))).usable
+    assert "Traceback" in caplog.text

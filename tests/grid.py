@@ -1,0 +1,160 @@
+"""The points of the parity grid, and a small set of them in which every pair of settings meets.
+
+A point is one training compared with the oracle: a case at a stage, a world size, a storage dtype, a bucket size, through one
+entry, on one device. `full()` is the product of all axes without what cannot be. `covering()` is a part of it in which every
+pair of values of any two axes occurs, and every triple of a stage, a world size and a value of any other axis.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from tests.oracle import DynamicScale, StaticScale
+from tests.zoo import CASES
+
+# What a simulated device can lack, one at a time. tests/test_grid.py compares the list with the device's own.
+LACKS = (
+    "streams",
+    "events",
+    "pin",
+    "bf16",
+    "fp16",
+    "fp64",
+    "memory_figures",
+    "rng",
+    "synchronize",
+    "record_stream",
+    "avg",
+    "reduce_scatter",
+    "coalesced",
+    "bf16_collectives",
+    "int64_gather",
+)
+# The host; the simulated device, whose copies come as late as the rules allow or in random legal order; and what it may lack.
+DEVICES = ("cpu", "sim", "sim:random", *(f"sim-{lack}" for lack in LACKS))
+
+AXES: dict[str, tuple] = {
+    "stage": (0, 1, 2),
+    "world": (1, 2, 3, 4),
+    "dtype": ("fp32", "bf16", "fp16"),
+    "bucket": ("tiny", "huge"),
+    "entry": ("plain", "engine"),
+    "device": DEVICES,
+    "case": tuple(CASES),
+}
+SEED = 20260801
+TRIES = 60  # points looked at for each one that is chosen
+
+# Elements of a bucket: fewer than most parameters have, and more than any model of the zoo has.
+BUCKET_NUMEL = {"tiny": 7, "huge": 1 << 20}
+
+
+@dataclass(frozen=True)
+class Point:
+    stage: int
+    world: int
+    dtype: str
+    bucket: str
+    entry: str
+    device: str
+    case: str
+
+    def __str__(self) -> str:
+        return f"{self.case} stage={self.stage} world={self.world} {self.dtype} {self.bucket} {self.entry} {self.device}"
+
+    def loss_scale(self) -> DynamicScale | StaticScale | None:
+        """A fresh one: it changes as training goes. Only an engine scales the loss, and only in fp16."""
+        case = CASES[self.case]
+        if self.dtype != "fp16" or self.entry != "engine" or not case.scaled:
+            return None
+        return DynamicScale(scale=8.0, window=2, hysteresis=1) if "overflow" in case.tags else StaticScale(8.0)
+
+
+def can_be(point: Point) -> bool:
+    case = CASES[point.case]
+    lacking = point.device.removeprefix("sim-")
+    return (
+        point.dtype in case.dtypes
+        and point.world >= case.needs_world
+        and (point.entry == "plain" or case.engine)
+        and (point.device == "cpu" or not case.host_only)
+        and lacking != point.dtype
+        and lacking not in case.needs
+    )
+
+
+def full(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None) -> Iterator[Point]:
+    return _product(_axes(devices, cases))
+
+
+def covering(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None, seed: int = SEED) -> list[Point]:
+    """Greedy: for every triple that is still missing, the point that brings the most other missing ones with it."""
+    axes, chance = _axes(devices, cases), random.Random(seed)
+    missing = wanted(devices, cases)
+    points: list[Point] = []
+    # Those that few points can bring come first, as they leave the least choice: what holds a case comes before the rest.
+    for need in sorted(missing, key=lambda need: (-len(need), "case" not in dict(need), repr(need))):
+        if need not in missing:
+            continue
+        fixed = dict(need)
+        best, best_gain = None, -1
+        for values in _some_of_the_rest(axes, fixed, chance):
+            point = Point(**fixed, **values)
+            if can_be(point) and (gain := sum(item in missing for item in _held_by(point))) > best_gain:
+                best, best_gain = point, gain
+        if best is None:
+            best = next(_product({**axes, **{axis: (value,) for axis, value in need}}))
+        points.append(best)
+        missing.difference_update(_held_by(best))
+    return points
+
+
+# Pairs and triples are tuples of (axis, value), in the order of the axes.
+Held = tuple[tuple[str, object], ...]
+
+
+def wanted(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None) -> set[Held]:
+    """Every pair, and every triple with stage and world, that some point can hold."""
+    held: set[Held] = set()
+    axes = _axes(devices, cases)
+    # Who excludes what depends on a case's few properties only, so one case of each kind stands for its whole kind's axes.
+    kinds: dict[tuple, list[str]] = {}
+    for name in axes["case"]:
+        case = CASES[name]
+        kind = (tuple(case.dtypes), case.needs_world, case.engine, case.host_only, tuple(case.needs))
+        kinds.setdefault(kind, []).append(name)
+    for names in kinds.values():
+        of_one = set()
+        for point in full(devices, names[:1]):
+            of_one.update(_held_by(point))
+        held.update(of_one)
+        for name in names[1:]:
+            held.update(tuple((axis, name if axis == "case" else value) for axis, value in item) for item in of_one)
+    return held
+
+
+def _product(axes: dict[str, Sequence]) -> Iterator[Point]:
+    return (point for values in itertools.product(*axes.values()) if can_be(point := Point(*values)))
+
+
+def _axes(devices: Sequence[str], cases: Sequence[str] | None) -> dict[str, Sequence]:
+    return {**AXES, "device": devices, **({} if cases is None else {"case": cases})}
+
+
+_NAMES = tuple(field.name for field in fields(Point))
+_PAIRS = tuple(itertools.combinations(range(len(_NAMES)), 2))
+_TRIPLES = tuple((0, 1, other) for other in range(2, len(_NAMES)))
+
+
+def _held_by(point: Point) -> list[Held]:
+    values = [(name, getattr(point, name)) for name in _NAMES]
+    return [tuple(values[index] for index in chosen) for chosen in (*_PAIRS, *_TRIPLES)]
+
+
+def _some_of_the_rest(axes: dict[str, Sequence], fixed: dict[str, object], chance: random.Random) -> list[dict[str, object]]:
+    """Values for the axes that are not fixed: a random few of all there are, without writing all of them down."""
+    free = {axis: values for axis, values in axes.items() if axis not in fixed}
+    return [{axis: chance.choice(values) for axis, values in free.items()} for _ in range(TRIES)]

@@ -1,0 +1,185 @@
+"""The promises by id, the file that says what proves each, and what the source of a test says about itself. No torch.
+
+A line of promises.txt is one of
+
+    X03 | tests/accelerators/test_selection.py::test_name | assert chosen.name == "cpu"
+    X03 | not yet | one honest sentence
+
+where the third field of the first form is a source line of that test, or of a function that it uses, as it stands in the file.
+Lines that start with `#` say what the promise is.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMISES = ROOT / "tests" / "promises.txt"
+
+# How many promises each area makes; their numbers run without a gap.
+AREAS = {
+    "R": ("reduction and conventions", 15),
+    "G": ("shape of the graph", 17),
+    "K": ("autograd features", 19),
+    "A": ("accumulation, several backwards, zero_grad", 15),
+    "F": ("frozen, late and changing parameters", 9),
+    "D": ("dtype, shape, layout", 13),
+    "N": ("overflow, scaling, clipping", 16),
+    "O": ("optimizers, groups, schedulers", 16),
+    "U": ("user edits of weights", 8),
+    "C": ("checkpoints, resume, export", 22),
+    "M": ("memory", 10),
+    "H": ("offload to the host", 5),
+    "X": ("accelerator layer, environment, processes", 17),
+    "L": ("agreement, hangs, failure", 9),
+    "E": ("lifecycle and configuration", 7),
+    "P": ("torch.compile", 12),
+}
+IDS = tuple(f"{area}{number:02d}" for area, (_, count) in AREAS.items() for number in range(1, count + 1))
+
+
+@dataclass(frozen=True)
+class Promise:
+    id: str
+    node: str | None  # None: not proven yet
+    quote: str  # the assertion that would fail, or the reason why there is none
+    line: int
+
+    @property
+    def proven(self) -> bool:
+        return self.node is not None
+
+
+def read_promises(path: Path = PROMISES) -> list[Promise]:
+    promises = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        # Only the first two bars separate: an assertion may hold bars of its own.
+        fields = [field.strip() for field in line.split("|", 2)]
+        if len(fields) != 3 or not all(fields):
+            forms = "'ID | test node | assertion' or 'ID | not yet | reason'"
+            raise ValueError(f"{path.name}:{number} is {line!r}. Write {forms}.")
+        node = None if fields[1] == "not yet" else fields[1]
+        promises.append(Promise(fields[0], node, fields[2], number))
+    return promises
+
+
+# What a test's source says ----------------------------------------------------------------------------------------------
+
+
+@cache
+def parsed(path: Path) -> tuple[ast.Module, tuple[str, ...]]:
+    source = path.read_text(encoding="utf-8")
+    return ast.parse(source, str(path)), tuple(source.splitlines())
+
+
+def marked_ids(node: ast.AST) -> set[str]:
+    """The ids in every `pytest.mark.promise(...)` below this piece of source, however it is spelled around it."""
+    ids = set()
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("mark.promise"):
+            ids.update(arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+    return ids
+
+
+def _definitions(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    """Whatever a module or a class names at its top level, conditional or not."""
+    found: dict[str, ast.stmt] = {}
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found[statement.name] = statement
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            found.update({name.id: statement for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)})
+        elif isinstance(statement, (ast.If, ast.Try, ast.With)):
+            found.update(_definitions(statement.body))
+            found.update(_definitions(getattr(statement, "orelse", [])))
+    return found
+
+
+def _imported_from(tree: ast.Module, name: str) -> tuple[Path, str] | None:
+    """The file of ours that a name of this module was imported from, and its name there."""
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.ImportFrom) and statement.module and statement.level == 0:
+            for alias in statement.names:
+                if (alias.asname or alias.name) == name:
+                    base = ROOT.joinpath(*statement.module.split("."))
+                    for path in (base.with_suffix(".py"), base / "__init__.py"):
+                        if path.is_file():
+                            return path, alias.name
+    return None
+
+
+@dataclass(frozen=True)
+class TestSource:
+    ids: frozenset[str]  # the promises that it is marked with, itself or through its class or module
+    lines: frozenset[str]  # its source lines and those of everything of its module that it uses, stripped
+
+
+def _closure_lines(path: Path, start: ast.stmt) -> set[str]:
+    tree, source = parsed(path)
+    known = _definitions(tree.body)
+    seen: set[str] = set()
+    waiting, lines = [start], set()
+    while waiting:
+        statement = waiting.pop()
+        lines.update(line.strip() for line in source[statement.lineno - 1 : statement.end_lineno])
+        for node in ast.walk(statement):
+            name = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else None
+            if name in known and name not in seen:
+                seen.add(name)
+                waiting.append(known[name])
+    return lines
+
+
+def _find_method(path: Path, owner: ast.ClassDef, name: str) -> tuple[Path, ast.stmt, set[str]] | None:
+    """A method of a class or of a base class that this project wrote, with the ids marked on the bases on the way."""
+    inside = _definitions(owner.body)
+    if name in inside:
+        return path, inside[name], set()
+    tree, _ = parsed(path)
+    for base in owner.bases:
+        base_name = ast.unparse(base).split(".")[-1]
+        local = _definitions(tree.body).get(base_name)
+        where = (path, base_name) if isinstance(local, ast.ClassDef) else _imported_from(tree, base_name)
+        if where is None:
+            continue
+        base_class = _definitions(parsed(where[0])[0].body).get(where[1])
+        if isinstance(base_class, ast.ClassDef) and (found := _find_method(where[0], base_class, name)):
+            on_base = set().union(*(marked_ids(decorator) for decorator in base_class.decorator_list))
+            return found[0], found[1], found[2] | on_base
+    return None
+
+
+def read_test(node: str) -> TestSource:
+    """What stands in the source for `path::test` or `path::Class::test`. Raises LookupError with the part that is missing."""
+    file, *names = node.split("::")
+    path = ROOT / file
+    if not path.is_file():
+        raise LookupError(f"{node}: there is no file {file}")
+    tree, _ = parsed(path)
+    if len(names) not in (1, 2) or "[" in node:
+        raise LookupError(f"{node}: write path::test or path::Class::test, without parameters")
+    statement = _definitions(tree.body).get(names[0])
+    if statement is None:
+        raise LookupError(f"{node}: {file} defines no {names[0]}")
+    ids = set().union(*(marked_ids(mark) for mark in _definitions(tree.body).values() if _is_pytestmark(mark)))
+    if len(names) == 2:
+        if not isinstance(statement, ast.ClassDef) or (found := _find_method(path, statement, names[1])) is None:
+            raise LookupError(f"{node}: {names[0]} in {file} has no {names[1]}")
+        ids |= set().union(*(marked_ids(decorator) for decorator in statement.decorator_list))
+        ids |= set().union(*(marked_ids(mark) for mark in statement.body if _is_pytestmark(mark)))
+        path, statement, on_bases = found
+        ids |= on_bases
+    if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) or not statement.name.startswith("test"):
+        raise LookupError(f"{node}: {names[-1]} is not a test function")
+    ids |= set().union(*(marked_ids(decorator) for decorator in statement.decorator_list))
+    return TestSource(frozenset(ids), frozenset(_closure_lines(path, statement)))
+
+
+def _is_pytestmark(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Assign) and "pytestmark" in [ast.unparse(target) for target in statement.targets]

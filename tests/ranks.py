@@ -1,0 +1,501 @@
+"""A pool of rank processes that is started once and serves every test that needs several ranks.
+
+    results = ranks.run(2, function, *args)         # function(rank, world, *args) on each rank; the list of what they returned
+    outcomes = ranks.outcomes(2, function, *args)   # the same for tests of failure: what each rank returned or raised
+
+Each call gets a default process group of its own (gloo), which costs some 25 ms; the processes, and with them the seconds that
+importing torch takes, are reused. After any failure they are replaced, since nobody knows what the failure left behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+# A rank that failed says so at once; the others, which may wait for it in a collective, get this long to come back alone.
+GRACE_S = 1.0
+# How long a process has to write its stacks before it is killed.
+STACKS_S = 2.0
+# A rank process that has nothing to do leaves when it is told to, and is killed if it does not.
+EXIT_S = 2.0
+START_S = 120.0
+OUTPUT_CHARS = 4000
+
+# One thread a rank, as ranks share the cores; loopback, as a test machine's own name may resolve to nothing.
+DEFAULT_ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+
+# Where there is a fork server, one process imports torch and every rank is forked from it in some ten milliseconds, instead of
+# importing torch for two seconds. That is safe as the server itself never runs an operator, so it has no threads.
+START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() and sys.platform == "linux" else "spawn"
+
+Env = Mapping[str, "str | None"]
+
+
+class RanksFailed(Exception):
+    """One or more ranks did not return. `outcomes` has what each of them did."""
+
+    def __init__(self, message: str, outcomes: Sequence[Outcome]) -> None:
+        super().__init__(message)
+        self.outcomes = list(outcomes)
+
+
+@dataclass
+class Outcome:
+    """What one rank did with one call: it returned `value`, or `error` says why it did not."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None  # what it raised; a RuntimeError with the same text where that cannot be pickled
+    kind: str = "returned"  # or the name of what it raised, or "died", "hung", "killed"
+    text: str = ""  # the traceback, how it died, or where it hung
+    seconds: float = 0.0
+    output: str = ""  # what it printed, C++ included
+
+    @property
+    def ok(self) -> bool:
+        return self.kind == "returned"
+
+
+def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any) -> list[Any]:
+    """`function(rank, world, *args)` on each of `world` ranks; the list of their results.
+
+    What the first failing rank raised is raised here, with every rank's fate as its cause. Options as for `outcomes`.
+    """
+    found = _call(world, function, args, timeout=timeout, wait_for_all=False, **options)
+    failed = sorted((outcome for outcome in found if not outcome.ok), key=lambda outcome: outcome.seconds)
+    if not failed:
+        return [outcome.value for outcome in found]
+    # What hung or was killed did so because of what raised or died first.
+    first = next((o for o in failed if o.error is not None), next((o for o in failed if o.kind == "died"), failed[0]))
+    report = RanksFailed(describe(found), found)
+    if first.error is not None:
+        raise first.error from report
+    raise report
+
+
+def outcomes(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any) -> list[Outcome]:
+    """As `run`, but every rank may take the whole time and what it did is returned, whether it succeeded or not.
+
+    fresh=True            processes of their own, which end with the call; started as a user's are, so their memory is their own
+    env={...}             environment variables of such fresh processes, None to remove one; a list has one dict a rank
+    group=False           no default process group: the test makes its own
+    group_timeout=30.0    of the default process group, in seconds
+    """
+    return _call(world, function, args, timeout=timeout, wait_for_all=True, **options)
+
+
+def describe(found: Sequence[Outcome]) -> str:
+    still = [str(outcome.rank) for outcome in found if outcome.kind in ("hung", "killed")]
+    lines = [f"{sum(not outcome.ok for outcome in found)} of {len(found)} ranks did not return."]
+    if still:
+        lines.append(f"Still running when time was up: rank{'s' * (len(still) > 1)} {', '.join(still)}.")
+    for outcome in sorted(found, key=lambda outcome: outcome.seconds):
+        lines.append(f"--- rank {outcome.rank} of {len(found)}: {outcome.kind} after {outcome.seconds:.2f} s")
+        if outcome.text:
+            lines.append(outcome.text.rstrip())
+        if not outcome.ok and outcome.output.strip():
+            lines.append(f"--- rank {outcome.rank} printed:\n{outcome.output.rstrip()}")
+    return "\n".join(lines)
+
+
+def close() -> None:
+    """End the shared pool. The next call starts another."""
+    global _shared
+    with _lock:
+        if _shared is not None:
+            _shared.close()
+            _shared = None
+
+
+# The parent's side ------------------------------------------------------------------------------------------------------
+
+_shared: Pool | None = None
+_lock = threading.RLock()
+# After multiprocessing's own exit function was registered, so before it runs: it would wait for our processes for ever.
+atexit.register(close)
+
+
+def _call(
+    world: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    timeout: float,
+    wait_for_all: bool,
+    fresh: bool = False,
+    env: Env | Sequence[Env] | None = None,
+    group: bool = True,
+    group_timeout: float = 30.0,
+) -> list[Outcome]:
+    global _shared
+    name = f"{function.__module__}:{function.__qualname__}"
+    if "<" in name or function.__module__ == "__main__":
+        raise ValueError(f"Ranks import what they run, and {name} cannot be imported. Write it at the top of a module.")
+    call = _Call(name, args, world, timeout, wait_for_all, group_timeout if group else None)
+    with _lock:
+        if fresh or env is not None:
+            pool = Pool(env or {}, "spawn")
+            try:
+                return pool.call(call)
+            finally:
+                pool.close()
+        if _shared is None:
+            _shared = Pool({}, START_METHOD)
+        try:
+            found = _shared.call(call)
+        except BaseException:  # an interrupt leaves ranks in the middle of something
+            close()
+            raise
+        if not all(outcome.ok for outcome in found):
+            close()
+        return found
+
+
+@dataclass
+class _Call:
+    function: str
+    args: tuple[Any, ...]
+    world: int
+    timeout: float
+    wait_for_all: bool
+    group_timeout: float | None
+
+
+class Pool:
+    """Rank processes, started as they are first needed. Rank r of every call is the same process."""
+
+    def __init__(self, env: Env | Sequence[Env], start_method: str) -> None:
+        self._env = env
+        self._start_method = start_method
+        self._members: list[_Member] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._store_port: int | None = None
+        self._num_calls = 0
+
+    def call(self, call: _Call) -> list[Outcome]:
+        self._grow(call.world)
+        self._num_calls += 1
+        # Arguments travel by plain pickle, so that each rank has copies; multiprocessing's own would share the tensors' memory.
+        payload = pickle.dumps(call.args)
+        members = self._members[: call.world]
+        started = time.monotonic()
+        for member in members:
+            member.begin(("call", call.function, payload, call.world, self._num_calls, call.group_timeout, list(sys.path)))
+        found = self._collect(members, call, started)
+        if all(outcome.ok for outcome in found):
+            # Only now, when every rank is done, may any of them take its process group down.
+            for member in members:
+                member.send(("clean",))
+            for member in members:
+                if (problem := member.receive(START_S)) is not None:
+                    found[member.rank] = Outcome(member.rank, kind="unclean", text=problem, seconds=time.monotonic() - started)
+        return found
+
+    def close(self) -> None:
+        for member in self._members:
+            member.send(("exit",))
+        deadline = time.monotonic() + EXIT_S
+        for member in self._members:
+            member.end(max(0.0, deadline - time.monotonic()))
+        self._members.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _grow(self, world: int) -> None:
+        new = []
+        for rank in range(len(self._members), world):
+            env = self._env if isinstance(self._env, Mapping) else self._env[rank] if rank < len(self._env) else {}
+            new.append(_Member(rank, env, self._folder, self._start_method))
+        self._members += new
+        # Started side by side, waited for one by one. The first one has the store where process groups meet.
+        for member in new:
+            ready = member.receive(START_S)
+            if not isinstance(ready, int):
+                raise RuntimeError(f"Rank process {member.rank} did not start: {ready or 'no answer'}\n{member.output()}")
+            if self._store_port is None:
+                self._store_port = ready
+            member.send(("meet", self._store_port))
+
+    def _collect(self, members: Sequence[_Member], call: _Call, started: float) -> list[Outcome]:
+        found: dict[int, Outcome] = {}
+        deadline = started + call.timeout
+        while len(found) < len(members):
+            waiting = [member for member in members if member.rank not in found]
+            handles = {handle: member for member in waiting for handle in member.handles()}
+            ready = multiprocessing.connection.wait(list(handles), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            now = time.monotonic() - started
+            for member in {handles[handle].rank: handles[handle] for handle in ready}.values():
+                found[member.rank] = member.outcome(now)
+                if not found[member.rank].ok and not call.wait_for_all:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        late = [member for member in members if member.rank not in found]
+        raised = any(not outcome.ok for outcome in found.values())
+        for member in late:
+            member.ask_for_stacks()
+        for member in late:
+            where = member.stacks()
+            if raised and not call.wait_for_all:
+                kind, when = "killed", f"{GRACE_S:g} s after another rank failed"
+            else:
+                kind, when = "hung", f"after {call.timeout:g} s"
+            seconds = time.monotonic() - started
+            found[member.rank] = Outcome(member.rank, kind=kind, text=f"still running {when}, here:\n{where}", seconds=seconds)
+            member.kill()
+        for member in members:
+            found[member.rank].output = member.output()
+        return [found[member.rank] for member in members]
+
+
+class _Member:
+    """One process of the pool as its parent sees it."""
+
+    def __init__(self, rank: int, env: Env, folder: Path, start_method: str) -> None:
+        self.rank = rank
+        self._output = folder / f"output-{rank}"
+        self._stacks = folder / f"stacks-{rank}"
+        self._output_from = 0
+        self._connection, child = multiprocessing.Pipe()
+        context = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            context.set_forkserver_preload(["torch.distributed"])
+        # Not a daemon: those may not have children, and a test may want a DataLoader with workers.
+        args = (rank, child, str(self._output), str(self._stacks))
+        self._process = context.Process(target=_serve, args=args, name=f"rank {rank}")
+        # Set around the start, not in the child: some variables are read when a library is loaded.
+        with _environment({**DEFAULT_ENV, **env}):
+            self._process.start()
+        child.close()
+
+    def handles(self) -> tuple[Any, ...]:
+        return self._connection, self._process.sentinel
+
+    def begin(self, message: tuple[Any, ...]) -> None:
+        with contextlib.suppress(OSError):
+            self._output_from = self._output.stat().st_size
+        self.send(message)
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        with contextlib.suppress(OSError):  # a dead one is noticed where its answer is awaited
+            self._connection.send(message)
+
+    def receive(self, timeout: float) -> Any:
+        if not multiprocessing.connection.wait(self.handles(), timeout):
+            return f"no answer within {timeout:g} s"
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
+            return self._death()
+
+    def outcome(self, seconds: float) -> Outcome:
+        try:
+            if not self._connection.poll():  # only its end was seen
+                raise EOFError
+            kind, payload, text = self._connection.recv()
+        except (EOFError, OSError):
+            return Outcome(self.rank, kind="died", text=self._death(), seconds=seconds)
+        if kind == "returned":
+            return Outcome(self.rank, value=pickle.loads(payload), seconds=seconds)
+        error = RuntimeError(text)
+        if payload is not None:
+            # An exception may be pickled and still not be made again from its arguments; its text is there all the same.
+            with contextlib.suppress(Exception):
+                error = pickle.loads(payload)
+        return Outcome(self.rank, error=error, kind=kind, text=text, seconds=seconds)
+
+    def _death(self) -> str:
+        self._process.join(STACKS_S)
+        code = self._process.exitcode
+        if code is None:
+            return "its connection closed while it was running"
+        if code < 0:
+            return f"its process died of signal {-code} ({signal.Signals(-code).name})"
+        return f"its process ended with exit status {code}"
+
+    def ask_for_stacks(self) -> None:
+        if hasattr(signal, "SIGUSR1") and self._process.is_alive():
+            os.kill(self._process.pid, signal.SIGUSR1)
+
+    def stacks(self) -> str:
+        if not hasattr(signal, "SIGUSR1"):
+            return "(this system has no signal to ask for stacks)"
+        deadline = time.monotonic() + STACKS_S
+        text = ""
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                latest = self._stacks.read_text(errors="replace")
+                if latest and latest == text:
+                    break
+                text = latest
+            time.sleep(0.02)
+        return text.strip() or "(it wrote no stacks)"
+
+    def output(self) -> str:
+        try:
+            text = self._output.read_bytes()[self._output_from :].decode(errors="replace")
+        except OSError:
+            return ""
+        return text if len(text) <= OUTPUT_CHARS else "..." + text[-OUTPUT_CHARS:]
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def end(self, timeout: float) -> None:
+        self._process.join(timeout)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+        self._connection.close()
+
+
+@contextlib.contextmanager
+def _environment(changes: Env) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    try:
+        _set_environment(changes)
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(values: Env) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+# The rank's side --------------------------------------------------------------------------------------------------------
+
+
+def _serve(rank: int, connection: Any, output: str, stacks: str) -> None:
+    """The life of a rank process: set up once, then one call after another."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Also what C++ writes goes where the parent can quote it.
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.enable()
+    # A plain descriptor that is never closed: the handler runs at the signal, whatever the interpreter is waiting in.
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, file=os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND), all_threads=True)
+
+    try:
+        rank_process = _RankProcess(rank)
+    except Exception:  # noqa: BLE001 - whatever it is, the parent says it
+        connection.send(traceback.format_exc())
+        return
+    connection.send(rank_process.store_port)
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            return
+        if message[0] == "exit":
+            return
+        if message[0] == "meet":
+            rank_process.meet(message[1])
+        elif message[0] == "call":
+            connection.send(rank_process.call(*message[1:]))
+            sys.stdout.flush()
+            sys.stderr.flush()
+        elif message[0] == "clean":
+            connection.send(rank_process.clean())
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+class _RankProcess:
+    def __init__(self, rank: int) -> None:
+        # Not at the top of this file: the variables of DEFAULT_ENV come first, and the parent may not want torch at all.
+        import gc
+
+        import torch
+        import torch.distributed
+
+        self._torch, self._gc = torch, gc
+        self._rank = rank
+        self._store: Any = None
+        self.store_port = 0
+        if rank == 0:
+            self._store = torch.distributed.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+            self.store_port = self._store.port
+        torch.set_num_threads(1)
+        self._environment = dict(os.environ)
+        # What importing torch made will never be garbage; without it a collection after each call takes a millisecond.
+        gc.freeze()
+
+    def meet(self, port: int) -> None:
+        if self._store is None:
+            self._store = self._torch.distributed.TCPStore("127.0.0.1", port, None, is_master=False)
+
+    def call(
+        self, name: str, payload: bytes, world: int, number: int, group_timeout: float | None, path: list[str]
+    ) -> tuple[str, bytes | None, str]:
+        try:
+            sys.path[:] = path
+            if group_timeout is not None:
+                self._make_group(world, number, group_timeout)
+            module, qualname = name.split(":")
+            function = importlib.import_module(module)
+            for part in qualname.split("."):
+                function = getattr(function, part)
+            self._torch.manual_seed(0)
+            return "returned", pickle.dumps(function(self._rank, world, *pickle.loads(payload))), ""
+        except BaseException as error:  # noqa: BLE001 - a test's SystemExit or skip is an outcome like any other
+            text = traceback.format_exc()
+            with contextlib.suppress(Exception):
+                return type(error).__name__, pickle.dumps(error), text
+            return type(error).__name__, None, text
+
+    def _make_group(self, world: int, number: int, timeout: float) -> None:
+        distributed = self._torch.distributed
+        store = distributed.PrefixStore(f"call {number}", self._store)
+        distributed.init_process_group(
+            "gloo", store=store, rank=self._rank, world_size=world, timeout=timedelta(seconds=timeout)
+        )
+
+    def clean(self) -> str | None:
+        """Take away what a test may have left. Says what it could not, and then this process is not used again."""
+        torch = self._torch
+        try:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            os.environ.clear()
+            os.environ.update(self._environment)
+            torch.set_default_dtype(torch.float32)
+            torch.set_grad_enabled(True)
+            torch.set_num_threads(1)
+            if torch.are_deterministic_algorithms_enabled():  # asked first, as switching it imports all of inductor
+                torch.use_deterministic_algorithms(False)
+            torch.autograd.set_detect_anomaly(False)
+            self._gc.collect()
+        except Exception:  # noqa: BLE001 - whatever it is, the parent says it
+            return traceback.format_exc()
+        return None

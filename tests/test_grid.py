@@ -1,0 +1,75 @@
+"""The covering part of the parity grid covers what it says, in the number of points that it says."""
+
+import itertools
+
+import pytest
+
+from tests import grid
+from tests.zoo import CASES
+
+FEW_CASES = (
+    "two_layers",
+    "three_dtypes_in_one_group",
+    "overflow_on_one_rank_skips_the_step_on_all",
+    "torchs_own_grad_scaler_with_one_overflow",
+    "rank_with_nothing_to_send_back",
+)
+AXES = ("stage", "world", "dtype", "bucket", "entry", "device", "case")
+
+
+def holds(points):
+    """Pairs and (stage, world) triples, written apart from the code under test."""
+    held = set()
+    for point in points:
+        for one, other in itertools.combinations(AXES, 2):
+            held.add(((one, getattr(point, one)), (other, getattr(point, other))))
+        for axis in AXES[2:]:
+            held.add((("stage", point.stage), ("world", point.world), (axis, getattr(point, axis))))
+    return held
+
+
+@pytest.fixture(scope="module")
+def points():
+    return grid.covering()
+
+
+def test_the_number_of_points(points):
+    # Every case meets every stage at every world size, and every device: that many are needed at least.
+    assert len(points) == len(set(points))
+    least = sum(12 if case.host_only else 18 for case in CASES.values() if case.needs_world == 1)
+    assert least <= len(points) <= 1.05 * least + 12 * len(CASES) / 10
+
+
+def test_every_pair_and_every_triple_with_stage_and_world_occurs(points):
+    assert holds(points) == grid.wanted()
+
+
+def test_what_is_wanted_is_what_the_whole_product_holds():
+    devices = ("cpu", "sim", "sim-bf16", "sim-fp64")
+    assert grid.wanted(devices, FEW_CASES) == holds(grid.full(devices, FEW_CASES))
+
+
+def test_every_point_can_be(points):
+    assert all(grid.can_be(point) for point in points)
+    assert not any(point.dtype not in CASES[point.case].dtypes for point in points)
+    assert not any(point.device == "sim-bf16" and point.dtype == "bf16" for point in points)
+    assert not any(point.world < CASES[point.case].needs_world for point in points)
+
+
+def test_the_same_seed_gives_the_same_points_and_another_seed_others():
+    devices = ("cpu", "sim")
+    assert grid.covering(devices, FEW_CASES) == grid.covering(devices, FEW_CASES)
+    assert grid.covering(devices, FEW_CASES, seed=1) != grid.covering(devices, FEW_CASES)
+
+
+def test_only_an_engine_in_fp16_scales_the_loss(points):
+    for point in points:
+        if point.loss_scale() is not None:
+            assert (point.entry, point.dtype) == ("engine", "fp16")
+    assert any(isinstance(point.loss_scale(), grid.DynamicScale) for point in points)
+    assert any(isinstance(point.loss_scale(), grid.StaticScale) for point in points)
+
+
+def test_the_devices_lack_what_the_simulated_device_can_lack():
+    capabilities = pytest.importorskip("accelerators.simulated.capabilities").CAPABILITIES
+    assert set(grid.LACKS) == set(capabilities)

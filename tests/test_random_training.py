@@ -1,0 +1,57 @@
+"""The random trainings are drawn by their seed alone, differ from each other, and are fair to whoever is judged by them."""
+
+import pytest
+import torch
+
+from tests.oracle import compare, reference, weights_of
+from tests.random_training import Plan, fresh_seeds, random_case
+
+SEEDS = range(12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_seed_gives_the_same_training_whatever_the_order_of_its_sums(seed):
+    case, again = random_case(seed), random_case(seed)
+    expected = reference(case, 3)
+    compare(reference(again, 3), expected, exact=True, state=True, name=case.name)
+    turned = reference(case, 3, backwards_order=True, divide_late=False)
+    compare(turned, expected, exact=False, state=True, name=case.name)
+    before, after = weights_of(case.build()), expected[0].steps[-1].weights
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert all(weight.isfinite().all() for weight in after.values())
+
+
+def test_every_choice_is_drawn_by_some_seed():
+    plans = [Plan.draw(seed) for seed in range(200)]
+    for field, least in {
+        "branches": 3,
+        "checkpointed": 3,
+        "tied": 2,
+        "unused": 2,
+        "window": 3,
+        "local": 2,
+        "optimizer": 6,
+        "groups": 4,
+        "clip": 4,
+        "edit": 5,
+        "to_zeros": 2,
+        "retain": 2,
+        "steps": 4,
+    }.items():
+        assert len({getattr(plan, field) for plan in plans}) == least, field
+    assert any(len(plan.uses) > len(plan.layers) for plan in plans)
+    assert any(plan.frozen is not None for plan in plans)
+
+
+def test_fresh_seeds_follow_from_their_base():
+    assert fresh_seeds(30, base=7) == fresh_seeds(30, base=7)
+    assert len(set(fresh_seeds(30, base=7))) == 30
+    assert fresh_seeds(30, base=7) != fresh_seeds(30, base=8)
+
+
+def test_a_failure_says_the_seed():
+    case = random_case(4242)
+    ours, expected = reference(case, 2), reference(case, 2)
+    next(iter(ours[1].steps[0].weights.values())).add_(0.1)
+    with pytest.raises(AssertionError, match="random training of seed 4242: step 0, rank 1 of 2"):
+        compare(ours, expected, exact=False, name=case.name)

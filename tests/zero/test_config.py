@@ -1,0 +1,254 @@
+"""What ZeroConfig accepts, refuses and says."""
+
+import inspect
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from zero.config import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, ZeroConfig, first_difference
+from zero.recipes import FUSED_IN_TORCH, OPTIMIZERS, SCHEDULES
+
+# One other value for every field: what a digest that misses a field would not notice.
+OTHER_VALUES = {
+    "stage": 1,
+    "dtype": "float32",
+    "keep_fp32": ("norm",),
+    "autocast": "bfloat16",
+    "cast_inputs": True,
+    "offload": Offload(pinned=False),
+    "bucket_bytes": 1,
+    "reduce": 3.0,
+    "reduce_dtype": "bfloat16",
+    "accumulation_dtype": "bfloat16",
+    "predivide": "world",
+    "clip": 0.5,
+    "accumulation": 4,
+    "count_micro_steps": False,
+    "on_nonfinite": "raise",
+    "on_unused": "raise",
+    "kernels": "compiled",
+    "elementwise": True,
+    "start": "verify",
+    "timeout_s": 5.0,
+    "first_step_timeout_s": 6000.0,
+    "drop_last": True,
+    "batch": Batch.of(micro_samples=2),
+    "loss_scale": LossScale(),
+    "optimizer": OptimizerSpec.of("SGD"),
+    "schedule": ScheduleSpec.of("WarmupLR"),
+    "report": Report(memory=True),
+}
+
+
+def in_a_fresh_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_reading_a_configuration_imports_no_torch():
+    assert in_a_fresh_python("import sys, zero.deepspeed_json; print('torch' in sys.modules)") == "False"
+
+
+def test_importing_zero_imports_no_pydantic():
+    assert in_a_fresh_python("import sys, zero; print('pydantic' in sys.modules)") == "False"
+
+
+def test_the_command_line_imports_no_pydantic_before_it_is_needed():
+    assert in_a_fresh_python("import sys, zero.__main__; print('pydantic' in sys.modules)") == "False"
+
+
+def test_every_field_is_in_the_text_and_in_the_digest():
+    assert set(OTHER_VALUES) == set(ZeroConfig.model_fields)
+    needed = {"cast_inputs": {"dtype": "float16"}}
+    for name, value in OTHER_VALUES.items():
+        base = {"stage": 2, **needed.get(name, {})}
+        plain, other = ZeroConfig(**base), ZeroConfig(**{**base, name: value})
+        assert plain.digest != other.digest, name
+        assert plain.text().splitlines()[:-1] != other.text().splitlines()[:-1], name
+
+
+def test_equal_configurations_have_equal_digests_whatever_order_they_were_written_in():
+    one = ZeroConfig(stage=2, clip=1, optimizer=OptimizerSpec.of("adamw", {"lr": 1e-3, "eps": 1e-8}))
+    two = ZeroConfig(optimizer=OptimizerSpec.of("AdamW", {"eps": 1e-8, "lr": 0.001}), clip=1.0, stage=2)
+    assert one == two and hash(one) == hash(two) and one.digest == two.digest and one.text() == two.text()
+
+
+def test_the_digest_of_the_defaults_is_stable():
+    """Checkpoints hold it: a changed default shows here first."""
+    assert ZeroConfig(stage=2).digest == "f120859ff672"
+
+
+@pytest.mark.promise("N10")
+def test_nothing_is_clipped_unless_asked():
+    assert ZeroConfig(stage=2).clip is None
+    assert "clip = none" in ZeroConfig(stage=2).text().splitlines()
+
+
+def test_a_configuration_comes_back_from_json_and_pickle():
+    config = ZeroConfig(
+        stage=1, dtype="float16", keep_fp32=["norm", "head"], loss_scale=LossScale(window=7), offload="host",
+        optimizer=OptimizerSpec.of("Adam", {"betas": [0.8, 0.9]}), batch=Batch.of(global_samples=12, world_size=3),
+    )
+    assert ZeroConfig.model_validate_json(json.dumps(config.as_dict())) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_nothing_in_a_configuration_can_be_changed():
+    config = ZeroConfig(stage=1, optimizer=OptimizerSpec.of("Adam"), loss_scale=LossScale())
+    for block, name in ((config, "stage"), (config.loss_scale, "window"), (config.optimizer, "kind")):
+        with pytest.raises(ValueError, match="frozen"):
+            setattr(block, name, 2)
+    config.optimizer.kwargs["lr"] = 7.0
+    assert config.optimizer.kwargs["lr"] == 1e-3
+
+
+@pytest.mark.promise("E04")
+def test_what_the_caller_passes_is_not_changed():
+    names, params = ["norm"], {"lr": 1e-3, "betas": [0.9, 0.95]}
+    one = ZeroConfig(stage=1, keep_fp32=names, optimizer=OptimizerSpec.of("AdamW", params))
+    assert names == ["norm"] and params == {"lr": 1e-3, "betas": [0.9, 0.95]}
+    names.append("head")
+    params["betas"][0] = 0.0
+    assert one.keep_fp32 == ("norm",) and one.optimizer.kwargs["betas"] == (0.9, 0.95)
+
+
+def test_the_first_difference_is_named_with_both_values():
+    mine = ZeroConfig(stage=2, loss_scale=LossScale(window=10)).as_dict()
+    theirs = ZeroConfig(stage=2, loss_scale=LossScale(window=20)).as_dict()
+    assert first_difference(mine, theirs) == "loss_scale.window: 10 here, 20 there"
+    assert first_difference(mine, mine) is None
+    assert first_difference({}, {"new": 1}) == "new: none here, 1 there"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ZeroConfig(), "asked for without 'stage'"),
+        (lambda: ZeroConfig(stage=3), "ZeroConfig.stage was given 3"),
+        (lambda: ZeroConfig(stage=-1), "ZeroConfig.stage was given -1"),
+        (lambda: ZeroConfig(stage=True), "ZeroConfig.stage was given True"),
+        (lambda: ZeroConfig(stage="2"), "ZeroConfig.stage was given '2'"),
+        (lambda: ZeroConfig(stage=1, buckets=2), "Did you mean 'bucket_bytes'"),
+        (lambda: ZeroConfig(stage=1, bucket_bytes=0), "bucket_bytes was given 0"),
+        (lambda: ZeroConfig(stage=1, dtype="bf16"), "dtype was given 'bf16'"),
+        (lambda: ZeroConfig(stage=1, clip=0.0), "clip was given 0.0"),
+        (lambda: ZeroConfig(stage=1, clip=float("nan")), "clip was given nan"),
+        (lambda: ZeroConfig(stage=1, reduce="avg"), "reduce was given 'avg'"),
+        (lambda: ZeroConfig(stage=1, reduce=0), "reduce was given 0"),
+        (lambda: ZeroConfig(stage=1, offload="disk"), "home was given 'disk'"),
+        (lambda: ZeroConfig(stage=1, timeout_s=0), "timeout_s was given 0"),
+        (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), dtype="bfloat16"), "Leave loss_scale out"),
+        (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), on_nonfinite="propagate"), "Use 'skip'"),
+        (lambda: ZeroConfig(stage=1, cast_inputs=True), "Give dtype"),
+        (lambda: ZeroConfig(stage=1, autocast="bfloat16", dtype="bfloat16"), "Use dtype or autocast"),
+        (lambda: ZeroConfig(stage=1, predivide=2.0, reduce="sum"), "Leave predivide out"),
+        (lambda: ZeroConfig(stage=1, kernels="fused", optimizer=OptimizerSpec.of("Lion")), "Use kernels='torch'"),
+        (lambda: ZeroConfig(stage=1, accumulation=3, batch=Batch.of(micro_samples=1)), "Give one of the two"),
+        (lambda: OptimizerSpec.of("Muon"), "needs whole tensors"),
+        (lambda: OptimizerSpec.of("onebitadam"), "compressed communication"),
+        (lambda: OptimizerSpec.of("AdamX"), "Did you mean 'Adam"),
+        (lambda: OptimizerSpec.of(3), "asked for by its name"),
+        (lambda: OptimizerSpec.of("AdamW", {"lr": -1}), "AdamW.lr must lie in"),
+        (lambda: OptimizerSpec.of("AdamW", {"lr": "1e-3"}), "AdamW.lr takes a number"),
+        (lambda: OptimizerSpec.of("AdamW", {"lr": 10**400}), "takes a finite number"),
+        (lambda: OptimizerSpec.of("AdamW", {"betas": [0.9]}), "takes two numbers"),
+        (lambda: OptimizerSpec.of("AdamW", {"betas": [0.9, 1.0]}), "must lie in \\[0, 1\\)"),
+        (lambda: OptimizerSpec.of("AdamW", {"learning_rate": 1}), "has no such setting"),
+        (lambda: ScheduleSpec.of("WarmupDecayLR"), "without 'total_num_steps'"),
+        (lambda: ScheduleSpec.of("WarmupLR", {"warmup_num_steps": 0}), "must be at least 1"),
+        (lambda: ScheduleSpec.of("WarmupLR", {"warmup_type": "cosine"}), "must be one of log, linear"),
+        (lambda: ScheduleSpec.of("Warmup"), "Did you mean 'WarmupLR'"),
+    ],
+)
+@pytest.mark.promise("E06")
+def test_what_cannot_be_is_refused_in_words_that_help(make, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        make()
+    message = str(caught.value)
+    # What was asked or found, and then what to do: two sentences at least, and none of pydantic's own.
+    assert message.rstrip().endswith((".", "?")) and message.count(". ") >= 1, message
+    assert "pydantic" not in message and "validation error" not in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"window": 0}, {"window": -1}, {"window": 1.5}, {"window": True}, {"hysteresis": 0}, {"minimum": 0.0},
+        {"minimum": -1.0}, {"initial": float("inf")}, {"initial": float("nan")}, {"initial": 0.0}, {"initial": 2.0**128},
+        {"max_skips": 0}, {"initial": 1.0, "minimum": 2.0},
+    ],
+)
+@pytest.mark.promise("N14")
+def test_a_loss_scale_that_cannot_work_is_refused_at_construction(settings):
+    with pytest.raises(ValueError, match="LossScale"):
+        LossScale(**settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "world_size", "expected"),
+    [
+        # global, micro, accumulation -> the same three, all known
+        ((32, 4, 2), 4, (32, 4, 2)),
+        ((32, 4, None), 4, (32, 4, 2)),
+        ((32, None, 2), 4, (32, 4, 2)),
+        ((None, 4, 2), 4, (32, 4, 2)),
+        ((32, None, None), 4, (32, 8, 1)),
+        ((None, 4, None), 4, (16, 4, 1)),
+        ((3, None, None), 3, (3, 1, 1)),
+        ((32, 4, 3), 4, "make 48"),
+        ((33, 4, None), 4, "not a multiple"),
+        ((33, None, 2), 4, "not a multiple"),
+        ((30, None, None), 4, "not a multiple"),
+        ((2, None, None), 4, "not a multiple"),
+        ((None, None, 2), 4, "only accumulation=2 is known"),
+        ((None, None, None), 4, "only accumulation=None is known"),
+        ((0, 4, 2), 4, "global_samples=0"),
+        ((32, -4, 2), 4, "micro_samples=-4"),
+        ((32, 4, 2.0), 4, "accumulation=2.0"),
+        ((32, True, 2), 4, "micro_samples=True"),
+        ((32, 4, 2), 0, "world_size=0"),
+    ],
+)
+@pytest.mark.promise("E07")
+def test_the_batch_identity_holds_or_the_batch_is_refused(given, world_size, expected):
+    sizes = dict(zip(("global_samples", "micro_samples", "accumulation"), given, strict=True))
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            Batch.of(**sizes, world_size=world_size)
+        return
+    batch = Batch.of(**sizes, world_size=world_size)
+    assert (batch.global_samples, batch.micro_samples, batch.accumulation) == expected
+    assert ZeroConfig(stage=0, batch=batch).accumulation == expected[2]
+
+
+@pytest.mark.promise("E07")
+def test_a_batch_made_by_hand_keeps_the_identity_too():
+    with pytest.raises(ValueError, match="make 8"):
+        Batch(global_samples=9, micro_samples=2, accumulation=2, world_size=2)
+
+
+@pytest.mark.parametrize("kind", sorted(set(OPTIMIZERS) - {"Lion"}))
+def test_every_optimizer_by_name_can_be_built_from_its_settings(kind):
+    torch_class = getattr(torch.optim, kind)
+    settings = OptimizerSpec.of(kind).kwargs
+    optimizer = torch_class([torch.nn.Parameter(torch.ones(2))], **settings)
+    # Decay is the one thing that has another default here: DeepSpeed's AdamW decays nothing unless told to.
+    for name, parameter in inspect.signature(torch_class).parameters.items():
+        if name in settings and name != "weight_decay":
+            assert settings[name] == parameter.default, name
+            assert optimizer.param_groups[0][name] == parameter.default, name
+
+
+def test_the_optimizers_with_a_fused_kernel_are_those_that_torch_has_one_for():
+    fused = {kind for kind in set(OPTIMIZERS) - {"Lion"} if "fused" in inspect.signature(getattr(torch.optim, kind)).parameters}
+    assert fused == FUSED_IN_TORCH
+
+
+def test_every_schedule_by_name_lists_each_of_its_settings():
+    required = {"total_num_steps": 10, "cycle_min_lr": 0.1, "cycle_max_lr": 0.2}
+    for kind, settings in SCHEDULES.items():
+        spec = ScheduleSpec.of(kind, {name: value for name, value in required.items() if name in settings})
+        assert set(spec.kwargs) == set(settings)

@@ -1,0 +1,578 @@
+"""DeepSpeed's configuration files: which keys count, what they come to mean, and how mistakes are told.
+
+`python -m tests.zero.test_deepspeed_json` writes the golden texts anew.
+"""
+
+import copy
+import json
+import logging
+import math
+import pathlib
+import string
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from zero.__main__ import main
+from zero.config import DEFAULT_BUCKET_BYTES
+from zero.deepspeed_json import read_deepspeed, translate
+from zero.deepspeed_keys import ALIASES, AUTO, BLOCKS, HARMLESS, KNOWN, OFF, REFUSED, SWITCHES, USED
+from zero.deepspeed_meaning import Implied
+
+DATA = pathlib.Path(__file__).parent.parent / "data" / "deepspeed"
+FILES = sorted(DATA.glob("*.json"))
+
+# What a Hugging Face trainer would say for the files that leave it to the call.
+TRAINER = Implied(world_size=4, micro_samples=8, accumulation=2, dtype="bfloat16", clip=1.0, bucket_numel=768 * 768, lr=5e-5,
+                  weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8, warmup_steps=500, total_steps=10_000)
+
+
+def nested(path: str, value: object) -> dict:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def merged(*blocks: dict) -> dict:
+    result: dict = {}
+    for block in blocks:
+        for key, value in block.items():
+            result[key] = merged(result[key], value) if isinstance(value, dict) and isinstance(result.get(key), dict) else value
+    return result
+
+
+def golden(path: pathlib.Path) -> str:
+    try:
+        config, notices = translate(path, TRAINER)
+    except (TypeError, ValueError) as error:
+        return f"refused: {error}\n"
+    return config.text() + "".join(f"without effect: {notice}\n" for notice in notices)
+
+
+def fate(path: str) -> list[str]:
+    """The tables that decide about a key: those that list it, or else the nearest block around it."""
+    first, _, rest = path.partition(".")
+    path = ALIASES.get(first, first) + ("." + rest if rest else "")
+    while path and path not in KNOWN:
+        path = path.rpartition(".")[0]
+    return [name for name, table in (("used", USED), ("harmless", HARMLESS), ("refused", REFUSED)) if path in table]
+
+
+def test_there_are_twelve_files_and_three_of_them_leave_values_to_the_call():
+    assert len(FILES) == 12
+    assert len([path for path in FILES if '"auto"' in path.read_text()]) == 3
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_real_file_means_what_its_golden_text_says(path):
+    assert golden(path) == path.with_suffix(".txt").read_text()
+
+
+@pytest.mark.promise("E06")
+def test_every_documented_key_is_used_or_harmless_or_refused_and_never_two_of_them():
+    documented = (DATA / "documented_keys.txt").read_text().split()
+    assert len(documented) > 300
+    assert {path: fate(path) for path in documented if len(fate(path)) != 1} == {}
+    assert len(KNOWN) == len(USED) + len(HARMLESS) + len(REFUSED)
+    assert all(why and why[0] != " " for why in [*HARMLESS.values(), *REFUSED.values()])
+
+
+def test_the_tables_speak_only_of_keys_that_exist():
+    assert set(OFF) <= set(REFUSED)
+    assert set(SWITCHES) <= BLOCKS | set(REFUSED)
+    assert {path for path in AUTO if ".params." not in path} <= set(USED)
+    assert set(AUTO.values()) <= set(Implied.__dataclass_fields__)
+
+
+# For each used key: a configuration around it, and a value that is not what holds without the key.
+ADAM = {"optimizer": {"type": "Adam"}}
+HALF = {"fp16": {"enabled": True}}
+CHANGES = {
+    "train_batch_size": ({}, 8),
+    "train_micro_batch_size_per_gpu": ({}, 8),
+    "gradient_accumulation_steps": ({}, 8),
+    "managed_gradient_accumulation": ({}, False),
+    "dataloader_drop_last": ({}, True),
+    "optimizer.type": ({}, "SGD"),
+    "optimizer.params": (ADAM, {"lr": 0.5}),
+    "scheduler.type": ({}, "WarmupLR"),
+    "scheduler.params": ({"scheduler": {"type": "WarmupLR"}}, {"warmup_num_steps": 7}),
+    "communication_data_type": ({}, "bf16"),
+    "gradient_allreduce_op": ({}, "sum"),
+    "prescale_gradients": ({}, True),
+    "gradient_predivide_factor": ({}, 2.0),
+    "gradient_clipping": ({}, 0.5),
+    "fp16.enabled": ({}, True),
+    "fp16.auto_cast": (HALF, True),
+    "fp16.loss_scale": (HALF, 128),
+    "fp16.initial_scale_power": (HALF, 3),
+    "fp16.loss_scale_window": (HALF, 3),
+    "fp16.hysteresis": (HALF, 3),
+    "fp16.consecutive_hysteresis": (HALF, True),
+    "fp16.min_loss_scale": (HALF, 3),
+    "bf16.enabled": ({}, True),
+    "bf16.check_grad_overflow": ({"bf16": {"enabled": True}}, False),
+    "torch_autocast.enabled": ({}, True),
+    "torch_autocast.dtype": ({"torch_autocast": {"enabled": True}}, "float16"),
+    "data_types.grad_accum_dtype": ({}, "bf16"),
+    "data_types.param_dtype": ({}, "bf16"),
+    "zero_optimization.stage": ({}, 2),
+    "zero_optimization.reduce_bucket_size": ({}, 1000),
+    "zero_optimization.ignore_unused_parameters": ({}, False),
+    "zero_optimization.offload_optimizer.device": ({}, "cpu"),
+    "zero_optimization.offload_optimizer.pin_memory": ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, False),
+    "zero_optimization.cpu_offload": ({}, True),
+    "zero_allow_untested_optimizer": ({}, True),
+    "steps_per_print": ({}, 10),
+    "wall_clock_breakdown": ({}, True),
+    "memory_breakdown": ({}, True),
+}
+
+
+@pytest.mark.promise("E06")
+def test_each_used_key_changes_the_effective_configuration():
+    assert set(CHANGES) == set(USED)
+    for path, (around, value) in CHANGES.items():
+        without = translate(around).config
+        if path == "data_types.param_dtype":
+            # It can only repeat what the precision blocks say; what can be observed is the contradiction.
+            with pytest.raises(ValueError, match="asks for bfloat16"):
+                translate(nested(path, value))
+            continue
+        assert translate(merged(around, nested(path, value))).config.digest != without.digest, path
+
+
+@pytest.mark.promise("E06")
+def test_each_harmless_key_changes_nothing_and_is_named():
+    for path in HARMLESS:
+        around = {}
+        for block, (switch, _) in SWITCHES.items():
+            if path.startswith(block + ".") and path != f"{block}.{switch}" and f"{block}.{switch}" in HARMLESS:
+                around = nested(f"{block}.{switch}", True)
+        if path.startswith("zero_optimization.offload_param."):
+            continue  # Named only beside a device, which is refused; see the next test.
+        reading = translate(merged(around, nested(path, True)))
+        assert reading.config == translate({}).config, path
+        assert any(notice.startswith(path + ": ") for notice in reading.notices), path
+
+
+@pytest.mark.promise("E06")
+def test_each_refused_key_says_its_path_and_why():
+    for path, why in REFUSED.items():
+        block = path.rpartition(".")[0]
+        on = nested(f"{block}.{SWITCHES[block][0]}", "on") if block in SWITCHES else {}
+        with pytest.raises(ValueError) as caught:
+            translate(merged(on, nested(path, "on")))
+        message = str(caught.value)
+        # A block is refused at the first of its keys that is found, and all of them have one reason.
+        assert why in message and (path in message or block in message) and "Take it out." in message, path
+
+
+def test_a_refused_key_that_asks_for_nothing_is_accepted():
+    for path in REFUSED:
+        for off in (None, False, *OFF.get(path, ())):
+            assert translate(nested(path, off)).config == translate({}).config, (path, off)
+    for block, (switch, offs) in SWITCHES.items():
+        for off in (None, *offs):
+            reading = translate(nested(f"{block}.{switch}", off))
+            assert reading.config == translate({}).config and len(reading.notices) == 1, (block, off)
+
+
+def test_one_load_gives_one_warning_with_every_key_that_has_no_effect(caplog):
+    with caplog.at_level(logging.WARNING, logger="zero"):
+        read_deepspeed({"zero_optimization": {"overlap_comm": True, "reduce_scatter": False}, "dump_state": True})
+    assert [record.name for record in caplog.records] == ["zero"]
+    text = caplog.records[0].getMessage()
+    for key in ("zero_optimization.overlap_comm", "zero_optimization.reduce_scatter", "dump_state", "gradient_clipping"):
+        assert f"\n  {key}: " in text
+
+
+def test_a_configuration_in_which_every_key_counts_gives_no_warning(caplog):
+    with caplog.at_level(logging.WARNING, logger="zero"):
+        read_deepspeed({"gradient_clipping": 1.0, "zero_optimization": {"stage": 2}})
+    assert caplog.records == []
+
+
+@pytest.mark.promise("N10")
+def test_deepspeeds_own_default_clip_is_not_taken_over_and_the_log_says_so():
+    reading = translate({})
+    assert reading.config.clip is None
+    assert "DeepSpeed 0.19.8 would clip at 1.0" in reading.notices[0]
+    assert translate({"gradient_clipping": 0}).config.clip is None and translate({"gradient_clipping": 0}).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"zero_optimization": {"stge": 2}}, r"'zero_optimization.stge'.*Did you mean 'stage'\?"),
+        ({"zero_optimisation": {"stage": 2}}, r"Did you mean 'zero_optimization'\?"),
+        ({"stage": 2}, r"Did you mean 'zero_optimization.stage'\?"),
+        ({"bf16": {"enable": True}}, r"'bf16.enable'.*Did you mean 'enabled'\?"),
+        ({"bfloat16": {"enable": True}}, r"'bf16.enable'"),
+        ({"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}, r"Did you mean 'device'\?"),
+        ({"optimizer": {"typ": "Adam"}}, r"Did you mean 'type'\?"),
+        ({"optimizer": {"type": "Adam", "params": {"betta": [0, 0]}}}, r"Did you mean 'betas'\?"),
+        ({"tensorboard": {"enabled": False, "outputpath": "x"}}, r"Did you mean 'output_path'\?"),
+        ({"quite_something_else": 1}, r"Take it out, or correct it"),
+        ({"train_batch_size": 8, "Train_batch_size": 8}, r"Did you mean 'train_batch_size'\?"),
+    ],
+)
+@pytest.mark.promise("E06")
+def test_an_unknown_key_is_named_with_its_path_and_the_nearest_known_one(tree, words):
+    with pytest.raises(ValueError, match=words):
+        translate(tree)
+
+
+@pytest.mark.promise("E06")
+def test_every_used_key_with_one_letter_missing_is_refused():
+    for path in USED:
+        for cut in (path[:-1], path + "x"):
+            if cut not in KNOWN and cut not in BLOCKS:
+                with pytest.raises(ValueError, match="has no key"):
+                    translate(nested(cut, 1))
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "are both true"),
+        ({"bf16": {}, "bfloat16": {}}, "two spellings"),
+        ({"zero_optimization": {"stage": 3}}, "cannot be sharded yet"),
+        ({"zero_optimization": {"stage": 4}}, "from 0 to 3"),
+        ({"zero_optimization": {"stage": 1.5}}, "whole number"),
+        ({"zero_optimization": {"stage": "2"}}, "takes a number"),
+        ({"zero_optimization": {"stage": True}}, "takes a number"),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, "at least 1"),
+        ({"zero_optimization": {"reduce_bucket_size": -5e8}}, "at least 1"),
+        ({"zero_optimization": 2}, "is a block of keys"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}, "must be one of none, cpu, nvme"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "nothing is offloaded to disk yet"),
+        ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}, "Keep zero_optimization"),
+        ({"fp16": {"enabled": True, "loss_scale": -1}}, "at least 0"),
+        ({"fp16": {"enabled": True, "loss_scale": True}}, "takes a number"),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "loss_scale_window must be at least 1"),
+        ({"fp16": {"enabled": True, "hysteresis": 0}}, "hysteresis must be at least 1"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale must be above 0"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 128}}, "from 0 to 127"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "Raise initial or lower minimum"),
+        ({"fp16": {"enabled": "yes"}}, "takes true or false"),
+        ({"gradient_clipping": -1.0}, "at least 0"),
+        ({"gradient_clipping": "1.0"}, "takes a number"),
+        ({"communication_data_type": "int8"}, "must be one of fp32, fp16, bf16"),
+        ({"gradient_allreduce_op": "avg"}, "must be one of mean, sum"),
+        ({"gradient_allreduce_op": "sum", "gradient_predivide_factor": 2}, "divides nothing"),
+        ({"gradient_predivide_factor": 0}, "above 0"),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 2}, "one number only"),
+        ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}, "16-bit already"),
+        ({"optimizer": {"params": {"lr": 1}}}, "Give optimizer.type too"),
+        ({"scheduler": {"params": {"lr": 1}}}, "Give scheduler.type too"),
+        ({"optimizer": {"type": "Lamb"}}, "needs whole tensors"),
+        ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, "Write gradient_clipping instead"),
+        ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}, "bias_correction"),
+        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": 1}}}, "takes true or false"),
+        ({"optimizer": {"type": "AdamW", "params": [1]}}, "is a block of settings"),
+        ({"optimizer": ["AdamW"]}, "is a block of keys"),
+        ({"scheduler": {"type": "CosineAnnealingLR"}}, "none has that name"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 5}}}, "load the scheduler's state_dict"),
+        ({"steps_per_print": 0}, "at least 1"),
+        ({"steps_per_print": -math.inf}, "not finite"),
+        ({"gradient_clipping": math.inf}, "not finite"),
+        ({"gradient_clipping": math.nan}, "not finite"),
+    ],
+)
+@pytest.mark.promise("E06")
+def test_a_value_out_of_range_or_a_pair_that_cannot_be_is_refused_before_anything_is_built(tree, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        translate(tree)
+    check_words(caught.value)
+
+
+@pytest.mark.promise("N14")
+def test_numbers_of_a_loss_scale_that_is_off_or_fixed_are_not_judged():
+    """As in DeepSpeed: files carry them along."""
+    assert translate({"fp16": {"enabled": False, "loss_scale_window": 0}}).config.loss_scale is None
+    fixed = translate({"fp16": {"enabled": True, "loss_scale": 128, "loss_scale_window": 0}}).config.loss_scale
+    assert (fixed.dynamic, fixed.initial) == (False, 128.0)
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "accumulation", "expected"),
+    [
+        (32, 4, 2, (32, 4, 2)),
+        (32, 4, None, (32, 4, 2)),
+        (32, None, 2, (32, 4, 2)),
+        (None, 4, 2, (32, 4, 2)),
+        (32, None, None, (32, 8, 1)),
+        (None, 4, None, (16, 4, 1)),
+        (None, None, 3, (None, None, 3)),
+        (None, None, None, (None, None, None)),
+        (32, 4, "auto", (32, 4, 2)),
+        (32, "auto", 2, (32, 4, 2)),
+        ("auto", 4, 2, (32, 4, 2)),
+        ("auto", 4, None, (16, 4, 1)),
+        (32.0, 4.0, None, (32, 4, 2)),
+        (32, 4, 3, "make 48"),
+        (33, 4, None, "not a multiple"),
+        (32, "auto", None, 'train_micro_batch_size_per_gpu is "auto"'),
+        ("auto", "auto", 2, 'train_batch_size is "auto"'),
+        (None, 4, "auto", 'gradient_accumulation_steps is "auto"'),
+        ("auto", 4, "auto", 'gradient_accumulation_steps is "auto"'),
+        (0, 4, None, "at least 1"),
+        ("32", 4, None, "takes a number"),
+        (1.5, None, None, "whole number"),
+    ],
+)
+@pytest.mark.promise("E07")
+def test_the_batch_sizes_of_a_file_obey_the_identity(train, micro, accumulation, expected):
+    tree = {"train_batch_size": train, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+    implied = Implied(world_size=4)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            translate(tree, implied)
+        return
+    config = translate(tree, implied).config
+    sizes = (config.batch.global_samples, config.batch.micro_samples) if config.batch else (None, None)
+    assert (*sizes, config.accumulation) == expected
+
+
+def test_auto_takes_what_the_call_implies_or_names_the_key():
+    needed = {"optimizer": {"optimizer": {"type": "AdamW"}}, "scheduler": {"scheduler": {"type": "WarmupDecayLR"}}}
+    some = {"lr": 0.25, "weight_decay": 0.25, "betas": (0.25, 0.5), "eps": 0.25, "warmup_min_lr": 0.25, "warmup_steps": 25,
+            "total_steps": 2500, "clip": 0.25, "dtype": "float16", "bucket_numel": 25, "global_samples": 25,
+            "micro_samples": 25, "accumulation": 25}
+    nothing = Implied(bucket_numel=None, warmup_min_lr=None)
+    for path, field in AUTO.items():
+        around = needed.get(path.split(".")[0], {})
+        if "scheduler" in around and not path.endswith("total_num_steps"):
+            around = merged(around, {"scheduler": {"params": {"total_num_steps": 9}}})
+        tree = merged(around, nested(path, "auto"))
+        with pytest.raises(ValueError, match=f'{path} is "auto"'):
+            translate(tree, nothing)
+        value = "bfloat16" if path == "bf16.enabled" else some[field]
+        config = translate(tree, Implied(**{field: value})).config
+        shown = str(list(value) if isinstance(value, tuple) else value)
+        expected = {"bucket_numel": "100"}.get(field, shown.strip("[]"))
+        assert f" = {expected}" in config.text(), path
+
+
+def test_a_precision_left_to_the_call_follows_the_models_dtype():
+    tree = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
+    assert translate(tree, Implied(dtype="float32")).config.dtype is None
+    assert translate(tree, Implied(dtype="float16")).config.dtype == "float16"
+    assert translate(tree, Implied(dtype="bfloat16")).config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("params", "kind", "decay", "kernels"),
+    [
+        (("Adam", {}), "AdamW", 0.0, "fused"),
+        (("adam", {"adam_w_mode": False}), "Adam", 0.0, "fused"),
+        (("AdamW", {"adam_w_mode": False}), "AdamW", 0.0, "fused"),
+        (("AdamW", {"torch_adam": True}), "AdamW", 0.01, "torch"),
+        (("Adam", {"torch_adam": True, "adam_w_mode": False}), "Adam", 0.0, "torch"),
+        (("Adam", {"torch_adam": True, "weight_decay": 0.5, "foreach": True}), "AdamW", 0.5, "torch"),
+        (("Lion", {}), "Lion", 0.0, "torch"),
+        (("SGD", {"momentum": 0.9}), "SGD", 0.0, "fused"),
+        (("SGD", {"foreach": True}), "SGD", 0.0, "torch"),
+        (("RMSprop", {}), "RMSprop", 0.0, "torch"),
+    ],
+)
+def test_an_optimizer_by_name_is_what_deepspeed_would_build(params, kind, decay, kernels):
+    config = translate({"optimizer": {"type": params[0], "params": params[1]}}).config
+    assert (config.optimizer.kind, config.optimizer.kwargs["weight_decay"], config.kernels) == (kind, decay, kernels)
+
+
+def test_a_bucket_is_counted_in_elements_of_the_weights_dtype():
+    bucket = {"zero_optimization": {"reduce_bucket_size": 1000}}
+    assert translate(bucket).config.bucket_bytes == 4000
+    assert translate({**bucket, "bf16": {"enabled": True}}).config.bucket_bytes == 2000
+    assert translate({}).config.bucket_bytes == DEFAULT_BUCKET_BYTES
+
+
+def test_infinity_as_steps_per_print_in_a_dict_means_never():
+    assert translate({"steps_per_print": math.inf}).config.report.every_steps is None
+
+
+def test_null_counts_as_not_written():
+    tree = dict.fromkeys(["train_batch_size", "optimizer", "scheduler", "zero_optimization", "fp16", "steps_per_print"])
+    assert translate(tree).config == translate({}).config
+
+
+@pytest.mark.promise("E04")
+def test_the_callers_dict_is_not_changed_and_a_second_load_reads_the_same():
+    for path in FILES:
+        tree = json.loads(path.read_text())
+        before = copy.deepcopy(tree)
+        results = []
+        for _ in range(2):
+            try:
+                results.append(translate(tree, TRAINER))
+            except ValueError as error:
+                results.append(str(error))
+        assert tree == before and results[0] == results[1], path.stem
+
+
+def test_later_changes_of_the_callers_dict_do_not_reach_the_configuration():
+    tree = {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}}
+    config = translate(tree).config
+    tree["optimizer"]["params"]["betas"][0] = 0.0
+    assert config.optimizer.kwargs["betas"] == (0.9, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"train_batch_size": 8, "train_batch_size": 8}', "'train_batch_size' was written 2 times"),
+        ('{"zero_optimization": {"stage": 1, "stage": 2}}', "'stage' was written 2 times"),
+        ('{"gradient_clipping": NaN}', "given as NaN"),
+        ('{"steps_per_print": Infinity}', "given as Infinity"),
+        ('{"gradient_clipping": -Infinity}', "given as -Infinity"),
+        ('{"gradient_clipping": 1e999}', "not finite"),
+        ('{"gradient_clipping": ' + "9" * 5000 + "}", "A number of 5000 digits"),
+        ('{"stage": 2,}', "line 1, column"),
+        ('{\n  // a comment\n  "steps_per_print": 1}', "line 2, column 3 is not JSON"),
+        ("", "line 1, column 1"),
+        ("[1]", "is a block of keys"),
+        ("null", "is a block of keys"),
+        ("[" * 100_000, "nested without end"),
+        ('{"a":' * 50 + "1" + "}" * 50, "blocks deep"),
+    ],
+)
+def test_a_file_that_is_no_plain_json_object_is_refused_where_it_breaks(tmp_path, text, words):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words) as caught:
+        translate(path)
+    check_words(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused_with_its_name(tmp_path):
+    (tmp_path / "bytes.json").write_bytes(b'{"a": "\xff"}')
+    for path, words in ((tmp_path / "none.json", "cannot be opened"), (tmp_path, "cannot be opened"),
+                        (tmp_path / "bytes.json", "not UTF-8"), ("a\0b", "null")):
+        with pytest.raises(ValueError, match=words):
+            translate(path)
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"steps_per_print": 5}')
+    assert translate(str(path)).config.report.every_steps == 5
+
+
+@pytest.mark.parametrize("source", [None, 3, ["a"], b"{}", {1: 2}, {"optimizer": {3: 4}}, {"gradient_clipping": object()}])
+def test_what_is_no_configuration_at_all_is_a_type_error(source):
+    with pytest.raises(TypeError, match=r"\. (Give|Write)"):
+        translate(source)
+
+
+def test_a_dict_that_contains_itself_is_refused():
+    tree: dict = {}
+    tree["optimizer"] = tree
+    with pytest.raises(ValueError, match="blocks deep"):
+        translate(tree)
+
+
+# Keys that mean something beside keys that nearly do, and values that fit beside values that do not.
+NAMES = sorted({part for path in KNOWN for part in path.split(".")} | set(ALIASES))
+WORDS = ["auto", "cpu", "nvme", "none", "fp16", "bf16", "AdamW", "Adam", "SGD", "WarmupLR", "OneCycle", "sum", "mean", "\ud800"]
+NUMBERS = [10**400, -(10**400), 2**63, 5e8, 1e-8]
+LEAVES = st.one_of(st.none(), st.booleans(), st.integers(-3, 70), st.integers(), st.floats(), st.sampled_from(WORDS),
+                   st.text(max_size=5), st.lists(st.floats(0, 1), max_size=3), st.sampled_from(NUMBERS))
+PARAMS = ["lr", "betas", "eps", "weight_decay", "torch_adam", "warmup_num_steps", "cycle_min_lr", "cycle_max_lr"]
+PATHS = st.one_of(
+    st.sampled_from(sorted(KNOWN | BLOCKS)),
+    st.lists(st.sampled_from(NAMES), min_size=1, max_size=3).map(".".join),
+    st.sampled_from(PARAMS).map("optimizer.params.{}".format),
+    st.sampled_from(PARAMS).map("scheduler.params.{}".format),
+    st.text(string.ascii_letters + "._", min_size=1, max_size=12),
+)
+# Half of the trees are made of items that fit, so that accepted configurations are tried as often as refused ones.
+FITTING = [(path, value) for path, (_, value) in CHANGES.items()] + [(path, True) for path in HARMLESS]
+ITEM = st.sampled_from(FITTING)
+ITEMS = st.lists(ITEM, max_size=5) | st.lists(st.tuples(PATHS, LEAVES) | ITEM, max_size=7)
+TREES = ITEMS.map(lambda items: merged(*(nested(path, value) for path, value in items)))
+IMPLIED = st.builds(
+    Implied, world_size=st.integers(-1, 9), micro_samples=st.none() | st.integers(-1, 9),
+    accumulation=st.none() | st.integers(0, 4), dtype=st.sampled_from([None, "float32", "bfloat16", "float16", "x"]),
+    lr=st.none() | st.floats(), total_steps=st.none() | st.integers(),
+)
+
+
+def check_words(error: Exception) -> None:
+    """What was asked or found, and what to do about it: two sentences at least, none of them pydantic's."""
+    message = str(error)
+    assert message.endswith((".", "?")) and ". " in message and "pydantic" not in message, message
+
+
+@settings(max_examples=400, deadline=None)
+@given(TREES, IMPLIED)
+@pytest.mark.promise("E06")
+def test_any_dict_is_accepted_or_refused_with_a_value_or_type_error(tree, implied):
+    before = copy.deepcopy(tree)
+    try:
+        config = translate(tree, implied).config
+    except (ValueError, TypeError) as error:
+        check_words(error)
+    else:
+        assert config.digest in config.text()
+    assert repr(tree) == repr(before)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(st.binary(max_size=60), TREES.map(lambda tree: json.dumps(tree).encode()),
+                 TREES.flatmap(lambda tree: st.integers(0, 80).map(lambda cut: json.dumps(tree).encode()[:cut]))))
+@pytest.mark.promise("E06")
+def test_any_file_is_accepted_or_refused_with_a_value_or_type_error(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    try:
+        translate(path)
+    except (ValueError, TypeError) as error:
+        check_words(error)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.recursive(LEAVES | st.binary(max_size=3), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+    st.one_of(st.text(max_size=4), st.integers(), st.sampled_from(NAMES)), inner, max_size=4)))
+def test_any_object_is_accepted_or_refused_with_a_value_or_type_error(source):
+    try:
+        translate(source if not isinstance(source, str) else {"optimizer": source})
+    except (ValueError, TypeError) as error:
+        check_words(error)
+
+
+def test_the_command_prints_the_effective_configuration(capsys):
+    assert main(["config", str(DATA / "image_classifier.json"), "--world-size", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "micro_samples = 4" in out and "digest = " in out and "without effect:" in out
+
+
+def test_the_command_prints_json_that_holds_the_same(capsys):
+    assert main(["config", str(DATA / "zero2_overlap.json"), "--json", "--world-size", "2"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    config, notices = translate(DATA / "zero2_overlap.json", Implied(world_size=2))
+    assert said == {**config.as_dict(), "digest": config.digest, "notices": list(notices)}
+
+
+def test_the_command_takes_what_the_call_would_imply(capsys):
+    file = str(DATA / "hugging_face_fine_tune.json")
+    assert main(["config", file]) == 1
+    assert 'is "auto"' in capsys.readouterr().err
+    implied = ["micro_samples=8", "accumulation=2", "clip=1.0", "dtype=bfloat16"]
+    assert main(["config", file, *(word for item in implied for word in ("--implied", item))]) == 0
+    assert "dtype = bfloat16" in capsys.readouterr().out
+    assert main(["config", file, "--implied", "learning=3"]) == 1
+    assert "takes NAME=VALUE" in capsys.readouterr().err
+
+
+def test_the_command_refuses_a_file_with_the_reason_on_stderr(capsys):
+    assert main(["config", str(DATA / "mistyped.json")]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and "Did you mean 'loss_scale_window'?" in said.err
+
+
+if __name__ == "__main__":
+    for json_file in FILES:
+        json_file.with_suffix(".txt").write_text(golden(json_file))

@@ -1,0 +1,1 @@
+"""Wires: what ranks send each other. Nothing here has heard of a parameter."""

@@ -1,0 +1,79 @@
+"""What ranks do together, as the rest of the system sees it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Pending(Protocol):
+    """A collective on its way."""
+
+    def done(self) -> bool:
+        """True when `wait` would not block the host."""
+
+    def wait(self) -> torch.Tensor:
+        """The result, usable on the current stream; on host tensors it is there when this returns."""
+
+
+class Group(Protocol):
+    """The ranks that train together.
+
+    All ranks call the same collectives in the same order. Host messages (`exchange`) and tensors travel on
+    separate wires, so the two orders do not depend on each other.
+    """
+
+    rank: int
+    size: int
+
+    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        """This rank's share of the sum of all ranks' buckets, taken in `sum_dtype`, in rank order."""
+
+    def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        """The whole sum of all ranks' buckets, taken in `sum_dtype`, with the same bits on all ranks."""
+
+    def all_gather(self, bucket: torch.Tensor) -> Pending:
+        """Fills `bucket`, of which every rank has written its own share, with the shares of the others."""
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        """Rank 0's `tensor`, on all ranks, in place."""
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Every rank's message, by rank. Messages have one size; waits for all ranks, with a time limit."""
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory that this group can send without copying it first."""
+
+    def close(self) -> None:
+        """Lets go of what this object made; never of a group that it was given."""
+
+
+class Ready:
+    """A result that was there at once."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self._result = result
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> torch.Tensor:
+        return self._result
+
+
+def sum_in_rank_order(pieces: torch.Tensor, num_ranks: int, sum_dtype: torch.dtype) -> torch.Tensor:
+    """The sum of `num_ranks` equal stretches, added one after the other so that its bits depend on nothing else."""
+    rows = pieces.view(num_ranks, -1)
+    total = rows[0].to(sum_dtype, copy=True)
+    for row in rows[1:]:
+        total.add_(row)
+    return total
+
+
+def exchange_texts(group: Group, text: str) -> list[str]:
+    """Every rank's text, by rank; lengths go first, so that texts of different length cannot hang the exchange."""
+    mine = text.encode()
+    lengths = [int.from_bytes(message, "little") for message in group.exchange(len(mine).to_bytes(8, "little"))]
+    padded = group.exchange(mine.ljust(max(lengths), b"\0"))
+    return [message[:length].decode() for message, length in zip(padded, lengths, strict=True)]

@@ -1,0 +1,176 @@
+"""N ranks in one process: threads that do the arithmetic of a real group, without a network.
+
+For tests, and with one rank the group of a program that was started without a launcher. Autograd runs all hooks
+of a device other than the CPU on one thread, where N ranks would wait for each other for ever; so several ranks
+here serve host tensors only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from zero.comm.group import Pending, Ready, sum_in_rank_order
+from zero.errors import GroupLost
+
+Result = TypeVar("Result")
+
+
+class _Meeting:
+    """The n-th collective of a wire: what every rank brought, until the last one took it."""
+
+    def __init__(self, size: int) -> None:
+        self.brought: list[Any] = [None] * size
+        self.missing = size
+        self.untaken = size
+
+
+class _Wire:
+    """One ordered channel between the ranks."""
+
+    def __init__(self, size: int, time_limit_s: float) -> None:
+        self._size = size
+        self._time_limit_s = time_limit_s
+        self._changed = threading.Condition()
+        self._meetings: dict[int, _Meeting] = {}
+        self._lost: str | None = None
+
+    def bring(self, number: int, rank: int, what: Any) -> None:
+        with self._changed:
+            meeting = self._meetings.setdefault(number, _Meeting(self._size))
+            meeting.brought[rank] = what
+            meeting.missing -= 1
+            self._changed.notify_all()
+
+    def complete(self, number: int) -> bool:
+        with self._changed:
+            return self._lost is not None or self._meetings[number].missing == 0
+
+    def take(self, number: int) -> list[Any]:
+        with self._changed:
+            meeting = self._meetings[number]
+            arrived = self._changed.wait_for(lambda: meeting.missing == 0 or self._lost, self._time_limit_s)
+            if meeting.missing and not arrived:
+                absent = [rank for rank, what in enumerate(meeting.brought) if what is None]
+                self._lost = f"ranks {absent} did not come to collective {number} within {self._time_limit_s} s"
+                self._changed.notify_all()
+            if meeting.missing:
+                raise GroupLost(f"A collective of {self._size} ranks was asked for, but {self._lost}. Start the ranks again.")
+            brought = meeting.brought
+            meeting.untaken -= 1
+            if meeting.untaken == 0:
+                del self._meetings[number]
+            return brought
+
+    def abandon(self, reason: str) -> None:
+        with self._changed:
+            self._lost = self._lost or reason
+            self._changed.notify_all()
+
+
+class _Arrival:
+    """A collective that is done when all ranks brought their part."""
+
+    def __init__(self, wire: _Wire, number: int, finish: Callable[[list[Any]], torch.Tensor]) -> None:
+        self._wire, self._number, self._finish = wire, number, finish
+
+    def done(self) -> bool:
+        return self._wire.complete(self._number)
+
+    def wait(self) -> torch.Tensor:
+        return self._finish(self._wire.take(self._number))
+
+
+class LoopbackGroup:
+    """One rank of several in this process; see `run_ranks` and `solo`."""
+
+    def __init__(self, rank: int, tensors: _Wire, messages: _Wire, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._wires = {"tensors": tensors, "messages": messages}
+        self._next = {"tensors": 0, "messages": 0}
+
+    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        if self.size == 1:
+            return Ready(bucket.to(sum_dtype))
+        numel = bucket.numel() // self.size
+        mine = slice(self.rank * numel, (self.rank + 1) * numel)
+        return self._meet(bucket, lambda all_: sum_in_rank_order(torch.cat([one[mine] for one in all_]), self.size, sum_dtype))
+
+    def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        if self.size == 1:
+            return Ready(bucket.to(sum_dtype))
+        return self._meet(bucket, lambda all_: sum_in_rank_order(torch.cat(all_), self.size, sum_dtype))
+
+    def all_gather(self, bucket: torch.Tensor) -> Pending:
+        if self.size == 1:
+            return Ready(bucket)
+        numel = bucket.numel() // self.size
+
+        def fill(all_: list[torch.Tensor]) -> torch.Tensor:
+            bucket.copy_(torch.cat(all_))
+            return bucket
+
+        return self._meet(bucket[self.rank * numel : (self.rank + 1) * numel], fill)
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        if self.size == 1:
+            return Ready(tensor)
+        return self._meet(tensor, lambda all_: tensor if self.rank == 0 else tensor.copy_(all_[0]))
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        if self.size == 1:
+            return [message]
+        number = self._bring("messages", message)
+        return self._wires["messages"].take(number)
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def close(self) -> None:
+        for wire in self._wires.values():
+            wire.abandon(f"rank {self.rank} left the group")
+
+    def _meet(self, tensor: torch.Tensor, finish: Callable[[list[torch.Tensor]], torch.Tensor]) -> Pending:
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"A loopback group of {self.size} ranks was asked to carry a tensor on {tensor.device}. Its ranks are threads, and autograd "
+                "runs the hooks of such a device on one thread. Use host tensors, or a process a rank."
+            )
+        # What is sent is a snapshot: the sender may give its buffer to the next bucket as soon as its own wait returned.
+        return _Arrival(self._wires["tensors"], self._bring("tensors", tensor.clone()), finish)
+
+    def _bring(self, wire: str, what: Any) -> int:
+        number = self._next[wire]
+        self._next[wire] += 1
+        self._wires[wire].bring(number, self.rank, what)
+        return number
+
+
+def loopback(size: int, time_limit_s: float = 60.0) -> list[LoopbackGroup]:
+    """The groups of `size` ranks, for one thread each."""
+    tensors, messages = _Wire(size, time_limit_s), _Wire(size, time_limit_s)
+    return [LoopbackGroup(rank, tensors, messages, size) for rank in range(size)]
+
+
+def solo() -> LoopbackGroup:
+    """The group of a single rank."""
+    return loopback(1)[0]
+
+
+def run_ranks(size: int, program: Callable[[LoopbackGroup], Result], time_limit_s: float = 60.0) -> list[Result]:
+    """Runs `program` as each of `size` ranks and returns what each gave; the first error is raised."""
+    groups = loopback(size, time_limit_s)
+
+    def one(group: LoopbackGroup) -> Result:
+        try:
+            return program(group)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result() for future in [pool.submit(one, group) for group in groups]]

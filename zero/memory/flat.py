@@ -1,0 +1,137 @@
+"""Flat memory: whole chunks of the line, and one rank's shares of its buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zero.plan.layout import FlatLayout, Piece
+from zero.plan.spans import Span
+
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums, masters and norms of a dtype are kept in: never narrower than fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a parameter's elements lie in its slot: dense, in the order of its own strides, so that a channels-last
+    weight stays channels-last. A parameter whose memory is not dense comes out contiguous."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None  # dimensions from the slowest to the fastest; None for contiguous ones
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Form:
+        shape = tuple(tensor.shape)
+        if tensor.is_contiguous() or tensor.numel() == 0:
+            return Form(shape, None)
+        order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), -tensor.size(dim), dim)))
+        return Form(shape, order if tensor.permute(order).is_contiguous() else None)
+
+    def line(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of a tensor of this shape as they lie in the slot; a view where its memory allows."""
+        return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
+
+    def shaped(self, line: torch.Tensor) -> torch.Tensor:
+        """The view of a slot that looks like the parameter."""
+        if self.order is None:
+            return line.view(self.shape)
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return line.view([self.shape[dim] for dim in self.order]).permute(inverse)
+
+
+class FlatBuffer:
+    """The whole line on one device: a 1-D tensor a chunk."""
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self.layout = layout
+        self.chunks: list[torch.Tensor] = []
+
+    def slot(self, param: int) -> torch.Tensor:
+        slot = self.layout.slots[param]
+        return self.chunks[slot.chunk][slot.span.start : slot.span.stop]
+
+    def bucket(self, index: int) -> torch.Tensor:
+        return self._cut(index, self.layout.buckets[index].span)
+
+    def share(self, index: int, rank: int) -> torch.Tensor:
+        return self._cut(index, self.layout.buckets[index].share(rank))
+
+    def _cut(self, index: int, span: Span) -> torch.Tensor:
+        return self.chunks[self.layout.buckets[index].chunk][span.start : span.stop]
+
+
+class Shard:
+    """One rank's shares: a 1-D tensor a bucket, made when it is first needed."""
+
+    def __init__(self, layout: FlatLayout, device: torch.device) -> None:
+        self.device = device  # where its home is
+        self.shares: list[torch.Tensor | None] = [None] * len(layout.buckets)
+        self._layout = layout
+
+    def _make(self, bucket: int) -> torch.Tensor:
+        cut = self._layout.buckets[bucket]
+        dtype = sum_dtype(DTYPES[self._layout.chunks[cut.chunk].dtype])
+        return torch.empty(cut.share_numel, dtype=dtype, device=self.device)
+
+    def share(self, bucket: int) -> torch.Tensor:
+        """The share of a bucket; zeros when nothing was added to it yet."""
+        share = self.shares[bucket]
+        if share is None:
+            share = self.shares[bucket] = self._make(bucket).zero_()
+        return share
+
+    def add(self, bucket: int, values: torch.Tensor, factor: float) -> None:
+        """Adds `factor * values`; the first ones are written, so that no pass over zeros is made."""
+        share = self.shares[bucket]
+        if share is None:
+            share = self.shares[bucket] = self._make(bucket)
+            torch.mul(values, factor, out=share)
+        else:
+            share.add_(values, alpha=factor)
+
+    def piece(self, piece: Piece) -> torch.Tensor:
+        return self.share(piece.bucket)[piece.in_share.start : piece.in_share.stop]
+
+    def multiply(self, factor: float) -> None:
+        present = self.present()
+        if present and factor != 1.0:
+            torch._foreach_mul_(present, factor)
+
+    def present(self) -> list[torch.Tensor]:
+        return [share for share in self.shares if share is not None]
+
+    def clear(self) -> None:
+        self.shares = [None] * len(self.shares)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(share.nbytes for share in self.shares if share is not None)
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Two tensors that share memory, by index, or (i, i) for one that overlaps itself; None where all are apart."""
+    stretches: list[tuple[object, int, int, int]] = []
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() == 0:
+            continue
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) or reach < tensor.numel():
+            return index, index
+        start = tensor.data_ptr()
+        stretches.append((tensor.device.type, start, start + reach * tensor.element_size(), index))
+    stretches.sort(key=lambda stretch: (str(stretch[0]), stretch[1]))
+    for before, after in zip(stretches, stretches[1:], strict=False):
+        if before[0] == after[0] and after[1] < before[2]:
+            return before[3], after[3]
+    return None

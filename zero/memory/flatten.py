@@ -1,0 +1,103 @@
+"""Parameters into flat memory, one chunk at a time, and out again.
+
+[Note: flattening]
+A chunk is allocated, its parameters are copied in and pointed at it, and their old storage goes, before the
+next chunk is looked at: so the peak is the model and one chunk, not two models. Where even one chunk does not
+fit the accelerator beside the parameters, it is built on the host and moved once they are gone. Everything
+here is detached: a flat buffer with a history would refuse in-place updates of its views later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from accelerators import Accelerator
+from accelerators.memory import format_bytes
+from zero.memory.flat import DTYPES, FlatBuffer, Form, sum_dtype
+from zero.plan.layout import FlatLayout
+
+logger = logging.getLogger("zero")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where chunks are to live, and how many ranks draw on its memory."""
+
+    accelerator: Accelerator
+    device: torch.device
+    num_ranks: int = 1
+
+    @property
+    def is_host(self) -> bool:
+        return self.device.type == "cpu"
+
+    def has_room_for(self, num_bytes: int) -> bool:
+        available = self.accelerator.memory(self.device.index).available
+        return available is None or num_bytes <= available // self.num_ranks
+
+
+class Flattener:
+    def __init__(self, weights: FlatBuffer, tensors: Sequence[torch.nn.Parameter], forms: Sequence[Form], place: Place) -> None:
+        self.weights = weights
+        self.tensors = tensors
+        self._forms = forms
+        self._place = place
+        self._layout: FlatLayout = weights.layout
+        self._members: list[list[int]] = [[] for _ in self._layout.chunks]
+        for slot in self._layout.slots:
+            self._members[slot.chunk].append(slot.param)
+        self.by_host: set[int] = set()  # parameters that were flattened by way of the host
+
+    def read(self, chunk: int) -> torch.Tensor:
+        """The chunk as its parameters are now: in their dtype, or in that of sums where some are to be rounded."""
+        dtype = self._source_dtype(chunk)
+        num_bytes = self._layout.chunks[chunk].numel * dtype.itemsize
+        on_device = self._place.has_room_for(num_bytes)
+        if not on_device and self._place.is_host:
+            raise MemoryError(
+                f"Flattening the parameters needs {format_bytes(num_bytes)} for its next chunk, but "
+                f"{format_bytes(self._place.accelerator.memory().available)} of host memory are available to {self._place.num_ranks} "
+                "ranks. Give smaller bucket_bytes, or more memory."
+            )
+        source = torch.zeros(self._layout.chunks[chunk].numel, dtype=dtype, device=self._place.device if on_device else "cpu")
+        for param in self._members[chunk]:
+            span = self._layout.slots[param].span
+            self._forms[param].shaped(source[span.start : span.stop]).copy_(self.tensors[param].detach())
+            if not on_device:
+                # only once its own storage is gone is there room on the device for what it is copied to
+                self.tensors[param].data = torch.empty(0, dtype=self.tensors[param].dtype, device=self._place.device)
+                self.by_host.add(param)
+        return source
+
+    def write(self, chunk: int, source: torch.Tensor) -> None:
+        """Makes `source`, rounded if need be, the memory of the chunk's parameters."""
+        flat = source.to(device=self._place.device, dtype=DTYPES[self._layout.chunks[chunk].dtype])
+        self.weights.chunks.append(flat)
+        for param in self._members[chunk]:
+            self.tensors[param].data = self._forms[param].shaped(self.weights.slot(param))
+
+    def log(self) -> None:
+        """Says of every optimizer group how its bytes were flattened: on the accelerator only if all of them were."""
+        by_group: dict[int, list[int]] = {}
+        for param, spec in enumerate(self._layout.params):
+            by_group.setdefault(spec.group, []).append(param)
+        for group, members in sorted(by_group.items()):
+            if self.by_host.intersection(members):
+                logger.info("Flattening param group %d on CPU (insufficient memory)", group)
+            else:
+                logger.info("Flattening param group %d on %s (sufficient memory)", group, self._place.device.type)
+
+    def _source_dtype(self, chunk: int) -> torch.dtype:
+        dtype = DTYPES[self._layout.chunks[chunk].dtype]
+        rounded = any(self.tensors[param].dtype != dtype for param in self._members[chunk])
+        return sum_dtype(dtype) if rounded else dtype
+
+
+def unflatten(tensors: Sequence[torch.nn.Parameter]) -> None:
+    """Gives every parameter storage of its own again, with its present value."""
+    for tensor in tensors:
+        tensor.data = tensor.data.clone(memory_format=torch.preserve_format)

@@ -1,0 +1,220 @@
+"""The optimizer that a user holds: a torch.optim.Optimizer whose gradients and state are in shares."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.config import ZeroConfig
+from zero.construction import Parts, construct
+from zero.memory.flat import sum_dtype
+from zero.memory.flatten import unflatten
+from zero.plan.loss_scale import LossScale
+from zero.runtime.agreement import set_bits
+from zero.state import adopt_state, load_state, whole_state, whole_state_dict
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Steps as the optimizer it was made from would on the global batch.
+
+    `param_groups` are that optimizer's own dicts, so a learning rate schedule made before or after works on
+    either. Methods that are collectives say so: all ranks call them, in the same order.
+    """
+
+    # A fused inner optimizer offers this to GradScaler, which then leaves unscaling to it; ours does it on the shares.
+    _step_supports_amp_scaling = False
+
+    def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, config: ZeroConfig, group: Any = None) -> None:
+        parts = construct(model, inner, config, group)
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+        self.inner = inner
+        self.parts = parts
+        adopt_state(parts, inner)
+        self.loss_scale: LossScale | None = _loss_scale(config)
+        self.skipped_steps = 0
+        self.grad_norm: float | None = None  # of the last window that was judged by its norm
+        self._multiplier_for_plain_backward()
+
+    # the loop ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Settles the window, judges it and updates the weights. A collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        window, parts = self.parts.window, self.parts
+        window.settle("step")
+        window.settler.step += 1
+        if not window.used:
+            return loss
+        verdict = parts.updater.judge()
+        self.grad_norm = verdict.grad_norm
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(verdict.apply)
+        if not verdict.apply:
+            self.skipped_steps += 1
+            return loss
+        buckets = sorted({bucket for param in set_bits(window.used) for bucket in parts.layout.buckets_of(param)})
+        parts.gatherer.adopt(buckets)
+        parts.updater.step(window.used)
+        parts.gatherer.publish(buckets)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Ends the window. A collective where gradients of it were sent and no step settled them."""
+        window = self.parts.window
+        if set_to_none:
+            window.end()
+            self._multiplier_for_plain_backward()
+        else:
+            window.settle_once("zero_grad")
+            window.shares.zero_all()
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """`loss.backward()`, with the loss scale of fp16 weights where there is one."""
+        if self.loss_scale is None:
+            loss.backward(**options)
+            return
+        window, before = self.parts.window, self.parts.window.multiplier
+        window.multiplier = None if before == self.loss_scale.value else before
+        try:
+            (loss * self.loss_scale.value).backward(**options)
+        finally:
+            window.multiplier = before
+
+    def _multiplier_for_plain_backward(self) -> None:
+        """Gradients are kept divided by the loss scale, so those of a backward that was not scaled are scaled when they come."""
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        self.parts.flight.factor = self.parts.factor / scale
+        self.parts.window.multiplier = None if self.loss_scale is None else scale
+
+    # windows -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients in `.grad`, whole and local, until one outside or the step. No collective."""
+        with self.parts.window.boundary.no_sync():
+            yield
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says whether the backwards to come end the accumulation, until the window ends. No collective."""
+        self.parts.window.boundary.override = bool(is_boundary)
+
+    def weight(self, amount: float) -> None:
+        """The next micro-batch counts `amount`, its tokens for instance: the gradient becomes the mean over the weights of all
+        ranks and micro-batches. Zero is allowed. No collective."""
+        window = self.parts.window
+        if not 0 <= amount < float("inf"):
+            raise ValueError(f"weight({amount}) was asked for, but a weight is a finite number of 0 or more. Pass what the batch counts.")
+        if window.used:
+            raise ValueError(
+                f"weight({amount}) was asked for in a window that was settled already, so its mean is taken. "
+                "Give all weights before clipping, reading gradients or stepping."
+            )
+        window.since.weights.append(float(amount))
+        window.multiplier = float(amount)
+
+    def no_contribution(self) -> None:
+        """This rank has nothing to send backward in this window; it counts as zeros. No collective."""
+        self.parts.window.since.quiet = True
+
+    def settle(self) -> None:
+        """Makes the gradients of this window final, as the first operation on one does. A collective."""
+        self.parts.window.settle("settle")
+
+    def discard(self) -> None:
+        """Throws this window's gradients away. A collective where some were sent."""
+        self.zero_grad()
+
+    def flush(self) -> None:
+        """Steps on what there is and clears it. A collective."""
+        self.step()
+        self.zero_grad()
+
+    # looking -----------------------------------------------------------------------------------------------------
+
+    def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        """The global gradient of a parameter, whole on every rank; None where no rank had one. A collective."""
+        window, index = self.parts.window, self._index(param)
+        window.settle_once("whole_grad")
+        if not window.used >> index & 1:
+            return None
+        shard = window.shares.shard
+        return window.shares.whole(index, shard.piece, sum_dtype(param.dtype)).to(param.dtype)
+
+    def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of a parameter, whole on every rank. A collective."""
+        return whole_state(self.parts, self.inner, self._index(param))
+
+    def any_rank(self, flag: bool) -> bool:
+        """True where any rank passed True. A collective."""
+        return any(numbers[0] for numbers in self.parts.window.shares.exchange_numbers([float(bool(flag))]))
+
+    def check(self) -> None:
+        """Raises, with the name of the first parameter, unless all ranks have the same weights. A collective."""
+        self.parts.check_weights()
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective."""
+        return whole_state_dict(self.parts, self.inner)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Takes what `state_dict` gave; every rank passes the same."""
+        load_state(self.parts, self.inner, state_dict)
+
+    def close(self) -> None:
+        """Makes the model plain again: no hooks, storage of its own for every parameter, present values. No collective."""
+        if self.parts.closed:
+            return
+        self.parts.window.forget()
+        self.parts.release()
+        with torch.no_grad():
+            unflatten(self.parts.params.tensors)
+
+    def _index(self, param: nn.Parameter) -> int:
+        index = self.parts.params.index.get(id(param))
+        if index is None:
+            raise ValueError(
+                f"A parameter of shape {tuple(param.shape)} was passed, which is not among the {len(self.parts.params.names)} that this "
+                "optimizer manages. Pass one of the model's trainable parameters."
+            )
+        return index
+
+
+def _loss_scale(config: ZeroConfig) -> LossScale | None:
+    """The scale of the configuration; fp16 weights always have one, since their gradients underflow without."""
+    given = config.loss_scale
+    if given is None:
+        return LossScale() if config.dtype == "float16" else None
+    return LossScale(given.initial, given.window if given.dynamic else None, hysteresis=given.hysteresis, minimum=given.minimum)
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    stage: int,
+    dtype: torch.dtype | str | None = None,
+    group: Any = None,
+    clip: float | None = None,
+    accumulation: int | None = None,
+    reduce: str | float = "mean",
+    **options: Any,
+) -> ShardedOptimizer:
+    """Shards what `optimizer` needs to train `model` over the ranks of `group`, and returns the optimizer to use instead.
+
+    `dtype` casts floating parameters and keeps fp32 masters; `clip` limits the norm of the gradients at every
+    step; `accumulation` declares how many backwards make a step; `reduce` is "mean", "sum" or a divisor. The
+    other options are the fields of `zero.ZeroConfig`. Constructing is a collective.
+    """
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    config = ZeroConfig(stage=stage, dtype=name, clip=clip, accumulation=accumulation, reduce=reduce, **options)  # type: ignore[arg-type]
+    return ShardedOptimizer(model, optimizer, config, group)

@@ -1,0 +1,199 @@
+"""Where each parameter lies on the flat line, and where the line is cut.
+
+[Note: chunks, buckets, shares]
+Parameters lie in the order in which backward reaches them (the last first), each in its *slot*, one dtype at a
+time. The line of a dtype is allocated in *chunks*, and cut into *buckets*, the unit in which gradients travel.
+A chunk is one bucket, filled with as many parameters as fit, or one parameter larger than a bucket and then as
+many buckets as it needs: so every parameter is one stretch of one allocation, no bucket grows for a large
+parameter, and flattening can go chunk by chunk. Every bucket divides evenly among the ranks that share it; the
+rank's part is its *share*, and a slot's part of a share is a *piece*. A piece never crosses a bucket, so
+whatever is done bucket by bucket needs no other index arithmetic than this file's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from zero.plan.spans import Span, round_up
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What the layout must know of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: int = 0  # which of the optimizer's groups it is in; no part of where it lies
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place."""
+
+    param: int  # index into FlatLayout.params
+    chunk: int
+    span: Span  # in the chunk
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that lies in one rank's share of one bucket."""
+
+    param: int
+    bucket: int
+    in_share: Span
+    in_param: Span
+
+
+@dataclass(frozen=True)
+class Bucket:
+    chunk: int
+    span: Span  # in the chunk
+    params: tuple[int, ...]
+    num_shares: int
+
+    @property
+    def share_numel(self) -> int:
+        return self.span.numel // self.num_shares
+
+    def share(self, rank: int) -> Span:
+        """The rank's part, in the chunk."""
+        return self.span.piece(rank, self.num_shares)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    dtype: str
+    numel: int
+
+
+@dataclass
+class _OpenChunk:
+    """A chunk of one dtype that still takes parameters."""
+
+    params: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    numel: int = 0
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    params: tuple[ParamSpec, ...]
+    slots: tuple[Slot, ...]  # by parameter
+    chunks: tuple[Chunk, ...]
+    buckets: tuple[Bucket, ...]  # in the order in which backward fills them
+    num_shares: int
+
+    @staticmethod
+    def build(params: Sequence[ParamSpec], num_shares: int, bucket_bytes: int, align_bytes: int = 64) -> FlatLayout:
+        """Lays out `params`, given in the model's order, for `num_shares` ranks to share."""
+        if bucket_bytes < 1 or num_shares < 1 or align_bytes < 16 or align_bytes & (align_bytes - 1):
+            raise ValueError(
+                f"A layout of buckets of {bucket_bytes} bytes for {num_shares} ranks, aligned to {align_bytes} bytes, was asked for. "
+                "Buckets need at least 1 byte, ranks are at least 1, and the alignment is a power of two from 16."
+            )
+        return _Builder(tuple(params), num_shares, bucket_bytes, align_bytes).build()
+
+    def pieces(self, param: int, rank: int) -> Iterator[Piece]:
+        """The parts of a parameter in the rank's shares, in order."""
+        slot = self.slots[param]
+        for index in self.buckets_of(param):
+            share = self.buckets[index].share(rank)
+            found = slot.span.overlap(share)
+            if found is not None:
+                yield Piece(param, index, found.shifted(-share.start), found.shifted(-slot.span.start))
+
+    def buckets_of(self, param: int) -> tuple[int, ...]:
+        return self._buckets_of_param[param]
+
+    def owned_numel(self, rank: int) -> int:
+        """Elements of all shares of one rank, padding included; the same on every rank."""
+        return sum(bucket.share(rank).numel for bucket in self.buckets)
+
+    @property
+    def digest(self) -> str:
+        """The same on two ranks exactly when their layouts are."""
+        text = repr((self.params, self.slots, self.chunks, self.buckets, self.num_shares))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[Span, ...], ...]:
+        """By bucket: what of it is in no slot, counted from the bucket's start."""
+        return tuple(tuple(self._gaps_of(bucket)) for bucket in self.buckets)
+
+    def _gaps_of(self, bucket: Bucket) -> Iterator[Span]:
+        at = bucket.span.start
+        for span in sorted((self.slots[param].span for param in bucket.params), key=lambda span: span.start):
+            part = span.overlap(bucket.span)
+            if part is not None:
+                if part.start > at:
+                    yield Span(at, part.start).shifted(-bucket.span.start)
+                at = part.stop
+        if at < bucket.span.stop:
+            yield Span(at, bucket.span.stop).shifted(-bucket.span.start)
+
+    @cached_property
+    def _buckets_of_param(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in self.params]
+        for index, bucket in enumerate(self.buckets):
+            for param in bucket.params:
+                found[param].append(index)
+        return tuple(tuple(indices) for indices in found)
+
+
+class _Builder:
+    def __init__(self, params: tuple[ParamSpec, ...], num_shares: int, bucket_bytes: int, align_bytes: int) -> None:
+        self.params = params
+        self.num_shares = num_shares
+        self.bucket_bytes = bucket_bytes
+        self.align_bytes = align_bytes
+        self.slots: dict[int, Slot] = {}
+        self.chunks: list[Chunk] = []
+        self.buckets: list[Bucket] = []
+
+    def build(self) -> FlatLayout:
+        open_chunks: dict[str, _OpenChunk] = {}
+        for param in reversed(range(len(self.params))):
+            spec = self.params[param]
+            align, room = self._align(spec.dtype), self._bucket_numel(spec.dtype)
+            chunk = open_chunks.setdefault(spec.dtype, _OpenChunk())
+            if chunk.params and chunk.numel + spec.numel > room:
+                self._close(spec.dtype, chunk)
+                chunk = open_chunks[spec.dtype] = _OpenChunk()
+            chunk.params.append(param)
+            chunk.starts.append(chunk.numel)
+            chunk.numel = round_up(chunk.numel + spec.numel, align)
+        for dtype, chunk in open_chunks.items():
+            self._close(dtype, chunk)
+        slots = tuple(self.slots[param] for param in range(len(self.params)))
+        # a bucket is full when the last of its parameters is reached, which is the first of them in the model's order
+        buckets = sorted(self.buckets, key=lambda bucket: -min(bucket.params))
+        return FlatLayout(self.params, slots, tuple(self.chunks), tuple(buckets), self.num_shares)
+
+    def _close(self, dtype: str, chunk: _OpenChunk) -> None:
+        index = len(self.chunks)
+        for param, start in zip(chunk.params, chunk.starts, strict=True):
+            self.slots[param] = Slot(param, index, Span(start, start + self.params[param].numel))
+        unit = self.num_shares * self._align(dtype)
+        numel = round_up(chunk.numel, unit)
+        self.chunks.append(Chunk(dtype, numel))
+        step = round_up(self._bucket_numel(dtype), unit)
+        for start in range(0, numel, step):
+            self.buckets.append(Bucket(index, Span(start, min(start + step, numel)), tuple(chunk.params), self.num_shares))
+
+    def _align(self, dtype: str) -> int:
+        return self.align_bytes // ITEM_BYTES[dtype]
+
+    def _bucket_numel(self, dtype: str) -> int:
+        return max(1, self.bucket_bytes // ITEM_BYTES[dtype])

@@ -1,0 +1,53 @@
+"""The loss scale of fp16 training: given whether the gradients were finite, what scale next. Numbers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """A scale and the rule by which it changes; `window=None` keeps it as it is.
+
+    An overflow first uses up `hysteresis`, then divides the scale; `window` finite steps in a row multiply it.
+    """
+
+    value: float = 2.0**16
+    window: int | None = 1000
+    factor: float = 2.0
+    hysteresis: int = 2
+    minimum: float = 1.0
+    good_steps: int = 0
+    patience: int | None = None  # overflows still forgiven; None stands for all of `hysteresis`
+
+    def __post_init__(self) -> None:
+        wrong = (
+            "value" if not 0 < self.value < float("inf") else
+            "window" if self.window is not None and self.window < 1 else
+            "factor" if not 1 < self.factor < float("inf") else
+            "hysteresis" if self.hysteresis < 1 else
+            "minimum" if not 0 < self.minimum < float("inf") else None
+        )  # fmt: skip
+        if wrong is not None:
+            raise ValueError(
+                f"A loss scale with {wrong}={getattr(self, wrong)} was asked for. The value and minimum must be positive and finite, "
+                "the factor above 1, window and hysteresis at least 1."
+            )
+
+    @property
+    def at_minimum(self) -> bool:
+        return self.value <= self.minimum
+
+    def after(self, finite: bool) -> LossScale:
+        """The scale for the next step."""
+        if self.window is None:
+            return self
+        if finite:
+            good = self.good_steps + 1
+            if good < self.window:
+                return replace(self, good_steps=good)
+            return replace(self, value=self.value * self.factor, good_steps=0, patience=None)
+        patience = (self.hysteresis if self.patience is None else self.patience) - 1
+        if patience > 0:
+            return replace(self, good_steps=0, patience=patience)
+        return replace(self, value=max(self.value / self.factor, self.minimum), good_steps=0, patience=0)

@@ -1,0 +1,27 @@
+"""What a stage shards, and when it sends. This table is the only place that knows what a stage number means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row: which states every rank holds whole, and whether gradients may wait for the end of an accumulation."""
+
+    number: int
+    shards_optimizer: bool  # masters and optimizer state: one share a rank, or whole on every rank
+    accumulates_locally: bool  # before the declared boundary gradients stay in .grad, whole, instead of being sent
+
+
+STAGES = {
+    0: Stage(0, shards_optimizer=False, accumulates_locally=True),
+    1: Stage(1, shards_optimizer=True, accumulates_locally=True),
+    2: Stage(2, shards_optimizer=True, accumulates_locally=False),
+}
+
+
+def stage_of(number: int) -> Stage:
+    if isinstance(number, bool) or number not in STAGES:
+        raise ValueError(f"stage={number!r} was asked for, but the stages are {', '.join(map(str, STAGES))}. Pass one of them.")
+    return STAGES[number]

@@ -1,0 +1,1 @@
+"""Time: what happens when."""

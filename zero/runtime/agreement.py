@@ -1,0 +1,215 @@
+"""What ranks tell each other when a window settles, and what follows from it: bytes, integers, no tensors.
+
+Every rank sees the counts of all ranks and decides alone; since the decisions are a function of the same
+counts, they are the same everywhere, errors included.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zero.errors import RankFailed, RanksDiffer, ZeroError
+
+# What a rank was asked to do. Ranks that settle for different reasons have lost each other.
+OCCASIONS = ("step", "zero_grad", "an operation on .grad", "unscale_", "settle", "whole_grad", "state_dict", "save", "any_rank", "check")
+
+_HEAD = struct.Struct("<BQQ8sQIdB")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one rank has done since the last settling. Sets of parameters and buckets are bits of an int."""
+
+    occasion: str
+    step: int
+    settles: int
+    digest: bytes  # of layout and configuration
+    sent: int = 0  # rounds of the agreed order
+    clears: int = 0  # times the user cleared every .grad behind our back while rounds were unsettled
+    weight: float = 0.0  # of all micro-batches; meaningless unless weighted
+    weighted: bool = False
+    contributed: bool = False  # had a gradient, or said that it has none
+    failed: bool = False
+    used: int = 0  # parameters: had a gradient here
+    put: int = 0  # parameters: a stand-in was put in .grad
+    removed: int = 0  # parameters: the user set .grad to None
+    replaced: int = 0  # parameters: the user set .grad to a tensor of his own
+    open: int = 0  # buckets: have something to send that fits the ordinary round
+    wide: int = 0  # buckets: have something that only a round in the sum's dtype can carry
+    later: int = 0  # buckets: have something that must not travel before the agreed rounds are over
+    order: tuple[int, ...] = ()  # buckets: in which order this rank's became full
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks do next."""
+
+    rounds: int  # of the agreed order, to be sent by everyone
+    rest: tuple[int, ...]  # buckets that need one round more
+    wide: int  # which of those travel in the sum's dtype
+    discard: bool  # the rounds so far belong to gradients that were cleared
+    used: int
+    removed: int
+    replaced: int
+    weight: float | None  # of all ranks, where the window is weighted
+    order: tuple[int, ...]  # for the rounds after this settling
+    error: ZeroError | None  # why nothing may be applied; raised when every round is in, so that training can go on after zero_grad
+
+
+def set_bits(mask: int) -> list[int]:
+    """The positions of the ones, ascending."""
+    found = []
+    while mask:
+        low = mask & -mask
+        found.append(low.bit_length() - 1)
+        mask ^= low
+    return found
+
+
+class Codec:
+    """Counts as bytes of a fixed size, which the layout decides."""
+
+    def __init__(self, num_params: int, num_buckets: int) -> None:
+        self._param_bytes = num_params // 8 + 1
+        self._bucket_bytes = num_buckets // 8 + 1
+        self._order = struct.Struct(f"<{num_buckets}i")
+
+    def pack(self, counts: Counts) -> bytes:
+        flags = counts.weighted | counts.contributed << 1 | counts.failed << 2
+        head = _HEAD.pack(
+            OCCASIONS.index(counts.occasion), counts.step, counts.settles, counts.digest, counts.sent, counts.clears,
+            counts.weight, flags,
+        )  # fmt: skip
+        params = (mask.to_bytes(self._param_bytes, "little") for mask in (counts.used, counts.put, counts.removed, counts.replaced))
+        buckets = (mask.to_bytes(self._bucket_bytes, "little") for mask in (counts.open, counts.wide, counts.later))
+        num_buckets = self._order.size // 4
+        order = (counts.order + (-1,) * num_buckets)[:num_buckets]
+        return b"".join((head, *params, *buckets, self._order.pack(*order)))
+
+    def unpack(self, message: bytes) -> Counts:
+        code, step, settles, digest, sent, clears, weight, flags = _HEAD.unpack_from(message)
+        masks, at = [], _HEAD.size
+        for size in (self._param_bytes,) * 4 + (self._bucket_bytes,) * 3:
+            masks.append(int.from_bytes(message[at : at + size], "little"))
+            at += size
+        order = tuple(bucket for bucket in self._order.unpack_from(message, at) if bucket >= 0)
+        return Counts(
+            OCCASIONS[code], step, settles, digest, sent, clears, weight,
+            bool(flags & 1), bool(flags & 2), bool(flags & 4), *masks, order,
+        )  # fmt: skip
+
+
+def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str]) -> Agreement:
+    """What follows from all ranks' counts, under the order agreed before."""
+    error = _different_digest(everyone)
+    if error is not None:
+        raise error  # no round can be trusted to be the same one on all ranks
+    error = _failure(everyone) or _different_place(everyone) or _different_contributions(everyone) or _different_edits(everyone, names)
+    clearing = any(counts.occasion == "zero_grad" for counts in everyone)
+    rounds = max(counts.sent for counts in everyone)
+    wide = _union([counts.wide for counts in everyone])
+    used = _union([counts.used for counts in everyone])
+    rest = wide | _union([counts.later | _left_open(counts, rounds, order) for counts in everyone])
+    return Agreement(
+        rounds=rounds,
+        rest=() if clearing or error is not None else tuple(set_bits(rest)),
+        wide=wide,
+        discard=clearing or error is not None or any(counts.clears for counts in everyone),
+        used=used,
+        removed=_union([counts.removed for counts in everyone]),
+        replaced=_union([counts.replaced for counts in everyone]),
+        weight=sum(counts.weight for counts in everyone) if any(counts.weighted for counts in everyone) else None,
+        order=everyone[0].order,
+        error=error,
+    )
+
+
+def _left_open(counts: Counts, rounds: int, order: Sequence[int]) -> int:
+    """Buckets whose content is still unsent on that rank once it has caught up with the others."""
+    left = counts.open
+    if order:
+        for number in range(counts.sent, min(rounds, counts.sent + len(order))):
+            left &= ~(1 << order[number % len(order)])
+    return left
+
+
+def _union(masks: Sequence[int]) -> int:
+    united = 0
+    for mask in masks:
+        united |= mask
+    return united
+
+
+def _different_digest(everyone: Sequence[Counts]) -> ZeroError | None:
+    first = everyone[0]
+    for rank, counts in enumerate(everyone):
+        if counts.digest != first.digest:
+            return RanksDiffer(
+                f"Rank {rank} of {len(everyone)} reached step {counts.step} with layout {counts.digest.hex()[:4]}, rank 0 with layout "
+                f"{first.digest.hex()[:4]}: the ranks have different models or configurations. Build the same on all."
+            )
+    return None
+
+
+def _failure(everyone: Sequence[Counts]) -> ZeroError | None:
+    failed = [rank for rank, counts in enumerate(everyone) if counts.failed]
+    if not failed or all(counts.occasion == "zero_grad" for counts in everyone):
+        return None  # clearing is how ranks go on after a failure
+    return RankFailed(
+        f"{_ranks(failed)} failed in the backward at step {everyone[0].step}; its own error says why. "
+        "Nothing was applied. Call zero_grad on all ranks to go on without this window."
+    )
+
+
+def _different_place(everyone: Sequence[Counts]) -> ZeroError | None:
+    first = everyone[0]
+    for rank, counts in enumerate(everyone):
+        if (counts.occasion, counts.step, counts.settles) != (first.occasion, first.step, first.settles):
+            return RanksDiffer(
+                f"Rank {rank} of {len(everyone)} came to {counts.occasion} after {counts.step} steps, rank 0 to {first.occasion} after "
+                f"{first.step}. All ranks must call step, zero_grad and operations on gradients in the same order."
+            )
+    return None
+
+
+def _different_contributions(everyone: Sequence[Counts]) -> ZeroError | None:
+    if everyone[0].occasion == "zero_grad":
+        return None
+    idle = [rank for rank, counts in enumerate(everyone) if not counts.contributed]
+    if idle and len(idle) < len(everyone):
+        return RanksDiffer(
+            f"{_ranks(idle)} came to {everyone[0].occasion} at step {everyone[0].step} without a gradient, the others have one. "
+            "Call optimizer.no_contribution() on a rank that has nothing to add."
+        )
+    weighted = [rank for rank, counts in enumerate(everyone) if counts.weighted]
+    plain = [rank for rank, counts in enumerate(everyone) if counts.used and not counts.weighted]
+    if weighted and plain:
+        return RanksDiffer(
+            f"{_ranks(weighted)} gave a weight to its micro-batches, {_ranks(plain)} did not. Call weight(n) on all ranks or on none."
+        )
+    return None
+
+
+def _different_edits(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroError | None:
+    placed = [(rank, counts) for rank, counts in enumerate(everyone) if counts.put]
+    for rank, counts in placed[1:]:
+        first_rank, first = placed[0]
+        if counts.clears != first.clears:
+            return RanksDiffer(
+                f"Rank {rank} cleared its gradients {counts.clears} times since the last step, rank {first_rank} {first.clears} times. "
+                "Clear them on all ranks alike."
+            )
+        for verb, mine, theirs in (("removed", counts.removed, first.removed), ("replaced", counts.replaced, first.replaced)):
+            differ = set_bits((mine ^ theirs) & counts.put & first.put)
+            if differ:
+                one, other = (rank, first_rank) if mine >> differ[0] & 1 else (first_rank, rank)
+                return RanksDiffer(
+                    f"Rank {one} {verb} the gradient of {names[differ[0]]}, rank {other} kept it. Edit gradients on all ranks alike."
+                )
+    return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,43 @@
+"""Which backwards synchronise. It decides when ranks communicate, never what the result is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+
+class Boundary:
+    """Counts the backwards of a window against the declared accumulation."""
+
+    def __init__(self, accumulation: int | None, accumulates_locally: bool) -> None:
+        self.accumulation = accumulation
+        self.override: bool | None = None  # set_gradient_accumulation_boundary, until the window ends
+        self.backwards = 0
+        self._accumulates_locally = accumulates_locally
+        self._no_sync_depth = 0
+
+    @property
+    def synchronises(self) -> bool:
+        """True when gradients that come now should leave for their owners."""
+        if self._no_sync_depth:
+            return False
+        return not self._accumulates_locally or self.at_end
+
+    @property
+    def at_end(self) -> bool:
+        """True when the backward going on is the last one declared, or one beyond."""
+        if self.override is not None:
+            return self.override
+        return self.accumulation is None or self.backwards >= self.accumulation
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+
+    def end_window(self) -> None:
+        self.override = None
+        self.backwards = 0

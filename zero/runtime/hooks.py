@@ -1,0 +1,42 @@
+"""Stop 1, ready: autograd has finished a parameter's gradient, and every hook of the user has run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+
+class GradHooks:
+    """Calls `before(i)` when autograd is about to write the gradient of parameter i, and `ready(i)` when it has.
+
+    [Note: which hook]
+    They sit on the parameter's AccumulateGrad node. A hook there runs after all hooks of the user on the
+    parameter, whenever those were registered, and not under `autograd.grad`, which writes no `.grad`. Torch
+    holds the node only weakly; we keep it, or our hooks would be gone with it.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], before: Callable[[int], None], ready: Callable[[int], None]) -> None:
+        self._nodes: list[Node] = []
+        self._handles: list[Any] = []
+        for index, param in enumerate(params):
+            self._attach(index, param, before, ready)
+
+    def _attach(self, index: int, param: torch.nn.Parameter, before: Callable[[int], None], ready: Callable[[int], None]) -> None:
+        trainable = param.requires_grad
+        if not trainable:  # frozen for now: it has no node before it requires a gradient
+            param.requires_grad_(True)
+        node = get_gradient_edge(param).node
+        if not trainable:
+            param.requires_grad_(False)
+        self._nodes.append(node)
+        self._handles.append(node.register_prehook(lambda _, index=index: before(index)))
+        self._handles.append(node.register_hook(lambda _, __, index=index: ready(index)))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._nodes.clear()

@@ -1,0 +1,37 @@
+"""The parameters that are managed, and their `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zero.memory.flat import sum_dtype
+
+
+class Params:
+    """Managed parameters in the model's order; everywhere else they are numbers."""
+
+    def __init__(self, tensors: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+        self.tensors = tuple(tensors)
+        self.names = tuple(names)
+        self.all = (1 << len(tensors)) - 1  # as a set of bits
+        self.index = {id(tensor): index for index, tensor in enumerate(tensors)}
+        self._widened: set[int] = set()
+
+    def widen(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient in the dtype of sums, where `.grad` may be wider than its parameter (torch 2.10 and later)."""
+        wide = sum_dtype(grad.dtype)
+        return grad.to(wide) if grad.dtype != wide and hasattr(self.tensors[index], "grad_dtype") else grad
+
+    def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
+        param = self.tensors[index]
+        if grad is not None and grad.dtype != param.dtype:
+            param.grad = None  # torch changes the dtype of an empty .grad only
+            param.grad_dtype = grad.dtype  # type: ignore[attr-defined]
+            self._widened.add(index)
+        elif index in self._widened:
+            param.grad = None
+            param.grad_dtype = param.dtype  # type: ignore[attr-defined]
+            self._widened.discard(index)
+        param.grad = grad

@@ -1,0 +1,163 @@
+"""What stands behind the stand-ins: this rank's shares of the gradients, and arithmetic that needs no more than them."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zero.comm.group import Group
+from zero.memory.flat import Form, Shard
+from zero.plan.layout import FlatLayout, Piece
+
+
+class GradientShares:
+    """Norms, arithmetic and whole gradients, for parameters by index. Everything here is meant for a settled window.
+
+    A norm needs all ranks, so it is computed for every parameter at once, in one exchange, and remembered until
+    that parameter's gradient changes: code that asks for a thousand norms in turn costs one.
+    """
+
+    def __init__(self, layout: FlatLayout, forms: Sequence[Form], group: Group, shard: Shard, settle: Callable[[str], None]) -> None:
+        self.shard = shard
+        self._layout = layout
+        self.forms = forms
+        self._group = group
+        self._settle = settle
+        self._sharded = layout.num_shares > 1
+        self._rank = group.rank if self._sharded else 0
+        self._pieces = [tuple(layout.pieces(param, self._rank)) for param in range(len(layout.params))]
+        self._norms: dict[float, dict[int, float]] = {}
+
+    def pieces(self, param: int) -> tuple[Piece, ...]:
+        return self._pieces[param]
+
+    # what stand-ins ask ------------------------------------------------------------------------------------------
+
+    def norm(self, param: int, order: float) -> torch.Tensor:
+        """The norm of one parameter's global gradient, a 0-dim tensor with the same bits on every rank."""
+        self._settle("an operation on .grad")
+        known = self._norms.setdefault(order, {})
+        if param not in known:
+            self._compute_norms(order, known)
+        spec = self._layout.params[param]
+        return torch.tensor(known[param], dtype=getattr(torch, spec.dtype), device=self.shard.device)
+
+    def change(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
+        """Applies an elementwise in-place operator to this rank's part of a gradient."""
+        self._settle("an operation on .grad")
+        for piece in self._pieces[param]:
+            own = [self._cut(argument, piece) for argument in arguments]
+            operator(self.shard.piece(piece), *own, **{name: self._cut(value, piece) for name, value in keywords.items()})
+        self.forget_norms(param)
+
+    def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        """Divides by a GradScaler's scale; what one rank finds infinite, all ranks are told."""
+        self._settle("unscale_")
+        mine = [self.shard.piece(piece) for param in params for piece in self._pieces[param]]
+        if mine:
+            torch._amp_foreach_non_finite_check_and_unscale_(mine, found_inf, inverse_scale)
+        found = max(self.exchange_numbers([float(found_inf.item())]))
+        found_inf.fill_(found[0])
+        self._norms.clear()
+
+    # for the updater ---------------------------------------------------------------------------------------------
+
+    def total_norm(self) -> float:
+        """The 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is."""
+        present = self.shard.present()
+        norms = torch._foreach_norm(present) if present else []
+        square = sum(norm * norm for norm in torch.stack([norm.double() for norm in norms]).tolist()) if norms else 0.0
+        if self._sharded:
+            square = sum(numbers[0] for numbers in self.exchange_numbers([square]))
+        return float(square**0.5)
+
+    def zero(self, param: int) -> None:
+        for piece in self._pieces[param]:
+            if self.shard.shares[piece.bucket] is not None:
+                self.shard.piece(piece).zero_()
+        self.forget_norms(param)
+
+    def zero_all(self) -> None:
+        for share in self.shard.present():
+            share.zero_()
+        self._norms.clear()
+
+    def clear(self) -> None:
+        self.shard.clear()
+        self._norms.clear()
+
+    def forget_norms(self, param: int | None = None) -> None:
+        for known in self._norms.values():
+            if param is None:
+                known.clear()
+            else:
+                known.pop(param, None)
+
+    def whole(self, param: int, values: Callable[[Piece], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """All of a parameter, shaped like it, from what every rank has for its pieces; a collective."""
+        slot = self._layout.slots[param]
+        found: list[torch.Tensor] = [torch.empty(0, dtype=dtype, device=self.shard.device)]
+        for index in self._layout.buckets_of(param):
+            bucket = self._layout.buckets[index]
+            part = slot.span.overlap(bucket.span)
+            if part is None:
+                continue
+            gathered = torch.zeros(bucket.span.numel, dtype=dtype, device=self.shard.device)
+            mine = self._rank * bucket.share_numel
+            for piece in self._pieces[param]:
+                if piece.bucket == index:
+                    gathered[mine + piece.in_share.start : mine + piece.in_share.stop].copy_(values(piece))
+            if self._sharded:
+                self._group.all_gather(gathered).wait()
+            found.append(gathered[part.start - bucket.span.start : part.stop - bucket.span.start])
+        return self.forms[param].shaped(torch.cat(found)).clone(memory_format=torch.preserve_format)
+
+    def exchange_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
+        """Every rank's numbers, by rank."""
+        packing = struct.Struct(f"<{len(numbers)}d")
+        return [packing.unpack(message) for message in self._group.exchange(packing.pack(*numbers))]
+
+    # inside ------------------------------------------------------------------------------------------------------
+
+    def _compute_norms(self, order: float, known: dict[int, float]) -> None:
+        """Fills in what is not known, for all parameters: which those are is the same on every rank."""
+        missing = [param for param in range(len(self._layout.params)) if param not in known]
+        present = [
+            (param, self.shard.piece(piece))
+            for param in missing
+            for piece in self._pieces[param]
+            if self.shard.shares[piece.bucket] is not None
+        ]
+        norms = torch._foreach_norm([values for _, values in present], order) if present else []
+        local = dict.fromkeys(missing, 0.0)
+        amounts = torch.stack([norm.double() for norm in norms]).tolist() if norms else []
+        for (param, _), amount in zip(present, amounts, strict=True):
+            local[param] = _joined(local[param], _as_term(amount, order), order)
+        parts = self.exchange_numbers([local[param] for param in missing]) if self._sharded else [tuple(local.values())]
+        for position, param in enumerate(missing):
+            total = 0.0
+            for part in parts:
+                total = _joined(total, part[position], order)
+            known[param] = total if order == float("inf") else total ** (1.0 / order) if order else total
+
+    def _cut(self, argument: Any, piece: Piece) -> Any:
+        """A tensor operand's part that lies beside a piece; numbers and 0-dim tensors as they are."""
+        if not isinstance(argument, torch.Tensor) or argument.dim() == 0:
+            return argument
+        form = self.forms[piece.param]
+        return form.line(argument.detach().expand(form.shape))[piece.in_param.start : piece.in_param.stop]
+
+
+def _as_term(norm: float, order: float) -> float:
+    """What of a part's norm is added up: nothing for the maximum, the count for order 0, else its power."""
+    return norm if order in (0.0, float("inf")) else norm**order
+
+
+def _joined(one: float, other: float, order: float) -> float:
+    if order != float("inf"):
+        return one + other
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)  # max would drop a nan, depending on the order

@@ -1,0 +1,107 @@
+"""What `.grad` is while the gradient itself is sharded: a tensor without storage that stands for all of it.
+
+[Note: stand-ins]
+Code that people write between backward and step reads `p.grad is None`, takes norms, scales, clips, adds. A
+stand-in has the parameter's shape, dtype and device, and forwards these to the shares. Its first operation
+settles the window, which is a collective, so all ranks must do the same; what it answers is the global
+gradient's and has the same bits on every rank. What cannot be done on a share without the rest raises, and
+names the call that can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+aten = torch.ops.aten
+
+# In-place operators that change each element by itself. Tensor arguments of the gradient's shape are cut like it.
+_ELEMENTWISE = {
+    "mul_", "div_", "add_", "sub_", "clamp_", "clamp_min_", "clamp_max_", "zero_", "fill_", "neg_", "abs_", "sign_", "pow_", "sqrt_",
+    "copy_", "nan_to_num_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_", "maximum_", "minimum_",
+}  # fmt: skip
+
+
+class Shares(Protocol):
+    """What stands behind all stand-ins of a model."""
+
+    def norm(self, param: int, order: float) -> torch.Tensor: ...
+    def change(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None: ...
+    def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None: ...
+
+
+class StandIn(torch.Tensor):
+    param: int
+    label: str  # its name; `name` is taken by torch
+    shares: Shares
+
+    @staticmethod
+    def __new__(cls, like: torch.nn.Parameter, param: int, name: str, shares: Shares) -> StandIn:
+        made: StandIn = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        made.param, made.label, made.shares = param, name, shares
+        return made
+
+    def __init__(self, like: torch.nn.Parameter, param: int, name: str, shares: Shares) -> None:
+        pass
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"<the gradient of {self.label}, {tuple(self.shape)}, in shares of its ranks>"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket.__name__
+        if packet == "_amp_foreach_non_finite_check_and_unscale_":
+            return _unscale(*args)
+        if packet.startswith("_foreach_") and isinstance(args[0], (list, tuple)):
+            return _each(packet.removeprefix("_foreach_"), args, kwargs)
+        return _one(packet, func, args, kwargs)
+
+
+def _one(packet: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    self = args[0]
+    if not isinstance(self, StandIn):
+        raise _refusal(packet, next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, StandIn)))
+    if packet in _ELEMENTWISE:
+        self.shares.change(self.param, func, args[1:], kwargs)
+        return self
+    if packet in ("linalg_vector_norm", "norm"):
+        order, *rest = (*args[1:], *kwargs.values()) or (2.0,)
+        if not any(rest):  # of the whole tensor, in its own dtype
+            return self.shares.norm(self.param, 2.0 if order is None else float(order))
+    if packet in ("detach", "alias"):
+        return self  # nothing to detach from; both would share the storage that there is none of
+    raise _refusal(packet, self)
+
+
+def _each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A `_foreach_` operator as one operator a tensor."""
+    results = []
+    for index in range(len(args[0])):
+        own = [arg[index] if isinstance(arg, (list, tuple)) else arg for arg in args]
+        if not isinstance(own[0], StandIn):
+            raise _refusal(f"_foreach_{name}", next(arg for arg in own if isinstance(arg, StandIn)))
+        if name == "norm":
+            results.append(own[0].shares.norm(own[0].param, float(own[1]) if len(own) > 1 else 2.0))
+        else:
+            results.append(_one(name, getattr(aten, name), own, kwargs))
+    return results if name == "norm" else None
+
+
+def _unscale(grads: Sequence[Any], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    mine = [grad for grad in grads if isinstance(grad, StandIn)]
+    others = [grad for grad in grads if not isinstance(grad, StandIn)]
+    if others:
+        torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inverse_scale)
+    mine[0].shares.unscale([grad.param for grad in mine], found_inf, inverse_scale)
+
+
+def _refusal(packet: str, stand_in: StandIn) -> NotImplementedError:
+    return NotImplementedError(
+        f"{packet} on the gradient of {stand_in.label} was asked for, but every rank holds only its share of it. "
+        "Use norms and in-place arithmetic on .grad, or get the whole gradient with optimizer.whole_grad(parameter), on all ranks."
+    )
