@@ -58,12 +58,12 @@ class Accelerator:
         """Why this accelerator cannot be used here, or None when it can."""
         if self.module is None:
             return f"torch has no device module torch.{self.name} (torch {torch.__version__})"
+        if self._ask("_is_in_bad_fork", default=False):
+            return f"torch.{self.name} was in use before this process was forked, and a device cannot be shared that way"
         if not self._ask("is_available", default=True):
             return f"torch.{self.name}.is_available() is False (torch {torch.__version__})"
         if self.device_count() == 0:
             return f"torch.{self.name} has 0 devices (torch {torch.__version__})"
-        if self._ask("_is_in_bad_fork", default=False):
-            return f"torch.{self.name} was in use before this process was forked, and a device cannot be shared that way"
         return None
 
     def is_available(self) -> bool:

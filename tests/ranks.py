@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
-import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -23,12 +21,12 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from tests.rank_process import serve
 
 # A rank that failed says so at once; the others, which may wait for it in a collective, get this long to come back alone.
 GRACE_S = 1.0
@@ -129,7 +127,21 @@ def close() -> None:
 
 _shared: Pool | None = None
 _lock = threading.RLock()
-# After multiprocessing's own exit function was registered, so before it runs: it would wait for our processes for ever.
+
+
+def _end_servers() -> None:
+    """Multiprocessing lets its servers end after us, as orphans, and in a container there may be nobody to reap those."""
+    if START_METHOD == "forkserver":
+        from multiprocessing import forkserver, resource_tracker
+
+        for server in (forkserver._forkserver, resource_tracker._resource_tracker):
+            with contextlib.suppress(Exception):  # these two are not public, and nothing is lost without them
+                server._stop()
+
+
+# Exit functions run last to first: the pool ends, then the servers, then what multiprocessing registered when it was imported,
+# which without us would wait for our processes for ever.
+atexit.register(_end_servers)
 atexit.register(close)
 
 
@@ -279,7 +291,7 @@ class _Member:
             context.set_forkserver_preload(["torch.distributed"])
         # Not a daemon: those may not have children, and a test may want a DataLoader with workers.
         args = (rank, child, str(self._output), str(self._stacks))
-        self._process = context.Process(target=_serve, args=args, name=f"rank {rank}")
+        self._process = context.Process(target=serve, args=args, name=f"rank {rank}")
         # Set around the start, not in the child: some variables are read when a library is loaded.
         with _environment({**DEFAULT_ENV, **env}):
             self._process.start()
@@ -384,118 +396,3 @@ def _set_environment(values: Env) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-# The rank's side --------------------------------------------------------------------------------------------------------
-
-
-def _serve(rank: int, connection: Any, output: str, stacks: str) -> None:
-    """The life of a rank process: set up once, then one call after another."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    # Also what C++ writes goes where the parent can quote it.
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    faulthandler.enable()
-    # A plain descriptor that is never closed: the handler runs at the signal, whatever the interpreter is waiting in.
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND), all_threads=True)
-
-    try:
-        rank_process = _RankProcess(rank)
-    except Exception:  # noqa: BLE001 - whatever it is, the parent says it
-        connection.send(traceback.format_exc())
-        return
-    connection.send(rank_process.store_port)
-    while True:
-        try:
-            message = connection.recv()
-        except (EOFError, OSError):
-            return
-        if message[0] == "exit":
-            return
-        if message[0] == "meet":
-            rank_process.meet(message[1])
-        elif message[0] == "call":
-            connection.send(rank_process.call(*message[1:]))
-            sys.stdout.flush()
-            sys.stderr.flush()
-        elif message[0] == "clean":
-            connection.send(rank_process.clean())
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-
-class _RankProcess:
-    def __init__(self, rank: int) -> None:
-        # Not at the top of this file: the variables of DEFAULT_ENV come first, and the parent may not want torch at all.
-        import gc
-
-        import torch
-        import torch.distributed
-
-        self._torch, self._gc = torch, gc
-        self._rank = rank
-        self._store: Any = None
-        self.store_port = 0
-        if rank == 0:
-            self._store = torch.distributed.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-            self.store_port = self._store.port
-        torch.set_num_threads(1)
-        self._environment = dict(os.environ)
-        # What importing torch made will never be garbage; without it a collection after each call takes a millisecond.
-        gc.freeze()
-
-    def meet(self, port: int) -> None:
-        if self._store is None:
-            self._store = self._torch.distributed.TCPStore("127.0.0.1", port, None, is_master=False)
-
-    def call(
-        self, name: str, payload: bytes, world: int, number: int, group_timeout: float | None, path: list[str]
-    ) -> tuple[str, bytes | None, str]:
-        try:
-            sys.path[:] = path
-            if group_timeout is not None:
-                self._make_group(world, number, group_timeout)
-            module, qualname = name.split(":")
-            function = importlib.import_module(module)
-            for part in qualname.split("."):
-                function = getattr(function, part)
-            self._torch.manual_seed(0)
-            return "returned", pickle.dumps(function(self._rank, world, *pickle.loads(payload))), ""
-        except BaseException as error:  # noqa: BLE001 - a test's SystemExit or skip is an outcome like any other
-            text = traceback.format_exc()
-            with contextlib.suppress(Exception):
-                return type(error).__name__, pickle.dumps(error), text
-            return type(error).__name__, None, text
-
-    def _make_group(self, world: int, number: int, timeout: float) -> None:
-        distributed = self._torch.distributed
-        store = distributed.PrefixStore(f"call {number}", self._store)
-        distributed.init_process_group(
-            "gloo", store=store, rank=self._rank, world_size=world, timeout=timedelta(seconds=timeout)
-        )
-
-    def clean(self) -> str | None:
-        """Take away what a test may have left. Says what it could not, and then this process is not used again."""
-        torch = self._torch
-        try:
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-            os.environ.clear()
-            os.environ.update(self._environment)
-            torch.set_default_dtype(torch.float32)
-            torch.set_grad_enabled(True)
-            torch.set_num_threads(1)
-            if torch.are_deterministic_algorithms_enabled():  # asked first, as switching it imports all of inductor
-                torch.use_deterministic_algorithms(False)
-            torch.autograd.set_detect_anomaly(False)
-            self._gc.collect()
-        except Exception:  # noqa: BLE001 - whatever it is, the parent says it
-            return traceback.format_exc()
-        return None

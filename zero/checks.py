@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from accelerators import Accelerator
+from zero.comm.group import Group
+from zero.errors import RanksDiffer
 from zero.memory.flat import DTYPES, overlapping
+from zero.runtime.params import Params
 
 # Optimizers of torch that treat every element by itself, so that a share of the elements steps as the whole would.
 _OPTIM = torch.optim
@@ -16,7 +20,11 @@ ELEMENTWISE = (
     _OPTIM.SGD, _OPTIM.Adam, _OPTIM.AdamW, _OPTIM.NAdam, _OPTIM.RAdam, _OPTIM.Adamax, _OPTIM.Adagrad, _OPTIM.Adadelta,
     _OPTIM.RMSprop, _OPTIM.Rprop, _OPTIM.ASGD,
 )  # fmt: skip
-WHOLE_TENSOR = {"LAMB", "Lamb", "FusedLamb", "LARS", "Adafactor", "Muon", "Shampoo", "LBFGS", "SOAP", "GaLoreAdamW", "SparseAdam"}
+BITS = 16  # bytes that stand for the bits of one tensor
+WHOLE_TENSOR = {
+    "LAMB", "Lamb", "FusedLamb", "LARS",
+    "Adafactor", "Muon", "Shampoo", "LBFGS", "SOAP", "GaLoreAdamW", "SparseAdam",
+}  # fmt: skip
 
 
 def check_model(model: nn.Module) -> None:
@@ -32,27 +40,28 @@ def check_model(model: nn.Module) -> None:
             )
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(
-                f"Sharding was asked for, but {name or kind.__name__} is an embedding with sparse=True, whose gradients cannot be "
-                "added up densely. Use sparse=False."
+                f"Sharding was asked for, but {name or kind.__name__} is an embedding with sparse=True, whose gradients cannot "
+                "be added up densely. Use sparse=False."
             )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
     """Refuses an optimizer that needs whole tensors, and one that nobody vouches for."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"An optimizer was asked for, but a {type(optimizer).__name__} was found. Pass a torch.optim.Optimizer.")
+        found = type(optimizer).__name__
+        raise TypeError(f"An optimizer was asked for, but a {found} was found. Pass a torch.optim.Optimizer.")
     kind = type(optimizer)
     whole = next((base.__name__ for base in kind.__mro__ if base.__name__ in WHOLE_TENSOR), None)
     if whole is not None:
         raise ValueError(
-            f"Sharding with {kind.__name__} was asked for, but {whole} looks at whole tensors, and each rank would give it a share of "
-            "them. Use an optimizer that treats every element by itself, such as AdamW."
+            f"Sharding with {kind.__name__} was asked for, but {whole} looks at whole tensors, and each rank would give it a "
+            "share of them. Use an optimizer that treats every element by itself, such as AdamW."
         )
     if kind not in ELEMENTWISE and not elementwise:
         known = ", ".join(known.__name__ for known in ELEMENTWISE)
         raise ValueError(
-            f"Sharding with {kind.__module__}.{kind.__qualname__} was asked for, which is not known to treat every element by itself. "
-            f"Pass elementwise=True if it does, or use one of {known}."
+            f"Sharding with {kind.__module__}.{kind.__qualname__} was asked for, which is not known to treat every element by "
+            f"itself. Pass elementwise=True if it does, or use one of {known}."
         )
 
 
@@ -71,20 +80,20 @@ def check_params(names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
     pair = overlapping(tensors)
     if pair is not None:
         one, other = names[pair[0]], names[pair[1]]
-        what = f"parameter {one} overlaps itself" if one == other else f"parameters {one} and {other} share memory without being one parameter"
-        raise ValueError(f"Sharding was asked for, but {what}. Tie them by using the same Parameter, or give each its own storage.")
+        what = f"{one} overlaps itself" if one == other else f"{one} and {other} share memory without being one parameter"
+        raise ValueError(
+            f"Sharding was asked for, but {what}. Tie parameters by using the same Parameter, or give each its own storage."
+        )
 
 
 def _problem_of(tensor: nn.Parameter) -> str | None:
-    kind = type(tensor)
-    if kind is not nn.Parameter and not isinstance(tensor, nn.parameter.Buffer) and kind.__name__ not in ("Parameter",):
-        return f"is a {kind.__module__}.{kind.__qualname__}, whose bits cannot be laid flat. Leave it out of the optimizer, or convert it."
-    if type(tensor.data) is not torch.Tensor:
-        return f"holds a {type(tensor.data).__name__}, whose bits cannot be laid flat. Leave it out of the optimizer, or convert it."
+    if type(tensor) is not nn.Parameter or type(tensor.data) is not torch.Tensor:
+        kind = type(tensor.data) if type(tensor) is nn.Parameter else type(tensor)
+        return f"is a {kind.__module__}.{kind.__qualname__}, whose bits cannot be laid flat. Leave it out of the optimizer."
     if tensor.is_meta:
-        return "is on the meta device and has no values yet. Materialise the model first, with to_empty and its own initialisation."
+        return "is on the meta device and has no values yet. Materialise the model first, with to_empty and its initialisation."
     if tensor.is_complex():
-        return "is complex, which is not supported. Use torch.view_as_real in the module, and keep the real view as its parameter."
+        return "is complex, which is not supported. Make its view_as_real the parameter, and view it as complex in the module."
     if tensor.dtype not in DTYPES.values():
         return f"has dtype {tensor.dtype}, which cannot be trained in shares. Supported: {', '.join(DTYPES)}."
     if tensor.layout != torch.strided:
@@ -96,4 +105,25 @@ def check_dtypes(accelerator: Accelerator, dtypes: Iterable[torch.dtype]) -> Non
     for dtype in dtypes:
         if not accelerator.supports(dtype):
             works = ", ".join(str(known).removeprefix("torch.") for known in accelerator.supported_dtypes())
-            raise ValueError(f"Weights in {dtype} were asked for, but {accelerator.name} does not compute in it. Supported here: {works}.")
+            raise ValueError(
+                f"Weights in {dtype} were asked for, but {accelerator.name} does not compute in it. Supported here: {works}."
+            )
+
+
+def check_weights(params: Params, group: Group) -> None:
+    """Raises on every rank unless all have the same bits in every parameter; a collective."""
+    mine = b"".join(bits_of(tensor) for tensor in params.tensors)
+    everyone = group.exchange(mine)
+    for rank, theirs in enumerate(everyone):
+        for index, name in enumerate(params.names):
+            here = slice(index * BITS, (index + 1) * BITS)
+            if theirs[here] != everyone[0][here]:
+                raise RanksDiffer(
+                    f"Equal weights were asked for, but ranks 0 and {rank} have different bits in {name}. "
+                    "Edit weights on all ranks alike, or load a checkpoint."
+                )
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    """A digest of the values."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()[:BITS]

@@ -8,6 +8,7 @@ import json
 import logging
 import socket
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,11 @@ from torch import nn
 
 import accelerators
 from accelerators import Accelerator
-from zero.checks import check_dtypes, check_model, check_optimizer, check_params
+from zero.checks import bits_of, check_dtypes, check_model, check_optimizer, check_params
 from zero.comm.group import Group, exchange_texts
 from zero.config import ZeroConfig
 from zero.errors import RanksDiffer
-from zero.memory.flat import DTYPES, FlatBuffer, Form, Shard, dtype_name
+from zero.memory.flat import DTYPES, FlatBuffer, Form, Line, Shard, dtype_name
 from zero.memory.flatten import Flattener, Place
 from zero.memory.masters import Masters
 from zero.memory.staging import Staging
@@ -31,9 +32,10 @@ from zero.runtime.gatherer import Gatherer
 from zero.runtime.hooks import GradHooks
 from zero.runtime.params import Params
 from zero.runtime.reducer import Flight, Reducer
+from zero.runtime.settler import Settler
 from zero.runtime.shares import GradientShares
 from zero.runtime.updater import Rules, Updater
-from zero.runtime.window import Settler, Window
+from zero.runtime.window import Window
 
 logger = logging.getLogger("zero")
 
@@ -47,17 +49,15 @@ class Parts:
 
     accelerator: Accelerator
     group: Group
-    layout: FlatLayout
+    line: Line
     params: Params
-    weights: FlatBuffer
     masters: Masters
-    flight: Flight
     window: Window
     hooks: GradHooks
     updater: Updater
     gatherer: Gatherer
+    intake: Intake
     config: ZeroConfig
-    factor: float  # what the ranks' sum is multiplied with to become the gradient
     closed: bool = False
 
     def release(self) -> None:
@@ -66,6 +66,17 @@ class Parts:
         self.hooks.detach()
         for tensor in self.params.tensors:
             _managed.pop(id(tensor), None)
+
+    def join(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:
+        """Takes in parameters that lie nowhere yet, and will when some rank has a gradient for them."""
+        first = len(self.params.tensors)
+        self.line.layout = self.line.layout.joined(_specs(names, tensors, [group] * len(names), [t.dtype for t in tensors]))
+        self.params.add(tensors, names)
+        self.window.shares.forms.extend(Form.of(tensor) for tensor in tensors)
+        self.window.welcome()
+        for index in range(first, len(self.params.tensors)):
+            self.hooks.attach(index, self.params.tensors[index])
+        _managed.update({id(tensor): tensor for tensor in tensors})
 
 
 @dataclass(frozen=True)
@@ -77,11 +88,55 @@ class Chosen:
     groups: list[int]
     dtypes: list[torch.dtype]
 
+    @property
+    def latent(self) -> set[int]:
+        """Those that are frozen: they get memory when they are trained."""
+        return {index for index, tensor in enumerate(self.tensors) if not tensor.requires_grad}
+
     def specs(self) -> list[ParamSpec]:
-        return [
-            ParamSpec(name, tuple(tensor.shape), dtype_name(dtype), group)
-            for name, tensor, dtype, group in zip(self.names, self.tensors, self.dtypes, self.groups, strict=True)
-        ]
+        return _specs(self.names, self.tensors, self.groups, self.dtypes)
+
+
+def _specs(names: list[str], tensors: list[nn.Parameter], groups: list[int], dtypes: list[torch.dtype]) -> list[ParamSpec]:
+    return [
+        ParamSpec(name, tuple(tensor.shape), dtype_name(dtype), group)
+        for name, tensor, group, dtype in zip(names, tensors, groups, dtypes, strict=True)
+    ]
+
+
+class Intake:
+    """Gives parameters a place on the line: rank 0's values, flat on every rank, and this rank's masters of them."""
+
+    def __init__(
+        self, params: Params, forms: list[Form], weights: FlatBuffer, masters: Masters, group: Group, place: Place
+    ) -> None:
+        self._params = params
+        self._forms = forms
+        self._weights = weights
+        self._masters = masters
+        self._group = group
+        self._place = place
+
+    @torch.no_grad()
+    def lay(self, params: Sequence[int]) -> list[int]:
+        """A collective; returns the buckets that are new."""
+        line, rank = self._weights.line, self._group.rank
+        num_chunks, num_buckets = len(line.layout.chunks), len(line.layout.buckets)
+        line.layout = line.layout.extended(params)
+        flattener = Flattener(self._weights, self._params.tensors, self._forms, self._place)
+        new = range(num_buckets, len(line.layout.buckets))
+        for chunk in range(num_chunks, len(line.layout.chunks)):
+            source = flattener.read(chunk)
+            self._group.broadcast(source).wait()
+            flattener.write(chunk, source)
+            for index in new:
+                bucket = line.layout.buckets[index]
+                if bucket.chunk == chunk:
+                    share = bucket.share(rank if bucket.num_shares > 1 else 0)
+                    self._masters.take(index, source[share.start : share.stop])
+        self._masters.cut()
+        flattener.log(params)
+        return list(new)
 
 
 def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, group: Any) -> Parts:
@@ -89,9 +144,11 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
     check_optimizer(optimizer, config.elementwise)
     chosen = choose(model, optimizer, config)
     check_params(chosen.names, chosen.tensors)
-    taken = next((name for name, tensor in zip(chosen.names, chosen.tensors, strict=True) if _managed.get(id(tensor)) is tensor), None)
-    if taken is not None:
-        raise ValueError(f"Sharding was asked for, but parameter {taken} is sharded already. Call close() on its optimizer first.")
+    for name, tensor in zip(chosen.names, chosen.tensors, strict=True):
+        if _managed.get(id(tensor)) is tensor:
+            raise ValueError(
+                f"Sharding was asked for, but parameter {name} is sharded already. Call close() on its optimizer first."
+            )
     accelerator = _accelerator_of(chosen.tensors)
     check_dtypes(accelerator, set(chosen.dtypes))
 
@@ -99,19 +156,21 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
 
     group = connect(accelerator, group, config.timeout_s)
     stage = stage_of(config.stage)
-    layout = FlatLayout.build(chosen.specs(), group.size if stage.shards_optimizer else 1, config.bucket_bytes)
+    num_shares = group.size if stage.shards_optimizer else 1
+    layout = FlatLayout.build(chosen.specs(), num_shares, config.bucket_bytes, latent=range(len(chosen.names)))
     _agree_on_what_is_built(model, chosen, config, group)
     place = Place(accelerator, _device_of(chosen.tensors), _ranks_that_share_memory(group, _device_of(chosen.tensors)))
     return _assemble(model, optimizer, config, chosen, layout, group, place)
 
 
 def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Chosen:
-    """Every trainable parameter of the optimizer: the model's in its order, then those that only the optimizer knows."""
+    """The parameters of the optimizer that can be trained: the model's in its order, then those that only it knows."""
     group_of = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
-    named = [(name, param) for name, param in model.named_parameters() if id(param) in group_of and param.requires_grad]
     known = {id(param) for _, param in model.named_parameters()}
-    extra = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in known and param.requires_grad]
+    extra = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in known]
+    named = [(name, param) for name, param in model.named_parameters() if id(param) in group_of]
     named += [(f"optimizer.{index}", param) for index, param in enumerate(extra)]
+    named = [(name, param) for name, param in named if param.requires_grad or param.dtype in DTYPES.values()]
     left_out = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in group_of]
     if left_out:
         logger.warning("Trainable parameters in no group of the optimizer, left alone: %s", ", ".join(left_out))
@@ -146,11 +205,13 @@ def _agree_on_what_is_built(model: nn.Module, chosen: Chosen, config: ZeroConfig
     """Raises on every rank, with the first difference, when ranks build different things."""
     lines = [f"configuration {config.digest} {json.dumps(config.as_dict(), sort_keys=True)}"]
     lines += [f"parameter {spec.name} {spec.shape} {spec.dtype} in group {spec.group}" for spec in chosen.specs()]
-    lines += [f"frozen parameter {name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters() if not p.requires_grad]
+    frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+    lines += [f"frozen parameter {name} {tuple(param.shape)} {param.dtype}" for name, param in frozen]
     lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
     lines += [f"start {config.start}"]
     if config.start == "verify":
-        lines += [f"weights of {name}: {_bits(tensor)}" for name, tensor in zip(chosen.names, chosen.tensors, strict=True)]
+        named = zip(chosen.names, chosen.tensors, strict=True)
+        lines += [f"weights of {name}: {bits_of(tensor).hex()}" for name, tensor in named]
     text = "\n".join(lines)
     digests = group.exchange(hashlib.sha256(text.encode()).digest())
     if all(digest == digests[0] for digest in digests):
@@ -165,10 +226,6 @@ def _agree_on_what_is_built(model: nn.Module, chosen: Chosen, config: ZeroConfig
                 )
 
 
-def _bits(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
-
-
 def _short(line: str) -> str:
     return line if len(line) <= 200 else line[:197] + "..."
 
@@ -181,51 +238,48 @@ def _ranks_that_share_memory(group: Group, device: torch.device) -> int:
 
 
 def _assemble(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, chosen: Chosen, layout: FlatLayout, group: Group, place: Place
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: ZeroConfig,
+    chosen: Chosen,
+    layout: FlatLayout,
+    group: Group,
+    place: Place,
 ) -> Parts:
-    forms = [Form.of(tensor) for tensor in chosen.tensors]
-    weights, shard_rank = FlatBuffer(layout), group.rank if layout.num_shares > 1 else 0
-    masters = Masters(layout, shard_rank, weights, Shard(layout, place.device))
-    params = Params(chosen.tensors, chosen.names)
-    with torch.no_grad():
-        _move_in(model, layout, Flattener(weights, chosen.tensors, forms, place), masters, group, shard_rank)
+    line, forms = Line(layout), [Form.of(tensor) for tensor in chosen.tensors]
+    params, weights = Params(chosen.tensors, chosen.names), FlatBuffer(line)
+    masters = Masters(line, group.rank if layout.num_shares > 1 else 0, weights, Shard(line, place.device))
+    intake = Intake(params, forms, weights, masters, group, place)
+    latent = chosen.latent
+    intake.lay([index for index in range(len(chosen.names)) if index not in latent])
+    _share_the_rest(model, chosen, config, group)
 
     staging = Staging(place.accelerator, lambda numel, dtype: group.staging(numel, dtype, place.device))
-    gradients = Shard(layout, place.device)
-    flight = Flight(layout, group, staging, gradients)
-    reducer = Reducer(layout, forms, place.accelerator, staging, flight)
-    digest = hashlib.sha256(f"{layout.digest} {config.digest}".encode()).digest()[:8]
-    window: Window
-    shares = GradientShares(layout, forms, group, gradients, lambda occasion: window.settle_once(occasion))
+    gradients = Shard(line, place.device)
+    reducer = Reducer(line, forms, place.accelerator, staging, Flight(line, group, staging, gradients))
+    shares = GradientShares(line, forms, group, gradients)
     boundary = Boundary(config.accumulation, stage_of(config.stage).accumulates_locally)
-    window = Window(params, reducer, shares, boundary, Settler(group, params, layout, digest))
+    window = Window(params, reducer, shares, boundary, Settler(group, params, line, config.digest), intake.lay)
     hooks = GradHooks(params.tensors, window.before, window.ready)
     updater = Updater(params, shares, masters, optimizer, Rules(config.clip, config.on_nonfinite))
-    gatherer = Gatherer(layout, params, group, weights, masters)
-    for tensor in chosen.tensors:
-        _managed[id(tensor)] = tensor
-    factor = _factor(config, group.size)
-    return Parts(place.accelerator, group, layout, params, weights, masters, flight, window, hooks, updater, gatherer, config, factor)
+    gatherer = Gatherer(line, params, group, weights, masters)
+    _managed.update({id(tensor): tensor for tensor in chosen.tensors})
+    return Parts(place.accelerator, group, line, params, masters, window, hooks, updater, gatherer, intake, config)
 
 
-def _move_in(
-    model: nn.Module, layout: FlatLayout, flattener: Flattener, masters: Masters, group: Group, shard_rank: int
-) -> None:
-    """Weights of rank 0 into flat memory on all ranks, and this rank's masters from what they were before rounding."""
-    for chunk in range(len(layout.chunks)):
-        source = flattener.read(chunk)
-        group.broadcast(source).wait()
-        flattener.write(chunk, source)
-        for index, bucket in enumerate(layout.buckets):
-            if bucket.chunk == chunk:
-                share = bucket.share(shard_rank)
-                masters.take(index, source[share.start : share.stop])
-    masters.cut()
-    flattener.log()
-    managed = {id(tensor) for tensor in flattener.tensors}
-    for tensor in [*(param for param in model.parameters() if id(param) not in managed), *model.buffers()]:
-        if tensor.numel() and not tensor.is_meta:
-            _broadcast_bits(group, tensor.detach())
+def _share_the_rest(model: nn.Module, chosen: Chosen, config: ZeroConfig, group: Group) -> None:
+    """Casts what is frozen with the rest of the model, and makes it and the buffers those of rank 0."""
+    latent = chosen.latent
+    laid_out = {id(tensor) for index, tensor in enumerate(chosen.tensors) if index not in latent}
+    islands = _fp32_islands(model, config.keep_fp32)
+    frozen = [param for param in model.parameters() if id(param) not in laid_out]
+    with torch.no_grad():
+        for param in frozen:
+            if config.dtype is not None and param.is_floating_point() and id(param) not in islands and not param.requires_grad:
+                param.data = param.data.to(DTYPES[config.dtype])
+        for tensor in [*frozen, *model.buffers()]:
+            if tensor.numel() and not tensor.is_meta:
+                _broadcast_bits(group, tensor.detach())
 
 
 def _broadcast_bits(group: Group, tensor: torch.Tensor) -> None:
@@ -236,6 +290,6 @@ def _broadcast_bits(group: Group, tensor: torch.Tensor) -> None:
         tensor.copy_(dense)
 
 
-def _factor(config: ZeroConfig, size: int) -> float:
+def reduction(config: ZeroConfig, size: int) -> float:
+    """What the sum over ranks is multiplied with to become the gradient."""
     return 1.0 / size if config.reduce == "mean" else 1.0 if config.reduce == "sum" else 1.0 / config.reduce
-

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.checks import check_params, check_weights
 from zero.config import ZeroConfig
-from zero.construction import Parts, construct
+from zero.construction import construct, reduction
 from zero.memory.flat import sum_dtype
 from zero.memory.flatten import unflatten
 from zero.plan.loss_scale import LossScale
-from zero.runtime.agreement import set_bits
 from zero.state import adopt_state, load_state, whole_state, whole_state_dict
 
 
@@ -34,67 +34,74 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = inner.param_groups
         self.state = inner.state
         self.inner = inner
+        self.model = model
         self.parts = parts
+        parts.window.scaling.reduce = reduction(config, parts.group.size)
         adopt_state(parts, inner)
         self.loss_scale: LossScale | None = _loss_scale(config)
         self.skipped_steps = 0
         self.grad_norm: float | None = None  # of the last window that was judged by its norm
-        self._multiplier_for_plain_backward()
+        self._follow_loss_scale()
 
     # the loop ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Settles the window, judges it and updates the weights. A collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        window, parts = self.parts.window, self.parts
+        window = self.parts.window
         window.settle("step")
         window.settler.step += 1
-        if not window.used:
-            return loss
+        if window.used:
+            self._apply(window.used)
+            self._follow_loss_scale()
+        return loss
+
+    def _apply(self, used: int) -> None:
+        parts = self.parts
         verdict = parts.updater.judge()
         self.grad_norm = verdict.grad_norm
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(verdict.apply)
         if not verdict.apply:
             self.skipped_steps += 1
-            return loss
-        buckets = sorted({bucket for param in set_bits(window.used) for bucket in parts.layout.buckets_of(param)})
+            return
+        buckets = [bucket for bucket, params in enumerate(parts.line.layout.params_in) if params & used]
         parts.gatherer.adopt(buckets)
-        parts.updater.step(window.used)
+        parts.updater.step(used)
         parts.gatherer.publish(buckets)
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Ends the window. A collective where gradients of it were sent and no step settled them."""
         window = self.parts.window
         if set_to_none:
             window.end()
-            self._multiplier_for_plain_backward()
         else:
             window.settle_once("zero_grad")
             window.shares.zero_all()
+        self._follow_loss_scale()
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward()`, with the loss scale of fp16 weights where there is one."""
         if self.loss_scale is None:
-            loss.backward(**options)
+            torch.autograd.backward(loss, **options)
             return
-        window, before = self.parts.window, self.parts.window.multiplier
-        window.multiplier = None if before == self.loss_scale.value else before
+        scaling = self.parts.window.scaling
+        before, scaling.lacking = scaling.lacking, 1.0
         try:
-            (loss * self.loss_scale.value).backward(**options)
+            # in fp32, since the scaled loss may be beyond what fp16 can hold
+            torch.autograd.backward(loss.float() * self.loss_scale.value, **options)
         finally:
-            window.multiplier = before
+            scaling.lacking = before
 
-    def _multiplier_for_plain_backward(self) -> None:
-        """Gradients are kept divided by the loss scale, so those of a backward that was not scaled are scaled when they come."""
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        self.parts.flight.factor = self.parts.factor / scale
-        self.parts.window.multiplier = None if self.loss_scale is None else scale
+    def _follow_loss_scale(self) -> None:
+        """Sums are divided by the loss scale as they are kept; gradients of a backward without it are multiplied first."""
+        window, scale = self.parts.window, 1.0 if self.loss_scale is None else self.loss_scale.value
+        window.scaling.lacking = window.scaling.loss_scale = scale
+        window.reducer.flight.factor = window.scaling.at_keeping(bool(window.used))
 
     # windows -----------------------------------------------------------------------------------------------------
 
@@ -113,17 +120,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ranks and micro-batches. Zero is allowed. No collective."""
         window = self.parts.window
         if not 0 <= amount < float("inf"):
-            raise ValueError(f"weight({amount}) was asked for, but a weight is a finite number of 0 or more. Pass what the batch counts.")
+            raise ValueError(
+                f"weight({amount}) was asked for, but a weight is a finite number of 0 or more. Pass what the batch counts."
+            )
+        window.notice()
         if window.used:
             raise ValueError(
                 f"weight({amount}) was asked for in a window that was settled already, so its mean is taken. "
                 "Give all weights before clipping, reading gradients or stepping."
             )
         window.since.weights.append(float(amount))
-        window.multiplier = float(amount)
+        window.scaling.weight = float(amount)
 
     def no_contribution(self) -> None:
         """This rank has nothing to send backward in this window; it counts as zeros. No collective."""
+        self.parts.window.notice()
         self.parts.window.since.quiet = True
 
     def settle(self) -> None:
@@ -160,15 +171,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def check(self) -> None:
         """Raises, with the name of the first parameter, unless all ranks have the same weights. A collective."""
-        self.parts.check_weights()
+        check_weights(self.parts.params, self.parts.group)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective."""
         return whole_state_dict(self.parts, self.inner)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave; every rank passes the same."""
         load_state(self.parts, self.inner, state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Takes new parameters in, as torch does; they get memory when they are first used. All ranks add the same."""
+        parts = getattr(self, "parts", None)
+        if parts is None:  # torch's constructor adds the groups that are there
+            super().add_param_group(param_group)
+            return
+        self.inner.add_param_group(param_group)
+        tensors = [param for param in self.inner.param_groups[-1]["params"] if id(param) not in parts.params.index]
+        names = self._names_of(tensors)
+        check_params(names, tensors)
+        parts.join(names, tensors, len(self.inner.param_groups) - 1)
 
     def close(self) -> None:
         """Makes the model plain again: no hooks, storage of its own for every parameter, present values. No collective."""
@@ -179,12 +202,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             unflatten(self.parts.params.tensors)
 
+    def _names_of(self, tensors: list[nn.Parameter]) -> list[str]:
+        by_id = {id(param): name for name, param in self.model.named_parameters()}
+        extra = sum(name.startswith("optimizer.") for name in self.parts.params.names)
+        return [by_id.get(id(tensor), f"optimizer.{extra + index}") for index, tensor in enumerate(tensors)]
+
     def _index(self, param: nn.Parameter) -> int:
         index = self.parts.params.index.get(id(param))
         if index is None:
             raise ValueError(
-                f"A parameter of shape {tuple(param.shape)} was passed, which is not among the {len(self.parts.params.names)} that this "
-                "optimizer manages. Pass one of the model's trainable parameters."
+                f"A parameter of shape {tuple(param.shape)} was passed, which is not among the {len(self.parts.params.names)} "
+                "that this optimizer manages. Pass one of the model's trainable parameters."
             )
         return index
 

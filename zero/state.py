@@ -33,9 +33,10 @@ def whole_state_dict(parts: Parts, inner: torch.optim.Optimizer) -> dict[str, An
             states[name] = state
             elementwise |= keys
     index, names = parts.params.index, parts.params.names
-    groups = [
-        {**group, "params": [names[index[id(param)]] for param in group["params"] if id(param) in index]} for group in inner.param_groups
-    ]
+    groups = []
+    for group in inner.param_groups:
+        named = [names[index[id(param)]] for param in group["params"] if id(param) in index]
+        groups.append({**group, "params": named})
     return {"state": states, "elementwise": sorted(elementwise), "param_groups": groups}
 
 
@@ -50,11 +51,12 @@ def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[s
         )
     if len(groups) != len(inner.param_groups):
         raise ValueError(
-            f"State of {len(groups)} parameter groups was passed to an optimizer of {len(inner.param_groups)}. Make the same groups."
+            f"State of {len(groups)} parameter groups was passed to an optimizer of {len(inner.param_groups)}. "
+            "Make the same groups."
         )
     elementwise = set(state_dict["elementwise"])
     for name, state in states.items():
-        shape = parts.layout.params[parts.params.names.index(name)].shape
+        shape = parts.line.layout.params[parts.params.names.index(name)].shape
         for key in elementwise.intersection(state):
             if tuple(state[key].shape) != shape:
                 raise ValueError(
@@ -64,7 +66,7 @@ def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[s
     for group, saved in zip(inner.param_groups, groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     for param, name in enumerate(parts.params.names):
-        for _, master in parts.masters.pieces[param]:
+        for _, master in parts.masters.of(param):
             inner.state.pop(master, None)
         if name in states:
             _give_pieces(parts, inner, param, states[name], elementwise)
@@ -83,9 +85,11 @@ def _goes_with_elements(key: str, value: Any, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == shape and key not in _NOT_ELEMENTWISE
 
 
-def _give_pieces(parts: Parts, inner: torch.optim.Optimizer, param: int, state: Mapping[str, Any], elementwise: set[str]) -> None:
+def _give_pieces(
+    parts: Parts, inner: torch.optim.Optimizer, param: int, state: Mapping[str, Any], elementwise: set[str]
+) -> None:
     form = parts.window.shares.forms[param]
-    for piece, master in parts.masters.pieces[param]:
+    for piece, master in parts.masters.of(param):
         own: dict[str, Any] = {}
         for key, value in state.items():
             if key in elementwise:
@@ -97,7 +101,7 @@ def _give_pieces(parts: Parts, inner: torch.optim.Optimizer, param: int, state: 
 
 
 def _whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> tuple[dict[str, Any], set[str]]:
-    own = [(piece, inner.state[master]) for piece, master in parts.masters.pieces[param] if master in inner.state]
+    own = [(piece, inner.state[master]) for piece, master in parts.masters.of(param) if master in inner.state]
     described: dict[str, list[Any]] = {}
     for piece, state in own:
         for key, value in state.items():

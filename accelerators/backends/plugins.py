@@ -31,7 +31,7 @@ class KnownPlugin:
 
 KNOWN_PLUGINS = (
     KnownPlugin("npu", "torch_npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES"),
-    KnownPlugin("hpu", "habana_frameworks.torch", "hccl", "HABANA_VISIBLE_MODULES", compile_backend="hpu_backend"),
+    KnownPlugin("hpu", "habana_frameworks.torch.core", "hccl", "HABANA_VISIBLE_MODULES", compile_backend="hpu_backend"),
     KnownPlugin("mlu", "torch_mlu", "cncl", "MLU_VISIBLE_DEVICES"),
     KnownPlugin("musa", "torch_musa", "mccl", "MUSA_VISIBLE_DEVICES"),
     KnownPlugin("gcu", "torch_gcu", "eccl", "TOPS_VISIBLE_DEVICES", compile_backend="topsgraph"),

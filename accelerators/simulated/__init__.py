@@ -24,20 +24,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accelerators.simulated.accelerator import SimulatedAccelerator as SimulatedAccelerator
-    from accelerators.simulated.bring_up import bring_up as bring_up
     from accelerators.simulated.capabilities import CAPABILITIES as CAPABILITIES
     from accelerators.simulated.capabilities import without as without
     from accelerators.simulated.group import register as register_group
     from accelerators.simulated.race import RaceError as RaceError
     from accelerators.simulated.race import without_races as without_races
     from accelerators.simulated.settings import configure as configure
+    from accelerators.simulated.start import bring_up as bring_up
+    from accelerators.simulated.waits import recorded_waits as recorded_waits
 
 _HOME = {
     "CAPABILITIES": ("capabilities", "CAPABILITIES"),
     "RaceError": ("race", "RaceError"),
     "SimulatedAccelerator": ("accelerator", "SimulatedAccelerator"),
-    "bring_up": ("bring_up", "bring_up"),
+    "bring_up": ("start", "bring_up"),
     "configure": ("settings", "configure"),
+    "recorded_waits": ("waits", "recorded_waits"),
     "register_group": ("group", "register"),
     "without": ("capabilities", "without"),
     "without_races": ("race", "without_races"),
@@ -49,6 +51,7 @@ __all__ = [
     "SimulatedAccelerator",
     "bring_up",
     "configure",
+    "recorded_waits",
     "register_group",
     "without",
     "without_races",

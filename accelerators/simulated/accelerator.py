@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from accelerators.interface import Accelerator
-from accelerators.simulated.bring_up import bring_up, why_not
+from accelerators.simulated.start import bring_up, why_not
 
 
 class SimulatedAccelerator(Accelerator):

@@ -12,17 +12,18 @@ from accelerators.simulated import torch_private
 KEY = "AutocastPrivateUse1"
 
 _NARROW = (
-    "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d.input",
-    "conv_transpose3d.input", "convolution", "linear", "matmul", "mm", "mv", "scaled_dot_product_attention",
+    "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "linear", "matmul", "mm", "mv",
+    "scaled_dot_product_attention",
 )  # fmt: skip
 _WIDE = (
-    "binary_cross_entropy_with_logits", "cosine_similarity", "cross_entropy_loss", "cumprod", "cumsum", "exp", "group_norm", "kl_div",
-    "l1_loss", "layer_norm", "log", "log_softmax.int", "mse_loss", "native_layer_norm", "nll_loss", "norm.Scalar", "pow.Tensor_Scalar",
-    "prod", "smooth_l1_loss", "softmax.int", "softplus", "sum", "sum.dim_IntList",
+    "binary_cross_entropy_with_logits", "cosine_similarity", "cross_entropy_loss", "cumprod", "cumsum", "exp", "group_norm",
+    "kl_div", "l1_loss", "layer_norm", "log", "log_softmax.int", "mse_loss", "native_layer_norm", "nll_loss", "norm.Scalar",
+    "pow.Tensor_Scalar", "prod", "smooth_l1_loss", "softmax.int", "softplus", "sum", "sum.dim_IntList",
 )  # fmt: skip
 
 
-def register(library: torch.library.Library, fallbacks: torch.library.Library) -> None:
+def register(library: Any, fallbacks: Any) -> None:
     fallbacks.fallback(torch.library.fallthrough_kernel, KEY)
     for names, dtype_now in ((_NARROW, _narrow_dtype), (_WIDE, _wide_dtype)):
         for name in names:
@@ -51,7 +52,9 @@ def _casting(op: Any, dtype_now: Callable[[], torch.dtype]) -> Callable[..., Any
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
-        castable = value.is_floating_point() and value.dtype not in (dtype, torch.float64) and value.device.type == torch_private.NAME
+        castable = (
+            value.is_floating_point() and value.dtype not in (dtype, torch.float64) and value.device.type == torch_private.NAME
+        )
         return value.to(dtype) if castable else value
     if isinstance(value, (list, tuple)):
         return type(value)(_cast(item, dtype) for item in value)

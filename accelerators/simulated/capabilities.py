@@ -48,8 +48,8 @@ def check_dtype(dtype: torch.dtype) -> None:
 @contextlib.contextmanager
 def without(*capabilities: str) -> Iterator[None]:
     """Takes capabilities away for the length of a `with`; for tests."""
-    from accelerators.simulated.bring_up import bring_up
     from accelerators.simulated.lanes import lanes
+    from accelerators.simulated.start import bring_up
 
     bring_up()
     before = settings.without

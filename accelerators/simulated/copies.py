@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 
 from accelerators.simulated import backward, pinned
+from accelerators.simulated.calls import byte_range
 from accelerators.simulated.capabilities import lacks
-from accelerators.simulated.lanes import Lane, current_lane, host, lanes
-from accelerators.simulated.operators import byte_range
+from accelerators.simulated.current import current_lane
+from accelerators.simulated.lanes import Lane, host, lanes
 from accelerators.simulated.place import here
 from accelerators.simulated.race import Access, History
 from accelerators.simulated.settings import settings
@@ -102,7 +103,7 @@ def _copy_with_host(start: End, end: End, non_blocking: bool) -> None:
     _issue(lane, start, end)
     lanes.run_lane(lane)
     end.view.copy_(start.view)
-    host.learn(lane.snapshot())
+    lanes.wait_host(lane, lane.snapshot())
 
 
 def _issue(lane: Lane, start: End, end: End) -> None:

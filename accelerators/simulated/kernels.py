@@ -9,7 +9,8 @@ import torch
 
 from accelerators.simulated import operators, torch_private
 from accelerators.simulated.capabilities import check_dtype, lacks
-from accelerators.simulated.lanes import current_device, current_lane, lanes
+from accelerators.simulated.current import current_device, current_lane
+from accelerators.simulated.lanes import lanes
 from accelerators.simulated.place import here
 from accelerators.simulated.settings import settings
 from accelerators.simulated.storage import accounts, adopt, block_of, new_storage, replace_storage
@@ -19,16 +20,21 @@ def _index(device: torch.device | None) -> int:
     index = current_device() if device is None or device.index is None else device.index
     if not 0 <= index < len(accounts):
         raise RuntimeError(
-            f"Device {torch_private.NAME}:{index} was asked for, but there are {len(accounts)}. Use 0 to {len(accounts) - 1}, or set SIM_DEVICES."
+            f"Device {torch_private.NAME}:{index} was asked for, but there are {len(accounts)}. "
+            f"Use 0 to {len(accounts) - 1}, or set SIM_DEVICES."
         )
     return index
 
 
-def _new(size: Any, stride: Any, dtype: torch.dtype | None, device: torch.device | None, pin_memory: bool | None) -> torch.Tensor:
+def _new(
+    size: Any, stride: Any, dtype: torch.dtype | None, device: torch.device | None, pin_memory: bool | None
+) -> torch.Tensor:
     index = _index(device)
     dtype = dtype or torch.get_default_dtype()
     if pin_memory:
-        raise RuntimeError(f"Pinned memory was asked for on {torch_private.NAME}:{index}, but only host memory can be pinned. Leave pin_memory out.")
+        raise RuntimeError(
+            f"Pinned memory was asked for on {torch_private.NAME}:{index}, but only host memory can be. Leave pin_memory out."
+        )
     check_dtype(dtype)
     # The room is checked before the host is asked for memory, which a request beyond the device's size may not leave standing.
     span = 0 if 0 in size else 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
@@ -95,7 +101,9 @@ def set_storage(self: torch.Tensor, source: torch.UntypedStorage) -> torch.Tenso
     return replace_storage(self, source, [source.nbytes() // self.element_size()], [1], 0)
 
 
-def set_storage_offset(self: torch.Tensor, source: torch.UntypedStorage, offset: int, size: Any, stride: Any = ()) -> torch.Tensor:
+def set_storage_offset(
+    self: torch.Tensor, source: torch.UntypedStorage, offset: int, size: Any, stride: Any = ()
+) -> torch.Tensor:
     return replace_storage(self, source, size, stride or _stride_of(size), offset)
 
 
@@ -104,14 +112,15 @@ def set_tensor(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def set_nothing(self: torch.Tensor) -> torch.Tensor:
-    return replace_storage(self, new_storage(torch.UntypedStorage(0), self.device.index), [0], [1], 0)
+    return replace_storage(self, new_storage(torch.empty(0).untyped_storage(), self.device.index), [0], [1], 0)
 
 
 def record_stream(self: torch.Tensor, stream: torch.Stream) -> None:
     """The allocator waits for `stream` before it gives this memory out again."""
     if lacks("record_stream"):
         raise NotImplementedError(
-            "record_stream was asked for, but the simulated device has none (SIM_WITHOUT=record_stream). Keep a reference until an event."
+            "record_stream was asked for, but the simulated device has none (SIM_WITHOUT=record_stream). "
+            "Keep a reference until an event."
         )
     block = block_of(self)
     if block is not None and block.history is not None:
@@ -159,10 +168,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
     }
     for name in ("as_strided", "view", "_reshape_alias", "unfold"):
         table[name] = _on_host(getattr(aten, name).default)
-    # Torch would cut these into several calls, an allocation and the operator or one a tensor; the host's kernel takes them whole.
-    for op in torch_private.operators():
-        if torch_private.is_made_of_pieces(op):
-            table.setdefault(torch_private.registered_name(op), operators.lowered_to(op))
+    # Torch would cut these into several calls, one a tensor or an allocation first; the host's kernel takes them whole.
+    for op in torch_private.operators(torch_private.is_made_of_pieces):
+        table.setdefault(torch_private.registered_name(op), operators.lowered_to(op))
     return table
-
-

@@ -1,8 +1,11 @@
 """What runs when: lanes are the device's queues of work, one behind every stream.
 
-[Note: as late as the rules allow] Work that is put off sits in its lane and runs when something makes it run: a wait of the host,
-or later work that touches the same memory and is ordered after it. What nothing orders stays undone, so a
-forgotten wait shows as old data even with the race detector off. In random order, lanes also move on by themselves.
+[Note: as late as the rules allow] Work that is put off sits in its lane and runs when something makes it run: a wait of the
+host, or later work that touches the same memory and is ordered after it. What nothing orders stays undone, so a forgotten
+wait shows as old data even with the race detector off. In random order, lanes also move on by themselves.
+
+Put off are copies between host and device, and kernels off the default stream; in random order half of all kernels. A kernel on
+the default stream runs when it is issued, which is as legal and costs less.
 """
 
 from __future__ import annotations
@@ -12,14 +15,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-import torch
-
-from accelerators.simulated import torch_private
+from accelerators.simulated import torch_private, waits
 from accelerators.simulated.place import Place, here
 from accelerators.simulated.race import Access, Grave, History
 from accelerators.simulated.settings import settings
 
 LANES_A_DEVICE = 32  # as many as torch keeps streams on real devices; the next new stream shares the first one's lane
+
+MOST_PENDING = 1000  # a real device's queue has an end too, and put-off work keeps memory alive
 
 Memories = frozenset[int] | set[int]  # by address, which cannot be given out again while put-off work holds the memory
 
@@ -36,10 +39,11 @@ class Host:
         self.version += 1
 
     def access(self, operator: str) -> Access:
-        return Access("the host", HOST_NUMBER, 0, self.clock, operator, here())
+        return Access(HOST_LABEL, HOST_NUMBER, 0, self.clock, operator, here())
 
 
 HOST_NUMBER = -1
+HOST_LABEL = "the host"
 host = Host()
 
 
@@ -76,7 +80,7 @@ class Lane:
         self.clock: dict[int, int] = {}
         self.heard = 0
         self.pending: deque[Task] = deque()
-        self.graves: list[tuple[Grave, torch.UntypedStorage]] = []
+        self.graves: list[Grave] = []
 
     def __repr__(self) -> str:
         return self.label
@@ -98,14 +102,15 @@ class Lane:
         self.hear()
         return {**self.clock, self.number: self.count}
 
-    def wait_for(self, clock: dict[int, int], task: Task | None) -> None:
-        """What is issued from now on comes after the work in `clock`, the put-off part of which ends with `task`."""
+    def wait_for(self, awaited: Lane, clock: dict[int, int], task: Task | None) -> None:
+        """What is issued from now on comes after the work of `awaited` in `clock`, whose put-off part ends with `task`."""
+        waits.note(self.label, awaited.label)
         merge(self.clock, clock)
         if task is not None and not task.done and task.lane is not self:
             self.pending.append(Task(self, None, frozenset(), frozenset(), after=task))
 
     def wait_lane(self, other: Lane) -> None:
-        self.wait_for(other.snapshot(), other.pending[-1] if other.pending else None)
+        self.wait_for(other, other.snapshot(), other.pending[-1] if other.pending else None)
 
     # memory
 
@@ -115,19 +120,22 @@ class Lane:
             return
         self.hear()
         graves, self.graves = self.graves, []
-        for grave, memory in graves:
+        for grave in graves:
             race = grave.settle(self)
             if race is not None and settings.races:
                 raise race
-            if race is not None:
-                torch_private.overwrite(memory.data_ptr(), memory.nbytes())  # what a new owner would do to it
 
-    def bury(self, history: History, memory: torch.UntypedStorage) -> None:
+    def bury(self, history: History) -> None:
+        """Memory of this lane was freed."""
         self.hear()
         excused = history.excused | {self.number}
-        uses = [use for use in history.accesses() if use[0].number not in excused and self.clock.get(use[0].number, 0) < use[0].count]
+        uses = [
+            use
+            for use in history.accesses()
+            if use[0].number not in excused and self.clock.get(use[0].number, 0) < use[0].count
+        ]
         if uses:
-            self.graves.append((Grave(uses, here()), memory))
+            self.graves.append(Grave(uses, here()))
 
 
 class Lanes:
@@ -169,6 +177,8 @@ class Lanes:
         lane.pending.append(task)
         if settings.order == "eager":
             self.run_to(task)
+        elif len(lane.pending) > MOST_PENDING:
+            self._run_first(lane)
         return task
 
     def run_to(self, task: Task) -> None:
@@ -197,14 +207,17 @@ class Lanes:
             for task in found:
                 self.run_to(task)
 
-    def wait_host(self, clock: dict[int, int]) -> None:
-        """The host waited for the work in `clock`, which has been run."""
+    def wait_host(self, awaited: Lane, clock: dict[int, int]) -> None:
+        """The host waited for the work of `awaited` in `clock`, which has been run."""
+        waits.note(HOST_LABEL, awaited.label)
         with self.lock:
             host.learn(clock)
 
-    def coin(self) -> bool:
-        """In random order, true half of the time; else false."""
-        return settings.order == "random" and self._random.random() < 0.5
+    def may_put_off(self, lane: Lane) -> bool:
+        """Whether a kernel issued to `lane` is to wait for its turn."""
+        if settings.order == "random":
+            return self._random.random() < 0.5
+        return settings.order == "late" and lane.stream_id != 0
 
     def _run_first(self, lane: Lane) -> None:
         task = lane.pending[0]
@@ -249,82 +262,3 @@ def merge(clock: dict[int, int], other: dict[int, int]) -> None:
 
 
 lanes = Lanes()
-
-
-# which lane a thread is on -------------------------------------------------------------------------------------------
-
-
-Entered = tuple[Lane, int]  # a lane that the user chose, and the backward node in which, 0 for none
-
-
-class _Thread(threading.local):
-    device = 0
-    chosen_in_backward = (0, 0)
-
-    def __init__(self) -> None:
-        self.entered: dict[int, Entered] = {}  # by device
-
-
-_thread = _Thread()
-
-
-def current_device() -> int:
-    node = torch_private.current_node()
-    if node is None:
-        return _thread.device
-    chosen, where = _thread.chosen_in_backward
-    return chosen if where == id(node) else torch_private.device_of_node(node, _thread.device)
-
-
-def set_current_device(index: int) -> None:
-    # [Note: the device in backward] Torch's engine puts a thread on the device of each node's stream, and a guard
-    # written in Python can only answer with the stream of device 0. So in backward the node itself is asked, unless the
-    # user chose another device in one of its hooks.
-    node = torch_private.current_node()
-    if node is None:
-        _thread.device = index
-    else:
-        _thread.chosen_in_backward = (index, id(node))
-
-
-def engine_set_device(index: int) -> None:
-    """Torch's own guards switch devices; what they say in backward is not true of a device written in Python."""
-    if torch_private.graph_task() == -1:
-        _thread.device = index
-
-
-def current_lane(index: int) -> Lane:
-    """The lane that work on device `index` issued by this thread goes to."""
-    from accelerators.simulated import backward
-
-    entered = _thread.entered.get(index)
-    if entered is not None:
-        lane, node = entered
-        if not node or node == _node():
-            return lane
-        del _thread.entered[index]  # a hook set it and is over; torch puts each node on its own stream
-    return backward.lane_of_node(index) if backward.side_lanes_used() else lanes.default(index)
-
-
-def enter_lane(lane: Lane) -> Entered | None:
-    """Makes `lane` this thread's current one on its device; returns what to hand to `leave_lane`."""
-    from accelerators.simulated import backward
-
-    before = _thread.entered.get(lane.index)
-    _thread.entered[lane.index] = (lane, _node())
-    if lane.stream_id:
-        backward.expect_side_lanes()
-    return before
-
-
-def leave_lane(index: int, before: Entered | None) -> None:
-    if before is None:
-        _thread.entered.pop(index, None)
-    else:
-        _thread.entered[index] = before
-
-
-def _node() -> int:
-    # Its number only: a reference would keep the saved tensors of the node alive.
-    node = torch_private.current_node()
-    return 0 if node is None else id(node)

@@ -11,7 +11,8 @@ import torch
 
 from accelerators.simulated import rng
 from accelerators.simulated.capabilities import lacks
-from accelerators.simulated.lanes import current_device, current_lane, enter_lane, lanes, set_current_device
+from accelerators.simulated.current import current_device, current_lane, enter_lane, set_current_device
+from accelerators.simulated.lanes import lanes
 from accelerators.simulated.settings import settings
 from accelerators.simulated.storage import accounts
 from accelerators.simulated.streams import (
@@ -39,7 +40,9 @@ def device_count() -> int:
 def set_device(device: Any) -> None:
     index = device_index(device)
     if not 0 <= index < settings.devices:
-        raise RuntimeError(f"Device {NAME}:{index} was asked for, but there are {settings.devices}. Use 0 to {settings.devices - 1}.")
+        raise RuntimeError(
+            f"Device {NAME}:{index} was asked for, but there are {settings.devices}. Use 0 to {settings.devices - 1}."
+        )
     set_current_device(index)
 
 

@@ -5,33 +5,40 @@ Torch lets no Python device say how host memory is pinned, so the host's kernels
 
 [Note: how the host is seen] While memory is pinned, every operator of a thread that used the device passes a dispatch key that
 torch keeps free, autograd threads included. Operators on memory that a copy may still use are checked. Making a NumPy
-array or a list of it counts as reading. Not seen: an array made earlier, threads that never used the device, what C++ reads bare.
+array or a list of it counts as reading. Not seen: an array made earlier, threads that never used the device, and what C++
+reads bare.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from typing import Any
 
 import torch
 
 from accelerators.simulated import torch_private
+from accelerators.simulated.calls import byte_range, plan_of
 from accelerators.simulated.capabilities import lacks
 from accelerators.simulated.lanes import HOST_NUMBER, host
 from accelerators.simulated.race import History
 from accelerators.simulated.settings import settings
 from accelerators.simulated.torch_private import WATCH_KEY
 
-
 # Host operators that neither read nor write what they are given. They pass by the watch: torch makes tensors of its own with
 # them, which must not become Python objects on the way.
 _TOUCH_NOTHING = (
-    "alias", "as_strided", "detach", "detach_", "empty_like", "expand", "expand_as", "flatten", "full_like", "is_pinned", "is_same_size",
-    "lift_fresh", "narrow", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like", "permute",
-    "rand_like", "randn_like", "record_stream", "select", "set_", "size", "slice", "split", "split_with_sizes", "squeeze", "stride",
-    "t", "transpose", "unbind", "unfold", "unsqueeze", "view", "view_as", "zeros_like", "_unsafe_view", "_reshape_alias", "chunk",
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "detach_", "empty_like", "expand",
+    "expand_as", "flatten", "full_like", "is_pinned", "is_same_size", "lift_fresh", "narrow", "new_empty",
+    "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like", "permute", "rand_like", "randn_like",
+    "record_stream", "select", "set_", "size", "slice", "split", "split_with_sizes", "squeeze", "stride", "t", "transpose",
+    "unbind", "unfold", "unsqueeze", "view", "view_as", "zeros_like",
 )  # fmt: skip
+
+
+# The last operators before numpy() and tolist() take the memory.
+_READ_BARE = ("aten::resolve_conj", "aten::resolve_neg")
 
 
 class _Watched:
@@ -41,7 +48,7 @@ class _Watched:
         self.alive = 0  # pinned allocations; while there are any, threads are watched
         self.in_flight: dict[int, History] = {}
         self.host_version = 0
-        self.registered: torch.library.Library | None = None
+        self.registered: Any = None
 
 
 class _Thread(threading.local):
@@ -63,6 +70,8 @@ class _Mark:
         _watched.alive += 1
 
     def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
         _watched.alive -= 1
         _watched.in_flight.pop(self.address, None)  # the address may be another tensor's next
 
@@ -126,23 +135,25 @@ def watch_host(op: Any, *args: Any, **kwargs: Any) -> Any:
         _forget_done()
     composite = _composite.get(op)
     if composite is None:
-        composite = _composite[op] = torch_private.is_composite(op.name())
+        composite = torch_private.is_composite(op.name()) and op._schema.name not in _READ_BARE
+        _composite[op] = composite
     touched = _in_flight(op, args, kwargs)
-    if touched and not composite:
-        _check(op, touched)
+    if not composite:
+        for tensor, written in touched:
+            check_host_use(tensor, written, op._schema.name)
     with torch_private.excluding(WATCH_KEY):
         result = op(*args, **kwargs)
     if touched and composite:
         # Made of others, and it may have been a mere view: reshape, to and contiguous read only where they had to copy.
         made = {tensor.untyped_storage().data_ptr() for tensor in _tensors(result)}
-        _check(op, [(tensor, written) for tensor, written in touched if written or tensor.untyped_storage().data_ptr() not in made])
+        for tensor, written in touched:
+            if written or _address(tensor) not in made:
+                check_host_use(tensor, written, op._schema.name)
     return result
 
 
 def _in_flight(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, bool]]:
     # The host tensors among an operator's arguments that a copy may still use, and whether it writes them.
-    from accelerators.simulated.operators import plan_of
-
     plan = plan_of(op)
     tensors = [(item, at in plan.writes) for at, value in enumerate(args) for item in _tensors(value)]
     tensors += [(item, name in plan.writes_names) for name, value in kwargs.items() for item in _tensors(value)]
@@ -151,13 +162,11 @@ def _in_flight(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return [(tensor, written) for tensor, written in tensors if _address(tensor) in _watched.in_flight]
 
 
-def _check(op: Any, touched: list[tuple[torch.Tensor, bool]]) -> None:
-    from accelerators.simulated.operators import byte_range
-
-    for tensor, written in touched:
-        history = _watched.in_flight.get(_address(tensor))
-        if history is not None and tensor.numel():
-            history.check(*byte_range(tensor), written, host.access(op._schema.name))
+def check_host_use(tensor: torch.Tensor, written: bool, operator: str) -> None:
+    """Raises if the host now reads or writes memory that a copy may still write or read."""
+    history = _watched.in_flight.get(_address(tensor)) if _watched.in_flight else None
+    if history is not None and tensor.numel():
+        history.check(*byte_range(tensor), written, host.access(operator))
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -188,18 +197,16 @@ def _forget_done() -> None:
 # the exchanged kernels -----------------------------------------------------------------------------------------------
 
 
-def _register_watch() -> torch.library.Library:
+def _register_watch() -> Any:
     # At the first pinned memory: three thousand operators take 0.2 s. One kernel each and no fallback, because torch finds
     # no Python fallback while a dispatch mode (those of torch.compile, say) is on.
-    library = torch.library.Library("aten", "IMPL")
-    for op in torch_private.operators():
-        if op._schema.name.removeprefix("aten::") not in _TOUCH_NOTHING:
-            library.impl(torch_private.registered_name(op), functools.partial(watch_host, op), WATCH_KEY)
+    library = torch_private.new_library("aten")
+    for op in torch_private.operators(lambda name: name.removeprefix("aten::").partition(".")[0] not in _TOUCH_NOTHING):
+        library.impl(torch_private.registered_name(op), functools.partial(watch_host, op), WATCH_KEY)
     return library
 
 
-def register(library: torch.library.Library, fallbacks: torch.library.Library) -> None:
-    aten = torch.ops.aten
+def register(library: Any, fallbacks: Any) -> None:
     host_empty = torch.library.get_kernel("aten::empty.memory_format", "CPU")
     host_strided = torch.library.get_kernel("aten::empty_strided", "CPU")
 
@@ -218,9 +225,8 @@ def register(library: torch.library.Library, fallbacks: torch.library.Library) -
         return mark(made) if pin else made
 
     def pin_memory(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        made = aten.empty_like.default(tensor, pin_memory=True, memory_format=torch.contiguous_format)
-        made.copy_(tensor)
-        return made
+        made = torch.empty_like(tensor, pin_memory=True, memory_format=torch.contiguous_format)
+        return made.copy_(tensor)
 
     library.impl("empty.memory_format", pinned_empty, "CPU", allow_override=True)
     library.impl("empty_strided", pinned_strided, "CPU", allow_override=True)

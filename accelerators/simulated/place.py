@@ -13,6 +13,7 @@ from accelerators.simulated import torch_private
 Place = tuple[str, int]  # a file and a line, or the name of a backward node and 0
 
 _OURS = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_WRAPPERS = ("contextlib.py", "functools.py", "typing_extensions.py")  # between torch's functions and who called them
 _is_ours: dict[CodeType, bool] = {}
 
 
@@ -23,7 +24,8 @@ def here() -> Place:
         code = frame.f_code
         ours = _is_ours.get(code)
         if ours is None:
-            ours = _is_ours[code] = code.co_filename.startswith((*_OURS, "<frozen", "<string>"))
+            name = code.co_filename
+            ours = _is_ours[code] = name.startswith((*_OURS, "<frozen")) or name.endswith(_WRAPPERS)
         if not ours:
             return code.co_filename, frame.f_lineno
         frame = frame.f_back

@@ -1,13 +1,18 @@
-"""`torch.save`, `torch.load` and `copy.deepcopy`, which make storages where torch has no allocator for this device."""
+"""`torch.save`, `torch.load`, `copy.deepcopy` and bare storages, which torch makes where it has no allocator for this device.
+
+Left to itself it would call a null pointer there, so the two ways to a new storage are exchanged.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from accelerators.simulated import torch_private
-from accelerators.simulated.lanes import current_device, lanes
+from accelerators.simulated.current import current_device
+from accelerators.simulated.lanes import lanes
 from accelerators.simulated.storage import new_storage
 
 
@@ -23,7 +28,7 @@ def _restore(storage: Any, location: Any) -> torch.UntypedStorage | None:
     return new_storage(storage, current_device() if device.index is None else device.index)
 
 
-_clone_elsewhere = torch.UntypedStorage.clone
+_clone_elsewhere: Callable[[Any], torch.UntypedStorage] = torch.UntypedStorage.clone
 
 
 def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -31,10 +36,22 @@ def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
         return _clone_elsewhere(self)
     block = getattr(self, "_sim_block", None)
     lanes.run_all(self.device.index)  # rare, so the simplest wait that is right
-    memory = torch.UntypedStorage(0) if block is None else _clone_elsewhere(block.memory)
+    memory = torch.empty(0).untyped_storage() if block is None else _clone_elsewhere(block.memory)
     return new_storage(memory, self.device.index)
+
+
+def _new(kind: type, *args: Any, device: Any = None, **options: Any) -> Any:
+    if device is None or torch.device(device).type != torch_private.NAME:
+        return _new_elsewhere(kind, *args, **({} if device is None else {"device": device}), **options)
+    index = torch.device(device).index
+    size = args[0] if args else 0
+    return new_storage(torch.empty(size, dtype=torch.uint8).untyped_storage(), current_device() if index is None else index)
+
+
+_new_elsewhere: Callable[..., Any] = torch.UntypedStorage.__new__
 
 
 def register() -> None:
     torch.serialization.register_package(5, _tag, _restore)
-    torch.UntypedStorage.clone = _clone  # type: ignore[method-assign]
+    torch.UntypedStorage.clone = _clone  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage.__new__ = _new  # type: ignore[method-assign, assignment]

@@ -95,8 +95,8 @@ def configure(
     *, memory_bytes: int | None = None, order: str | None = None, races: bool | None = None, strict: bool | None = None
 ) -> None:
     """Changes settings of a device that is up, or brings it up with them; what is None stays."""
-    from accelerators.simulated.bring_up import bring_up
     from accelerators.simulated.lanes import lanes
+    from accelerators.simulated.start import bring_up
 
     bring_up()
     new = replace(settings)

@@ -7,14 +7,17 @@ off holds the block's host memory and not the block: what the user freed counts 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from accelerators.memory import format_bytes
 from accelerators.simulated import torch_private
 from accelerators.simulated.capabilities import check_dtype
-from accelerators.simulated.lanes import Lane, current_lane
+from accelerators.simulated.current import current_lane
+from accelerators.simulated.lanes import Lane
 from accelerators.simulated.race import History
 from accelerators.simulated.settings import settings
 
@@ -52,10 +55,13 @@ class Account:
 accounts: list[Account] = []
 
 
+_by_address: WeakValueDictionary[int, Block] = WeakValueDictionary()
+
+
 class Block:
     """One allocation on the device."""
 
-    __slots__ = ("account", "history", "lane", "memory", "num_bytes", "typed")
+    __slots__ = ("__weakref__", "account", "history", "lane", "memory", "num_bytes", "typed")
 
     def __init__(self, index: int, memory: torch.UntypedStorage) -> None:
         self.num_bytes = 0  # before anything can raise: __del__ gives back what was taken
@@ -70,12 +76,13 @@ class Block:
         self.account.add(self.num_bytes)
         if settings.races:
             self.history = History(self.num_bytes, self.lane.number)
+        _by_address[memory.data_ptr()] = self
 
     def __del__(self) -> None:
-        if self.num_bytes:
+        if self.num_bytes and not sys.is_finalizing():
             self.account.allocated -= self.num_bytes
             if self.history is not None and self.history.shared:
-                self.lane.bury(self.history, self.memory)
+                self.lane.bury(self.history)
 
     def base(self, dtype: torch.dtype) -> torch.Tensor:
         """All of the block as a flat host tensor."""
@@ -98,7 +105,12 @@ def is_sim(tensor: torch.Tensor) -> bool:
 
 def block_of(tensor: torch.Tensor) -> Block | None:
     """The block under a device tensor; None where it has no bytes."""
-    block: Block | None = getattr(tensor.untyped_storage(), "_sim_block", None)
+    storage = tensor.untyped_storage()
+    block: Block | None = getattr(storage, "_sim_block", None)
+    if block is None and storage.nbytes():
+        # Torch's own C++ made a second storage on memory of ours, as it does to write one to a file.
+        block = _by_address[storage.data_ptr()]
+        storage._sim_block = block  # type: ignore[attr-defined]
     return block
 
 
@@ -125,18 +137,18 @@ def adopt(host: torch.Tensor, index: int) -> torch.Tensor:
     return tensor_on(storage, prototype, host.size(), host.stride(), host.storage_offset())
 
 
-def tensor_on(storage: torch.UntypedStorage, prototype: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
+def tensor_on(storage: torch.UntypedStorage, prototype: torch.Tensor, size: Any, stride: Any, offset: Any) -> torch.Tensor:
     fresh = _alias.redispatch(torch_private.CPU_KEYS, prototype)
     tensor: torch.Tensor = _set.redispatch(torch_private.CPU_KEYS, fresh, storage, offset, size, stride)
     return tensor
 
 
-def view_of(tensor: torch.Tensor, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> torch.Tensor:
+def view_of(tensor: torch.Tensor, dtype: torch.dtype, size: Any, stride: Any, offset: Any) -> torch.Tensor:
     """Another tensor on a device tensor's storage."""
     return tensor_on(tensor.untyped_storage(), _prototype(tensor.device.index, dtype), size, stride, offset)
 
 
-def replace_storage(tensor: torch.Tensor, storage: torch.UntypedStorage, size: Any, stride: Any, offset: int) -> torch.Tensor:
+def replace_storage(tensor: torch.Tensor, storage: torch.UntypedStorage, size: Any, stride: Any, offset: Any) -> torch.Tensor:
     """Puts a device tensor on another storage of its device."""
     result: torch.Tensor = _set.redispatch(torch_private.CPU_KEYS, tensor, storage, offset, size, stride)
     return result

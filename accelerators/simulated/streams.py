@@ -9,16 +9,8 @@ from typing import Any
 import torch
 
 from accelerators.simulated import pinned
-from accelerators.simulated.lanes import (
-    Entered,
-    Lane,
-    Task,
-    current_device,
-    current_lane,
-    enter_lane,
-    lanes,
-    leave_lane,
-)
+from accelerators.simulated.current import Entered, current_device, current_lane, enter_lane, leave_lane
+from accelerators.simulated.lanes import Lane, Task, lanes
 from accelerators.simulated.torch_private import NAME
 
 DEVICE_KIND = 20  # torch's number of the device type PrivateUse1
@@ -32,7 +24,9 @@ def device_index(device: Any) -> int:
         return device
     found = torch.device(device)
     if found.type != NAME:
-        raise ValueError(f"Device {found} was given to torch.{NAME}, which serves devices of type {NAME}. Pass one of these, or an index.")
+        raise ValueError(
+            f"Device {found} was given to torch.{NAME}, which serves devices of type {NAME}. Pass one of these, or an index."
+        )
     return current_device() if found.index is None else found.index
 
 
@@ -71,7 +65,7 @@ class Stream(torch.Stream):
         if lane.pending:
             lanes.run_to(lane.pending[0])
             return False
-        lanes.wait_host(lane.snapshot())
+        lanes.wait_host(lane, lane.snapshot())
         return True
 
     def wait_stream(self, stream: torch.Stream) -> None:
@@ -86,7 +80,7 @@ class Stream(torch.Stream):
         event.record(self)
         return event
 
-    def __enter__(self) -> Stream:  # type: ignore[override]
+    def __enter__(self) -> Stream:
         self._entered.append((self.device_index, enter_lane(self.lane)))
         return self
 
@@ -108,6 +102,7 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._timed = enable_timing
+        self._lane: Lane | None = None  # where it was recorded last
         self._clock: dict[int, int] = {}
         self._task: Task | None = None  # the put-off work that ends where this event was recorded
         self._reached_at: float | None = None
@@ -122,6 +117,7 @@ class Event:
     def record(self, stream: torch.Stream | None = None) -> None:
         lane = current_lane(current_device()) if stream is None else lane_of(stream)
         with lanes.lock:
+            self._lane = lane
             self._clock = lane.snapshot()
             self._task = lanes.put_off(lane, self._reach, set(), set()) if lane.pending else None
             if self._task is None:
@@ -134,13 +130,15 @@ class Event:
         """What is issued to `stream` from now on comes after this event; nothing to wait for where it was never recorded."""
         lane = current_lane(current_device()) if stream is None else lane_of(stream)
         with lanes.lock:
-            lane.wait_for(self._clock, self._task)
+            if self._lane is not None:
+                lane.wait_for(self._lane, self._clock, self._task)
 
     def synchronize(self) -> None:
         """The host waits."""
         if self._task is not None:
             lanes.run_to(self._task)
-        lanes.wait_host(self._clock)
+        if self._lane is not None:
+            lanes.wait_host(self._lane, self._clock)
         pinned.watch_this_thread()
 
     def query(self) -> bool:
@@ -148,21 +146,26 @@ class Event:
         if self._task is not None and not self._task.done:
             lanes.run_to(self._task.lane.pending[0])
             return False
-        lanes.wait_host(self._clock)
+        if self._lane is not None:
+            lanes.wait_host(self._lane, self._clock)
         return True
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds of the host's clock between the moments at which the two were reached."""
         if not (self._timed and end_event._timed):
-            raise ValueError("The time between two events was asked for, but one has no timing. Make both with enable_timing=True.")
+            raise ValueError(
+                "The time between two events was asked for, but one has no timing. Make both with enable_timing=True."
+            )
         if self._reached_at is None or end_event._reached_at is None:
-            raise ValueError("The time between two events was asked for, but one was not reached. Record both and synchronize first.")
+            raise ValueError(
+                "The time between two events was asked for, but one was not reached. Record both and synchronize first."
+            )
         return (end_event._reached_at - self._reached_at) * 1e3
 
 
 def synchronize_lane(lane: Lane) -> None:
     lanes.run_lane(lane)
-    lanes.wait_host(lane.snapshot())
+    lanes.wait_host(lane, lane.snapshot())
     pinned.watch_this_thread()
 
 
@@ -170,5 +173,5 @@ def synchronize_device(index: int) -> None:
     lanes.run_all(index)
     for lane in lanes.of(index):
         if lane.count:
-            lanes.wait_host(lane.snapshot())
+            lanes.wait_host(lane, lane.snapshot())
     pinned.watch_this_thread()

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -35,7 +35,6 @@ _NEEDED = (
     "torch._C._current_autograd_node",
     "torch._C._current_graph_task_id",
     "torch._C._dispatch_has_kernel_for_dispatch_key",
-    "torch._C._dispatch_tls_set_dispatch_key_excluded",
     "torch._C._dispatch_tls_set_dispatch_key_included",
     "torch._C._ExcludeDispatchKeyGuard",
     "torch._C._from_dlpack",
@@ -56,9 +55,8 @@ current_node: Callable[[], Any] = getattr(_C, "_current_autograd_node", lambda: 
 
 def why_not() -> str | None:
     """Why this torch cannot carry the simulated device, or None when it can."""
-    missing = [name for name in _NEEDED if not _has(name)]
-    if missing:
-        return f"torch {torch.__version__} lacks {', '.join(missing)}, which the simulated device needs (it was written for torch 2.13)"
+    if missing := missing_names():
+        return f"torch {torch.__version__} lacks {', '.join(missing)}; the simulated device was written for torch 2.13"
     if sys.platform == "win32":
         return "the simulated device exchanges functions of torch's device guard, whose layout it knows on Linux and macOS only"
     if not _guard_header().is_file():
@@ -69,6 +67,11 @@ def why_not() -> str | None:
     if getattr(torch, NAME, None) is not None:
         return f"torch.{NAME} is something else already"
     return None
+
+
+def missing_names() -> list[str]:
+    """The private names that this torch lacks."""
+    return [name for name in _NEEDED if not _has(name)]
 
 
 def _has(dotted: str) -> bool:
@@ -110,9 +113,7 @@ def register_device(module: object, answers: Answers) -> None:
             return _C._autograd.DeviceType.PrivateUse1
 
     guard = Guard()
-    backend_registration._setup_privateuseone_for_python_backend(  # type: ignore[no-untyped-call]
-        NAME, backend_module=module, hook=Hooks(), device_guard=guard
-    )
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=module, hook=Hooks(), device_guard=guard)
     _answer_for_guard(guard, answers)
     counted = torch.accelerator.device_count()
     assert counted == answers.device_count, f"torch's device guard counts {counted} devices, not {answers.device_count}"
@@ -123,7 +124,7 @@ def _guard_header() -> Path:
 
 
 def _virtual_functions(header: str) -> list[str]:
-    """The guard's virtual functions in the order of its table: that of their declarations, the destructor taking two entries."""
+    """The guard's virtual functions in the order of its table: as they are declared, the destructor taking two entries."""
     body = header.split("struct C10_API DeviceGuardImplInterface {", 1)[1].split("\n};", 1)[0]
     body = re.sub(r"//[^\n]*|/\*.*?\*/", "", body, flags=re.DOTALL)
     names = re.findall(r"\bvirtual\b[^(;{]*?(~?\w+)\s*\(", body)
@@ -146,18 +147,11 @@ def _answer_for_guard(guard: object, answers: Answers) -> None:
         if wanted >> 8 != 0xFF:  # index -1 stands for "as it is"
             answers.set_current(wanted >> 8)
 
-    def exchange(this: int, wanted: int) -> int:
-        before = get(this)
-        put(this, wanted)
-        return before
-
     functions: dict[str, Any] = {
         "deviceCount": ctypes.CFUNCTYPE(small, pointer)(lambda this: answers.device_count),
-        "synchronizeDevice": ctypes.CFUNCTYPE(None, pointer, small)(lambda this, index: answers.synchronize(index)),
         "getDevice": ctypes.CFUNCTYPE(device, pointer)(get),
         "setDevice": ctypes.CFUNCTYPE(None, pointer, device)(put),
-        "uncheckedSetDevice": ctypes.CFUNCTYPE(None, pointer, device)(put),
-        "exchangeDevice": ctypes.CFUNCTYPE(device, pointer, device)(exchange),
+        "synchronizeDevice": ctypes.CFUNCTYPE(None, pointer, small)(lambda this, index: answers.synchronize(index)),
     }
     names = _virtual_functions(_guard_header().read_text())
     # A pybind object holds the C++ pointer behind its two-word Python header; the object starts with the pointer to its table.
@@ -170,6 +164,11 @@ def _answer_for_guard(guard: object, answers: Answers) -> None:
     copy = entries.from_buffer_copy(entries.from_address(table.value - head * ctypes.sizeof(pointer)))
     for name, function in functions.items():
         copy[head + names.index(name)] = ctypes.cast(function, pointer).value
+    # [Note: errors in backward] What torch calls while it unwinds from a hook that raised must not enter Python: with the error
+    # still set a call there fails, in a function that may not throw, and ends the process. Torch's own exchangeStream does
+    # enter Python. An empty function takes its place: streams are not torch's business here, and nobody reads what it gives.
+    # For the same reason exchangeDevice and uncheckedSetDevice stay as they are, which is without effect.
+    copy[head + names.index("exchangeStream")] = copy[head + names.index("synchronizeStream")]
     _kept.extend((guard, copy, *functions.values()))
     table.value = ctypes.addressof(copy) + head * ctypes.sizeof(pointer)
 
@@ -202,7 +201,9 @@ class _DLTensor(ctypes.Structure):
 def empty_byte_tensor(index: int) -> torch.Tensor:
     """A tensor of no bytes on that device: what every other tensor on it is an alias of, with another storage."""
     shape = (ctypes.c_int64 * 1)(0)
-    described = _DLTensor(None, _DLDevice(12, index), 1, _DLType(1, 8, 1), shape, None, 0, None, None)  # 12: kDLExtDev, a plug-in's
+    described = _DLTensor(
+        None, _DLDevice(12, index), 1, _DLType(1, 8, 1), shape, None, 0, None, None
+    )  # 12: kDLExtDev, a plug-in's
     _kept.extend((shape, described))
     new_capsule = ctypes.pythonapi.PyCapsule_New
     new_capsule.restype = ctypes.py_object
@@ -247,7 +248,7 @@ def device_of_node(node: Any, default: int) -> int:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
 
@@ -263,8 +264,11 @@ def excluding(key: str) -> Any:
 
 def include_key(key: str, wanted: bool) -> None:
     """Makes every operator called in this thread, and in the autograd threads of backwards it starts, pass `key`."""
-    _C._dispatch_tls_set_dispatch_key_excluded(key, not wanted)
     _C._dispatch_tls_set_dispatch_key_included(key, wanted)
+
+
+def has_process_groups() -> bool:
+    return hasattr(_C, "_c10d_init")
 
 
 def is_composite(operator_name: str) -> bool:
@@ -272,21 +276,33 @@ def is_composite(operator_name: str) -> bool:
     return bool(_C._dispatch_has_kernel_for_dispatch_key(operator_name, "CompositeImplicitAutograd"))
 
 
-def operators() -> Iterator[torch._ops.OpOverload]:
-    """Every aten operator."""
+def operators(wanted: Callable[[str], bool]) -> Iterator[torch._ops.OpOverload]:
+    """The aten operators whose full name is wanted; making one in Python takes 50 us, so names come first."""
     for full_name in _C._dispatch_get_all_op_names():
-        if full_name.startswith("aten::"):
+        if full_name.startswith("aten::") and wanted(full_name):
             name, _, overload = full_name.removeprefix("aten::").partition(".")
             yield getattr(getattr(torch.ops.aten, name), overload or "default")
 
 
-def is_made_of_pieces(op: torch._ops.OpOverload) -> bool:
+def is_made_of_pieces(operator_name: str) -> bool:
     """True for an operator that torch makes of others on a device without a kernel for it."""
-    if op._schema.name.startswith("aten::_foreach_"):
-        return not is_composite(op.name())
-    return bool(_C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeExplicitAutogradNonFunctional"))
+    if operator_name.startswith("aten::_foreach_"):
+        return not is_composite(operator_name)
+    return is_structured(operator_name)
+
+
+def is_structured(operator_name: str) -> bool:
+    """True for an operator whose result is new and whose shape torch works out apart from its numbers."""
+    return bool(_C._dispatch_has_kernel_for_dispatch_key(operator_name, "CompositeExplicitAutogradNonFunctional"))
 
 
 def registered_name(op: torch._ops.OpOverload) -> str:
     """The name under which a kernel of an aten operator is registered."""
-    return op.name().removeprefix("aten::")
+    name: str = cast(Any, op).name()
+    return name.removeprefix("aten::")
+
+
+def new_library(namespace: str) -> Any:
+    """Where kernels are registered; they go when it goes."""
+    library: Any = torch.library.Library
+    return library(namespace, "IMPL")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.oracle import Script
+from tests.traces import Script
 
 CASES: dict[str, Case] = {}
 ALL_DTYPES = ("fp32", "bf16", "fp16")

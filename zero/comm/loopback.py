@@ -138,8 +138,8 @@ class LoopbackGroup:
     def _meet(self, tensor: torch.Tensor, finish: Callable[[list[torch.Tensor]], torch.Tensor]) -> Pending:
         if tensor.device.type != "cpu":
             raise ValueError(
-                f"A loopback group of {self.size} ranks was asked to carry a tensor on {tensor.device}. Its ranks are threads, and autograd "
-                "runs the hooks of such a device on one thread. Use host tensors, or a process a rank."
+                f"A loopback group of {self.size} ranks was asked to carry a tensor on {tensor.device}. Its ranks are threads, "
+                "and autograd runs the hooks of such a device on one thread. Use host tensors, or a process a rank."
             )
         # What is sent is a snapshot: the sender may give its buffer to the next bucket as soon as its own wait returned.
         return _Arrival(self._wires["tensors"], self._bring("tensors", tensor.clone()), finish)

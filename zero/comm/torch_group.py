@@ -36,12 +36,16 @@ def connect(accelerator: Accelerator, group: Any = None, time_limit_s: float = 6
         return _checked(group)
     if not dist.is_available() or (not dist.is_initialized() and not _launched()):
         if group is not None:
-            raise ValueError("A process group was passed, but torch.distributed is not initialised. Call init_process_group first.")
+            raise ValueError(
+                "A process group was passed, but torch.distributed is not initialised. Call init_process_group first."
+            )
         return solo()
     started_here = not dist.is_initialized()
     if started_here:
         dist.init_process_group(accelerator.communication_backend, timeout=datetime.timedelta(seconds=time_limit_s))
-    return TorchGroup(accelerator, group or dist.group.WORLD, time_limit_s, owns_world=started_here)
+    base = group if group is not None else dist.group.WORLD
+    assert base is not None
+    return TorchGroup(accelerator, base, time_limit_s, owns_world=started_here)
 
 
 def _launched() -> bool:
@@ -125,7 +129,8 @@ class TorchGroup:
         if self._backend == "nccl":
             mine = bucket[self.rank * numel : (self.rank + 1) * numel]
             return _Works(self, [self._start(dist.all_gather_into_tensor, bucket, mine)], lambda: bucket)
-        works = [self._start(dist.broadcast, part, src=rank) for part, rank in zip(bucket.view(self.size, numel), self._ranks, strict=True)]
+        parts = zip(bucket.view(self.size, numel), self._ranks, strict=True)
+        works = [self._start(dist.broadcast, part, src=rank) for part, rank in parts]
         return _Works(self, works, lambda: bucket)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:

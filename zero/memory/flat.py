@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 from zero.plan.layout import FlatLayout, Piece
 from zero.plan.spans import Span
 
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -35,7 +36,8 @@ class Form:
         shape = tuple(tensor.shape)
         if tensor.is_contiguous() or tensor.numel() == 0:
             return Form(shape, None)
-        order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), -tensor.size(dim), dim)))
+        strides = tensor.stride()
+        order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], -shape[dim], dim)))
         return Form(shape, order if tensor.permute(order).is_contiguous() else None)
 
     def line(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -50,88 +52,100 @@ class Form:
         return line.view([self.shape[dim] for dim in self.order]).permute(inverse)
 
 
-class FlatBuffer:
-    """The whole line on one device: a 1-D tensor a chunk."""
+class Line:
+    """The layout in force. It is replaced when parameters come to lie on it, and nothing else of it ever changes."""
 
     def __init__(self, layout: FlatLayout) -> None:
         self.layout = layout
+
+    def dtype_of(self, bucket: int) -> torch.dtype:
+        return DTYPES[self.layout.chunks[self.layout.buckets[bucket].chunk].dtype]
+
+    @property
+    def narrow_buckets(self) -> int:
+        """Those whose parameters are narrower than their sums, as bits."""
+        dtypes = (self.dtype_of(bucket) for bucket in range(len(self.layout.buckets)))
+        return sum(1 << bucket for bucket, dtype in enumerate(dtypes) if dtype != sum_dtype(dtype))
+
+
+class FlatBuffer:
+    """The whole line on one device: a 1-D tensor a chunk."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
         self.chunks: list[torch.Tensor] = []
 
     def slot(self, param: int) -> torch.Tensor:
-        slot = self.layout.slots[param]
+        slot = self.line.layout.slots[param]
+        assert slot is not None
         return self.chunks[slot.chunk][slot.span.start : slot.span.stop]
 
     def bucket(self, index: int) -> torch.Tensor:
-        return self._cut(index, self.layout.buckets[index].span)
+        return self._cut(index, self.line.layout.buckets[index].span)
 
     def share(self, index: int, rank: int) -> torch.Tensor:
-        return self._cut(index, self.layout.buckets[index].share(rank))
+        return self._cut(index, self.line.layout.buckets[index].share(rank))
 
     def _cut(self, index: int, span: Span) -> torch.Tensor:
-        return self.chunks[self.layout.buckets[index].chunk][span.start : span.stop]
+        return self.chunks[self.line.layout.buckets[index].chunk][span.start : span.stop]
 
 
 class Shard:
-    """One rank's shares: a 1-D tensor a bucket, made when it is first needed."""
+    """One rank's shares: a 1-D tensor a bucket in the dtype of sums, made when it is first needed."""
 
-    def __init__(self, layout: FlatLayout, device: torch.device) -> None:
+    def __init__(self, line: Line, device: torch.device) -> None:
         self.device = device  # where its home is
-        self.shares: list[torch.Tensor | None] = [None] * len(layout.buckets)
-        self._layout = layout
-
-    def _make(self, bucket: int) -> torch.Tensor:
-        cut = self._layout.buckets[bucket]
-        dtype = sum_dtype(DTYPES[self._layout.chunks[cut.chunk].dtype])
-        return torch.empty(cut.share_numel, dtype=dtype, device=self.device)
+        self.shares: dict[int, torch.Tensor] = {}
+        self._line = line
 
     def share(self, bucket: int) -> torch.Tensor:
         """The share of a bucket; zeros when nothing was added to it yet."""
-        share = self.shares[bucket]
-        if share is None:
-            share = self.shares[bucket] = self._make(bucket).zero_()
-        return share
+        if bucket not in self.shares:
+            self.shares[bucket] = self._make(bucket).zero_()
+        return self.shares[bucket]
 
     def add(self, bucket: int, values: torch.Tensor, factor: float) -> None:
         """Adds `factor * values`; the first ones are written, so that no pass over zeros is made."""
-        share = self.shares[bucket]
-        if share is None:
-            share = self.shares[bucket] = self._make(bucket)
-            torch.mul(values, factor, out=share)
+        if bucket in self.shares:
+            self.shares[bucket].add_(values, alpha=factor)
         else:
-            share.add_(values, alpha=factor)
+            self.shares[bucket] = torch.mul(values, factor, out=self._make(bucket))
 
     def piece(self, piece: Piece) -> torch.Tensor:
         return self.share(piece.bucket)[piece.in_share.start : piece.in_share.stop]
 
     def multiply(self, factor: float) -> None:
-        present = self.present()
-        if present and factor != 1.0:
-            torch._foreach_mul_(present, factor)
+        if self.shares and factor != 1.0:
+            torch._foreach_mul_(self.present(), factor)
 
     def present(self) -> list[torch.Tensor]:
-        return [share for share in self.shares if share is not None]
+        return [self.shares[bucket] for bucket in sorted(self.shares)]
 
     def clear(self) -> None:
-        self.shares = [None] * len(self.shares)
+        self.shares.clear()
 
     @property
     def num_bytes(self) -> int:
-        return sum(share.nbytes for share in self.shares if share is not None)
+        return sum(share.nbytes for share in self.shares.values())
+
+    def _make(self, bucket: int) -> torch.Tensor:
+        dtype = sum_dtype(self._line.dtype_of(bucket))
+        return torch.empty(self._line.layout.buckets[bucket].share_numel, dtype=dtype, device=self.device)
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     """Two tensors that share memory, by index, or (i, i) for one that overlaps itself; None where all are apart."""
-    stretches: list[tuple[object, int, int, int]] = []
+    stretches: list[tuple[str, int, int, int]] = []
     for index, tensor in enumerate(tensors):
         if tensor.numel() == 0:
             continue
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) or reach < tensor.numel():
+        axes = list(zip(tensor.shape, tensor.stride(), strict=True))
+        reach = sum((size - 1) * stride for size, stride in axes) + 1
+        if reach < tensor.numel():
             return index, index
         start = tensor.data_ptr()
-        stretches.append((tensor.device.type, start, start + reach * tensor.element_size(), index))
-    stretches.sort(key=lambda stretch: (str(stretch[0]), stretch[1]))
-    for before, after in zip(stretches, stretches[1:], strict=False):
+        stretches.append((str(tensor.device), start, start + reach * tensor.element_size(), index))
+    for before, after in itertools.pairwise(sorted(stretches)):
         if before[0] == after[0] and after[1] < before[2]:
             return before[3], after[3]
     return None

@@ -10,7 +10,7 @@ here is detached: a flat buffer with a history would refuse in-place updates of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,6 @@ import torch
 from accelerators import Accelerator
 from accelerators.memory import format_bytes
 from zero.memory.flat import DTYPES, FlatBuffer, Form, sum_dtype
-from zero.plan.layout import FlatLayout
 
 logger = logging.getLogger("zero")
 
@@ -46,27 +45,25 @@ class Flattener:
         self.tensors = tensors
         self._forms = forms
         self._place = place
-        self._layout: FlatLayout = weights.layout
-        self._members: list[list[int]] = [[] for _ in self._layout.chunks]
-        for slot in self._layout.slots:
-            self._members[slot.chunk].append(slot.param)
         self.by_host: set[int] = set()  # parameters that were flattened by way of the host
 
     def read(self, chunk: int) -> torch.Tensor:
         """The chunk as its parameters are now: in their dtype, or in that of sums where some are to be rounded."""
         dtype = self._source_dtype(chunk)
-        num_bytes = self._layout.chunks[chunk].numel * dtype.itemsize
+        num_bytes = self.weights.line.layout.chunks[chunk].numel * dtype.itemsize
         on_device = self._place.has_room_for(num_bytes)
         if not on_device and self._place.is_host:
+            available = format_bytes(self._place.accelerator.memory().available)
             raise MemoryError(
-                f"Flattening the parameters needs {format_bytes(num_bytes)} for its next chunk, but "
-                f"{format_bytes(self._place.accelerator.memory().available)} of host memory are available to {self._place.num_ranks} "
-                "ranks. Give smaller bucket_bytes, or more memory."
+                f"Flattening the parameters needs {format_bytes(num_bytes)} for its next chunk, but {available} of host memory "
+                f"are available to {self._place.num_ranks} ranks. Give smaller bucket_bytes, or more memory."
             )
-        source = torch.zeros(self._layout.chunks[chunk].numel, dtype=dtype, device=self._place.device if on_device else "cpu")
-        for param in self._members[chunk]:
-            span = self._layout.slots[param].span
-            self._forms[param].shaped(source[span.start : span.stop]).copy_(self.tensors[param].detach())
+        device = self._place.device if on_device else torch.device("cpu")
+        source = torch.zeros(self.weights.line.layout.chunks[chunk].numel, dtype=dtype, device=device)
+        for param in self.weights.line.layout.chunks[chunk].params:
+            slot = self.weights.line.layout.slots[param]
+            assert slot is not None
+            self._forms[param].shaped(source[slot.span.start : slot.span.stop]).copy_(self.tensors[param].detach())
             if not on_device:
                 # only once its own storage is gone is there room on the device for what it is copied to
                 self.tensors[param].data = torch.empty(0, dtype=self.tensors[param].dtype, device=self._place.device)
@@ -75,16 +72,16 @@ class Flattener:
 
     def write(self, chunk: int, source: torch.Tensor) -> None:
         """Makes `source`, rounded if need be, the memory of the chunk's parameters."""
-        flat = source.to(device=self._place.device, dtype=DTYPES[self._layout.chunks[chunk].dtype])
+        flat = source.to(device=self._place.device, dtype=DTYPES[self.weights.line.layout.chunks[chunk].dtype])
         self.weights.chunks.append(flat)
-        for param in self._members[chunk]:
+        for param in self.weights.line.layout.chunks[chunk].params:
             self.tensors[param].data = self._forms[param].shaped(self.weights.slot(param))
 
-    def log(self) -> None:
+    def log(self, params: Iterable[int]) -> None:
         """Says of every optimizer group how its bytes were flattened: on the accelerator only if all of them were."""
         by_group: dict[int, list[int]] = {}
-        for param, spec in enumerate(self._layout.params):
-            by_group.setdefault(spec.group, []).append(param)
+        for param in params:
+            by_group.setdefault(self.weights.line.layout.params[param].group, []).append(param)
         for group, members in sorted(by_group.items()):
             if self.by_host.intersection(members):
                 logger.info("Flattening param group %d on CPU (insufficient memory)", group)
@@ -92,8 +89,8 @@ class Flattener:
                 logger.info("Flattening param group %d on %s (sufficient memory)", group, self._place.device.type)
 
     def _source_dtype(self, chunk: int) -> torch.dtype:
-        dtype = DTYPES[self._layout.chunks[chunk].dtype]
-        rounded = any(self.tensors[param].dtype != dtype for param in self._members[chunk])
+        dtype = DTYPES[self.weights.line.layout.chunks[chunk].dtype]
+        rounded = any(self.tensors[param].dtype != dtype for param in self.weights.line.layout.chunks[chunk].params)
         return sum_dtype(dtype) if rounded else dtype
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
-from zero.memory.flat import FlatBuffer, Shard, sum_dtype
-from zero.plan.layout import FlatLayout, Piece
+from zero.memory.flat import FlatBuffer, Line, Shard, sum_dtype
+from zero.plan.layout import Piece
 
 
 class Masters:
@@ -17,29 +15,32 @@ class Masters:
     their exact value, of which the weight is the rounded copy.
     """
 
-    def __init__(self, layout: FlatLayout, rank: int, weights: FlatBuffer, shard: Shard) -> None:
+    def __init__(self, line: Line, rank: int, weights: FlatBuffer, shard: Shard) -> None:
         self.shard = shard
-        self._layout = layout
+        self.pieces: dict[int, list[tuple[Piece, torch.nn.Parameter]]] = {}  # by parameter
+        self._line = line
         self._rank = rank
         self._weights = weights
-        self.pieces: list[list[tuple[Piece, torch.nn.Parameter]]] = []
 
     def take(self, bucket: int, source: torch.Tensor) -> None:
         """Makes the master of a bucket from what its weights were before they were cast; `source` is this rank's share."""
         weights = self._weights.share(bucket, self._rank)
-        self.shard.shares[bucket] = weights if weights.dtype == sum_dtype(weights.dtype) else self.shard.share(bucket).copy_(source)
+        self.shard.shares[bucket] = weights if not self.is_copy(bucket) else self.shard.share(bucket).copy_(source)
 
     def cut(self) -> None:
-        """Makes the parameters, once every bucket has its master."""
-        for param in range(len(self._layout.params)):
-            pieces = self._layout.pieces(param, self._rank)
-            self.pieces.append([(piece, torch.nn.Parameter(self.shard.piece(piece))) for piece in pieces])
+        """Makes the parameters of every slot that has none yet, once its buckets have their masters."""
+        layout = self._line.layout
+        for slot in layout.slots:
+            if slot is not None and slot.param not in self.pieces:
+                pieces = layout.pieces(slot.param, self._rank)
+                self.pieces[slot.param] = [(piece, torch.nn.Parameter(self.shard.piece(piece))) for piece in pieces]
 
-    def of(self, param: int) -> Iterator[torch.nn.Parameter]:
-        return (master for _, master in self.pieces[param])
+    def of(self, param: int) -> list[tuple[Piece, torch.nn.Parameter]]:
+        return self.pieces.get(param, [])
 
     def is_copy(self, bucket: int) -> bool:
-        return self._layout.chunks[self._layout.buckets[bucket].chunk].dtype in ("bfloat16", "float16")
+        dtype = self._line.dtype_of(bucket)
+        return dtype != sum_dtype(dtype)
 
     def adopt(self, bucket: int) -> None:
         """Takes over what was changed in the weights: wherever a weight is not its master's rounded value."""

@@ -8,14 +8,17 @@ many buckets as it needs: so every parameter is one stretch of one allocation, n
 parameter, and flattening can go chunk by chunk. Every bucket divides evenly among the ranks that share it; the
 rank's part is its *share*, and a slot's part of a share is a *piece*. A piece never crosses a bucket, so
 whatever is done bucket by bucket needs no other index arithmetic than this file's.
+
+A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it;
+then the layout is *extended*, which leaves everything that lies somewhere where it is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from zero.plan.spans import Span, round_up
@@ -76,6 +79,7 @@ class Bucket:
 class Chunk:
     dtype: str
     numel: int
+    params: tuple[int, ...]
 
 
 @dataclass
@@ -90,29 +94,53 @@ class _OpenChunk:
 @dataclass(frozen=True)
 class FlatLayout:
     params: tuple[ParamSpec, ...]
-    slots: tuple[Slot, ...]  # by parameter
+    slots: tuple[Slot | None, ...]  # by parameter; None for one that lies nowhere yet
     chunks: tuple[Chunk, ...]
     buckets: tuple[Bucket, ...]  # in the order in which backward fills them
     num_shares: int
+    bucket_bytes: int
+    align_bytes: int = 64
 
     @staticmethod
-    def build(params: Sequence[ParamSpec], num_shares: int, bucket_bytes: int, align_bytes: int = 64) -> FlatLayout:
-        """Lays out `params`, given in the model's order, for `num_shares` ranks to share."""
+    def build(
+        params: Sequence[ParamSpec], num_shares: int, bucket_bytes: int, align_bytes: int = 64, latent: Collection[int] = ()
+    ) -> FlatLayout:
+        """Lays out `params`, given in the model's order, for `num_shares` ranks to share; all but the `latent` ones."""
         if bucket_bytes < 1 or num_shares < 1 or align_bytes < 16 or align_bytes & (align_bytes - 1):
             raise ValueError(
-                f"A layout of buckets of {bucket_bytes} bytes for {num_shares} ranks, aligned to {align_bytes} bytes, was asked for. "
-                "Buckets need at least 1 byte, ranks are at least 1, and the alignment is a power of two from 16."
+                f"A layout of buckets of {bucket_bytes} bytes for {num_shares} ranks, aligned to {align_bytes} bytes, was "
+                "asked for. Buckets need at least 1 byte, ranks are at least 1, and the alignment is a power of two from 16."
             )
-        return _Builder(tuple(params), num_shares, bucket_bytes, align_bytes).build()
+        empty = FlatLayout((), (), (), (), num_shares, bucket_bytes, align_bytes).joined(params)
+        return empty.extended([param for param in range(len(params)) if param not in latent])
+
+    def joined(self, params: Sequence[ParamSpec]) -> FlatLayout:
+        """With more parameters, which lie nowhere yet."""
+        return replace(self, params=(*self.params, *params), slots=(*self.slots, *(None for _ in params)))
+
+    def extended(self, params: Collection[int]) -> FlatLayout:
+        """With slots for these parameters too, in chunks and buckets of their own after the others."""
+        return _Builder(self).add(params)
 
     def pieces(self, param: int, rank: int) -> Iterator[Piece]:
         """The parts of a parameter in the rank's shares, in order."""
         slot = self.slots[param]
         for index in self.buckets_of(param):
+            assert slot is not None
             share = self.buckets[index].share(rank)
             found = slot.span.overlap(share)
             if found is not None:
                 yield Piece(param, index, found.shifted(-share.start), found.shifted(-slot.span.start))
+
+    def parts(self, param: int) -> Iterator[tuple[int, Span, Span]]:
+        """The parameter's part of each of its buckets: the bucket, the part counted from its start, and in the parameter."""
+        slot = self.slots[param]
+        for index in self.buckets_of(param):
+            assert slot is not None
+            bucket = self.buckets[index]
+            part = slot.span.overlap(bucket.span)
+            if part is not None:
+                yield index, part.shifted(-bucket.span.start), part.shifted(-slot.span.start)
 
     def buckets_of(self, param: int) -> tuple[int, ...]:
         return self._buckets_of_param[param]
@@ -128,13 +156,19 @@ class FlatLayout:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
+    def params_in(self) -> tuple[int, ...]:
+        """By bucket: its parameters, as bits."""
+        return tuple(sum(1 << param for param in bucket.params) for bucket in self.buckets)
+
+    @cached_property
     def gaps(self) -> tuple[tuple[Span, ...], ...]:
         """By bucket: what of it is in no slot, counted from the bucket's start."""
         return tuple(tuple(self._gaps_of(bucket)) for bucket in self.buckets)
 
     def _gaps_of(self, bucket: Bucket) -> Iterator[Span]:
         at = bucket.span.start
-        for span in sorted((self.slots[param].span for param in bucket.params), key=lambda span: span.start):
+        slots = (self.slots[param] for param in bucket.params)
+        for span in sorted((slot.span for slot in slots if slot is not None), key=lambda span: span.start):
             part = span.overlap(bucket.span)
             if part is not None:
                 if part.start > at:
@@ -153,47 +187,43 @@ class FlatLayout:
 
 
 class _Builder:
-    def __init__(self, params: tuple[ParamSpec, ...], num_shares: int, bucket_bytes: int, align_bytes: int) -> None:
-        self.params = params
-        self.num_shares = num_shares
-        self.bucket_bytes = bucket_bytes
-        self.align_bytes = align_bytes
-        self.slots: dict[int, Slot] = {}
-        self.chunks: list[Chunk] = []
-        self.buckets: list[Bucket] = []
+    def __init__(self, layout: FlatLayout) -> None:
+        self._layout = layout
+        self._slots = list(layout.slots)
+        self._chunks = list(layout.chunks)
+        self._buckets: list[Bucket] = []
 
-    def build(self) -> FlatLayout:
+    def add(self, params: Collection[int]) -> FlatLayout:
         open_chunks: dict[str, _OpenChunk] = {}
-        for param in reversed(range(len(self.params))):
-            spec = self.params[param]
-            align, room = self._align(spec.dtype), self._bucket_numel(spec.dtype)
+        for param in sorted(params, reverse=True):
+            spec = self._layout.params[param]
             chunk = open_chunks.setdefault(spec.dtype, _OpenChunk())
-            if chunk.params and chunk.numel + spec.numel > room:
+            if chunk.params and chunk.numel + spec.numel > self._bucket_numel(spec.dtype):
                 self._close(spec.dtype, chunk)
                 chunk = open_chunks[spec.dtype] = _OpenChunk()
             chunk.params.append(param)
             chunk.starts.append(chunk.numel)
-            chunk.numel = round_up(chunk.numel + spec.numel, align)
+            chunk.numel = round_up(chunk.numel + spec.numel, self._align(spec.dtype))
         for dtype, chunk in open_chunks.items():
             self._close(dtype, chunk)
-        slots = tuple(self.slots[param] for param in range(len(self.params)))
         # a bucket is full when the last of its parameters is reached, which is the first of them in the model's order
-        buckets = sorted(self.buckets, key=lambda bucket: -min(bucket.params))
-        return FlatLayout(self.params, slots, tuple(self.chunks), tuple(buckets), self.num_shares)
+        buckets = (*self._layout.buckets, *sorted(self._buckets, key=lambda bucket: -min(bucket.params)))
+        return replace(self._layout, slots=tuple(self._slots), chunks=tuple(self._chunks), buckets=buckets)
 
     def _close(self, dtype: str, chunk: _OpenChunk) -> None:
-        index = len(self.chunks)
+        index = len(self._chunks)
         for param, start in zip(chunk.params, chunk.starts, strict=True):
-            self.slots[param] = Slot(param, index, Span(start, start + self.params[param].numel))
-        unit = self.num_shares * self._align(dtype)
+            self._slots[param] = Slot(param, index, Span(start, start + self._layout.params[param].numel))
+        unit = self._layout.num_shares * self._align(dtype)
         numel = round_up(chunk.numel, unit)
-        self.chunks.append(Chunk(dtype, numel))
+        self._chunks.append(Chunk(dtype, numel, tuple(chunk.params)))
         step = round_up(self._bucket_numel(dtype), unit)
         for start in range(0, numel, step):
-            self.buckets.append(Bucket(index, Span(start, min(start + step, numel)), tuple(chunk.params), self.num_shares))
+            span = Span(start, min(start + step, numel))
+            self._buckets.append(Bucket(index, span, tuple(chunk.params), self._layout.num_shares))
 
     def _align(self, dtype: str) -> int:
-        return self.align_bytes // ITEM_BYTES[dtype]
+        return self._layout.align_bytes // ITEM_BYTES[dtype]
 
     def _bucket_numel(self, dtype: str) -> int:
-        return max(1, self.bucket_bytes // ITEM_BYTES[dtype])
+        return max(1, self._layout.bucket_bytes // ITEM_BYTES[dtype])

@@ -30,8 +30,8 @@ class LossScale:
         )  # fmt: skip
         if wrong is not None:
             raise ValueError(
-                f"A loss scale with {wrong}={getattr(self, wrong)} was asked for. The value and minimum must be positive and finite, "
-                "the factor above 1, window and hysteresis at least 1."
+                f"A loss scale with {wrong}={getattr(self, wrong)} was asked for. The value and minimum must be positive and "
+                "finite, the factor above 1, window and hysteresis at least 1."
             )
 
     @property

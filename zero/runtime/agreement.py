@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 
 # What a rank was asked to do. Ranks that settle for different reasons have lost each other.
-OCCASIONS = ("step", "zero_grad", "an operation on .grad", "unscale_", "settle", "whole_grad", "state_dict", "save", "any_rank", "check")
+OCCASIONS = ("step", "zero_grad", "an operation on .grad", "unscale_", "settle", "whole_grad", "save")
 
 _HEAD = struct.Struct("<BQQ8sQIdB")
 
@@ -55,7 +55,7 @@ class Agreement:
     replaced: int
     weight: float | None  # of all ranks, where the window is weighted
     order: tuple[int, ...]  # for the rounds after this settling
-    error: ZeroError | None  # why nothing may be applied; raised when every round is in, so that training can go on after zero_grad
+    error: ZeroError | None  # why nothing may be applied; raised once every round is in, so that ranks can go on
 
 
 def set_bits(mask: int) -> list[int]:
@@ -82,11 +82,13 @@ class Codec:
             OCCASIONS.index(counts.occasion), counts.step, counts.settles, counts.digest, counts.sent, counts.clears,
             counts.weight, flags,
         )  # fmt: skip
-        params = (mask.to_bytes(self._param_bytes, "little") for mask in (counts.used, counts.put, counts.removed, counts.replaced))
-        buckets = (mask.to_bytes(self._bucket_bytes, "little") for mask in (counts.open, counts.wide, counts.later))
+        of_params = (counts.used, counts.put, counts.removed, counts.replaced)
+        of_buckets = (counts.open, counts.wide, counts.later)
+        masks = [mask.to_bytes(self._param_bytes, "little") for mask in of_params]
+        masks += [mask.to_bytes(self._bucket_bytes, "little") for mask in of_buckets]
         num_buckets = self._order.size // 4
         order = (counts.order + (-1,) * num_buckets)[:num_buckets]
-        return b"".join((head, *params, *buckets, self._order.pack(*order)))
+        return b"".join((head, *masks, self._order.pack(*order)))
 
     def unpack(self, message: bytes) -> Counts:
         code, step, settles, digest, sent, clears, weight, flags = _HEAD.unpack_from(message)
@@ -94,10 +96,11 @@ class Codec:
         for size in (self._param_bytes,) * 4 + (self._bucket_bytes,) * 3:
             masks.append(int.from_bytes(message[at : at + size], "little"))
             at += size
-        order = tuple(bucket for bucket in self._order.unpack_from(message, at) if bucket >= 0)
+        used, put, removed, replaced, open_, wide, later = masks
         return Counts(
-            OCCASIONS[code], step, settles, digest, sent, clears, weight,
-            bool(flags & 1), bool(flags & 2), bool(flags & 4), *masks, order,
+            OCCASIONS[code], step, settles, digest, sent, clears, weight, bool(flags & 1), bool(flags & 2), bool(flags & 4),
+            used, put, removed, replaced, open_, wide, later,
+            order=tuple(bucket for bucket in self._order.unpack_from(message, at) if bucket >= 0),
         )  # fmt: skip
 
 
@@ -106,7 +109,12 @@ def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str]
     error = _different_digest(everyone)
     if error is not None:
         raise error  # no round can be trusted to be the same one on all ranks
-    error = _failure(everyone) or _different_place(everyone) or _different_contributions(everyone) or _different_edits(everyone, names)
+    error = (
+        _failure(everyone)
+        or _different_place(everyone)
+        or _different_contributions(everyone)
+        or _different_edits(everyone, names)
+    )
     clearing = any(counts.occasion == "zero_grad" for counts in everyone)
     rounds = max(counts.sent for counts in everyone)
     wide = _union([counts.wide for counts in everyone])
@@ -147,18 +155,23 @@ def _different_digest(everyone: Sequence[Counts]) -> ZeroError | None:
     for rank, counts in enumerate(everyone):
         if counts.digest != first.digest:
             return RanksDiffer(
-                f"Rank {rank} of {len(everyone)} reached step {counts.step} with layout {counts.digest.hex()[:4]}, rank 0 with layout "
-                f"{first.digest.hex()[:4]}: the ranks have different models or configurations. Build the same on all."
+                f"Rank {rank} of {len(everyone)} reached step {counts.step} with layout {counts.digest.hex()[:4]}, rank 0 with "
+                f"layout {first.digest.hex()[:4]}: the ranks have different models or configurations. Build the same on all."
             )
     return None
 
 
 def _failure(everyone: Sequence[Counts]) -> ZeroError | None:
-    failed = [rank for rank, counts in enumerate(everyone) if counts.failed]
-    if not failed or all(counts.occasion == "zero_grad" for counts in everyone):
-        return None  # clearing is how ranks go on after a failure
+    """A rank that failed says so, or clears while the others go on: clearing is how a rank goes on after a failure."""
+    clearing = [rank for rank, counts in enumerate(everyone) if counts.occasion == "zero_grad"]
+    if len(clearing) == len(everyone):
+        return None
+    failed = sorted({rank for rank, counts in enumerate(everyone) if counts.failed} | set(clearing))
+    if not failed:
+        return None
     return RankFailed(
-        f"{_ranks(failed)} failed in the backward at step {everyone[0].step}; its own error says why. "
+        f"{_ranks(failed)} failed or cleared its gradients at step {everyone[0].step}, where the others came to "
+        f"{next(counts.occasion for counts in everyone if counts.occasion != 'zero_grad')}; its own error says why. "
         "Nothing was applied. Call zero_grad on all ranks to go on without this window."
     )
 
@@ -168,8 +181,8 @@ def _different_place(everyone: Sequence[Counts]) -> ZeroError | None:
     for rank, counts in enumerate(everyone):
         if (counts.occasion, counts.step, counts.settles) != (first.occasion, first.step, first.settles):
             return RanksDiffer(
-                f"Rank {rank} of {len(everyone)} came to {counts.occasion} after {counts.step} steps, rank 0 to {first.occasion} after "
-                f"{first.step}. All ranks must call step, zero_grad and operations on gradients in the same order."
+                f"Rank {rank} of {len(everyone)} came to {counts.occasion} after {counts.step} steps, rank 0 to {first.occasion} "
+                f"after {first.step}. All ranks must call step, zero_grad and operations on gradients in the same order."
             )
     return None
 
@@ -180,14 +193,15 @@ def _different_contributions(everyone: Sequence[Counts]) -> ZeroError | None:
     idle = [rank for rank, counts in enumerate(everyone) if not counts.contributed]
     if idle and len(idle) < len(everyone):
         return RanksDiffer(
-            f"{_ranks(idle)} came to {everyone[0].occasion} at step {everyone[0].step} without a gradient, the others have one. "
+            f"{_ranks(idle)} came to {everyone[0].occasion} at step {everyone[0].step} without a gradient, others did not. "
             "Call optimizer.no_contribution() on a rank that has nothing to add."
         )
     weighted = [rank for rank, counts in enumerate(everyone) if counts.weighted]
     plain = [rank for rank, counts in enumerate(everyone) if counts.used and not counts.weighted]
     if weighted and plain:
         return RanksDiffer(
-            f"{_ranks(weighted)} gave a weight to its micro-batches, {_ranks(plain)} did not. Call weight(n) on all ranks or on none."
+            f"{_ranks(weighted)} gave a weight to its micro-batches, {_ranks(plain)} did not. "
+            "Call weight(n) on all ranks or on none."
         )
     return None
 
@@ -198,15 +212,16 @@ def _different_edits(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroEr
         first_rank, first = placed[0]
         if counts.clears != first.clears:
             return RanksDiffer(
-                f"Rank {rank} cleared its gradients {counts.clears} times since the last step, rank {first_rank} {first.clears} times. "
-                "Clear them on all ranks alike."
+                f"Rank {rank} cleared its gradients {counts.clears} times since the last step, rank {first_rank} "
+                f"{first.clears} times. Clear them on all ranks alike."
             )
         for verb, mine, theirs in (("removed", counts.removed, first.removed), ("replaced", counts.replaced, first.replaced)):
             differ = set_bits((mine ^ theirs) & counts.put & first.put)
             if differ:
                 one, other = (rank, first_rank) if mine >> differ[0] & 1 else (first_rank, rank)
                 return RanksDiffer(
-                    f"Rank {one} {verb} the gradient of {names[differ[0]]}, rank {other} kept it. Edit gradients on all ranks alike."
+                    f"Rank {one} {verb} the gradient of {names[differ[0]]}, rank {other} kept it. "
+                    "Edit gradients on all ranks alike."
                 )
     return None
 

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from zero.comm.group import Group
-from zero.memory.flat import FlatBuffer
+from zero.memory.flat import FlatBuffer, Line
 from zero.memory.masters import Masters
-from zero.plan.layout import FlatLayout
 from zero.runtime.params import Params
 
 
 class Gatherer:
     """Writes the weights, and nobody else does."""
 
-    def __init__(self, layout: FlatLayout, params: Params, group: Group, weights: FlatBuffer, masters: Masters) -> None:
-        self._layout = layout
+    def __init__(self, line: Line, params: Params, group: Group, weights: FlatBuffer, masters: Masters) -> None:
+        self._line = line
         self._params = params
         self._group = group
         self._weights = weights
@@ -35,11 +34,11 @@ class Gatherer:
         for bucket in buckets:
             if self._masters.is_copy(bucket):
                 self._masters.publish(bucket)
-            if self._layout.num_shares > 1:
+            if self._line.layout.num_shares > 1:
                 pending.append(self._group.all_gather(self._weights.bucket(bucket)))
         for gathered in pending:
             gathered.wait()
         # Writing the flat buffer tells the parameters' version counters nothing; without this, backward through a graph from
         # before the step would take the new weights for the old ones and give wrong gradients where plain torch raises.
-        for param in sorted({param for bucket in buckets for param in self._layout.buckets[bucket].params}):
+        for param in sorted({param for bucket in buckets for param in self._line.layout.buckets[bucket].params}):
             torch.autograd.graph.increment_version(self._params.tensors[param])

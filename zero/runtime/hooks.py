@@ -18,13 +18,17 @@ class GradHooks:
     holds the node only weakly; we keep it, or our hooks would be gone with it.
     """
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], before: Callable[[int], None], ready: Callable[[int], None]) -> None:
+    def __init__(
+        self, params: Sequence[torch.nn.Parameter], before: Callable[[int], None], ready: Callable[[int], None]
+    ) -> None:
+        self._before, self._ready = before, ready
         self._nodes: list[Node] = []
         self._handles: list[Any] = []
         for index, param in enumerate(params):
-            self._attach(index, param, before, ready)
+            self.attach(index, param)
 
-    def _attach(self, index: int, param: torch.nn.Parameter, before: Callable[[int], None], ready: Callable[[int], None]) -> None:
+    def attach(self, index: int, param: torch.nn.Parameter) -> None:
+        before, ready = self._before, self._ready
         trainable = param.requires_grad
         if not trainable:  # frozen for now: it has no node before it requires a gradient
             param.requires_grad_(True)

@@ -13,11 +13,22 @@ class Params:
     """Managed parameters in the model's order; everywhere else they are numbers."""
 
     def __init__(self, tensors: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
-        self.tensors = tuple(tensors)
-        self.names = tuple(names)
-        self.all = (1 << len(tensors)) - 1  # as a set of bits
-        self.index = {id(tensor): index for index, tensor in enumerate(tensors)}
+        self.tensors: list[torch.nn.Parameter] = []
+        self.names: list[str] = []
+        self.index: dict[int, int] = {}  # by id
+        self.add(tensors, names)
         self._widened: set[int] = set()
+
+    @property
+    def all(self) -> int:
+        """All of them, as a set of bits."""
+        return (1 << len(self.tensors)) - 1
+
+    def add(self, tensors: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+        for name, tensor in zip(names, tensors, strict=True):
+            self.index[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+            self.names.append(name)
 
     def widen(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """The gradient in the dtype of sums, where `.grad` may be wider than its parameter (torch 2.10 and later)."""
@@ -28,10 +39,10 @@ class Params:
         param = self.tensors[index]
         if grad is not None and grad.dtype != param.dtype:
             param.grad = None  # torch changes the dtype of an empty .grad only
-            param.grad_dtype = grad.dtype  # type: ignore[attr-defined]
+            param.grad_dtype = grad.dtype
             self._widened.add(index)
         elif index in self._widened:
             param.grad = None
-            param.grad_dtype = param.dtype  # type: ignore[attr-defined]
+            param.grad_dtype = param.dtype
             self._widened.discard(index)
         param.grad = grad

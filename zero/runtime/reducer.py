@@ -23,10 +23,9 @@ import torch
 
 from accelerators import Accelerator
 from zero.comm.group import Group, Pending
-from zero.memory.flat import DTYPES, Form, Shard, sum_dtype
+from zero.memory.flat import Form, Line, Shard, sum_dtype
 from zero.memory.staging import Staging
-from zero.plan.layout import FlatLayout
-from zero.runtime.agreement import Agreement, set_bits
+from zero.runtime.agreement import Agreement
 
 _FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
 
@@ -45,10 +44,10 @@ class _Round:
 class Flight:
     """Rounds on their way, first in, first out, and the shard that they end in."""
 
-    def __init__(self, layout: FlatLayout, group: Group, staging: Staging, shard: Shard) -> None:
+    def __init__(self, line: Line, group: Group, staging: Staging, shard: Shard) -> None:
         self.factor = 1.0  # what a sum is multiplied with when it is kept
         self.num_bytes = 0  # sent so far, by this rank
-        self._reduce = group.all_reduce if layout.num_shares < group.size else group.reduce_scatter
+        self._reduce = group.all_reduce if line.layout.num_shares < group.size else group.reduce_scatter
         self._staging = staging
         self._shard = shard
         self._rounds: deque[tuple[int, torch.Tensor, Pending]] = deque()
@@ -76,54 +75,47 @@ class Flight:
 
 class Reducer:
     def __init__(
-        self, layout: FlatLayout, forms: Sequence[Form], accelerator: Accelerator, staging: Staging, flight: Flight
+        self, line: Line, forms: Sequence[Form], accelerator: Accelerator, staging: Staging, flight: Flight
     ) -> None:
         self.flight = flight
         self.sent = 0  # rounds of the order since the last settling
-        self.order = tuple(range(len(layout.buckets)))
-        self._layout = layout
+        self.order = tuple(range(len(line.layout.buckets)))
+        self.line = line
         self._forms = forms
         self._accelerator = accelerator
         self._staging = staging
         self._rounds: dict[int, _Round] = {}
         self._wide: dict[int, torch.Tensor] = {}
-        self._params_in = [sum(1 << param for param in bucket.params) for bucket in layout.buckets]
-        self._expected = self._params_in  # by bucket: the parameters that a round waits for
-        self._learned: object = None
+        self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
         self._arrived: dict[int, None] = {}  # buckets that something came for since the last settling, the latest last
 
     # stop 2: collect ---------------------------------------------------------------------------------------------
 
-    def collect(self, param: int, grad: torch.Tensor, weight: float | None = None) -> None:
+    def collect(self, param: int, grad: torch.Tensor, multiplier: float | None = None) -> None:
         """Copies a gradient into its slot; the caller may free it."""
-        slot = self._layout.slots[param]
-        line: torch.Tensor | None = None
-        for index in self._layout.buckets_of(param):
-            bucket = self._layout.buckets[index]
-            part = slot.span.overlap(bucket.span)
-            if part is None:
-                continue
+        form = self._forms[param]
+        whole = self.line.layout.params[param].numel
+        for index, in_bucket, in_param in self.line.layout.parts(param):
             self._arrived.pop(index, None)
             self._arrived[index] = None
-            target, fresh = self._target(index, param, grad.dtype, weight)
-            place = target[part.start - bucket.span.start : part.stop - bucket.span.start]
-            if part.numel == slot.span.numel:  # the whole parameter, as nearly always: no need to flatten it
-                place, values = self._forms[param].shaped(place), grad
+            target, fresh = self._target(index, param, grad.dtype, multiplier)
+            place = target[in_bucket.start : in_bucket.stop]
+            if in_param.numel == whole:  # as nearly always: no need to flatten it
+                place, values = form.shaped(place), grad
             else:
-                line = self._forms[param].line(grad) if line is None else line
-                values = line[part.start - slot.span.start : part.stop - slot.span.start]
+                values = form.line(grad)[in_param.start : in_param.stop]
             if not fresh:
-                place.add_(values, alpha=1.0 if weight is None else weight)
+                place.add_(values, alpha=1.0 if multiplier is None else multiplier)
             else:
                 place.copy_(values)
-                if weight is not None:
-                    place.mul_(weight)
+                if multiplier is not None:
+                    place.mul_(multiplier)
 
-    def _target(self, index: int, param: int, dtype: torch.dtype, weight: float | None) -> tuple[torch.Tensor, bool]:
+    def _target(self, index: int, param: int, dtype: torch.dtype, multiplier: float | None) -> tuple[torch.Tensor, bool]:
         """Where a gradient goes, and whether it is the first there; see [Note: wide]."""
-        bucket_dtype = DTYPES[self._layout.chunks[self._layout.buckets[index].chunk].dtype]
+        bucket_dtype = self.line.dtype_of(index)
         narrow = bucket_dtype != sum_dtype(bucket_dtype)
-        if narrow and (weight is not None or dtype != bucket_dtype or self._has(index, param)):
+        if narrow and (multiplier is not None or dtype != bucket_dtype or self._has(index, param)):
             return self._wide_buffer(index), False
         round_ = self._rounds.get(index)
         if round_ is None:
@@ -137,9 +129,9 @@ class Reducer:
         return index in self._rounds and bool(self._rounds[index].filled >> param & 1)
 
     def _open(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        buffer = self._staging.borrow(self._layout.buckets[index].span.numel, dtype)
-        gaps = self._layout.gaps[index]
-        # What lies between the slots would be summed with everything else, and could be NaN from whoever had this memory before.
+        buffer = self._staging.borrow(self.line.layout.buckets[index].span.numel, dtype)
+        gaps = self.line.layout.gaps[index]
+        # What lies between the slots is summed with everything else, and could be NaN from whoever had this memory before.
         if len(gaps) > _FEW_GAPS:
             buffer.zero_()
         else:
@@ -149,8 +141,8 @@ class Reducer:
 
     def _wide_buffer(self, index: int) -> torch.Tensor:
         if index not in self._wide:
-            dtype = sum_dtype(DTYPES[self._layout.chunks[self._layout.buckets[index].chunk].dtype])
-            self._wide[index] = self._staging.borrow(self._layout.buckets[index].span.numel, dtype).zero_()
+            dtype = sum_dtype(self.line.dtype_of(index))
+            self._wide[index] = self._staging.borrow(self.line.layout.buckets[index].span.numel, dtype).zero_()
         return self._wide[index]
 
     def _note_producer(self, round_: _Round) -> None:
@@ -165,8 +157,12 @@ class Reducer:
         """Sends every round whose turn it is and that is full; see [Note: rounds]."""
         while any(index in self.order for index in self._rounds):
             index = self.order[self.sent % len(self.order)]
-            filled = self._rounds[index].filled if index in self._rounds else 0
-            if self._expected[index] & ~filled:
+            missing = self.line.layout.params_in[index]
+            if self._expected is not None:
+                missing &= self._expected
+            if index in self._rounds:
+                missing &= ~self._rounds[index].filled
+            if missing:
                 return
             self._send_next()
 
@@ -177,16 +173,16 @@ class Reducer:
 
     def _close(self, index: int) -> torch.Tensor:
         """The bucket's round, ready to be sent: zeros where nothing arrived."""
-        bucket = self._layout.buckets[index]
+        bucket = self.line.layout.buckets[index]
         round_ = self._rounds.pop(index, None)
         if round_ is None:
-            return self._staging.borrow(bucket.span.numel, DTYPES[self._layout.chunks[bucket.chunk].dtype]).zero_()
-        if len(self._layout.gaps[index]) <= _FEW_GAPS:
+            return self._staging.borrow(bucket.span.numel, self.line.dtype_of(index)).zero_()
+        if len(self.line.layout.gaps[index]) <= _FEW_GAPS:
             for param in bucket.params:
                 if not round_.filled >> param & 1:
-                    part = self._layout.slots[param].span.overlap(bucket.span)
-                    if part is not None:
-                        round_.buffer[part.start - bucket.span.start : part.stop - bucket.span.start].zero_()
+                    for at, part, _ in self.line.layout.parts(param):
+                        if at == index:
+                            round_.buffer[part.start : part.stop].zero_()
         for stream in round_.producers:
             # Hooks of one backward may run on several streams; the collective starts on this one and must see what all wrote.
             self._accelerator.current_stream().wait_stream(stream)
@@ -213,10 +209,10 @@ class Reducer:
             self._send_next()
         self.flight.land_all(keep=not agreement.discard)
 
-    def send_rest(self, agreement: Agreement) -> None:
-        """One more round for every bucket that needs it on some rank."""
-        for index in agreement.rest:
-            self.flight.send(index, self._close_wide(index) if agreement.wide >> index & 1 else self._close(index))
+    def send_rest(self, buckets: Sequence[int], wide: int) -> None:
+        """One more round for every bucket that needs it on some rank; of these, some in the dtype of sums."""
+        for index in buckets:
+            self.flight.send(index, self._close_wide(index) if wide >> index & 1 else self._close(index))
         self.flight.land_all(keep=True)
 
     def _close_wide(self, index: int) -> torch.Tensor:
@@ -230,13 +226,11 @@ class Reducer:
 
     def learn(self, agreement: Agreement, used_here: int) -> None:
         """Takes over the agreed order, and expects of this rank what it did last."""
-        lesson = (agreement.used, agreement.order, used_here)
-        if agreement.used and lesson != self._learned:
-            self._learned = lesson
-            reached = {index for param in set_bits(agreement.used) for index in self._layout.buckets_of(param)}
+        if agreement.used:
+            reached = {index for index, params in enumerate(self.line.layout.params_in) if params & agreement.used}
             first = [index for index in agreement.order if index in reached]
             self.order = (*first, *sorted(reached.difference(first)))
-            self._expected = [used_here & params for params in self._params_in]
+            self._expected = used_here
         self.sent = 0
         self._arrived.clear()
 
@@ -251,14 +245,9 @@ class Reducer:
 
     def drop_param(self, param: int) -> None:
         """Forgets what has not been sent of one parameter."""
-        for index in self._layout.buckets_of(param):
-            bucket = self._layout.buckets[index]
-            part = self._layout.slots[param].span.overlap(bucket.span)
-            if part is None:
-                continue
-            place = slice(part.start - bucket.span.start, part.stop - bucket.span.start)
+        for index, part, _ in self.line.layout.parts(param):
             if index in self._rounds:
-                self._rounds[index].buffer[place].zero_()
+                self._rounds[index].buffer[part.start : part.stop].zero_()
                 self._rounds[index].filled &= ~(1 << param)
             if index in self._wide:
-                self._wide[index][place].zero_()
+                self._wide[index][part.start : part.stop].zero_()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from zero.comm.group import Group
-from zero.memory.flat import Form, Shard
-from zero.plan.layout import FlatLayout, Piece
+from zero.errors import ZeroError
+from zero.memory.flat import DTYPES, Form, Line, Shard, sum_dtype
+from zero.plan.layout import Piece
 
 
 class GradientShares:
@@ -21,19 +23,28 @@ class GradientShares:
     that parameter's gradient changes: code that asks for a thousand norms in turn costs one.
     """
 
-    def __init__(self, layout: FlatLayout, forms: Sequence[Form], group: Group, shard: Shard, settle: Callable[[str], None]) -> None:
+    def __init__(self, line: Line, forms: list[Form], group: Group, shard: Shard) -> None:
         self.shard = shard
-        self._layout = layout
         self.forms = forms
+        self._line = line
         self._group = group
-        self._settle = settle
-        self._sharded = layout.num_shares > 1
+        self._settler: weakref.ref[Any] | None = None
+        self._sharded = line.layout.num_shares > 1
         self._rank = group.rank if self._sharded else 0
-        self._pieces = [tuple(layout.pieces(param, self._rank)) for param in range(len(layout.params))]
         self._norms: dict[float, dict[int, float]] = {}
 
+    def settle_through(self, settle: Callable[[str], None]) -> None:
+        """Who settles the window before a stand-in is used; held weakly, since he holds us."""
+        self._settler = weakref.WeakMethod(settle)
+
+    def _settle(self, occasion: str) -> None:
+        settle = self._settler() if self._settler is not None else None
+        if settle is None:
+            raise ZeroError("A gradient was used, but its sharded optimizer is gone. Keep the optimizer while there are any.")
+        settle(occasion)
+
     def pieces(self, param: int) -> tuple[Piece, ...]:
-        return self._pieces[param]
+        return tuple(self._line.layout.pieces(param, self._rank))
 
     # what stand-ins ask ------------------------------------------------------------------------------------------
 
@@ -43,13 +54,13 @@ class GradientShares:
         known = self._norms.setdefault(order, {})
         if param not in known:
             self._compute_norms(order, known)
-        spec = self._layout.params[param]
-        return torch.tensor(known[param], dtype=getattr(torch, spec.dtype), device=self.shard.device)
+        dtype = sum_dtype(DTYPES[self._line.layout.params[param].dtype])  # not rounded to bf16: clipping multiplies by it
+        return torch.tensor(known[param], dtype=dtype, device=self.shard.device)
 
     def change(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
         self._settle("an operation on .grad")
-        for piece in self._pieces[param]:
+        for piece in self.pieces(param):
             own = [self._cut(argument, piece) for argument in arguments]
             operator(self.shard.piece(piece), *own, **{name: self._cut(value, piece) for name, value in keywords.items()})
         self.forget_norms(param)
@@ -57,7 +68,7 @@ class GradientShares:
     def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
         """Divides by a GradScaler's scale; what one rank finds infinite, all ranks are told."""
         self._settle("unscale_")
-        mine = [self.shard.piece(piece) for param in params for piece in self._pieces[param]]
+        mine = [self.shard.piece(piece) for param in params for piece in self.pieces(param)]
         if mine:
             torch._amp_foreach_non_finite_check_and_unscale_(mine, found_inf, inverse_scale)
         found = max(self.exchange_numbers([float(found_inf.item())]))
@@ -76,8 +87,8 @@ class GradientShares:
         return float(square**0.5)
 
     def zero(self, param: int) -> None:
-        for piece in self._pieces[param]:
-            if self.shard.shares[piece.bucket] is not None:
+        for piece in self.pieces(param):
+            if piece.bucket in self.shard.shares:
                 self.shard.piece(piece).zero_()
         self.forget_norms(param)
 
@@ -99,21 +110,17 @@ class GradientShares:
 
     def whole(self, param: int, values: Callable[[Piece], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """All of a parameter, shaped like it, from what every rank has for its pieces; a collective."""
-        slot = self._layout.slots[param]
         found: list[torch.Tensor] = [torch.empty(0, dtype=dtype, device=self.shard.device)]
-        for index in self._layout.buckets_of(param):
-            bucket = self._layout.buckets[index]
-            part = slot.span.overlap(bucket.span)
-            if part is None:
-                continue
+        for index, part, _ in self._line.layout.parts(param):
+            bucket = self._line.layout.buckets[index]
             gathered = torch.zeros(bucket.span.numel, dtype=dtype, device=self.shard.device)
             mine = self._rank * bucket.share_numel
-            for piece in self._pieces[param]:
+            for piece in self.pieces(param):
                 if piece.bucket == index:
                     gathered[mine + piece.in_share.start : mine + piece.in_share.stop].copy_(values(piece))
             if self._sharded:
                 self._group.all_gather(gathered).wait()
-            found.append(gathered[part.start - bucket.span.start : part.stop - bucket.span.start])
+            found.append(gathered[part.start : part.stop])
         return self.forms[param].shaped(torch.cat(found)).clone(memory_format=torch.preserve_format)
 
     def exchange_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
@@ -125,12 +132,12 @@ class GradientShares:
 
     def _compute_norms(self, order: float, known: dict[int, float]) -> None:
         """Fills in what is not known, for all parameters: which those are is the same on every rank."""
-        missing = [param for param in range(len(self._layout.params)) if param not in known]
+        missing = [param for param in range(len(self._line.layout.params)) if param not in known]
         present = [
             (param, self.shard.piece(piece))
             for param in missing
-            for piece in self._pieces[param]
-            if self.shard.shares[piece.bucket] is not None
+            for piece in self.pieces(param)
+            if piece.bucket in self.shard.shares
         ]
         norms = torch._foreach_norm([values for _, values in present], order) if present else []
         local = dict.fromkeys(missing, 0.0)

@@ -19,8 +19,8 @@ aten = torch.ops.aten
 
 # In-place operators that change each element by itself. Tensor arguments of the gradient's shape are cut like it.
 _ELEMENTWISE = {
-    "mul_", "div_", "add_", "sub_", "clamp_", "clamp_min_", "clamp_max_", "zero_", "fill_", "neg_", "abs_", "sign_", "pow_", "sqrt_",
-    "copy_", "nan_to_num_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_", "maximum_", "minimum_",
+    "mul_", "div_", "add_", "sub_", "pow_", "neg_", "abs_", "sign_", "sqrt_", "zero_", "fill_", "copy_", "nan_to_num_",
+    "clamp_", "clamp_min_", "clamp_max_", "maximum_", "minimum_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_",
 }  # fmt: skip
 
 
@@ -48,11 +48,11 @@ class StandIn(torch.Tensor):
     def __init__(self, like: torch.nn.Parameter, param: int, name: str, shares: Shares) -> None:
         pass
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<the gradient of {self.label}, {tuple(self.shape)}, in shares of its ranks>"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         packet = func.overloadpacket.__name__
         if packet == "_amp_foreach_non_finite_check_and_unscale_":
@@ -103,5 +103,5 @@ def _unscale(grads: Sequence[Any], found_inf: torch.Tensor, inverse_scale: torch
 def _refusal(packet: str, stand_in: StandIn) -> NotImplementedError:
     return NotImplementedError(
         f"{packet} on the gradient of {stand_in.label} was asked for, but every rank holds only its share of it. "
-        "Use norms and in-place arithmetic on .grad, or get the whole gradient with optimizer.whole_grad(parameter), on all ranks."
+        "Use norms and in-place arithmetic on .grad, or get all of it with optimizer.whole_grad(parameter), on all ranks."
     )

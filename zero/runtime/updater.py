@@ -33,7 +33,9 @@ class Rules:
 
 
 class Updater:
-    def __init__(self, params: Params, shares: GradientShares, masters: Masters, inner: torch.optim.Optimizer, rules: Rules) -> None:
+    def __init__(
+        self, params: Params, shares: GradientShares, masters: Masters, inner: torch.optim.Optimizer, rules: Rules
+    ) -> None:
         self.rules = rules
         self._params = params
         self._shares = shares
@@ -62,7 +64,7 @@ class Updater:
         """Stop 6, on the masters of what was used; torch leaves a parameter without gradient alone, and its state."""
         fed = []
         for param in set_bits(used):
-            for piece, master in self._masters.pieces[param]:
+            for piece, master in self._masters.of(param):
                 master.grad = self._shares.shard.piece(piece)
                 fed.append(master)
         try:
@@ -81,7 +83,7 @@ class Updater:
         try:
             for group, params in zip(groups, kept, strict=True):
                 known = [index[id(param)] for param in params if id(param) in index]
-                group["params"] = [master for param in known for master in self._masters.of(param)]
+                group["params"] = [master for param in known for _, master in self._masters.of(param)]
             yield
         finally:
             for group, params in zip(groups, kept, strict=True):

@@ -17,109 +17,46 @@ user's own replaces ours, and is this rank's local gradient.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
 
-from zero.comm.group import Group
 from zero.errors import RanksDiffer, ZeroError
-from zero.plan.layout import FlatLayout
-from zero.runtime.agreement import Agreement, Codec, Counts, agree, set_bits
+from zero.plan.scaling import Scaling
+from zero.runtime.agreement import set_bits
 from zero.runtime.boundary import Boundary
 from zero.runtime.params import Params
 from zero.runtime.reducer import Reducer
+from zero.runtime.settler import Found, Settler, Since
 from zero.runtime.shares import GradientShares
 from zero.runtime.standin import StandIn
 
-
-@dataclass
-class Since:
-    """What this rank did since the last settling."""
-
-    touched: int = 0  # parameters whose gradient was collected
-    local: int = 0  # parameters whose gradient was kept here
-    overridden: int = 0  # parameters in whose .grad the user put something during the window
-    aside: dict[int, torch.Tensor] = field(default_factory=dict)  # local gradients that wait for this backward to add to them
-    clears: int = 0  # times the user cleared all .grad while rounds were unsettled
-    weights: list[float] = field(default_factory=list)  # of the micro-batches so far, where they have any
-    quiet: bool = False  # said that it has no contribution
-    failed: bool = False
-    in_backward: bool = False
-
-
-    @property
-    def anything(self) -> bool:
-        """True when other ranks must hear of it before it can be thrown away."""
-        return bool(self.touched or self.clears or self.weights or self.quiet or self.failed)
-
-    @property
-    def unsettled(self) -> bool:
-        return self.anything or bool(self.local or self.overridden)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What `.grad` was found to hold."""
-
-    local: tuple[int, ...]  # this rank's own gradients, not collected yet
-    removed: int
-    replaced: int
-
-
-class Settler:
-    """Tells the other ranks what this one has done and found, and hears it from them."""
-
-    def __init__(self, group: Group, params: Params, layout: FlatLayout, digest: bytes) -> None:
-        self.size = group.size
-        self.step = 0
-        self._settles = 0
-        self._group = group
-        self._params = params
-        self._layout = layout
-        self._codec = Codec(len(params.tensors), len(layout.buckets))
-        self._digest = digest
-
-    def agree(self, occasion: str, window: Window, found: Found) -> Agreement:
-        since, reducer = window.since, window.reducer
-        local = sum(1 << index for index in found.local)
-        counts = Counts(
-            occasion=occasion,
-            step=self.step,
-            settles=self._settles,
-            digest=self._digest,
-            sent=reducer.sent,
-            clears=since.clears,
-            weight=sum(since.weights),
-            weighted=bool(since.weights),
-            contributed=bool(since.touched or local or since.quiet or since.weights),
-            failed=since.failed,
-            used=since.touched | local,
-            put=window.put,
-            removed=found.removed,
-            replaced=found.replaced,
-            open=reducer.open_buckets,
-            wide=reducer.wide_buckets,
-            later=sum({1 << bucket for index in found.local for bucket in self._layout.buckets_of(index)}),
-            order=reducer.arrival_order,
-        )
-        messages = self._group.exchange(self._codec.pack(counts))
-        self._settles += 1
-        return agree([self._codec.unpack(message) for message in messages], reducer.order, self._params.names)
+Lay = Callable[[Sequence[int]], Sequence[int]]  # gives parameters a place on the line, and returns their new buckets
 
 
 class Window:
-    def __init__(self, params: Params, reducer: Reducer, shares: GradientShares, boundary: Boundary, settler: Settler) -> None:
+    def __init__(
+        self, params: Params, reducer: Reducer, shares: GradientShares, boundary: Boundary, settler: Settler, lay: Lay
+    ) -> None:
         self.params = params
         self.reducer = reducer
         self.shares = shares
         self.boundary = boundary
         self.settler = settler
+        self.scaling = Scaling()
         self.used = 0  # parameters that some rank had a gradient for, as agreed when the window last settled
         self.put = 0  # parameters whose .grad holds a stand-in of ours
-        self.multiplier: float | None = None  # what gradients to come are multiplied with: a weight, a loss scale they lack
         self.since = Since()
         self._hooks_at_work = threading.RLock()  # backwards of several threads may meet here
-        self._stand_ins = [StandIn(param, index, params.names[index], shares) for index, param in enumerate(params.tensors)]
+        self._lay = lay
+        self._stand_ins: list[StandIn] = []
+        shares.settle_through(self.settle_once)
+        self.welcome()
+
+    def welcome(self) -> None:
+        """Makes stand-ins for parameters that have none yet."""
+        for index in range(len(self._stand_ins), len(self.params.tensors)):
+            self._stand_ins.append(StandIn(self.params.tensors[index], index, self.params.names[index], self.shares))
 
     # in backward -------------------------------------------------------------------------------------------------
 
@@ -129,18 +66,23 @@ class Window:
             self._note_backward()
             self._take_away(index)
 
+    def notice(self) -> None:
+        """Looks whether the user cleared the window, before something that belongs to the next one is noted."""
+        if self.put and self._everything_cleared():
+            self._forget_cleared()
+
     def _take_away(self, index: int) -> None:
         since, param = self.since, self.params.tensors[index]
         held = param.grad
         if held is self._stand_ins[index]:
-            self.params.set_grad(index, None if self.multiplier is not None else since.aside.pop(index, None))
+            self.params.set_grad(index, None if self.scaling.multiplier is not None else since.aside.pop(index, None))
         elif self.put >> index & 1 and not since.overridden >> index & 1:
             if held is None and self._everything_cleared():
                 self._forget_cleared()
             else:
                 since.overridden |= 1 << index
                 since.aside.pop(index, None)
-        if self.multiplier is not None and held is not None and not isinstance(held, StandIn):
+        if self.scaling.multiplier is not None and held is not None and not isinstance(held, StandIn):
             since.aside[index] = held  # what is weighted must not be mixed with what is yet to be
             self.params.set_grad(index, None)
 
@@ -165,9 +107,14 @@ class Window:
         if overridden or since.clears or not self.boundary.synchronises:
             self._keep_local(index, grad.detach())
             return
-        if self.put != self.params.all:
+        if not since.placed:
             self._put_stand_ins(index)
-        self.reducer.collect(index, grad.detach(), self.multiplier)
+        if not self._laid_out(index):
+            self._keep_local(index, grad.detach())
+            return
+        if self.scaling.multiplier == 0.0:
+            grad.detach().zero_()  # what counts nothing adds nothing, not even the NaN of a mean over no tokens
+        self.reducer.collect(index, grad.detach(), self.scaling.multiplier)
         since.touched |= 1 << index
         self.params.set_grad(index, self._stand_ins[index])
         self.reducer.advance()
@@ -179,8 +126,8 @@ class Window:
         """
         self.since.local |= 1 << index
         wide = self.params.widen(index, grad)
-        if self.multiplier is not None:
-            wide.mul_(self.multiplier)
+        if self.scaling.multiplier is not None:
+            wide = wide.mul_(self.scaling.multiplier) if self.scaling.multiplier else wide.zero_()
         before = self.since.aside.pop(index, None)
         if before is not None:
             wide = before.add_(wide)
@@ -206,13 +153,15 @@ class Window:
 
     def _put_stand_ins(self, current: int) -> None:
         """Into every `.grad`, since code that clips asks each parameter whether it has one before it does anything else."""
+        self.since.placed = True
         for index, param in enumerate(self.params.tensors):
-            if index == current or self.put >> index & 1:
+            if self.put >> index & 1 or not param.requires_grad:
                 continue
-            if param.grad is not None:
-                self.since.aside[index] = param.grad
-            self.params.set_grad(index, self._stand_ins[index])
-        self.put = self.params.all
+            self.put |= 1 << index
+            if index != current:
+                if param.grad is not None:
+                    self.since.aside[index] = param.grad
+                self.params.set_grad(index, self._stand_ins[index])
 
     # settling ----------------------------------------------------------------------------------------------------
 
@@ -230,16 +179,21 @@ class Window:
             if agreement.discard:
                 self.used = 0
                 self.shares.clear()
+                reducer.flight.factor = self.scaling.at_keeping(False)
             for index in set_bits(agreement.removed | agreement.replaced):
                 self.shares.zero(index)
+            fresh = [index for index in set_bits(agreement.used) if not self._laid_out(index)]
+            new = self._lay(fresh) if fresh else ()
+            wide = agreement.wide | sum(1 << bucket for bucket in new) & reducer.line.narrow_buckets
             for index in found.local:
                 self._collect_local(index)
-            reducer.send_rest(agreement)
-            if agreement.weight is not None:
-                self.shares.shard.multiply(self.settler.size / agreement.weight if agreement.weight else 0.0)
+            reducer.send_rest((*agreement.rest, *new), wide)
+            if not self.used:
+                self.shares.shard.multiply(self.scaling.at_settling(agreement.weight))
         reducer.learn(agreement, used_here)
         self.shares.forget_norms()
         self.used = self.used & ~agreement.removed | agreement.used
+        self.reducer.flight.factor = self.scaling.at_keeping(bool(self.used))
         self.since = Since(in_backward=since.in_backward)
         self._put_where_used()
 
@@ -266,7 +220,8 @@ class Window:
         self.reducer.drop()
         self.shares.clear()
         self.used = self.put = 0
-        self.multiplier = None
+        self.scaling.weight = None
+        self.reducer.flight.factor = self.scaling.at_keeping(False)
         self.since = Since()
         self.boundary.end_window()
         for index in range(len(self.params.tensors)):
@@ -274,8 +229,7 @@ class Window:
 
     def _look(self) -> Found:
         """Compares every `.grad` with what was put there."""
-        if self.put and self._everything_cleared():
-            self._forget_cleared()
+        self.notice()
         local, removed, replaced = [], 0, 0
         for index, param in enumerate(self.params.tensors):
             grad, put = param.grad, self.put >> index & 1
@@ -291,6 +245,9 @@ class Window:
             self.since.touched &= ~(1 << index)
             self.reducer.drop_param(index)
         return Found(tuple(local), removed, replaced)
+
+    def _laid_out(self, index: int) -> bool:
+        return self.reducer.line.layout.slots[index] is not None
 
     def _collect_local(self, index: int) -> None:
         grad = self.params.tensors[index].grad
@@ -314,6 +271,8 @@ class Window:
         self.reducer.drop()
         self.shares.clear()
         self.used = self.put = 0
+        self.scaling.weight = None
+        self.reducer.flight.factor = self.scaling.at_keeping(False)
         self.since = Since(clears=clears, in_backward=self.since.in_backward)
         self.boundary.end_window()
 

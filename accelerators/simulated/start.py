@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 
-import torch
-
 from accelerators.simulated import torch_private
 
 _lock = threading.Lock()
-_libraries: list[torch.library.Library] = []  # a library's kernels go when it goes
+_libraries: list[object] = []  # a library's kernels go when it goes
 _is_up = False
 
 
@@ -26,7 +24,9 @@ def bring_up() -> None:
             return
         reason = torch_private.why_not()
         if reason is not None:
-            raise RuntimeError(f"The simulated device was asked for, but {reason}. Use another accelerator, or another process.")
+            raise RuntimeError(
+                f"The simulated device was asked for, but {reason}. Use another accelerator, or another process."
+            )
         _register()
         _is_up = True
 
@@ -34,7 +34,8 @@ def bring_up() -> None:
 def _register() -> None:
     # The order matters: settings before what is sized by them, the device type before kernels for it.
     from accelerators.simulated import rng, storage
-    from accelerators.simulated.lanes import current_device, engine_set_device, lanes
+    from accelerators.simulated.current import current_device, engine_set_device
+    from accelerators.simulated.lanes import lanes
     from accelerators.simulated.module import DeviceModule
     from accelerators.simulated.settings import read_environment, settings
     from accelerators.simulated.streams import synchronize_device
@@ -46,6 +47,10 @@ def _register() -> None:
     answers = torch_private.Answers(settings.devices, current_device, engine_set_device, synchronize_device)
     torch_private.register_device(DeviceModule(torch_private.NAME), answers)
     _register_kernels()
+    if torch_private.has_process_groups():
+        from accelerators.simulated import group
+
+        group.register()
 
 
 def _register_kernels() -> None:
@@ -53,13 +58,15 @@ def _register_kernels() -> None:
 
     from accelerators.simulated import autocast, kernels, operators, pinned, saving
 
-    fallbacks, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    fallbacks, aten = torch_private.new_library("_"), torch_private.new_library("aten")
     _libraries.extend((fallbacks, aten))
     fallbacks.fallback(operators.run, "PrivateUse1")
     for name, kernel in kernels.kernels().items():
         aten.impl(name, kernel, "PrivateUse1")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning only once for all operators")  # exchanging the host's kernels is meant
+        warnings.filterwarnings(
+            "ignore", message="Warning only once for all operators"
+        )  # exchanging the host's kernels is meant
         pinned.register(aten, fallbacks)
     autocast.register(aten, fallbacks)
     saving.register()

@@ -1,0 +1,228 @@
+"""One call of an operator on the device: what it is given, in the host's terms, and what becomes of its results."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accelerators.simulated import torch_private
+from accelerators.simulated.current import current_device, current_lane
+from accelerators.simulated.lanes import Lane, lanes
+from accelerators.simulated.storage import Block, adopt, block_of, host_view, new_storage, replace_storage, view_of
+
+HOST = torch.device("cpu")
+
+# Indices may lie on the host: torch itself moves them.
+_MAY_MIX = frozenset(
+    f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the schema of one operator says, read once."""
+
+    name: str
+    writes: frozenset[int]  # positions of arguments that it changes
+    writes_names: frozenset[str]  # keyword arguments that it changes
+    random: str  # how it takes a generator: "argument", "default" (it has none, and uses the host's), or ""
+    waits: bool  # the shape or value of its result depends on data, for which the host must wait
+    may_mix: bool
+    lateness: str  # how it can be put off: "in place", "new" (its results' shapes follow from its arguments'), or ""
+
+    @property
+    def resizes(self) -> bool:
+        return bool(self.writes_names)  # out= tensors take the shape of the result
+
+
+_plans: dict[Any, Plan] = {}
+
+
+def plan_of(op: Any) -> Plan:
+    plan = _plans.get(op)
+    if plan is None:
+        plan = _plans[op] = _read_plan(op)
+    return plan
+
+
+def _read_plan(op: Any) -> Plan:
+    arguments = op._schema.arguments
+    changed = [(at, argument) for at, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
+    takes_generator = any(argument.name == "generator" for argument in arguments)
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    waits = torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
+    returns_arguments = all(result.alias_info and result.alias_info.is_write for result in op._schema.returns)
+    if random or waits or any(argument.kwarg_only for _, argument in changed):
+        lateness = ""
+    elif changed:
+        lateness = "in place" if returns_arguments and len(op._schema.returns) <= 1 else ""
+    else:
+        lateness = "new" if torch_private.is_structured(op.name()) else ""
+    return Plan(
+        name=op._schema.name,
+        writes=frozenset(at for at, argument in changed if not argument.kwarg_only),
+        writes_names=frozenset(argument.name for _, argument in changed),
+        random="" if not random else "argument" if takes_generator else "default",
+        waits=waits,
+        may_mix=op._schema.name in _MAY_MIX,
+        lateness=lateness,
+    )
+
+
+class Use:
+    """One device tensor that a call was given."""
+
+    __slots__ = ("block", "host", "tensor", "written")
+
+    def __init__(self, tensor: torch.Tensor, host: torch.Tensor, block: Block | None, written: bool) -> None:
+        self.tensor = tensor
+        self.host = host
+        self.block = block
+        self.written = written
+
+
+class Call:
+    """One call of an operator: its arguments as the host's kernel takes them, and what they were."""
+
+    __slots__ = ("index", "keywords", "lane", "on_host", "op", "plan", "positional", "uses")
+
+    def __init__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.op = op
+        self.plan = plan_of(op)
+        self.uses: list[Use] = []
+        self.on_host: list[torch.Tensor] = []  # scalars and indices there, which are read when the kernel is issued
+        self.index = -1
+        writes, names = self.plan.writes, self.plan.writes_names
+        self.positional = [self._lower(value, at in writes) for at, value in enumerate(args)]
+        self.keywords = {name: self._lower(value, name in names) for name, value in kwargs.items()}
+        if self.index < 0:
+            self.index = _device_asked_for(args, kwargs)
+        self.lane: Lane = current_lane(self.index)
+
+    def _lower(self, value: Any, written: bool) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._lower_tensor(value, written)
+        if isinstance(value, (list, tuple)):
+            if value and any(isinstance(item, torch.Tensor) for item in value):
+                return [self._lower(item, written) for item in value]
+            return value
+        if isinstance(value, torch.device):
+            return HOST if value.type == torch_private.NAME else value
+        return value
+
+    def _lower_tensor(self, tensor: torch.Tensor, written: bool) -> torch.Tensor:
+        device = tensor.device
+        if device.type != torch_private.NAME:
+            if tensor.dim() and not self.plan.may_mix and device.type == "cpu":
+                raise RuntimeError(
+                    f"Expected all tensors to be on the same device, but {self.plan.name} got one on "
+                    f"{device} of {tuple(tensor.shape)} besides those on {torch_private.NAME}. Move it with .to()."
+                )
+            self.on_host.append(tensor)
+            return tensor
+        if self.index < 0:
+            self.index = device.index
+        elif device.index != self.index:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but {self.plan.name} got tensors on "
+                f"{torch_private.NAME}:{self.index} and {device}. Move one with .to()."
+            )
+        block = block_of(tensor)
+        lowered = host_view(tensor, block)
+        self.uses.append(Use(tensor, lowered, block, written))
+        return lowered
+
+    def run(self) -> Any:
+        """The kernel on the host's memory, as early as its streams allow, and its results as device tensors."""
+        result = self.op(*self.positional, **self.keywords)
+        if self.plan.resizes:
+            self._follow_resized()
+        return self._raise_result(result)
+
+    def put_off(self) -> Any:
+        """Queues the kernel in its lane, and gives device tensors that it will fill."""
+        reads = {use.block.memory.data_ptr() for use in self.uses if use.block is not None}
+        if self.plan.lateness == "in place":
+            lanes.put_off(self.lane, functools.partial(self.op, *self.positional, **self.keywords), reads, reads)
+            return next((use.tensor for use in self.uses if use.written), None) if self.op._schema.returns else None
+        keywords = {name: _without_data(value) for name, value in self.keywords.items()}
+        shapes = self.op(*(_without_data(value) for value in self.positional), **keywords)
+        results = [_unfilled(shape, self.index) for shape in _as_list(shapes)]
+        blocks = [block_of(result) for result in results]
+        targets = [host_view(result, block) for result, block in zip(results, blocks, strict=True)]
+        writes = {block.memory.data_ptr() for block in blocks if block is not None}
+        compute = functools.partial(self.op, *self.positional, **self.keywords)
+
+        def fill() -> None:
+            for target, made in zip(targets, _as_list(compute()), strict=True):
+                target.copy_(made)
+
+        lanes.put_off(self.lane, fill, reads, writes)
+        return results[0] if isinstance(shapes, torch.Tensor) else type(shapes)(results)
+
+    def _follow_resized(self) -> None:
+        for use in self.uses:
+            if use.written and (use.block is None or use.host.untyped_storage().data_ptr() != use.block.memory.data_ptr()):
+                storage = new_storage(use.host.untyped_storage(), self.index)
+                replace_storage(use.tensor, storage, use.host.size(), use.host.stride(), use.host.storage_offset())
+            elif use.written and use.host.size() != use.tensor.size():
+                storage = use.tensor.untyped_storage()
+                replace_storage(use.tensor, storage, use.host.size(), use.host.stride(), use.host.storage_offset())
+
+    def _raise_result(self, result: Any) -> Any:
+        if isinstance(result, torch.Tensor):
+            return self._raise_tensor(result)
+        if isinstance(result, (list, tuple)):
+            return type(result)(self._raise_result(item) for item in result)
+        return result
+
+    def _raise_tensor(self, result: torch.Tensor) -> torch.Tensor:
+        if result.device.type != "cpu":
+            return result
+        memory = result.untyped_storage()
+        address = memory.data_ptr()
+        for use in self.uses:
+            if result is use.host:
+                return use.tensor
+            if use.block is not None and address == use.block.memory.data_ptr():
+                return view_of(use.tensor, result.dtype, result.size(), result.stride(), result.storage_offset())
+        return adopt(result, self.index)
+
+
+def _device_asked_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.device) and value.type == torch_private.NAME and value.index is not None:
+            return value.index
+    return current_device()
+
+
+def _as_list(result: Any) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def _without_data(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        # A tensor of no dimensions counts less than others when torch chooses a result's dtype, also without data.
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, list):
+        return [_without_data(item) for item in value]
+    return value
+
+
+def _unfilled(shape: torch.Tensor, index: int) -> torch.Tensor:
+    host = torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype, device="cpu")
+    torch_private.overwrite(host.data_ptr(), host.untyped_storage().nbytes())  # read too early, it shows
+    return adopt(host, index)
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage from a tensor's first to its last."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * size
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return start, start + (last + 1) * size

@@ -1,0 +1,79 @@
+"""On which device and which lane a thread is, in backward as well."""
+
+from __future__ import annotations
+
+import threading
+
+from accelerators.simulated import backward, torch_private
+from accelerators.simulated.lanes import Lane, lanes
+
+Entered = tuple[Lane, int]  # a lane that the user chose, and the backward node in which, 0 for none
+
+
+class _Thread(threading.local):
+    device = 0
+    chosen_in_backward = (0, 0)
+
+    def __init__(self) -> None:
+        self.entered: dict[int, Entered] = {}  # by device
+
+
+_thread = _Thread()
+
+
+def current_device() -> int:
+    node = torch_private.current_node()
+    if node is None:
+        return _thread.device
+    chosen, where = _thread.chosen_in_backward
+    return chosen if where == id(node) else torch_private.device_of_node(node, _thread.device)
+
+
+def set_current_device(index: int) -> None:
+    # [Note: the device in backward] Torch's engine puts a thread on the device of each node's stream, and a guard
+    # written in Python can only answer with the stream of device 0. So in backward the node itself is asked, unless the
+    # user chose another device in one of its hooks.
+    node = torch_private.current_node()
+    if node is None:
+        _thread.device = index
+    else:
+        _thread.chosen_in_backward = (index, id(node))
+
+
+def engine_set_device(index: int) -> None:
+    """Torch's own guards switch devices; what they say in backward is not true of a device written in Python."""
+    if torch_private.graph_task() == -1:
+        _thread.device = index
+
+
+def current_lane(index: int) -> Lane:
+    """The lane that work on device `index` issued by this thread goes to."""
+    entered = _thread.entered.get(index)
+    if entered is not None:
+        lane, node = entered
+        if not node or node == _node():
+            return lane
+        del _thread.entered[index]  # a hook set it and is over; torch puts each node on its own stream
+    return backward.lane_of_node(index) if backward.side_lanes_used() else lanes.default(index)
+
+
+def enter_lane(lane: Lane) -> Entered | None:
+    """Makes `lane` this thread's current one on its device; returns what to hand to `leave_lane`."""
+    before = _thread.entered.get(lane.index)
+    _thread.entered[lane.index] = (lane, _node())
+    if lane.stream_id:
+        backward.expect_side_lanes()
+    return before
+
+
+def leave_lane(index: int, before: Entered | None) -> None:
+    if before is None:
+        _thread.entered.pop(index, None)
+    else:
+        _thread.entered[index] = before
+
+
+def _node() -> int:
+    # Its number only: a reference would keep the saved tensors of the node alive.
+    node = torch_private.current_node()
+    return 0 if node is None else id(node)

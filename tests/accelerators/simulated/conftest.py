@@ -1,0 +1,94 @@
+"""Tests of the simulated device run in one process of their own.
+
+Once the device is up it is this process's accelerator to torch, which tests of other things must not meet. So the tests that
+were selected in this folder run once, together, in a pytest inside; here each one reports what became of it there. A module
+that says `HERE = True` runs in this process and does not bring the device up.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INSIDE = "TEST_SIMULATED_INSIDE"  # where the process inside writes its reports
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[2]
+ENVIRONMENT = {"SIM_DEVICES": "2", "SIM_MEMORY": "1GiB", "OMP_NUM_THREADS": "1", "SIM_ORDER": "", "SIM_WITHOUT": ""}
+
+
+def runs_here(item):
+    return bool(os.environ.get(INSIDE)) or getattr(item.module, "HERE", False)
+
+
+class Inside:
+    """The reports of the process inside, by test; it runs when the first one is asked for."""
+
+    def __init__(self, nodeids, folder):
+        self.nodeids, self.folder = nodeids, folder
+        self.reports = None
+
+    def of(self, nodeid):
+        if self.reports is None:
+            self.reports = self._run()
+        return self.reports[nodeid]
+
+    def _run(self):
+        written = Path(self.folder) / "reports"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.nodeids]
+        environment = {**os.environ, **ENVIRONMENT, INSIDE: str(written)}
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        lines = written.read_text().splitlines() if written.exists() else []
+        reports = {report["nodeid"]: report for report in map(json.loads, lines)}
+        missing = {"outcome": "failed", "text": f"it did not run inside:\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"}
+        return {nodeid: reports.get(nodeid, missing) for nodeid in self.nodeids}
+
+
+@pytest.fixture(scope="session")
+def inside(request, tmp_path_factory):
+    selected = [item for item in request.session.items if item.path.parent == FOLDER and not runs_here(item)]
+    return Inside([item.nodeid for item in selected], tmp_path_factory.mktemp("inside"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    if runs_here(pyfuncitem):
+        return None
+    report = pyfuncitem._request.getfixturevalue("inside").of(pyfuncitem.nodeid)
+    if report["outcome"] == "skipped":
+        pytest.skip(report["text"])
+    if report["outcome"] == "failed":
+        pytest.fail(report["text"], pytrace=False)
+    return True
+
+
+def pytest_runtest_logreport(report):
+    written = os.environ.get(INSIDE)
+    if written and (report.when == "call" or report.outcome != "passed"):
+        text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
+        with open(written, "a") as file:
+            file.write(json.dumps({"nodeid": report.nodeid, "outcome": report.outcome, "text": text}) + "\n")
+
+
+@pytest.fixture
+def sim():
+    """torch.sim with the settings it starts with, and nothing left to do before and after the test."""
+    if not os.environ.get(INSIDE):
+        yield None
+        return
+    import torch
+
+    import accelerators.simulated as simulated
+
+    reason = simulated.SimulatedAccelerator().unavailable_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    for index in range(2):
+        torch.sim.synchronize(index)
+    yield torch.sim
+    torch.sim.set_device(0)
+    simulated.configure(order="late", races=True, strict=False, memory_bytes=1 << 30)
+    for index in range(2):
+        torch.sim.synchronize(index)

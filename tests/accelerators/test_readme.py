@@ -1,0 +1,53 @@
+"""What README.md prints runs as printed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language, section=""):
+    text = README.partition(section)[2] if section else README.partition("\n## ")[0]
+    return [block.strip() + "\n" for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)]
+
+
+def run(*arguments, cwd, **environment):
+    clean = {key: value for key, value in os.environ.items() if not key.endswith("ACCELERATOR") and key != "ACCELERATOR_MEMORY"}
+    whole = {**clean, "OMP_NUM_THREADS": "1", **environment}
+    result = subprocess.run([sys.executable, *arguments], cwd=cwd, env=whole, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_the_first_screen_has_two_commands_that_exist_and_a_program_of_15_lines_that_runs(tmp_path):
+    (commands,), (program,) = blocks("bash"), blocks("python")
+    for line in commands.splitlines():
+        assert os.access(ROOT / line.split()[0], os.X_OK), line
+    assert len(commands.splitlines()) == 2
+    assert len(program.splitlines()) <= 15
+    (tmp_path / "program.py").write_text(program)
+    name, loss = re.match(r"(\w+) loss ([\d.]+) allocated ", run("program.py", cwd=tmp_path)).groups()
+    assert name
+    assert float(loss) < 0.5
+
+
+def test_the_backend_of_at_most_30_lines_runs_and_keeps_the_contract(tmp_path):
+    backend, test = blocks("python", section="## Bring your own accelerator")
+    assert len(backend.splitlines()) <= 30
+    for block in (backend, test):
+        (tmp_path / re.match(r"# (\w+\.py)\n", block)[1]).write_text(block)
+    assert "available" in run("quiet_cpu.py", cwd=tmp_path)
+    report = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "test_quiet_cpu.py", cwd=tmp_path)
+    assert " passed" in report and " failed" not in report
+
+
+def test_every_file_and_variable_that_is_named_exists():
+    for path in re.findall(r"`((?:accelerators|zero|ci|examples)/[\w/.]*)`", README):
+        assert (ROOT / path).exists(), path
+    source = "".join(path.read_text() for path in (ROOT / "accelerators").rglob("*.py"))
+    for variable in re.findall(r"^\| `(\w+)`", README, re.MULTILINE):
+        assert variable in source, variable

@@ -1,0 +1,132 @@
+"""The life of one process of the pool in tests.ranks: set up once, then one call after another, left clean after each.
+
+Torch is imported late: a variable that it reads as it is loaded may be set first, and the parent may have no use for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from typing import Any
+
+
+def serve(rank: int, connection: Any, output: str, stacks: str) -> None:
+    threading.Thread(target=_end_with_parent, args=(os.path.dirname(output),), daemon=True).start()
+    # Also what C++ writes goes where the parent can quote it.
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.enable()
+    # A plain descriptor that is never closed: the handler runs at the signal, whatever the interpreter is waiting in.
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, file=os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND), all_threads=True)
+
+    try:
+        rank_process = _RankProcess(rank)
+    except Exception:  # noqa: BLE001 - whatever it is, the parent says it
+        connection.send(traceback.format_exc())
+        return
+    connection.send(rank_process.store_port)
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            return
+        if message[0] == "exit":
+            return
+        if message[0] == "meet":
+            rank_process.meet(message[1])
+        elif message[0] == "call":
+            connection.send(rank_process.call(*message[1:]))
+            sys.stdout.flush()
+            sys.stderr.flush()
+        elif message[0] == "clean":
+            connection.send(rank_process.clean())
+
+
+def _end_with_parent(folder: str) -> None:
+    """A parent that was killed can neither end its ranks nor clear away their files."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+
+class _RankProcess:
+    def __init__(self, rank: int) -> None:
+        import torch
+        import torch.distributed
+
+        self._torch = torch
+        self._rank = rank
+        self._store: Any = None
+        self.store_port = 0
+        if rank == 0:
+            self._store = torch.distributed.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+            self.store_port = self._store.port
+        torch.set_num_threads(1)
+        self._environment = dict(os.environ)
+        # What importing torch made will never be garbage; without it a collection after each call takes a millisecond.
+        gc.freeze()
+
+    def meet(self, port: int) -> None:
+        if self._store is None:
+            self._store = self._torch.distributed.TCPStore("127.0.0.1", port, None, is_master=False)
+
+    def call(
+        self, name: str, payload: bytes, world: int, number: int, group_timeout: float | None, path: list[str]
+    ) -> tuple[str, bytes | None, str]:
+        try:
+            sys.path[:] = path
+            if group_timeout is not None:
+                self._make_group(world, number, group_timeout)
+            module, qualname = name.split(":")
+            function = importlib.import_module(module)
+            for part in qualname.split("."):
+                function = getattr(function, part)
+            self._torch.manual_seed(0)
+            return "returned", pickle.dumps(function(self._rank, world, *pickle.loads(payload))), ""
+        except BaseException as error:  # noqa: BLE001 - a test's SystemExit or skip is an outcome like any other
+            text = traceback.format_exc()
+            with contextlib.suppress(Exception):
+                return type(error).__name__, pickle.dumps(error), text
+            return type(error).__name__, None, text
+
+    def _make_group(self, world: int, number: int, timeout: float) -> None:
+        distributed = self._torch.distributed
+        store = distributed.PrefixStore(f"call {number}", self._store)
+        distributed.init_process_group(
+            "gloo", store=store, rank=self._rank, world_size=world, timeout=timedelta(seconds=timeout)
+        )
+
+    def clean(self) -> str | None:
+        """Take away what a test may have left. Says what it could not, and then this process is not used again."""
+        torch = self._torch
+        try:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            os.environ.clear()
+            os.environ.update(self._environment)
+            torch.set_default_dtype(torch.float32)
+            torch.set_grad_enabled(True)
+            torch.set_num_threads(1)
+            if torch.are_deterministic_algorithms_enabled():  # asked first, as switching it imports all of inductor
+                torch.use_deterministic_algorithms(False)
+            torch.autograd.set_detect_anomaly(False)
+            gc.collect()
+        except Exception:  # noqa: BLE001 - whatever it is, the parent says it
+            return traceback.format_exc()
+        return None

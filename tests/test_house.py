@@ -1,0 +1,303 @@
+"""The rules of the house that can be read off the source: who may know whom, how much a class remembers, what nobody writes."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("accelerators", "zero")
+SOURCES = {str(path.relative_to(ROOT)): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+
+# Imports go down, never up, never sideways: a floor has rooms, a room has modules (and whatever lies below them).
+FLOORS = (
+    {"accelerators": ("accelerators",), "errors": ("zero.errors",)},
+    {
+        "plan": ("zero.plan",),
+        "config": (
+            "zero.config",
+            "zero.blocks",
+            "zero.recipes",
+            "zero.deepspeed_json",
+            "zero.deepspeed_keys",
+            "zero.deepspeed_meaning",
+        ),
+    },
+    {"memory": ("zero.memory",), "comm": ("zero.comm",)},
+    {"runtime": ("zero.runtime",)},
+    {"checkpoint": ("zero.checkpoint",), "graph": ("zero.graph",)},
+    {
+        "engine": ("zero.engine", "zero.optimizer", "zero.construction", "zero.checks", "zero.state", "zero.schedules"),
+        "proof": ("zero.proof",),
+    },
+    {"people": ("zero", "zero.__main__", "zero.tools")},
+)
+ROOM_OF = {module: (floor, room) for floor, rooms in enumerate(FLOORS) for room, modules in rooms.items() for module in modules}
+
+NAMES_SPOKEN_IN_ONE_PLACE = {
+    "torch.distributed": r"(zero/(comm/torch_group|tools/launch|checkpoint/\w+)|accelerators/simulated/group)\.py",
+    "torch.cuda": r"accelerators/backends/cuda\.py",
+}
+NO_TORCH = r"zero/plan/.*|zero/(config\w*|errors|deepspeed_\w+|recipes|blocks)\.py"
+
+# A class that remembers more, a constructor that takes more, a file that is longer: each with the reason.
+MAX_ATTRIBUTES, MAX_PARAMETERS, MAX_LINES = 12, 8, 350
+ARGUED: dict[str, str] = {}
+# Where an exception of any kind is caught, and why that is right.
+BROAD_EXCEPTS = {"accelerators/registry.py": "a plug-in is other people's code, and must break nothing else"}
+
+BAD_NAMES = re.compile(r"(Manager|Handler|Helper|Utils?)$|^(utils?|common|helpers?|misc)$")
+
+
+@cache
+def tree(name):
+    return ast.parse(SOURCES[name].read_text(encoding="utf-8"), name)
+
+
+def module_name(path):
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported(name):
+    """Every module that a file imports, anywhere in it, with its line; `from a import b` is a, and a.b if that is a module."""
+    package = module_name(name) if name.endswith("__init__.py") else module_name(name).rpartition(".")[0]
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join(parts[: len(parts) - node.level + 1] + ([base] if base else []))
+            yield base, node.lineno
+            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names if is_module(f"{base}.{alias.name}"))
+
+
+def is_module(name):
+    path = name.replace(".", "/")
+    return f"{path}.py" in SOURCES or f"{path}/__init__.py" in SOURCES or name in ("torch.distributed", "torch.cuda")
+
+
+def room_of(module):
+    parts = module.split(".")
+    for depth in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:depth])
+        if prefix in ROOM_OF and (prefix != "zero" or depth == len(parts)):
+            return ROOM_OF[prefix]
+    return None
+
+
+def wrong_imports(name):
+    here = room_of(module_name(name))
+    if here is None:
+        yield f"{name} is on no floor: add it to FLOORS, in the room where its neighbours are"
+        return
+    for module, line in imported(name):
+        if module.partition(".")[0] in PACKAGES:
+            there = room_of(module)
+            if there is None:
+                yield f"{name}:{line} imports {module}, which is on no floor"
+            elif there != here and there[0] >= here[0]:
+                yield f"{name}:{line} ({here[1]}, floor {here[0]}) imports {module} ({there[1]}, floor {there[0]})"
+
+
+def test_imports_go_down_never_up_never_sideways():
+    assert not [wrong for name in SOURCES for wrong in wrong_imports(name)]
+
+
+def spoken(name):
+    """Every dotted name under torch in a file, with its line."""
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Attribute):
+            dotted = ast.unparse(node)
+            if re.fullmatch(r"torch(\.\w+)+", dotted):
+                yield dotted, node.lineno
+    yield from ((module, line) for module, line in imported(name) if module.partition(".")[0] == "torch")
+
+
+def wrong_words(name):
+    for word, where in NAMES_SPOKEN_IN_ONE_PLACE.items():
+        if not re.fullmatch(where, name):
+            yield from (f"{name}:{line} says {word}" for dotted, line in spoken(name) if f"{dotted}.".startswith(f"{word}."))
+
+
+def test_process_groups_and_cuda_are_named_in_one_place():
+    assert not [wrong for name in SOURCES for wrong in wrong_words(name)]
+
+
+def wrong_numbers(name):
+    if re.fullmatch(NO_TORCH, name):
+        modules = ((module.partition(".")[0], line) for module, line in imported(name))
+        yield from (f"{name}:{line} imports {module}" for module, line in modules if module in ("torch", "accelerators"))
+
+
+def test_numbers_know_no_torch():
+    assert not [wrong for name in SOURCES for wrong in wrong_numbers(name)]
+    modules = [module_name(name) for name in SOURCES if re.fullmatch(NO_TORCH, name)]
+    program = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+
+
+def front_doors():
+    for name in SOURCES:
+        if name.endswith("__init__.py"):
+            for node in tree(name).body:
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                    yield name, ast.literal_eval(node.value)
+
+
+@pytest.mark.parametrize(("name", "public"), list(front_doors()), ids=lambda value: value if isinstance(value, str) else "")
+def test_a_front_door_is_sorted_and_no_module_beside_it_has_a_public_name(name, public):
+    assert public == sorted(public)
+    # A lazy front door would give the function at the first use, and the module once somebody has imported that.
+    folder = SOURCES[name].parent
+    modules = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert not modules & set(public), f"{name} has functions that are called like modules beside it"
+
+
+def classes():
+    for name in SOURCES:
+        for node in ast.walk(tree(name)):
+            if isinstance(node, ast.ClassDef):
+                yield name, node
+
+
+def targets_of(node):
+    if isinstance(node, ast.Assign):
+        return node.targets
+    if isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+        return [node.target]
+    return []
+
+
+def test_a_class_remembers_about_a_dozen_things():
+    for name, node in classes():
+        assigned = (target for statement in ast.walk(node) for target in targets_of(statement))
+        flat = (item for target in assigned for item in (target.elts if isinstance(target, ast.Tuple) else [target]))
+        remembered = {item.attr for item in flat if isinstance(item, ast.Attribute) and ast.unparse(item.value) == "self"}
+        if f"{name}::{node.name}" not in ARGUED:
+            assert len(remembered) <= MAX_ATTRIBUTES, f"{name}::{node.name} remembers {sorted(remembered)}"
+
+
+def test_a_constructor_takes_few_parameters():
+    for name, node in classes():
+        for method in node.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                given = [*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs][1:]
+                if f"{name}::{node.name}" not in ARGUED:
+                    assert len(given) <= MAX_PARAMETERS, f"{name}::{node.name} takes {[argument.arg for argument in given]}"
+
+
+def test_a_file_holds_one_idea():
+    for name, path in SOURCES.items():
+        if name not in ARGUED:
+            assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES, name
+
+
+def test_nothing_is_called_manager_or_utils():
+    for name, path in SOURCES.items():
+        assert not BAD_NAMES.search(path.stem), name
+    for name, node in classes():
+        assert not BAD_NAMES.search(node.name), f"{name}::{node.name}"
+
+
+def test_every_argued_exception_is_still_there():
+    for key in ARGUED:
+        name, _, class_name = key.partition("::")
+        assert name in SOURCES, key
+        assert not class_name or class_name in {node.name for where, node in classes() if where == name}, key
+
+
+def is_broad(kind):
+    return kind is None or any(word in ast.unparse(kind).replace(",", " ").split() for word in ("Exception", "BaseException"))
+
+
+def broad_excepts(name):
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.ExceptHandler):
+            kind = node.type
+            listed = kind.elts if isinstance(kind, ast.Tuple) else [kind]
+            passes_on = any(isinstance(statement, ast.Raise) and statement.exc is None for statement in node.body)
+            if any(map(is_broad, listed)) and not passes_on:
+                yield node.lineno
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress") and any(map(is_broad, node.args)):
+            yield node.lineno
+
+
+@pytest.mark.promise("X15")
+def test_no_except_is_so_broad_that_it_could_swallow_ctrl_c():
+    for name in SOURCES:
+        lines = list(broad_excepts(name))
+        assert len(lines) <= (name in BROAD_EXCEPTS), f"{name} catches everything in lines {lines}"
+    for name in BROAD_EXCEPTS:
+        assert list(broad_excepts(name)), f"{name} catches nothing broad any more"
+        assert "except BaseException" not in SOURCES[name].read_text()
+
+
+def is_int(node):
+    return isinstance(node, ast.Constant) and type(node.value) is int
+
+
+@pytest.mark.promise("X06")
+def test_no_device_is_named_by_a_bare_number():
+    for name in SOURCES:
+        for node in ast.walk(tree(name)):
+            if isinstance(node, ast.Call):
+                function = ast.unparse(node.func)
+                named = [keyword.value for keyword in node.keywords if keyword.arg == "device"]
+                if function == "torch.device" or function.endswith((".to", ".cuda")):
+                    named += node.args[:1]
+                assert not any(map(is_int, named)), f"{name}:{node.lineno} names a device by a number, which means cuda"
+                assert not function.endswith(".cuda"), f"{name}:{node.lineno} moves something to cuda whatever the device is"
+
+
+def has(module):
+    return importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.skipif(not has("ruff"), reason="ruff is not installed")
+def test_ruff_finds_nothing():
+    folders = [folder for folder in (*PACKAGES, "tests", "examples", "benchmarks") if (ROOT / folder).is_dir()]
+    result = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--quiet", *folders], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+PINNED_TORCH = re.search(r"^torch==(\S+)", (ROOT / "ci" / "constraints.txt").read_text(), re.MULTILINE)[1]
+
+
+@pytest.mark.skipif(not has("mypy"), reason="mypy is not installed")
+@pytest.mark.skipif(
+    torch.__version__.partition("+")[0] != PINNED_TORCH,
+    reason=f"torch {torch.__version__} has other annotations than {PINNED_TORCH}, whose are checked",
+)
+def test_mypy_finds_nothing():
+    result = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+ILLEGAL = {
+    "zero/plan/bad.py": "import torch",
+    "zero/memory/bad.py": "from zero.comm import group",
+    "zero/comm/bad.py": "def f():\n    import zero.runtime.hooks",
+    "accelerators/bad.py": "from zero import errors",
+    "zero/runtime/bad.py": "import torch.distributed as dist",
+    "zero/tools/bad.py": "import torch\ntorch.cuda.synchronize()",
+    "zero/nowhere.py": "",
+}
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_these_rules_find_what_they_are_there_for(name, monkeypatch, tmp_path):
+    (tmp_path / "bad.py").write_text(ILLEGAL[name])
+    monkeypatch.setitem(SOURCES, name, tmp_path / "bad.py")
+    tree.cache_clear()
+    assert [*wrong_imports(name), *wrong_words(name), *wrong_numbers(name)]
+    tree.cache_clear()

@@ -1,0 +1,130 @@
+"""ci/setup, ci/test and .ci/run, with a python that only writes down what it was asked."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+PYTHON = """#!/usr/bin/env bash
+# Writes down what it is asked; `-m venv FOLDER` makes an environment with the same python in it.
+[ "$1" = -VV ] || echo "$(basename "$(dirname "$(dirname "$0")")") $*" >> "$PYTHON_LOG"
+case "$*" in
+  -VV) echo "Python 3.99" ;;
+  "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+esac
+"""
+
+needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+
+
+class Tree:
+    def __init__(self, root):
+        self.root, self.log = root, root / "python.log"
+        for path in ("ci", ".ci", "pyproject.toml"):
+            source = ROOT / path
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, root / path)
+        self.python = root / "bin" / "python3"
+        self.python.parent.mkdir()
+        self.python.write_text(PYTHON)
+        self.python.chmod(0o755)
+
+    def run(self, *command):
+        """What python was asked, line by line."""
+        self.log.write_text("")
+        environment = {**os.environ, "PYTHON": str(self.python), "PYTHON_LOG": str(self.log)}
+        environment.pop("OMP_NUM_THREADS", None)
+        whole = [str(self.root / command[0]), *command[1:]]
+        subprocess.run(whole, env=environment, check=True, timeout=60, capture_output=True)
+        return self.log.read_text().splitlines()
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Tree(tmp_path)
+
+
+@needs_bash
+def test_a_second_setup_in_an_unchanged_tree_does_nothing(project):
+    first = project.run("ci/setup")
+    assert any("-m venv .venv" in line for line in first)
+    assert any("pip install" in line and "--editable" in line for line in first)
+    assert project.run("ci/setup") == []
+
+
+@needs_bash
+@pytest.mark.parametrize("path", ["pyproject.toml", "ci/constraints.txt", "ci/setup"])
+def test_a_change_of_what_goes_in_sets_up_anew(project, path):
+    project.run("ci/setup")
+    with (project.root / path).open("a") as file:
+        file.write("\n# changed\n")
+    assert any("pip install" in line for line in project.run("ci/setup"))
+    assert project.run("ci/setup") == []
+
+
+@needs_bash
+def test_an_unfinished_setup_is_not_taken_for_a_finished_one(project):
+    project.run("ci/setup")
+    (project.root / ".venv" / "stamp").unlink()
+    assert any("pip install" in line for line in project.run("ci/setup"))
+
+
+@needs_bash
+@pytest.mark.parametrize(
+    ("options", "folder", "installs"),
+    [
+        (("--torch", "2.8.0"), ".venv-torch-2.8.0", "torch==2.8.0"),
+        (("--ipex",), ".venv-ipex", "intel-extension-for-pytorch==2.8.0"),
+    ],
+)
+def test_another_torch_gets_an_environment_of_its_own(project, options, folder, installs):
+    project.run("ci/setup")
+    lines = project.run("ci/setup", *options)
+    assert any(f"-m venv {folder}" in line for line in lines)
+    assert any(installs in line for line in lines)
+    assert not any(line.startswith(".venv ") for line in lines)
+    assert project.run("ci/setup") == project.run("ci/setup", *options) == []
+    assert project.run("ci/test", *options, "-k", "x")[-1] == f"{folder} -m pytest -k x"
+
+
+@needs_bash
+def test_an_unknown_option_is_refused(project):
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        project.run("ci/setup", "--tortch", "2.8.0")
+    assert error.value.returncode == 2
+    assert b"--tortch" in error.value.stderr
+
+
+@needs_bash
+@pytest.mark.parametrize("command", ["ci/test", ".ci/run"])
+def test_one_command_sets_up_and_tests(project, command):
+    lines = project.run(command)
+    assert any("-m venv .venv" in line for line in lines)
+    assert lines[-1] == ".venv -m pytest"
+    assert project.run(command) == [".venv -m pytest"]
+
+
+def test_ci_run_is_ci_test_and_nothing_else():
+    lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
+    assert len(lines) == 1
+    assert lines[0].startswith("exec ") and "/ci/test" in lines[0]
+
+
+def test_torch_is_pinned_exactly():
+    pins = [line for line in (ROOT / "ci" / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    assert len(pins) == 1
+    assert re.fullmatch(r"torch==\d+\.\d+\.\d+", pins[0])
+
+
+def test_ci_runs_the_same_for_every_python_and_names_no_index_of_its_own():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert re.search(r"run: \.ci/run$", workflow, re.MULTILINE)
+    assert "examples/cpu_training_in_ci.py" in workflow
+    for python in ("3.10", "3.11", "3.12", "3.13"):
+        assert f'"{python}"' in workflow
+    assert "PIP_EXTRA_INDEX_URL: ${{ vars.CPU_WHEEL_INDEX }}" in workflow
+    assert "http" not in workflow

@@ -1,0 +1,43 @@
+"""What gradients are multiplied with on their way, and when. Numbers only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass
+class Scaling:
+    """Multipliers of gradients as they come, of sums as they are kept, and of sums when they are settled.
+
+    A power of two is exact at any time, and is applied as sums are kept, which costs nothing. What is not would round
+    each round's sum by itself, so it waits until all are in; sums that come to a settled window cannot wait.
+    """
+
+    reduce: float = 1.0  # of the sum over ranks
+    loss_scale: float = 1.0
+    lacking: float = 1.0  # the loss scale, while a backward runs without it
+    weight: float | None = None  # of the micro-batch to come, where micro-batches have any
+
+    @property
+    def multiplier(self) -> float | None:
+        """Of the gradients to come; None for nothing."""
+        if self.weight is None:
+            return None if self.lacking == 1.0 else self.lacking
+        return self.weight * self.lacking
+
+    def at_keeping(self, settled: bool) -> float:
+        return self._whole if settled else self._exact
+
+    def at_settling(self, total_weight: float | None) -> float:
+        if total_weight is None:
+            return self._whole / self._exact
+        return 1.0 / (total_weight * self.loss_scale * self._exact) if total_weight else 0.0
+
+    @property
+    def _whole(self) -> float:
+        return self.reduce / self.loss_scale
+
+    @property
+    def _exact(self) -> float:
+        return 2.0 ** (math.frexp(self._whole)[1] - 1)

@@ -1,0 +1,95 @@
+"""What this rank has done since the last settling, and telling the others."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from zero.comm.group import Group
+from zero.memory.flat import Line
+from zero.runtime.agreement import Agreement, Codec, Counts, agree
+from zero.runtime.params import Params
+
+if TYPE_CHECKING:
+    from zero.runtime.window import Window
+
+
+@dataclass
+class Since:
+    """What this rank did since the last settling."""
+
+    touched: int = 0  # parameters whose gradient was collected
+    local: int = 0  # parameters whose gradient was kept here
+    overridden: int = 0  # parameters in whose .grad the user put something during the window
+    aside: dict[int, torch.Tensor] = field(default_factory=dict)  # local gradients that wait for this backward to add to them
+    clears: int = 0  # times the user cleared all .grad while rounds were unsettled
+    weights: list[float] = field(default_factory=list)  # of the micro-batches so far, where they have any
+    quiet: bool = False  # said that it has no contribution
+    failed: bool = False
+    placed: bool = False  # every trainable parameter's .grad holds a stand-in
+    in_backward: bool = False
+
+
+    @property
+    def anything(self) -> bool:
+        """True when other ranks must hear of it before it can be thrown away."""
+        return bool(self.touched or self.clears or self.weights or self.quiet or self.failed)
+
+    @property
+    def unsettled(self) -> bool:
+        return self.anything or bool(self.local or self.overridden)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `.grad` was found to hold."""
+
+    local: tuple[int, ...]  # this rank's own gradients, not collected yet
+    removed: int
+    replaced: int
+
+
+class Settler:
+    """Tells the other ranks what this one has done and found, and hears it from them."""
+
+    def __init__(self, group: Group, params: Params, line: Line, configuration: str) -> None:
+        self.size = group.size
+        self.step = 0
+        self._settles = 0
+        self._group = group
+        self._params = params
+        self._line = line
+        self._configuration = configuration
+
+    def agree(self, occasion: str, window: Window, found: Found) -> Agreement:
+        since, reducer, layout = window.since, window.reducer, self._line.layout
+        codec = Codec(len(layout.params), len(layout.buckets))
+        local = sum(1 << index for index in found.local)
+        # What waited in .grad may be wider than its parameter, so it travels in the dtype of sums, on all ranks.
+        later = sum({1 << bucket for index in found.local for bucket in layout.buckets_of(index)})
+        counts = Counts(
+            occasion=occasion,
+            step=self.step,
+            settles=self._settles,
+            digest=hashlib.sha256(f"{layout.digest} {self._configuration}".encode()).digest()[:8],
+            sent=reducer.sent,
+            clears=since.clears,
+            weight=sum(since.weights),
+            weighted=bool(since.weights),
+            contributed=bool(since.touched or local or since.quiet or since.weights),
+            failed=since.failed,
+            used=since.touched | local,
+            put=window.put,
+            removed=found.removed,
+            replaced=found.replaced,
+            open=reducer.open_buckets,
+            wide=reducer.wide_buckets | later & self._line.narrow_buckets,
+            later=later,
+            order=reducer.arrival_order,
+        )
+        messages = self._group.exchange(codec.pack(counts))
+        self._settles += 1
+        return agree([codec.unpack(message) for message in messages], reducer.order, self._params.names)
