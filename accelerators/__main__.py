@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import sys
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 
 from accelerators import choice
+from accelerators.choice import Chosen
 from accelerators.interface import Accelerator
-from accelerators.memory import format_bytes
+from accelerators.memory import format_bytes, memory_cap
 from accelerators.registry import Candidate
 
 COMPILERS = ("c++", "g++", "clang++", "cl", "icpx")
@@ -27,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     options = parser.parse_args(arguments)
     try:
+        memory_cap()
         chosen = choice.chosen()
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -38,30 +41,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "torch": torch.__version__,
         "platform": platform.platform(),
         "missing": missing_here(),
-        "candidates": [describe(candidate, chosen.accelerator) for candidate in choice.candidates()],
+        "candidates": [describe(candidate, chosen) for candidate in choice.candidates()],
     }
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
+    if not options.json:
         print_table(report)
+        return 0
+    try:
+        print(json.dumps(report, indent=2), flush=True)
+    except BrokenPipeError:  # the reader has read enough; nor is what is left to be written when this process ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-def describe(candidate: Candidate, chosen: Accelerator) -> dict[str, Any]:
-    """One candidate as plain data. A device that is there but does not answer is only probed here, so its error is a reason."""
+def describe(candidate: Candidate, chosen: Chosen) -> dict[str, Any]:
+    """One candidate as plain data. A device that is there but does not answer is only probed here, so its error is a reason.
+
+    What is taken on request only is not tried in passing: to torch a device that came up is the accelerator of the process.
+    """
+    is_chosen = candidate.name == chosen.name
+    is_tried = is_chosen or candidate.priority >= 0
     row: dict[str, Any] = {
         "name": candidate.name,
-        "chosen": candidate.trial.accelerator is chosen,
-        "usable": candidate.usable,
-        "reason": candidate.reason,
+        "chosen": is_chosen,
+        "usable": candidate.usable if is_tried else None,
+        "reason": candidate.reason if is_tried else f"not tried: it is taken on request only, ACCELERATOR={candidate.name}",
         "priority": candidate.priority,
         "origin": candidate.origin,
     }
-    if candidate.usable:
+    if row["usable"]:
         try:
             row.update(ask(candidate.accelerator))
-        except RuntimeError as error:
-            row["reason"] = f"it is there, but does not answer: {' '.join(str(error).split())}"
+        except Exception as error:  # noqa: BLE001 - a plug-in's methods are other people's code, as its import is
+            row["reason"] = f"it is there, but does not answer: {type(error).__name__}: {' '.join(str(error).split())}"
     return row
 
 

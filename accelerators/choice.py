@@ -124,7 +124,10 @@ def using(wanted: str | Accelerator) -> Iterator[Accelerator]:
 
 def get(name: str) -> Accelerator:
     """The accelerator of that name, usable or not, without choosing it."""
-    return _choice.registry.find(name.strip().lower()).accelerator
+    request = parse_request(_text(name, "accelerators.get"), f"accelerators.get({name!r})")
+    if request is None or request.index is not None:
+        raise ValueError(f"accelerators.get({name!r}) was asked for, but that is no plain name. Pass one such as 'cpu'.")
+    return _choice.registry.find(request.name).accelerator
 
 
 def candidates() -> list[Candidate]:
@@ -150,11 +153,17 @@ def register(name: str, factory: Factory | str | None = None, *, priority: int =
             return decorated
 
         return decorate
-    clean = name.strip().lower()
-    if not clean.isidentifier():
-        raise ValueError(f"Registering accelerator {name!r} was asked for, but a name is one word. Use torch's of the device.")
+    clean = _text(name, "accelerators.register").strip().lower()
+    if not isinstance(priority, int):
+        raise TypeError(f"Registering {clean} with priority {priority!r} was asked for, but that is no int. Pass one such as 50.")
     if not isinstance(factory, str) and not callable(factory):
         raise TypeError(f"Registering {factory!r} as {clean} was asked for, but that cannot be called. Pass a class.")
     where = factory if isinstance(factory, str) else f"{factory.__module__}.{getattr(factory, '__qualname__', repr(factory))}"
     _choice.registry.add(Registration(clean, factory, priority, origin=f"accelerators.register ({where})"))
     return factory
+
+
+def _text(name: object, function: str) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"{function}({name!r}) was asked for, but a name is no {type(name).__name__}. Pass a str such as 'cpu'.")
+    return name

@@ -55,7 +55,7 @@ class Accelerator:
     # which device ------------------------------------------------------------------------------------------------
 
     def unavailable_reason(self) -> str | None:
-        """Why this accelerator cannot be used here, or None when it can."""
+        """Why this accelerator cannot be used here, or None when it can. It is asked in passing: bring nothing up to answer."""
         if self.module is None:
             return f"torch has no device module torch.{self.name} (torch {torch.__version__})"
         if self._ask("_is_in_bad_fork", default=False):

@@ -22,8 +22,11 @@ class Launch:
     local_rank: int | None = None  # its place on this host; None where no launcher said
 
     def check_group(self, num_ranks: int) -> None:
-        """Raises where the default process group has another number of ranks than the launcher started."""
-        if num_ranks != self.world_size:
+        """Raises where the default process group has fewer ranks than the launcher started: several groups, apart.
+
+        More is no contradiction: a program may start processes of its own and say in its own way which rank each is.
+        """
+        if num_ranks < self.world_size:
             raise ValueError(
                 f"{self.world_size} ranks were started, but the process group has {num_ranks}: it would train on its own. "
                 "Initialise the group from RANK and WORLD_SIZE, or start as many ranks as the group should have."

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"A number of bytes was asked for, but '{text}' was found. Write it like 4GiB, 500MB or 1000.")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(Decimal(match[1]) * _UNITS[match[2]])  # a float would round, and overflow
 
 
 def memory_cap() -> int | None:

@@ -9,7 +9,6 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import metadata, util
 
 import torch
@@ -64,9 +63,11 @@ class Candidate:
 
     def __init__(self, registration: Registration) -> None:
         self.registration = registration
+        self._trials: list[Trial] = []  # the first one counts
 
     def __repr__(self) -> str:
-        return f"Candidate({self.name!r}, priority={self.priority}, {self.reason or 'usable'})"
+        found = (self.reason or "usable") if self._trials else "not tried yet"  # looking at a list of them tries none
+        return f"Candidate({self.name!r}, priority={self.priority}, {found})"
 
     @property
     def name(self) -> str:
@@ -99,10 +100,13 @@ class Candidate:
             ) from self.trial.cause
         return self.trial.accelerator
 
-    @cached_property
+    @property
     def trial(self) -> Trial:
-        # Two threads may both get here; setdefault lets them leave with the same object, and no lock can be held across a fork.
-        return vars(self).setdefault("trial", self._try())  # type: ignore[no-any-return]
+        # Two threads may both try; both leave with the first result. There is no lock that a fork could leave locked in the
+        # child, as there would be in cached_property before Python 3.12.
+        if not self._trials:
+            self._trials.append(self._try())
+        return self._trials[0]
 
     def _try(self) -> Trial:
         accelerator = None
@@ -111,7 +115,10 @@ class Candidate:
             if needs is not None and needs not in sys.modules and util.find_spec(needs) is None:
                 return Trial(None, f"{needs} is not installed")
             accelerator = self.registration.create()
-            return Trial(accelerator, accelerator.unavailable_reason())
+            reason = accelerator.unavailable_reason()
+            if reason is not None and not isinstance(reason, str):
+                raise TypeError(f"unavailable_reason gave a {type(reason).__name__}, not a str or None")
+            return Trial(accelerator, reason)
         # A plug-in is other people's code. It may fail in any way, some call exit() when they are imported, and none of that
         # may break anything else. Ctrl-C is no failure and goes through.
         except (Exception, SystemExit) as error:
@@ -135,6 +142,11 @@ class Registry:
 
     def add(self, registration: Registration) -> None:
         there = self._candidates.get(registration.name)
+        if not registration.name.isidentifier():
+            raise ValueError(
+                f"Registering accelerator '{registration.name}' from {registration.origin} was asked for, but a name is one word. "
+                "Use torch's name of the device."
+            )
         if there is None:
             self._candidates[registration.name] = Candidate(registration)
         elif not there.registration.is_same_as(registration):
@@ -159,14 +171,15 @@ class Registry:
     def _read_entry_points(self) -> None:
         if self._entry_points_read or os.environ.get("ACCELERATOR_AUTOLOAD", "1").strip() == "0":
             return
-        self._entry_points_read = True
         for group, priority in ENTRY_POINT_GROUPS.items():
             for point in self._find_entry_points(group=group):
-                origin = f"entry point '{point.name}' of {point.dist.name if point.dist else 'an unknown package'}"
+                package = point.dist.name if point.dist else None
+                origin = f"entry point '{point.name}' of {package or 'an unknown package'}"
                 try:
                     self.add(Registration(point.name.strip().lower(), point.value, priority, origin))
                 except ValueError as error:
                     logger.warning("%s", error)
+        self._entry_points_read = True  # last: a thread that comes here meanwhile reads them too, and misses none
 
 
 def _import_path(factory: Factory | str) -> str:

@@ -137,6 +137,7 @@ class _Replica:
         self._total_weight = 0.0
         self._holds_back = 0  # depth of no_sync
         self._settled = False
+        self.finite = True  # what was last settled
         self._cast(DTYPES[dtype], case.keep_fp32)
         self._extend(self.optimizer, loss_scale)
 
@@ -179,6 +180,8 @@ class _Replica:
         optimizer.whole_grad = lambda parameter: parameter.grad
         if loss_scale is not None:
             optimizer.backward = lambda loss, **options: (loss.float() * loss_scale.scale).backward(**options)
+            if self.rank == 0:  # all ranks step, and the scale is one
+                optimizer.register_step_pre_hook(lambda *_: loss_scale.update(self.finite))
         for owner in (self.model, optimizer):
             owner.zero_grad = self._forgetting(owner.zero_grad)
         optimizer.register_step_pre_hook(self._before_step)
@@ -296,7 +299,7 @@ def _settle(
             grads[name] = _sum([grad * factor for grad in local])
     if loss_scale is not None:
         finite = all(grad is None or bool(grad.isfinite().all()) for grad in grads.values())
-        loss_scale.update(finite)
+        replicas[0].finite = finite
         if not finite:
             # Torch leaves a parameter without gradient alone, and so everybody skips this step.
             grads = dict.fromkeys(grads)

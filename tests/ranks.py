@@ -94,6 +94,7 @@ def outcomes(world: int, function: Callable[..., Any], *args: Any, timeout: floa
 
     fresh=True            processes of their own, which end with the call; started as a user's are, so their memory is their own
     env={...}             environment variables of such fresh processes, None to remove one; a list has one dict a rank
+    apart="sim"           a second pool, by name, that stays like the first: for what cannot be undone in a process
     group=False           no default process group: the test makes its own
     group_timeout=30.0    of the default process group, in seconds
     """
@@ -114,18 +115,17 @@ def describe(found: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def close() -> None:
-    """End the shared pool. The next call starts another."""
-    global _shared
+def close(*names: str) -> None:
+    """End the shared pools, or those of these names. The next call starts another."""
     with _lock:
-        if _shared is not None:
-            _shared.close()
-            _shared = None
+        for name in names or tuple(_shared):
+            if name in _shared:
+                _shared.pop(name).close()
 
 
 # The parent's side ------------------------------------------------------------------------------------------------------
 
-_shared: Pool | None = None
+_shared: dict[str, Pool] = {}  # by name; the usual one has none
 _lock = threading.RLock()
 
 
@@ -154,10 +154,10 @@ def _call(
     wait_for_all: bool,
     fresh: bool = False,
     env: Env | Sequence[Env] | None = None,
+    apart: str = "",
     group: bool = True,
     group_timeout: float = 30.0,
 ) -> list[Outcome]:
-    global _shared
     name = f"{function.__module__}:{function.__qualname__}"
     if "<" in name or function.__module__ == "__main__":
         raise ValueError(f"Ranks import what they run, and {name} cannot be imported. Write it at the top of a module.")
@@ -169,15 +169,16 @@ def _call(
                 return pool.call(call)
             finally:
                 pool.close()
-        if _shared is None:
-            _shared = Pool({}, START_METHOD)
+        if apart not in _shared:
+            _shared[apart] = Pool({}, START_METHOD)
+        pool = _shared[apart]
         try:
-            found = _shared.call(call)
+            found = pool.call(call)
         except BaseException:  # an interrupt leaves ranks in the middle of something
-            close()
+            _shared.pop(apart).close()
             raise
         if not all(outcome.ok for outcome in found):
-            close()
+            _shared.pop(apart).close()
         return found
 
 
@@ -288,7 +289,8 @@ class _Member:
         self._connection, child = multiprocessing.Pipe()
         context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
-            context.set_forkserver_preload(["torch.distributed"])
+            # The compiler is what the first optimizer of a process imports, in three seconds.
+            context.set_forkserver_preload(["torch.distributed", "torch._dynamo"])
         # Not a daemon: those may not have children, and a test may want a DataLoader with workers.
         args = (rank, child, str(self._output), str(self._stacks))
         self._process = context.Process(target=serve, args=args, name=f"rank {rank}")

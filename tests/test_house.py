@@ -33,9 +33,23 @@ FLOORS = (
     {"runtime": ("zero.runtime",)},
     {"checkpoint": ("zero.checkpoint",), "graph": ("zero.graph",)},
     {
-        "engine": ("zero.engine", "zero.optimizer", "zero.construction", "zero.checks", "zero.state", "zero.schedules"),
-        "proof": ("zero.proof",),
+        "engine": (
+            "zero.engine",
+            "zero.engine_setup",
+            "zero.accumulation",
+            "zero.answers",
+            "zero.calling",
+            "zero.lion",
+            "zero.progress",
+            "zero.served",
+            "zero.optimizer",
+            "zero.construction",
+            "zero.checks",
+            "zero.state",
+            "zero.schedules",
+        ),
     },
+    {"proof": ("zero.proof", "zero.reference")},
     {"people": ("zero", "zero.__main__", "zero.tools")},
 )
 ROOM_OF = {module: (floor, room) for floor, rooms in enumerate(FLOORS) for room, modules in rooms.items() for module in modules}

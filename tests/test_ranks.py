@@ -165,7 +165,7 @@ def test_a_rank_that_is_killed_is_named_with_the_signal_and_its_last_words():
     dead = ranks.outcomes(2, die_on_rank_one)[1]
     assert dead.kind == "died"
     assert "SIGKILL" in dead.text
-    assert dead.output == "last words\n"
+    assert dead.output.endswith("last words\n")  # the gloo of some torch versions has said something before
 
 
 def exit_quietly(rank, world):

@@ -1,0 +1,63 @@
+"""Sharded training that equals plain PyTorch, on any device that torch has.
+
+    import zero
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=3e-4), stage=2)
+    loss = model(x).mean(); loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+    engine, optimizer, loader, scheduler = zero.initialize(model=model, config="ds_config.json")
+    loss = engine(x).mean(); engine.backward(loss); engine.step()
+
+The words, each for one idea:
+
+rank            one of the processes that train together
+stage           what is sharded: 0 nothing, 1 the optimizer's state, 2 the gradients too
+whole           all of something, as every rank would have it without sharding
+share           one rank's part of a bucket
+shard           all shares of one rank
+slot            a parameter's place on the flat line
+bucket          a stretch of the line that is reduced at once
+master          the copy of a weight, in the dtype of sums, that the optimizer updates
+staging         scratch memory that a bucket is sent from
+round           one collective of one bucket
+stand-in        what `.grad` is while the gradient itself is in shares
+window          what lies between two steps
+micro-step      one of several forwards and backwards that make a step
+settle          to agree with the other ranks on the gradients of a window
+publish         to make the new masters everybody's weights
+
+The names below are loaded when first used: importing this package imports nothing but itself.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zero.config import ZeroConfig as ZeroConfig
+    from zero.engine import Engine as Engine
+    from zero.engine_setup import initialize as initialize
+    from zero.errors import ZeroError as ZeroError
+    from zero.optimizer import ShardedOptimizer as ShardedOptimizer
+    from zero.optimizer import shard as shard
+    from zero.proof import verify as verify
+
+_HOME = {
+    "Engine": "engine",
+    "ShardedOptimizer": "optimizer",
+    "ZeroConfig": "config",
+    "ZeroError": "errors",
+    "initialize": "engine_setup",
+    "shard": "optimizer",
+    "verify": "proof",
+}
+
+__all__ = ["Engine", "ShardedOptimizer", "ZeroConfig", "ZeroError", "initialize", "shard", "verify"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'zero' has no attribute '{name}'. It has: {', '.join(__all__)}.")
+    return getattr(import_module(f"zero.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,6 +48,8 @@ def check_model(model: nn.Module) -> None:
 
 def check_optimizer(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
     """Refuses an optimizer that needs whole tensors, and one that nobody vouches for."""
+    if hasattr(optimizer, "parts"):
+        raise ValueError("Sharding was asked for with an optimizer that is sharded already. Pass it once, or close() it first.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         found = type(optimizer).__name__
         raise TypeError(f"An optimizer was asked for, but a {found} was found. Pass a torch.optim.Optimizer.")
@@ -99,6 +102,32 @@ def _problem_of(tensor: nn.Parameter) -> str | None:
     if tensor.layout != torch.strided:
         return f"has layout {tensor.layout}. Only dense parameters can be sharded."
     return None
+
+
+def check_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch.device) -> None:
+    """Refuses a kernel of the step that there is none of, by trying it: torch has no list of where they run."""
+    if kernels == "torch":
+        return
+    kind: Any = type(optimizer)
+    reason = "no step is compiled yet" if kernels == "compiled" else None
+    if kernels == "fused" and "fused" not in optimizer.defaults:
+        reason = f"{kind.__name__} has no fused kernel"
+    elif kernels == "fused":
+        param = nn.Parameter(torch.zeros(1, device=device))
+        param.grad = torch.zeros_like(param)
+        try:
+            kind([param], lr=0.0, fused=True).step()
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            reason = f"the fused kernel of {kind.__name__} does not run on {device}: {error}"
+    if reason is not None:
+        raise ValueError(f"kernels={kernels!r} was asked for, but {reason}. Use kernels='torch'.")
+
+
+def use_kernels(optimizer: torch.optim.Optimizer, kernels: str) -> None:
+    """Decides once how the step computes; 'torch' is whatever the user's optimizer does."""
+    if kernels == "fused":
+        for settings in (optimizer.defaults, *optimizer.param_groups):
+            settings.update(fused=True, foreach=False)
 
 
 def check_dtypes(accelerator: Accelerator, dtypes: Iterable[torch.dtype]) -> None:

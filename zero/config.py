@@ -193,6 +193,7 @@ class ZeroConfig(Block):
     cast_inputs: bool = False
     offload: Annotated[Offload | None, BeforeValidator(_home)] = None
     bucket_bytes: Count = DEFAULT_BUCKET_BYTES
+    align_bytes: Annotated[int, Field(ge=16, le=4096)] = 64
     reduce: Literal["mean", "sum"] | Positive = "mean"
     reduce_dtype: Dtype = "float32"
     accumulation_dtype: Dtype = "float32"
@@ -200,7 +201,7 @@ class ZeroConfig(Block):
     clip: Positive | None = None
     accumulation: Count | None = None
     count_micro_steps: bool = True
-    on_nonfinite: Literal["skip", "raise", "propagate"] = "skip"
+    on_nonfinite: Literal["skip", "raise", "propagate"] = "propagate"
     on_unused: Literal["leave", "raise"] = "leave"
     kernels: Kernels = "torch"
     elementwise: bool | None = None
@@ -221,6 +222,15 @@ class ZeroConfig(Block):
             return {**given, "accumulation": given["batch"].accumulation}
         return given
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_loss_scale_skips(cls, given: Any) -> Any:
+        """Without one, gradients that are not finite do what they do in plain torch."""
+        if isinstance(given, Mapping) and "on_nonfinite" not in given:
+            scaled = given.get("loss_scale") is not None or given.get("dtype") == "float16"
+            return {**given, "on_nonfinite": "skip" if scaled else "propagate"}
+        return given
+
     @model_validator(mode="after")
     def _no_impossible_pairs(self) -> ZeroConfig:
         scale, half = self.loss_scale, self.dtype in ("bfloat16", "float16")
@@ -232,6 +242,8 @@ class ZeroConfig(Block):
             (scale is not None and scale.dynamic and self.on_nonfinite != "skip",
              f"on_nonfinite={self.on_nonfinite!r} was asked for, but a dynamic loss scale moves only when steps are skipped. "
              "Use 'skip', or a fixed scale"),
+            (self.align_bytes & (self.align_bytes - 1) != 0,
+             f"align_bytes={self.align_bytes} was asked for, but memory is aligned to powers of two. Use 16, 32, 64 or more"),
             (self.cast_inputs and self.dtype is None,
              "cast_inputs was asked for, but there is no dtype to cast them to. Give dtype"),
             (self.autocast is not None and half,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import json
 import logging
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,25 +18,28 @@ from torch import nn
 
 import accelerators
 from accelerators import Accelerator
-from zero.checks import bits_of, check_dtypes, check_model, check_optimizer, check_params
-from zero.comm.group import Group, exchange_texts
+from zero.checks import bits_of, check_dtypes, check_kernels, check_model, check_optimizer, check_params, use_kernels
+from zero.comm.group import Group, exchange_texts, together
 from zero.config import ZeroConfig
 from zero.errors import RanksDiffer
 from zero.memory.flat import DTYPES, FlatBuffer, Form, Line, Shard, dtype_name
-from zero.memory.flatten import Flattener, Place
+from zero.memory.flatten import Place, unflatten
 from zero.memory.masters import Masters
 from zero.memory.staging import Staging
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.plan.stages import stage_of
+from zero.runtime.aliases import Aliases
 from zero.runtime.boundary import Boundary
 from zero.runtime.gatherer import Gatherer
 from zero.runtime.hooks import GradHooks
+from zero.runtime.intake import Intake
 from zero.runtime.params import Params
 from zero.runtime.reducer import Flight, Reducer
 from zero.runtime.settler import Settler
 from zero.runtime.shares import GradientShares
 from zero.runtime.updater import Rules, Updater
 from zero.runtime.window import Window
+from zero.state import adopt_state
 
 logger = logging.getLogger("zero")
 
@@ -58,14 +62,25 @@ class Parts:
     gatherer: Gatherer
     intake: Intake
     config: ZeroConfig
+    owns_group: bool = False
     closed: bool = False
 
     def release(self) -> None:
-        """Takes the hooks off and lets the parameters go."""
+        """Makes the model plain: no hooks, storage of its own for every parameter, and nothing of ours kept alive."""
+        if self.closed:
+            return
         self.closed = True
         self.hooks.detach()
+        self.window.forget()
         for tensor in self.params.tensors:
             _managed.pop(id(tensor), None)
+        lost = self.window.settler.aliases.lost()
+        unflatten([param for param in self.intake.laid_out() if not lost >> self.params.index[id(param)] & 1])
+        self.updater.forget_state()
+        self.intake.release()
+        self.window.reducer.release()
+        if self.owns_group:
+            self.group.close()
 
     def join(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:
         """Takes in parameters that lie nowhere yet, and will when some rank has a gradient for them."""
@@ -74,8 +89,9 @@ class Parts:
         self.params.add(tensors, names)
         self.window.shares.forms.extend(Form.of(tensor) for tensor in tensors)
         self.window.welcome()
+        self.window.settler.aliases.welcome()
         for index in range(first, len(self.params.tensors)):
-            self.hooks.attach(index, self.params.tensors[index])
+            self.hooks.attach(index, self.params.tensors[index], self.window.before, self.window.ready)
         _managed.update({id(tensor): tensor for tensor in tensors})
 
 
@@ -87,6 +103,7 @@ class Chosen:
     tensors: list[nn.Parameter]
     groups: list[int]
     dtypes: list[torch.dtype]
+    left_out: list[str]  # trainable, but in no group of the optimizer
 
     @property
     def latent(self) -> set[int]:
@@ -104,63 +121,44 @@ def _specs(names: list[str], tensors: list[nn.Parameter], groups: list[int], dty
     ]
 
 
-class Intake:
-    """Gives parameters a place on the line: rank 0's values, flat on every rank, and this rank's masters of them."""
+def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, given: Any) -> Parts:
+    """A collective. Whatever fails, on whichever rank, the model is as plain as it was before and all ranks raise."""
+    from zero.comm.torch_group import connect  # torch.distributed is not imported before somebody trains
 
-    def __init__(
-        self, params: Params, forms: list[Form], weights: FlatBuffer, masters: Masters, group: Group, place: Place
-    ) -> None:
-        self._params = params
-        self._forms = forms
-        self._weights = weights
-        self._masters = masters
-        self._group = group
-        self._place = place
-
-    @torch.no_grad()
-    def lay(self, params: Sequence[int]) -> list[int]:
-        """A collective; returns the buckets that are new."""
-        line, rank = self._weights.line, self._group.rank
-        num_chunks, num_buckets = len(line.layout.chunks), len(line.layout.buckets)
-        line.layout = line.layout.extended(params)
-        flattener = Flattener(self._weights, self._params.tensors, self._forms, self._place)
-        new = range(num_buckets, len(line.layout.buckets))
-        for chunk in range(num_chunks, len(line.layout.chunks)):
-            source = flattener.read(chunk)
-            self._group.broadcast(source).wait()
-            flattener.write(chunk, source)
-            for index in new:
-                bucket = line.layout.buckets[index]
-                if bucket.chunk == chunk:
-                    share = bucket.share(rank if bucket.num_shares > 1 else 0)
-                    self._masters.take(index, source[share.start : share.stop])
-        self._masters.cut()
-        flattener.log(params)
-        return list(new)
+    group = connect(_accelerator_of(optimizer), given, config.timeout_s)
+    try:
+        chosen = together(group, lambda: _check(model, optimizer, config))
+        stage = stage_of(config.stage)
+        num_shares = group.size if stage.shards_optimizer else 1
+        specs, latent = chosen.specs(), range(len(chosen.names))
+        layout = FlatLayout.build(specs, num_shares, config.bucket_bytes, config.align_bytes, latent)
+        _agree_on_what_is_built(model, optimizer, chosen, config, group)
+        device = _device_of(chosen.tensors)
+        place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
+        parts = _assemble(model, optimizer, config, chosen, layout, group, place)
+    except BaseException:
+        if group is not given:
+            group.close()
+        raise
+    parts.owns_group = group is not given and not getattr(group, "owns_world", False)
+    return parts
 
 
-def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, group: Any) -> Parts:
-    check_model(model)
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Chosen:
+    """Everything that can be said before anything is changed."""
     check_optimizer(optimizer, config.elementwise)
+    check_model(model)
     chosen = choose(model, optimizer, config)
-    check_params(chosen.names, chosen.tensors)
     for name, tensor in zip(chosen.names, chosen.tensors, strict=True):
         if _managed.get(id(tensor)) is tensor:
             raise ValueError(
                 f"Sharding was asked for, but parameter {name} is sharded already. Call close() on its optimizer first."
             )
-    accelerator = _accelerator_of(chosen.tensors)
+    check_params(chosen.names, chosen.tensors)
+    accelerator = accelerators.get(_device_of(chosen.tensors).type)
     check_dtypes(accelerator, set(chosen.dtypes))
-
-    from zero.comm.torch_group import connect  # torch.distributed is not imported before somebody trains
-
-    group = connect(accelerator, group, config.timeout_s)
-    stage = stage_of(config.stage)
-    num_shares = group.size if stage.shards_optimizer else 1
-    layout = FlatLayout.build(chosen.specs(), num_shares, config.bucket_bytes, latent=range(len(chosen.names)))
-    _agree_on_what_is_built(model, chosen, config, group)
-    place = Place(accelerator, _device_of(chosen.tensors), _ranks_that_share_memory(group, _device_of(chosen.tensors)))
-    return _assemble(model, optimizer, config, chosen, layout, group, place)
+    check_kernels(optimizer, config.kernels, _device_of(chosen.tensors))
+    return chosen
 
 
 def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Chosen:
@@ -176,7 +174,8 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
         logger.warning("Trainable parameters in no group of the optimizer, left alone: %s", ", ".join(left_out))
     islands = _fp32_islands(model, config.keep_fp32)
     dtypes = [_dtype_for(name, param, config.dtype, id(param) in islands) for name, param in named]
-    return Chosen([n for n, _ in named], [p for _, p in named], [group_of[id(p)] for _, p in named], dtypes)
+    groups = [group_of[id(param)] for _, param in named]
+    return Chosen([n for n, _ in named], [p for _, p in named], groups, dtypes, left_out)
 
 
 def _fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:
@@ -193,22 +192,29 @@ def _dtype_for(name: str, param: nn.Parameter, dtype: str | None, island: bool) 
     return param.dtype if dtype is None or island else DTYPES[dtype]
 
 
-def _accelerator_of(tensors: list[nn.Parameter]) -> Accelerator:
-    return accelerators.get(tensors[0].device.type) if tensors else accelerators.current()
+def _accelerator_of(optimizer: torch.optim.Optimizer) -> Accelerator:
+    """Of the first parameter that is somewhere."""
+    tensors = (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"])
+    device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
+    return accelerators.current() if device is None else accelerators.get(device.type)
 
 
 def _device_of(tensors: list[nn.Parameter]) -> torch.device:
     return tensors[0].device if tensors else accelerators.current().device()
 
 
-def _agree_on_what_is_built(model: nn.Module, chosen: Chosen, config: ZeroConfig, group: Group) -> None:
+def _agree_on_what_is_built(
+    model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Chosen, config: ZeroConfig, group: Group
+) -> None:
     """Raises on every rank, with the first difference, when ranks build different things."""
     lines = [f"configuration {config.digest} {json.dumps(config.as_dict(), sort_keys=True)}"]
     lines += [f"parameter {spec.name} {spec.shape} {spec.dtype} in group {spec.group}" for spec in chosen.specs()]
-    frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
-    lines += [f"frozen parameter {name} {tuple(param.shape)} {param.dtype}" for name, param in frozen]
+    trained = {id(tensor) for tensor in chosen.tensors if tensor.requires_grad}
+    others = [(name, param) for name, param in model.named_parameters() if id(param) not in trained]
+    words = {True: "parameter left out", False: "frozen parameter"}
+    lines += [f"{words[param.requires_grad]} {name} {tuple(param.shape)} {param.dtype}" for name, param in others]
     lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
-    lines += [f"start {config.start}"]
+    lines += [f"optimizer {type(optimizer).__name__}", *(f"group {_settings_of(group)}" for group in optimizer.param_groups)]
     if config.start == "verify":
         named = zip(chosen.names, chosen.tensors, strict=True)
         lines += [f"weights of {name}: {bits_of(tensor).hex()}" for name, tensor in named]
@@ -224,6 +230,12 @@ def _agree_on_what_is_built(model: nn.Module, chosen: Chosen, config: ZeroConfig
                     f"Rank {rank} of {group.size} built '{_short(other)}' where rank 0 built '{_short(mine)}'. "
                     "Build the same model, optimizer and configuration on all ranks."
                 )
+
+
+def _settings_of(group: dict[str, Any]) -> str:
+    """Of a group of the optimizer, as far as they can be compared as text."""
+    plain = {key: value for key, value in sorted(group.items()) if isinstance(value, (int, float, str, tuple, type(None)))}
+    return ", ".join(f"{key}={value!r}" for key, value in plain.items())
 
 
 def _short(line: str) -> str:
@@ -250,36 +262,72 @@ def _assemble(
     params, weights = Params(chosen.tensors, chosen.names), FlatBuffer(line)
     masters = Masters(line, group.rank if layout.num_shares > 1 else 0, weights, Shard(line, place.device))
     intake = Intake(params, forms, weights, masters, group, place)
-    latent = chosen.latent
-    intake.lay([index for index in range(len(chosen.names)) if index not in latent])
-    _share_the_rest(model, chosen, config, group)
+    latent, dtypes = chosen.latent, [tensor.dtype for tensor in chosen.tensors]
+    hooks = GradHooks()
 
-    staging = Staging(place.accelerator, lambda numel, dtype: group.staging(numel, dtype, place.device))
-    gradients = Shard(line, place.device)
-    reducer = Reducer(line, forms, place.accelerator, staging, Flight(line, group, staging, gradients))
-    shares = GradientShares(line, forms, group, gradients)
-    boundary = Boundary(config.accumulation, stage_of(config.stage).accumulates_locally)
-    window = Window(params, reducer, shares, boundary, Settler(group, params, line, config.digest), intake.lay)
-    hooks = GradHooks(params.tensors, window.before, window.ready)
-    updater = Updater(params, shares, masters, optimizer, Rules(config.clip, config.on_nonfinite))
-    gatherer = Gatherer(line, params, group, weights, masters)
+    def wire() -> Parts:
+        staging = Staging(place.accelerator, lambda numel, dtype: group.staging(numel, dtype, place.device))
+        gradients = Shard(line, place.device)
+        reducer = Reducer(line, forms, place.accelerator, staging, Flight(line, group, staging, gradients))
+        shares = GradientShares(line, forms, group, gradients)
+        boundary = Boundary(config.accumulation, stage_of(config.stage).accumulates_locally)
+        aliases = Aliases(model, params, weights, forms, chosen.left_out)
+        window = Window(params, reducer, shares, boundary, Settler(group, params, line, config.digest, aliases), intake.lay)
+        updater = Updater(params, shares, masters, optimizer, Rules(config.clip, config.on_nonfinite))
+        gatherer = Gatherer(line, params, group, weights, masters)
+        parts = Parts(place.accelerator, group, line, params, masters, window, hooks, updater, gatherer, intake, config)
+        adopt_state(parts, optimizer)
+        use_kernels(optimizer, config.kernels)
+        _cast_frozen(model, chosen, config)
+        for index, tensor in enumerate(chosen.tensors):
+            hooks.attach(index, tensor, window.before, window.ready)
+        aliases.renew_through(hooks.renew)
+        return parts
+
+    with _restoring(optimizer), contextlib.ExitStack() as on_failure:
+        on_failure.callback(intake.undo, dtypes)
+        on_failure.callback(hooks.detach)
+        intake.lay([index for index in range(len(chosen.names)) if index not in latent])
+        _share_the_rest(model, chosen, group)
+        parts = together(group, wire)
+        on_failure.pop_all()
     _managed.update({id(tensor): tensor for tensor in chosen.tensors})
-    return Parts(place.accelerator, group, line, params, masters, window, hooks, updater, gatherer, intake, config)
+    return parts
 
 
-def _share_the_rest(model: nn.Module, chosen: Chosen, config: ZeroConfig, group: Group) -> None:
-    """Casts what is frozen with the rest of the model, and makes it and the buffers those of rank 0."""
+@contextlib.contextmanager
+def _restoring(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Puts the optimizer's state and settings back if what follows fails."""
+    state = dict(optimizer.state)
+    settings = [dict(group) for group in (*optimizer.param_groups, optimizer.defaults)]
+    try:
+        yield
+    except BaseException:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, before in zip((*optimizer.param_groups, optimizer.defaults), settings, strict=True):
+            group.clear()
+            group.update(before)
+        raise
+
+
+def _share_the_rest(model: nn.Module, chosen: Chosen, group: Group) -> None:
+    """Makes what is frozen, and the buffers, those of rank 0."""
     latent = chosen.latent
     laid_out = {id(tensor) for index, tensor in enumerate(chosen.tensors) if index not in latent}
-    islands = _fp32_islands(model, config.keep_fp32)
     frozen = [param for param in model.parameters() if id(param) not in laid_out]
     with torch.no_grad():
-        for param in frozen:
-            if config.dtype is not None and param.is_floating_point() and id(param) not in islands and not param.requires_grad:
-                param.data = param.data.to(DTYPES[config.dtype])
         for tensor in [*frozen, *model.buffers()]:
             if tensor.numel() and not tensor.is_meta:
                 _broadcast_bits(group, tensor.detach())
+
+
+def _cast_frozen(model: nn.Module, chosen: Chosen, config: ZeroConfig) -> None:
+    """Casts what is frozen like the rest of the model; last of all, as nothing remembers what it was before."""
+    islands = _fp32_islands(model, config.keep_fp32)
+    for param in model.parameters():
+        if config.dtype is not None and param.is_floating_point() and id(param) not in islands and not param.requires_grad:
+            param.data = param.data.to(DTYPES[config.dtype])
 
 
 def _broadcast_bits(group: Group, tensor: torch.Tensor) -> None:

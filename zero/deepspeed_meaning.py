@@ -138,6 +138,8 @@ def meaning(written: Written) -> ZeroConfig:
     optimizer, kernels = _optimizer(written)
     accumulation, batch = _batch(written)
     clip = written.real("gradient_clipping", 0.0)
+    scale = _loss_scale(written, dtype, autocast)
+    checks = written.flag("bf16.check_grad_overflow", True) and dtype == "bfloat16"
     return ZeroConfig(
         stage=_stage(written),
         dtype=dtype,
@@ -152,13 +154,13 @@ def meaning(written: Written) -> ZeroConfig:
         clip=clip or None,
         accumulation=accumulation,
         count_micro_steps=written.flag("managed_gradient_accumulation", True),
-        on_nonfinite="skip" if dtype != "bfloat16" or written.flag("bf16.check_grad_overflow", True) else "propagate",
+        on_nonfinite="skip" if scale is not None or checks else "propagate",
         on_unused="leave" if written.flag("zero_optimization.ignore_unused_parameters", True) else "raise",
         kernels=kernels,
         elementwise=written.flag("zero_allow_untested_optimizer") or None,
         drop_last=written.flag("dataloader_drop_last"),
         batch=batch,
-        loss_scale=_loss_scale(written, dtype, autocast),
+        loss_scale=scale,
         optimizer=optimizer,
         schedule=_schedule(written),
         report=_report(written),

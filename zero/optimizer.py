@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,12 +12,17 @@ import torch
 from torch import nn
 
 from zero.checks import check_params, check_weights
+from zero.config import LossScale as LossScaleConfig
 from zero.config import ZeroConfig
 from zero.construction import construct, reduction
 from zero.memory.flat import sum_dtype
-from zero.memory.flatten import unflatten
 from zero.plan.loss_scale import LossScale
-from zero.state import adopt_state, load_state, whole_state, whole_state_dict
+from zero.state import load_state, whole_state, whole_state_dict
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
+)  # fmt: skip
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -33,11 +40,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
         self.state = inner.state
+        for hooks in _HOOKS:  # those registered on the one, before or after, are those of the other
+            setattr(self, hooks, getattr(inner, hooks))
         self.inner = inner
         self.model = model
         self.parts = parts
+        self._release = weakref.finalize(self, parts.release)
+        self._release.atexit = False
         parts.window.scaling.reduce = reduction(config, parts.group.size)
-        adopt_state(parts, inner)
         self.loss_scale: LossScale | None = _loss_scale(config)
         self.skipped_steps = 0
         self.grad_norm: float | None = None  # of the last window that was judged by its norm
@@ -48,6 +58,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Settles the window, judges it and updates the weights. A collective."""
+        self._check_open("step")
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -57,7 +69,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         window.settler.step += 1
         if window.used:
             self._apply(window.used)
-            self._follow_loss_scale()
+        elif self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(True)  # a step without any gradient counts as a finite one
+        self._follow_loss_scale()
         return loss
 
     def _apply(self, used: int) -> None:
@@ -68,6 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.loss_scale = self.loss_scale.after(verdict.apply)
         if not verdict.apply:
             self.skipped_steps += 1
+            self._check_progress(verdict.grad_norm)
             return
         buckets = [bucket for bucket, params in enumerate(parts.line.layout.params_in) if params & used]
         parts.gatherer.adopt(buckets)
@@ -76,6 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Ends the window. A collective where gradients of it were sent and no step settled them."""
+        self._check_open("zero_grad")
         window = self.parts.window
         if set_to_none:
             window.end()
@@ -175,11 +191,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective."""
-        return whole_state_dict(self.parts, self.inner)
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state_dict = whole_state_dict(self.parts, self.inner)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave; every rank passes the same."""
+        """Takes what `state_dict` gave, here or in plain torch; every rank passes the same. No collective."""
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, dict(state_dict))
+            state_dict = state_dict if changed is None else changed
         load_state(self.parts, self.inner, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Takes new parameters in, as torch does; they get memory when they are first used. All ranks add the same."""
@@ -194,13 +221,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parts.join(names, tensors, len(self.inner.param_groups) - 1)
 
     def close(self) -> None:
-        """Makes the model plain again: no hooks, storage of its own for every parameter, present values. No collective."""
+        """Makes the model plain again: no hooks, storage of its own for every parameter, present values. No collective.
+
+        The optimizer's state goes with it: take `state_dict()` before, for whoever goes on. Deleting the optimizer closes it.
+        """
+        self._release()
+
+    def _check_open(self, what: str) -> None:
         if self.parts.closed:
-            return
-        self.parts.window.forget()
-        self.parts.release()
-        with torch.no_grad():
-            unflatten(self.parts.params.tensors)
+            raise ValueError(
+                f"{what}() was asked for, but this optimizer was closed and the model is plain. Use a plain optimizer, or "
+                "shard again."
+            )
+
+    def _check_progress(self, norm: float | None) -> None:
+        """Raises where step after step is skipped and the scale cannot fall any further: that would go on for ever."""
+        scale, given = self.loss_scale, self.parts.config.loss_scale
+        if scale is not None and scale.stuck >= (given or LossScaleConfig()).max_skips:
+            raise self.parts.updater.nonfinite(math.nan if norm is None else norm)
 
     def _names_of(self, tensors: list[nn.Parameter]) -> list[str]:
         by_id = {id(param): name for name, param in self.model.named_parameters()}

@@ -7,17 +7,22 @@ a 0-dim parameter the shapes do not tell.
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zero.comm.group import exchange_texts
-from zero.construction import Parts
-from zero.memory.flat import dtype_name
+from zero.errors import ZeroError
+from zero.memory.flat import dtype_name, sum_dtype
 
-_NOT_ELEMENTWISE = {"step", "eta", "mu"}  # 0-dim entries of torch's own optimizers
+if TYPE_CHECKING:
+    from zero.construction import Parts
+    from zero.plan.layout import Piece
+
+_NOT_ELEMENTWISE = {"step", "eta", "mu", "mu_product"}  # 0-dim entries of torch's own optimizers
 
 
 def whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> dict[str, Any]:
@@ -26,50 +31,96 @@ def whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> dict[
 
 
 def whole_state_dict(parts: Parts, inner: torch.optim.Optimizer) -> dict[str, Any]:
-    states, elementwise = {}, set()
+    """State by parameter name, which of its keys go with elements, the exact values of rounded weights, and the groups."""
+    parts.window.settler.aliases.lost()
+    parts.gatherer.adopt(range(len(parts.line.layout.buckets)))
+    states, elementwise, masters = {}, set(), {}
     for param, name in enumerate(parts.params.names):
         state, keys = _whole_state(parts, inner, param)
         if state:
             states[name] = state
             elementwise |= keys
+        if _has_copy(parts, param):
+            dtype = sum_dtype(parts.params.tensors[param].dtype)
+            masters[name] = parts.window.shares.whole(param, parts.masters.shard.piece, dtype)
     index, names = parts.params.index, parts.params.names
     groups = []
     for group in inner.param_groups:
         named = [names[index[id(param)]] for param in group["params"] if id(param) in index]
         groups.append({**group, "params": named})
-    return {"state": states, "elementwise": sorted(elementwise), "param_groups": groups}
+    return {"state": states, "elementwise": sorted(elementwise), "masters": masters, "param_groups": groups}
 
 
+def _has_copy(parts: Parts, param: int) -> bool:
+    return any(parts.masters.is_copy(bucket) for bucket in parts.line.layout.buckets_of(param))
+
+
+@torch.no_grad()
 def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Checks everything, then changes the state."""
-    states, groups = state_dict["state"], state_dict["param_groups"]
-    unknown = [name for name in states if name not in parts.params.names]
-    if unknown:
-        raise ValueError(
-            f"State of {unknown[0]} was passed, which is no parameter of this optimizer ({len(unknown)} such names). "
-            "Load it into the model that it was saved from."
-        )
+    """Checks everything, then changes the state. What torch's own optimizer saved, by number, is understood too."""
+    groups = state_dict["param_groups"]
     if len(groups) != len(inner.param_groups):
         raise ValueError(
             f"State of {len(groups)} parameter groups was passed to an optimizer of {len(inner.param_groups)}. "
             "Make the same groups."
         )
-    elementwise = set(state_dict["elementwise"])
-    for name, state in states.items():
-        shape = parts.line.layout.params[parts.params.names.index(name)].shape
-        for key in elementwise.intersection(state):
-            if tuple(state[key].shape) != shape:
+    names = _names_in_groups(parts, inner, groups)
+    states = {names.get(key, key): state for key, state in state_dict["state"].items()}
+    masters = state_dict.get("masters", {})
+    unknown = [name for name in (*states, *masters) if name not in parts.params.names]
+    if unknown:
+        raise ValueError(
+            f"State of {unknown[0]} was passed, which is no parameter of this optimizer ({len(unknown)} such names). "
+            "Load it into the model that it was saved from."
+        )
+    shapes = {name: torch.Size(spec.shape) for name, spec in zip(parts.params.names, parts.line.layout.params, strict=True)}
+    elementwise = state_dict.get("elementwise")
+    if elementwise is None:
+        pairs = [(key, value, shapes[name]) for name, state in states.items() for key, value in state.items()]
+        elementwise = {key for key, value, shape in pairs if _goes_with_elements(key, value, shape)}
+    for name, state in (*states.items(), *((name, {"master": master}) for name, master in masters.items())):
+        for key in {*elementwise, "master"}.intersection(state):
+            if isinstance(state[key], torch.Tensor) and state[key].shape != shapes[name]:
                 raise ValueError(
-                    f"State {key} of {name} was passed with shape {tuple(state[key].shape)}, but the parameter has {shape}. "
-                    "Load it into the model that it was saved from."
+                    f"State {key} of {name} was passed with shape {tuple(state[key].shape)}, but the parameter has "
+                    f"{tuple(shapes[name])}. Load it into the model that it was saved from."
                 )
     for group, saved in zip(inner.param_groups, groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
+        group.update({key: _setting(group.get(key), value) for key, value in saved.items() if key != "params"})
     for param, name in enumerate(parts.params.names):
         for _, master in parts.masters.of(param):
             inner.state.pop(master, None)
         if name in states:
-            _give_pieces(parts, inner, param, states[name], elementwise)
+            _give_pieces(parts, inner, param, states[name], set(elementwise))
+        if name in masters and _has_copy(parts, param):
+            line = parts.window.shares.forms[param].line(masters[name])
+            for piece, master in parts.masters.of(param):
+                master.copy_(line[piece.in_param.start : piece.in_param.stop])
+
+
+def _names_in_groups(parts: Parts, inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+    """The parameter that each number of a plain optimizer's groups stands for; nothing where they have names."""
+    names: dict[Any, str] = {}
+    for group, saved in zip(inner.param_groups, groups, strict=True):
+        numbers = [number for number in saved["params"] if isinstance(number, int)]
+        if numbers and len(numbers) != len(group["params"]):
+            raise ValueError(
+                f"State of a group of {len(numbers)} parameters was passed for one of {len(group['params'])}. "
+                "Make the same groups."
+            )
+        for number, param in zip(numbers, group["params"], strict=False):
+            if id(param) in parts.params.index:
+                names[number] = parts.params.names[parts.params.index[id(param)]]
+    return names
+
+
+def _setting(now: Any, saved: Any) -> Any:
+    """A saved setting of a group; a rate that is a tensor is filled, since schedules and captured graphs know the tensor."""
+    if not isinstance(saved, torch.Tensor):
+        return copy.deepcopy(saved)
+    if isinstance(now, torch.Tensor) and now.shape == saved.shape:
+        return now.copy_(saved)
+    return saved.clone()
 
 
 def adopt_state(parts: Parts, inner: torch.optim.Optimizer) -> None:
@@ -102,19 +153,16 @@ def _give_pieces(
 
 def _whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> tuple[dict[str, Any], set[str]]:
     own = [(piece, inner.state[master]) for piece, master in parts.masters.of(param) if master in inner.state]
-    described: dict[str, list[Any]] = {}
-    for piece, state in own:
-        for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                described[key] = ["value", None, value]
-            elif value.shape == (piece.in_share.numel,):
-                described[key] = ["elements", dtype_name(value.dtype), None]
-            else:
-                described[key] = ["tensor", dtype_name(value.dtype), value.tolist()]
+    name = parts.params.names[param]
     known: dict[str, list[Any]] = {}
-    for text in exchange_texts(parts.group, json.dumps(described)):  # a rank without a piece learns here what the others have
-        for key, entry in json.loads(text).items():
-            known.setdefault(key, entry)
+    for text in exchange_texts(parts.group, _described(own)):  # a rank without a piece learns here what the others have
+        for described in json.loads(text):
+            for key, entry in described.items():
+                if json.dumps(known.setdefault(key, entry)) != json.dumps(entry) or entry[0] == "unknown":
+                    raise ZeroError(
+                        f"State {key} of {name} was asked for, but it is neither one value for each element nor a plain value "
+                        f"that all ranks share: {str(entry[2])[:60]}. Only what treats every element by itself can be sharded."
+                    )
     whole: dict[str, Any] = {}
     for key, (kind, dtype, value) in known.items():
         if kind == "elements":
@@ -123,3 +171,21 @@ def _whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> tupl
         else:
             whole[key] = value if kind == "value" else torch.tensor(value, dtype=getattr(torch, dtype))
     return whole, {key for key, (kind, _, _) in known.items() if kind == "elements"}
+
+
+def _described(own: Sequence[tuple[Piece, Mapping[str, Any]]]) -> str:
+    """The kind and dtype of every entry of every piece's state, and what goes with no element."""
+    described: list[dict[str, list[Any]]] = [{} for _ in own]
+    for entries, (piece, state) in zip(described, own, strict=True):
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                entries[key] = ["value", None, value]
+            elif value.shape == (piece.in_share.numel,):
+                entries[key] = ["elements", dtype_name(value.dtype), None]
+            else:
+                entries[key] = ["tensor", dtype_name(value.dtype), value.tolist()]
+            try:
+                json.dumps(entries[key])
+            except TypeError:
+                entries[key] = ["unknown", None, repr(value)]
+    return json.dumps(described)

@@ -156,7 +156,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
                     ends[key].view.copy_(on_host[key])
 
             addresses = {ends[key].address for key in written}
-            return StagedWork(carried, lane, lanes.put_off(lane, land, set(), addresses), result)
+            return StagedWork(carried, lane, lanes.put_off(lane, land, set(), addresses, carried.is_completed), result)
 
     def _lane(self, index: int) -> Lane:
         if index not in self._lanes:

@@ -50,11 +50,12 @@ host = Host()
 class Task:
     """Put-off work, or a wait for some."""
 
-    __slots__ = ("action", "after", "done", "lane", "reads", "writes")
+    __slots__ = ("action", "after", "done", "has_come", "lane", "reads", "writes")
 
     def __init__(
         self, lane: Lane, action: Callable[[], object] | None, reads: Memories, writes: Memories, after: Task | None = None
     ) -> None:
+        self.has_come: Callable[[], bool] | None = None  # of work that needs other processes: whether they did their part
         self.lane = lane
         self.action = action
         self.reads = reads
@@ -171,9 +172,17 @@ class Lanes:
 
     # running
 
-    def put_off(self, lane: Lane, action: Callable[[], object], reads: Memories, writes: Memories) -> Task:
+    def put_off(
+        self,
+        lane: Lane,
+        action: Callable[[], object],
+        reads: Memories,
+        writes: Memories,
+        has_come: Callable[[], bool] | None = None,
+    ) -> Task:
         """Queues work. It runs at once where nothing is to be put off."""
         task = Task(lane, action, reads, writes)
+        task.has_come = has_come
         lane.pending.append(task)
         if settings.order == "eager":
             self.run_to(task)
@@ -230,11 +239,12 @@ class Lanes:
             if task.action is not None:
                 with torch_private.below_autograd(), torch_private.excluding(torch_private.WATCH_KEY):
                     task.action()
-            task.action = task.after = None  # lets go of the memory
+            task.action = task.after = task.has_come = None  # lets go of the memory
 
     def _move_on(self) -> None:
         while self._random.random() < 0.5:
-            busy = [lane for lane in self.of(None) if lane.pending]
+            # What another process has yet to send is not waited for here: the host would wait, where only the lane should.
+            busy = [lane for lane in self.of(None) if lane.pending and _could_run(lane.pending[0])]
             if not busy:
                 return
             self._run_first(self._random.choice(busy))
@@ -253,6 +263,20 @@ def _collect(lane: Lane, last: Task | None, reads: Memories, writes: Memories, f
             found.append(task)
         if task is last:
             return
+
+
+def _could_run(task: Task) -> bool:
+    """Whether nothing of it, or of what comes before it on other lanes, is still to come from another process."""
+    if task.has_come is not None and not task.has_come():
+        return False
+    if task.after is None or task.after.done:
+        return True
+    for earlier in task.after.lane.pending:
+        if not _could_run(earlier):
+            return False
+        if earlier is task.after:
+            break
+    return True
 
 
 def merge(clock: dict[int, int], other: dict[int, int]) -> None:

@@ -72,15 +72,18 @@ def case(build: Callable[[], nn.Module], optimizer: Any = None, *, tags: str, **
 
 
 def generator(*key: object) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+    return torch.Generator("cpu").manual_seed(zlib.crc32(repr(key).encode()))
+
+
+# On the host, whatever the default device is while a model is built.
 
 
 def whole_numbers(shape: Sequence[int], *key: object, low: int = -2, high: int = 2) -> Tensor:
-    return torch.randint(low, high + 1, tuple(shape), generator=generator(*key)).float()
+    return torch.randint(low, high + 1, tuple(shape), generator=generator(*key), device="cpu").float()
 
 
 def real_numbers(shape: Sequence[int], *key: object) -> Tensor:
-    return torch.randn(tuple(shape), generator=generator(*key))
+    return torch.randn(tuple(shape), generator=generator(*key), device="cpu")
 
 
 def like(model: nn.Module, tensor: Tensor) -> Tensor:

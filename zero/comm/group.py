@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
+
+from zero.errors import RankFailed, ZeroError
+
+Result = TypeVar("Result")
 
 
 class Pending(Protocol):
@@ -77,3 +83,19 @@ def exchange_texts(group: Group, text: str) -> list[str]:
     lengths = [int.from_bytes(message, "little") for message in group.exchange(len(mine).to_bytes(8, "little"))]
     padded = group.exchange(mine.ljust(max(lengths), b"\0"))
     return [message[:length].decode() for message, length in zip(padded, lengths, strict=True)]
+
+
+def together(group: Group, act: Callable[[], Result]) -> Result:
+    """What `act` gives; where it fails on one rank, all of them raise, so that none waits for what will not come."""
+    try:
+        result = act()
+    except Exception as error:
+        with contextlib.suppress(ZeroError):
+            group.exchange(b"\1")
+            exchange_texts(group, f"{type(error).__name__}: {error}")
+        raise
+    if any(message != b"\0" for message in group.exchange(b"\0")):
+        for rank, text in enumerate(exchange_texts(group, "")):
+            if text:
+                raise RankFailed(f"Rank {rank} of {group.size} could not do its part of the sharding, so nobody did: {text}")
+    return result

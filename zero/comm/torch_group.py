@@ -6,6 +6,10 @@ collective of the user's. Tensors have one group; host messages have another, ov
 behind on tensors must still be able to say so. A third one is quiet until something failed: ranks that are
 still there meet on it to find out who is not.
 
+For a sub-group only its members are here to make them (`use_local_synchronization`), and torch then names groups by
+their ranks and the number of groups alive: made again after being destroyed, they get the old name and find the
+old addresses in the store. So those of a sub-group are kept when it is closed, for whoever shards over it next.
+
 [Note: which collective]
 Gloo adds bf16 in bf16, so 256 + 1 gives 256, and its reduce-scatter is slow; exchanging the pieces and adding
 them in fp32 is exact and two to four times as fast. Its all-gather likewise loses to one broadcast an owner.
@@ -23,9 +27,16 @@ import torch
 import torch.distributed as dist
 
 from accelerators import Accelerator
+from accelerators.launch import read_launch
 from zero.comm.group import Group, Pending, Ready, sum_in_rank_order
 from zero.comm.loopback import solo
 from zero.errors import GroupLost
+
+# torch 2.13 has new names for these and warns of the old ones
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_kept: list[tuple[Any, list[int], str, list[Any]]] = []  # world, ranks, backend and groups of closed sub-groups
 
 _MEETING_S = 2.0  # how long the ranks that are left wait for each other to find out who is missing
 
@@ -34,31 +45,19 @@ def connect(accelerator: Accelerator, group: Any = None, time_limit_s: float = 6
     """The group to train with: the user's, else the launcher's, else a single rank."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return _checked(group)
-    if not dist.is_available() or (not dist.is_initialized() and not _launched()):
-        if group is not None:
-            raise ValueError(
-                "A process group was passed, but torch.distributed is not initialised. Call init_process_group first."
-            )
+    launch = read_launch(os.environ)
+    initialised = dist.is_available() and dist.is_initialized()
+    if not initialised and group is not None:
+        raise ValueError("A process group was passed, but torch.distributed is not initialised. Call init_process_group first.")
+    if not initialised and launch.world_size == 1:
         return solo()
-    started_here = not dist.is_initialized()
-    if started_here:
+    if not initialised:
         dist.init_process_group(accelerator.communication_backend, timeout=datetime.timedelta(seconds=time_limit_s))
+    elif group is None and launch.world_size > 1:
+        launch.check_group(dist.get_world_size())
     base = group if group is not None else dist.group.WORLD
     assert base is not None
-    return TorchGroup(accelerator, base, time_limit_s, owns_world=started_here)
-
-
-def _launched() -> bool:
-    """True when a launcher's variables are there for more than one rank; a contradiction among them is an error."""
-    world, rank = os.environ.get("WORLD_SIZE", "").strip(), os.environ.get("RANK", "").strip()
-    if not world and not rank:
-        return False
-    if not (world.isdecimal() and rank.isdecimal() and int(rank) < int(world)):
-        raise ValueError(
-            f"RANK={rank or 'unset'} and WORLD_SIZE={world or 'unset'} were set, which name no rank of a world. "
-            "Start with torchrun, or unset both to train as one rank."
-        )
-    return int(world) > 1 or bool(os.environ.get("MASTER_ADDR"))
+    return TorchGroup(accelerator, base, time_limit_s, owns_world=not initialised)
 
 
 def _checked(group: Any) -> Group:
@@ -69,6 +68,11 @@ def _checked(group: Any) -> Group:
         )
     checked: Group = group
     return checked
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """What is only moved, as what every backend moves: some have no 16-bit floats."""
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 class _Works:
@@ -91,17 +95,29 @@ class TorchGroup:
         self.rank = dist.get_rank(base)
         self.size = dist.get_world_size(base)
         self._time_limit_s = time_limit_s
-        self._owns_world = owns_world
+        self.owns_world = owns_world
         self._ranks = dist.get_process_group_ranks(base)
         self._backend = accelerator.communication_backend
-        self._tensors = self._new_group(self._backend)
-        self._messages = self._new_group("gloo")
-        self._quiet = self._new_group("gloo")
+        self._tensors, self._messages, self._quiet = self._take_kept() or [
+            self._new_group(backend) for backend in (self._backend, "gloo", "gloo")
+        ]
         self._lost: str | None = None
+        self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
 
     def _new_group(self, backend: str) -> Any:
         limit = datetime.timedelta(seconds=self._time_limit_s)
-        return dist.new_group(self._ranks, timeout=limit, backend=backend, use_local_synchronization=True)
+        return dist.new_group(self._ranks, timeout=limit, backend=backend, use_local_synchronization=self._is_part)
+
+    @property
+    def _is_part(self) -> bool:
+        return self.size < dist.get_world_size()
+
+    def _take_kept(self) -> list[Any] | None:
+        for index, (world, ranks, backend, groups) in enumerate(_kept):
+            if world is dist.group.WORLD and ranks == self._ranks and backend == self._backend:
+                del _kept[index]
+                return groups
+        return None
 
     # tensors -----------------------------------------------------------------------------------------------------
 
@@ -110,10 +126,10 @@ class TorchGroup:
             return Ready(bucket.to(sum_dtype))
         if self._backend == "nccl" and bucket.dtype == sum_dtype:
             share = torch.empty(bucket.numel() // self.size, dtype=sum_dtype, device=bucket.device)
-            work = self._start(dist.reduce_scatter_tensor, share, bucket)
+            work = self._start(_scatter_sum, share, bucket)
             return _Works(self, [work], lambda: share)
         pieces = torch.empty_like(bucket)
-        work = self._start(dist.all_to_all_single, pieces, bucket)
+        work = self._start(dist.all_to_all_single, _bits(pieces), _bits(bucket))
         return _Works(self, [work], lambda: sum_in_rank_order(pieces, self.size, sum_dtype))
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
@@ -128,15 +144,15 @@ class TorchGroup:
         numel = bucket.numel() // self.size
         if self._backend == "nccl":
             mine = bucket[self.rank * numel : (self.rank + 1) * numel]
-            return _Works(self, [self._start(dist.all_gather_into_tensor, bucket, mine)], lambda: bucket)
+            return _Works(self, [self._start(_gather_into, bucket, mine)], lambda: bucket)
         parts = zip(bucket.view(self.size, numel), self._ranks, strict=True)
-        works = [self._start(dist.broadcast, part, src=rank) for part, rank in parts]
+        works = [self._start(dist.broadcast, _bits(part), src=rank) for part, rank in parts]
         return _Works(self, works, lambda: bucket)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         if self.size == 1:
             return Ready(tensor)
-        return _Works(self, [self._start(dist.broadcast, tensor, src=self._ranks[0])], lambda: tensor)
+        return _Works(self, [self._start(dist.broadcast, _bits(tensor), src=self._ranks[0])], lambda: tensor)
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
@@ -148,7 +164,7 @@ class TorchGroup:
             return [message]
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         everyone = torch.empty(self.size * len(message), dtype=torch.uint8)
-        self.guarded(lambda: dist.all_gather_into_tensor(everyone, mine, group=self._messages))
+        self.guarded(lambda: _gather_into(everyone, mine, group=self._messages))
         whole = everyone.numpy().tobytes()
         return [whole[start : start + len(message)] for start in range(0, len(whole), len(message))]
 
@@ -179,9 +195,15 @@ class TorchGroup:
         return self.guarded(lambda: collective(*arguments, group=self._tensors, async_op=True, **options))
 
     def close(self) -> None:
-        if not dist.is_initialized():
+        if not dist.is_initialized() or self._world is not dist.group.WORLD:
             return
-        for group in (self._tensors, self._messages, self._quiet):
+        self._world = None
+        groups = [self._tensors, self._messages, self._quiet]
+        if self._is_part and self._lost is None:
+            _kept[:] = [kept for kept in _kept if kept[0] is dist.group.WORLD]
+            _kept.append((dist.group.WORLD, self._ranks, self._backend, groups))
+            return
+        for group in groups:
             dist.destroy_process_group(group)
-        if self._owns_world:
+        if self.owns_world:
             dist.destroy_process_group()

@@ -9,8 +9,9 @@ here is detached: a flat buffer with a history would refuse in-place updates of 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,20 @@ class Flattener:
                 self.tensors[param].data = torch.empty(0, dtype=self.tensors[param].dtype, device=self._place.device)
                 self.by_host.add(param)
         return source
+
+    @contextlib.contextmanager
+    def putting_back(self, chunk: int, source: torch.Tensor) -> Iterator[None]:
+        """Gives parameters that `read` emptied their values again if what follows fails."""
+        try:
+            yield
+        except BaseException:
+            for param in self.by_host.intersection(self.weights.line.layout.chunks[chunk].params):
+                slot, tensor = self.weights.line.layout.slots[param], self.tensors[param]
+                assert slot is not None
+                if tensor.numel() < slot.span.numel:
+                    values = self._forms[param].shaped(source[slot.span.start : slot.span.stop])
+                    tensor.data = values.to(self._place.device, tensor.dtype)
+            raise
 
     def write(self, chunk: int, source: torch.Tensor) -> None:
         """Makes `source`, rounded if need be, the memory of the chunk's parameters."""

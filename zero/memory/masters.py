@@ -7,6 +7,8 @@ import torch
 from zero.memory.flat import FlatBuffer, Line, Shard, sum_dtype
 from zero.plan.layout import Piece
 
+_BLOCK_NUMEL = 2**16
+
 
 class Masters:
     """This rank's shares in the dtype of sums, cut into parameters.
@@ -44,9 +46,16 @@ class Masters:
 
     def adopt(self, bucket: int) -> None:
         """Takes over what was changed in the weights: wherever a weight is not its master's rounded value."""
-        weights, masters = self._weights.share(bucket, self._rank), self.shard.share(bucket)
-        changed = weights != masters.to(weights.dtype)
-        masters.copy_(torch.where(changed, weights.to(masters.dtype), masters))
+        whole = (self._weights.share(bucket, self._rank), self.shard.share(bucket))
+        # block by block, since what a comparison needs beside the two is several times the weights
+        for weights, masters in zip(*(torch.split(share, _BLOCK_NUMEL) for share in whole), strict=True):
+            changed = weights != masters.to(weights.dtype)
+            masters.copy_(torch.where(changed, weights.to(masters.dtype), masters))
+
+    def release(self) -> None:
+        """Lets go of everything."""
+        self.pieces.clear()
+        self.shard.clear()
 
     def publish(self, bucket: int) -> None:
         """Rounds the masters of a bucket into this rank's share of the weights."""

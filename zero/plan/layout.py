@@ -20,6 +20,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from zero.plan.spans import Span, round_up
 
@@ -47,6 +48,14 @@ class Slot:
     param: int  # index into FlatLayout.params
     chunk: int
     span: Span  # in the chunk
+
+
+class Part(NamedTuple):
+    """A parameter's part of one bucket."""
+
+    bucket: int
+    in_bucket: Span  # counted from the bucket's start
+    in_param: Span
 
 
 @dataclass(frozen=True)
@@ -132,15 +141,9 @@ class FlatLayout:
             if found is not None:
                 yield Piece(param, index, found.shifted(-share.start), found.shifted(-slot.span.start))
 
-    def parts(self, param: int) -> Iterator[tuple[int, Span, Span]]:
-        """The parameter's part of each of its buckets: the bucket, the part counted from its start, and in the parameter."""
-        slot = self.slots[param]
-        for index in self.buckets_of(param):
-            assert slot is not None
-            bucket = self.buckets[index]
-            part = slot.span.overlap(bucket.span)
-            if part is not None:
-                yield index, part.shifted(-bucket.span.start), part.shifted(-slot.span.start)
+    def parts(self, param: int) -> tuple[Part, ...]:
+        """The parameter's part of each of its buckets."""
+        return self._parts[param]
 
     def buckets_of(self, param: int) -> tuple[int, ...]:
         return self._buckets_of_param[param]
@@ -149,7 +152,7 @@ class FlatLayout:
         """Elements of all shares of one rank, padding included; the same on every rank."""
         return sum(bucket.share(rank).numel for bucket in self.buckets)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """The same on two ranks exactly when their layouts are."""
         text = repr((self.params, self.slots, self.chunks, self.buckets, self.num_shares))
@@ -176,6 +179,19 @@ class FlatLayout:
                 at = part.stop
         if at < bucket.span.stop:
             yield Span(at, bucket.span.stop).shifted(-bucket.span.start)
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[Part, ...], ...]:
+        return tuple(tuple(self._parts_of(param)) for param in range(len(self.params)))
+
+    def _parts_of(self, param: int) -> Iterator[Part]:
+        slot = self.slots[param]
+        for index in self.buckets_of(param):
+            assert slot is not None
+            bucket = self.buckets[index]
+            found = slot.span.overlap(bucket.span)
+            if found is not None:
+                yield Part(index, found.shifted(-bucket.span.start), found.shifted(-slot.span.start))
 
     @cached_property
     def _buckets_of_param(self) -> tuple[tuple[int, ...], ...]:

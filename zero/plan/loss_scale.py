@@ -19,6 +19,7 @@ class LossScale:
     minimum: float = 1.0
     good_steps: int = 0
     patience: int | None = None  # overflows still forgiven; None stands for all of `hysteresis`
+    stuck: int = 0  # overflows in a row that the scale could not answer by falling
 
     def __post_init__(self) -> None:
         wrong = (
@@ -40,6 +41,10 @@ class LossScale:
 
     def after(self, finite: bool) -> LossScale:
         """The scale for the next step."""
+        stuck = 0 if finite or not (self.at_minimum or self.window is None) else self.stuck + 1
+        return replace(self._moved(finite), stuck=stuck)
+
+    def _moved(self, finite: bool) -> LossScale:
         if self.window is None:
             return self
         if finite:

@@ -36,6 +36,7 @@ class Counts:
     put: int = 0  # parameters: a stand-in was put in .grad
     removed: int = 0  # parameters: the user set .grad to None
     replaced: int = 0  # parameters: the user set .grad to a tensor of his own
+    lost: int = 0  # parameters: the model no longer computes with what we keep of them
     open: int = 0  # buckets: have something to send that fits the ordinary round
     wide: int = 0  # buckets: have something that only a round in the sum's dtype can carry
     later: int = 0  # buckets: have something that must not travel before the agreed rounds are over
@@ -82,7 +83,7 @@ class Codec:
             OCCASIONS.index(counts.occasion), counts.step, counts.settles, counts.digest, counts.sent, counts.clears,
             counts.weight, flags,
         )  # fmt: skip
-        of_params = (counts.used, counts.put, counts.removed, counts.replaced)
+        of_params = (counts.used, counts.put, counts.removed, counts.replaced, counts.lost)
         of_buckets = (counts.open, counts.wide, counts.later)
         masks = [mask.to_bytes(self._param_bytes, "little") for mask in of_params]
         masks += [mask.to_bytes(self._bucket_bytes, "little") for mask in of_buckets]
@@ -93,13 +94,13 @@ class Codec:
     def unpack(self, message: bytes) -> Counts:
         code, step, settles, digest, sent, clears, weight, flags = _HEAD.unpack_from(message)
         masks, at = [], _HEAD.size
-        for size in (self._param_bytes,) * 4 + (self._bucket_bytes,) * 3:
+        for size in (self._param_bytes,) * 5 + (self._bucket_bytes,) * 3:
             masks.append(int.from_bytes(message[at : at + size], "little"))
             at += size
-        used, put, removed, replaced, open_, wide, later = masks
+        used, put, removed, replaced, lost, open_, wide, later = masks
         return Counts(
             OCCASIONS[code], step, settles, digest, sent, clears, weight, bool(flags & 1), bool(flags & 2), bool(flags & 4),
-            used, put, removed, replaced, open_, wide, later,
+            used, put, removed, replaced, lost, open_, wide, later,
             order=tuple(bucket for bucket in self._order.unpack_from(message, at) if bucket >= 0),
         )  # fmt: skip
 
@@ -111,6 +112,7 @@ def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str]
         raise error  # no round can be trusted to be the same one on all ranks
     error = (
         _failure(everyone)
+        or _lost_parameters(everyone, names)
         or _different_place(everyone)
         or _different_contributions(everyone)
         or _different_edits(everyone, names)
@@ -176,6 +178,20 @@ def _failure(everyone: Sequence[Counts]) -> ZeroError | None:
     )
 
 
+def _lost_parameters(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroError | None:
+    where = [rank for rank, counts in enumerate(everyone) if counts.lost]
+    if not where:
+        return None
+    lost = [names[index] for index in set_bits(_union([counts.lost for counts in everyone]))]
+    more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+    return ZeroError(
+        f"Training {', '.join(lost[:3])}{more} was asked for, but on {_ranks(where).lower()} it is no longer what was sharded: "
+        "another Parameter took its place, or it has other memory (through an assignment, .to(dtype), .half(), a "
+        "parametrization, or loading with assign=True). Change the model before sharding it, or close() the optimizer and "
+        "shard anew."
+    )
+
+
 def _different_place(everyone: Sequence[Counts]) -> ZeroError | None:
     first = everyone[0]
     for rank, counts in enumerate(everyone):
@@ -193,8 +209,8 @@ def _different_contributions(everyone: Sequence[Counts]) -> ZeroError | None:
     idle = [rank for rank, counts in enumerate(everyone) if not counts.contributed]
     if idle and len(idle) < len(everyone):
         return RanksDiffer(
-            f"{_ranks(idle)} came to {everyone[0].occasion} at step {everyone[0].step} without a gradient, others did not. "
-            "Call optimizer.no_contribution() on a rank that has nothing to add."
+            f"{_ranks(idle)} came to {everyone[0].occasion} at step {everyone[0].step} without a gradient, but the others "
+            "have one. Call optimizer.no_contribution() on a rank that has nothing to add."
         )
     weighted = [rank for rank, counts in enumerate(everyone) if counts.weighted]
     plain = [rank for rank, counts in enumerate(everyone) if counts.used and not counts.weighted]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,23 +18,35 @@ class GradHooks:
     holds the node only weakly; we keep it, or our hooks would be gone with it.
     """
 
-    def __init__(
-        self, params: Sequence[torch.nn.Parameter], before: Callable[[int], None], ready: Callable[[int], None]
-    ) -> None:
-        self._before, self._ready = before, ready
+    def __init__(self) -> None:
         self._nodes: list[Node] = []
         self._handles: list[Any] = []
-        for index, param in enumerate(params):
-            self.attach(index, param)
+        self._attached: list[tuple[int, torch.nn.Parameter, Callable[[int], None], Callable[[int], None]]] = []
 
-    def attach(self, index: int, param: torch.nn.Parameter) -> None:
-        before, ready = self._before, self._ready
+    def attach(
+        self, index: int, param: torch.nn.Parameter, before: Callable[[int], None], ready: Callable[[int], None]
+    ) -> None:
+        self._attached.append((index, param, before, ready))
+        self._sit_on(self._node_of(param), index, before, ready)
+
+    def renew(self) -> None:
+        """Attaches anew where a parameter has another node by now, as one has whose memory was set or dtype changed."""
+        known = set(map(id, self._nodes))
+        for index, param, before, ready in self._attached:
+            node = self._node_of(param)
+            if id(node) not in known:
+                self._sit_on(node, index, before, ready)
+
+    def _node_of(self, param: torch.nn.Parameter) -> Node:
         trainable = param.requires_grad
         if not trainable:  # frozen for now: it has no node before it requires a gradient
             param.requires_grad_(True)
         node = get_gradient_edge(param).node
         if not trainable:
             param.requires_grad_(False)
+        return node
+
+    def _sit_on(self, node: Node, index: int, before: Callable[[int], None], ready: Callable[[int], None]) -> None:
         self._nodes.append(node)
         self._handles.append(node.register_prehook(lambda _, index=index: before(index)))
         self._handles.append(node.register_hook(lambda _, __, index=index: ready(index)))
@@ -44,3 +56,4 @@ class GradHooks:
             handle.remove()
         self._handles.clear()
         self._nodes.clear()
+        self._attached.clear()

@@ -243,6 +243,11 @@ class Reducer:
         self._rounds.clear()
         self._wide.clear()
 
+    def release(self) -> None:
+        """Lets go of everything."""
+        self.drop()
+        self._staging.release()
+
     def drop_param(self, param: int) -> None:
         """Forgets what has not been sent of one parameter."""
         for index, part, _ in self.line.layout.parts(param):

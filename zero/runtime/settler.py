@@ -11,6 +11,7 @@ import torch
 from zero.comm.group import Group
 from zero.memory.flat import Line
 from zero.runtime.agreement import Agreement, Codec, Counts, agree
+from zero.runtime.aliases import Aliases
 from zero.runtime.params import Params
 
 if TYPE_CHECKING:
@@ -55,9 +56,10 @@ class Found:
 class Settler:
     """Tells the other ranks what this one has done and found, and hears it from them."""
 
-    def __init__(self, group: Group, params: Params, line: Line, configuration: str) -> None:
+    def __init__(self, group: Group, params: Params, line: Line, configuration: str, aliases: Aliases) -> None:
         self.size = group.size
         self.step = 0
+        self.aliases = aliases
         self._settles = 0
         self._group = group
         self._params = params
@@ -85,6 +87,7 @@ class Settler:
             put=window.put,
             removed=found.removed,
             replaced=found.replaced,
+            lost=0 if occasion == "zero_grad" else self.aliases.lost(),
             open=reducer.open_buckets,
             wide=reducer.wide_buckets | later & self._line.narrow_buckets,
             later=later,

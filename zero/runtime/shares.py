@@ -81,7 +81,7 @@ class GradientShares:
         """The 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is."""
         present = self.shard.present()
         norms = torch._foreach_norm(present) if present else []
-        square = sum(norm * norm for norm in torch.stack([norm.double() for norm in norms]).tolist()) if norms else 0.0
+        square = sum(norm * norm for norm in _numbers(norms))
         if self._sharded:
             square = sum(numbers[0] for numbers in self.exchange_numbers([square]))
         return float(square**0.5)
@@ -141,7 +141,7 @@ class GradientShares:
         ]
         norms = torch._foreach_norm([values for _, values in present], order) if present else []
         local = dict.fromkeys(missing, 0.0)
-        amounts = torch.stack([norm.double() for norm in norms]).tolist() if norms else []
+        amounts = _numbers(norms)
         for (param, _), amount in zip(present, amounts, strict=True):
             local[param] = _joined(local[param], _as_term(amount, order), order)
         parts = self.exchange_numbers([local[param] for param in missing]) if self._sharded else [tuple(local.values())]
@@ -157,6 +157,11 @@ class GradientShares:
             return argument
         form = self.forms[piece.param]
         return form.line(argument.detach().expand(form.shape))[piece.in_param.start : piece.in_param.stop]
+
+
+def _numbers(norms: Sequence[torch.Tensor]) -> list[float]:
+    """Norms as numbers of the host, brought there together; made fp64 only there, as not every device has it."""
+    return torch.stack(list(norms)).tolist() if norms else []  # of mixed dtypes, where there are any, the widest
 
 
 def _as_term(norm: float, order: float) -> float:

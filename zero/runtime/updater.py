@@ -49,10 +49,7 @@ class Updater:
         norm = self._shares.total_norm()
         if not math.isfinite(norm) and self.rules.on_nonfinite != "propagate":
             if self.rules.on_nonfinite == "raise":
-                raise NonFinite(
-                    f"A step was asked for, but the norm of the gradients is {norm} ({', '.join(self._nonfinite_names())}). "
-                    "Nothing was applied. Find where it began, or set on_nonfinite to 'skip' or 'propagate'."
-                )
+                raise self.nonfinite(norm)
             return Verdict(False, norm)
         if self.rules.clip is not None:
             coefficient = self.rules.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does it
@@ -69,7 +66,7 @@ class Updater:
                 fed.append(master)
         try:
             with self.masters_in_groups():
-                self._inner.step()
+                _step_without_hooks(self._inner)
         finally:
             for master in fed:
                 master.grad = None
@@ -89,6 +86,29 @@ class Updater:
             for group, params in zip(groups, kept, strict=True):
                 group["params"] = params
 
+    def forget_state(self) -> None:
+        """Takes the masters' state out of the user's optimizer, which would keep it alive."""
+        for pieces in self._masters.pieces.values():
+            for _, master in pieces:
+                self._inner.state.pop(master, None)
+
+    def nonfinite(self, norm: float) -> NonFinite:
+        """The error that names what is not finite."""
+        return NonFinite(
+            f"A step was asked for, but the norm of the gradients is {norm} ({', '.join(self._nonfinite_names())}). "
+            "Nothing was applied. Find where it began, or set on_nonfinite to 'skip' or 'propagate'."
+        )
+
     def _nonfinite_names(self) -> list[str]:
         norms = ((name, self._shares.norm(index, 2.0).item()) for index, name in enumerate(self._params.names))
         return [name for name, norm in norms if not math.isfinite(norm)][:5]
+
+
+def _step_without_hooks(inner: torch.optim.Optimizer) -> None:
+    """Those around its step are run by the optimizer that the user holds, once; around this one they would run again."""
+    own = vars(inner).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):  # put there by somebody, who wants it to be called
+        own()
+        return
+    step = type(inner).step
+    getattr(step, "__wrapped__", step)(inner) if getattr(step, "hooked", False) else step(inner)

@@ -145,6 +145,7 @@ class Window:
         """
         if not self.since.in_backward:
             self.since.in_backward = True
+            self.settler.aliases.notice()
             self.boundary.backwards += 1
             torch.autograd.Variable._execution_engine.queue_callback(self._note_backward_end)
 
@@ -155,8 +156,8 @@ class Window:
         """Into every `.grad`, since code that clips asks each parameter whether it has one before it does anything else."""
         self.since.placed = True
         for index, param in enumerate(self.params.tensors):
-            if self.put >> index & 1 or not param.requires_grad:
-                continue
+            if self.put >> index & 1 or not param.requires_grad or param.dtype != self._stand_ins[index].dtype:
+                continue  # of another dtype: exchanged behind our back, without our hooks, as settling will find
             self.put |= 1 << index
             if index != current:
                 if param.grad is not None:

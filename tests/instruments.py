@@ -1,0 +1,141 @@
+"""What tests look through: a group that writes down every collective, and memory that is NaN before and after it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from zero.comm.group import Group, Pending
+from zero.memory.flat import Shard
+from zero.memory.staging import Staging
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One collective as one rank issued it."""
+
+    operation: str
+    numel: int  # elements, or bytes of a message
+    dtype: str
+    phase: str
+
+    @property
+    def is_message(self) -> bool:
+        return self.operation == "exchange"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel if self.is_message else self.numel * getattr(torch, self.dtype).itemsize
+
+
+@dataclass
+class Ledger:
+    """A group that hands everything on to another one and keeps the books of this rank.
+
+    `phase` is whatever the test says that it is doing now; it stands in every entry from then on.
+    """
+
+    group: Group
+    phase: str = "construction"
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        self._note("reduce_scatter", bucket)
+        return self.group.reduce_scatter(bucket, sum_dtype)
+
+    def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        self._note("all_reduce", bucket)
+        return self.group.all_reduce(bucket, sum_dtype)
+
+    def all_gather(self, bucket: torch.Tensor) -> Pending:
+        self._note("all_gather", bucket)
+        return self.group.all_gather(bucket)
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        self._note("broadcast", tensor)
+        return self.group.broadcast(tensor)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        self.entries.append(Entry("exchange", len(message), "bytes", self.phase))
+        return self.group.exchange(message)
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.group.staging(numel, dtype, device)
+
+    def close(self) -> None:
+        self.group.close()
+
+    def _note(self, operation: str, tensor: torch.Tensor) -> None:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.entries.append(Entry(operation, tensor.numel(), dtype, self.phase))
+
+    def of(self, phase: str, *operations: str) -> list[Entry]:
+        """What was issued in a phase; of all operations when none is named."""
+        return [e for e in self.entries if e.phase == phase and (not operations or e.operation in operations)]
+
+    def rounds(self, phase: str) -> list[Entry]:
+        """The reductions of a phase."""
+        return self.of(phase, "reduce_scatter", "all_reduce")
+
+    def wires(self) -> list[Entry]:
+        """The tensors in their order, then the messages in theirs: their two orders do not depend on each other."""
+        return [e for e in self.entries if not e.is_message] + [e for e in self.entries if e.is_message]
+
+
+@contextlib.contextmanager
+def poison() -> Iterator[list[Any]]:
+    """Every staging buffer and gradient share is NaN when it is handed out and again when it is given back, on all ranks.
+
+    Gives the list of what was poisoned, so that a test can see that there was something.
+    """
+    make, clear, borrow, give_back = Shard._make, Shard.clear, Staging.borrow, Staging.give_back
+    lock, seen = threading.Lock(), []
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        with lock:
+            seen.append((tensor.numel(), tensor.dtype))
+        with torch.no_grad():
+            return tensor.fill_(float("nan"))
+
+    def poisoned_clear(shard: Shard) -> None:
+        for share in shard.present():
+            fill(share)
+        clear(shard)
+
+    def poisoned_give_back(staging: Staging, buffer: torch.Tensor) -> None:
+        fill(buffer)
+        give_back(staging, buffer)
+
+    with (
+        mock.patch.object(Shard, "_make", lambda shard, bucket: fill(make(shard, bucket))),
+        mock.patch.object(Shard, "clear", poisoned_clear),
+        mock.patch.object(Staging, "borrow", lambda staging, *args: fill(borrow(staging, *args))),
+        mock.patch.object(Staging, "give_back", poisoned_give_back),
+    ):
+        yield seen
+
+
+def poison_padding(optimizer: Any) -> int:
+    """Fills what lies between the slots of the flat weights with NaN; returns how many elements that were."""
+    layout, chunks = optimizer.parts.line.layout, optimizer.parts.gatherer._weights.chunks
+    filled = 0
+    with torch.no_grad():
+        for bucket, gaps in zip(layout.buckets, layout.gaps, strict=True):
+            for gap in gaps:
+                chunks[bucket.chunk][bucket.span.start + gap.start : bucket.span.start + gap.stop] = float("nan")
+                filled += gap.numel
+    return filled

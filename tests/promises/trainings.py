@@ -1,0 +1,176 @@
+"""Training cases of the zoo with the sharded optimizer, on ranks in this process or on processes, compared with the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import accelerators
+import torch
+from tests import ranks
+from tests.grid import BUCKET_NUMEL
+from tests.oracle import DynamicScale, StaticScale, Trace, compare, reference, train
+from tests.zoo import CASES
+from zero.comm.loopback import LoopbackGroup, run_ranks
+from zero.comm.torch_group import connect
+from zero.config import LossScale
+from zero.memory.flat import sum_dtype
+from zero.optimizer import ShardedOptimizer, shard
+
+STAGES, WORLDS, BUCKETS = (0, 1, 2), (1, 2, 3), ("tiny", "huge")
+NAMES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+TIME_LIMIT_S = 20.0
+
+Wrap = Callable[[Any], Any]
+
+
+def scale_of(name: str, dtype: str) -> DynamicScale | StaticScale | None:
+    case = CASES[name]
+    if dtype != "fp16" or not case.scaled:
+        return None
+    return DynamicScale(scale=8.0, window=2, hysteresis=1) if "overflow" in case.tags else StaticScale(8.0)
+
+
+@cache
+def expected(name: str, world: int, dtype: str) -> list[Trace]:
+    return reference(CASES[name], world, dtype, loss_scale=scale_of(name, dtype))
+
+
+def options_of(name: str, stage: int, dtype: str, bucket: str, **options: Any) -> dict[str, Any]:
+    case, scale = CASES[name], scale_of(name, dtype)
+    options = {"stage": stage, "dtype": NAMES[dtype], "reduce": case.reduce, "keep_fp32": tuple(case.keep_fp32), **options}
+    options.setdefault("bucket_bytes", BUCKET_NUMEL[bucket] * ITEM_BYTES[dtype])
+    if isinstance(scale, DynamicScale):
+        options["loss_scale"] = LossScale(initial=scale.scale, window=scale.window, hysteresis=scale.hysteresis)
+    elif scale is not None:
+        options["loss_scale"] = LossScale(initial=scale.scale, dynamic=False)
+    if "custom" in case.tags:
+        options["elementwise"] = True
+    return options
+
+
+def whole_master(optimizer: ShardedOptimizer, param: int) -> torch.Tensor:
+    """What the optimizer updates of one parameter, whole on every rank; a collective."""
+    parts = optimizer.parts
+    own = {piece: master.detach() for piece, master in parts.masters.of(param)}
+    return parts.window.shares.whole(param, own.__getitem__, sum_dtype(parts.params.tensors[param].dtype))
+
+
+def masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
+    """The whole fp32 copies of what is stored in less; a collective."""
+    parts, found = optimizer.parts, {}
+    for index, (name, tensor) in enumerate(zip(parts.params.names, parts.params.tensors, strict=True)):
+        if sum_dtype(tensor.dtype) == tensor.dtype or parts.line.layout.slots[index] is None:
+            continue
+        master = whole_master(optimizer, index)
+        if torch.equal(tensor.detach(), master.to(tensor.dtype)):  # else an edit waits to be adopted by the next step
+            found[name] = master
+    return found
+
+
+def train_one(name: str, model: Any, inner: Any, group: Any, options: dict[str, Any]) -> Trace:
+    """One rank's training of a case; with the optimizer's state by name, whole."""
+    optimizer = shard(model, inner, group=group, **options)
+
+    def look() -> dict[str, Any]:
+        return {"masters": masters_of(optimizer)} if options["dtype"] else {}
+
+    trace = train(CASES[name], model, optimizer, group.rank, group.size, look)
+    trace.state = {}
+    for parameter, tensor in zip(optimizer.parts.params.names, optimizer.parts.params.tensors, strict=True):
+        state = optimizer.whole_state(tensor)
+        if state:
+            trace.state[parameter] = state
+    optimizer.close()
+    return trace
+
+
+def loopback_traces(name: str, world: int, wrap: Wrap = lambda group: group, **options: Any) -> list[Trace]:
+    case = CASES[name]
+    models = [case.build() for _ in range(world)]  # before the threads start: they share torch's random numbers
+    inner = [case.optimizer(model) for model in models]
+
+    def program(group: LoopbackGroup) -> Trace:
+        return train_one(name, models[group.rank], inner[group.rank], wrap(group), options)
+
+    return run_ranks(world, program, TIME_LIMIT_S)
+
+
+def what_differs(
+    names: str | Iterable[str],
+    *,
+    stages: Sequence[int] = STAGES,
+    worlds: Sequence[int] = WORLDS,
+    dtypes: Sequence[str] = ("fp32", "bf16"),
+    buckets: Sequence[str] = BUCKETS,
+    whole_product: bool = False,
+    wrap: Wrap = lambda group: group,
+    setting: contextlib.AbstractContextManager[Any] | None = None,
+    **more: Any,
+) -> list[str]:
+    """Every training that does not equal the oracle, with its first difference.
+
+    Each stage meets each world size, in turn with each dtype and each bucket; with `whole_product` all meet all.
+    """
+    found = []
+    with setting or contextlib.nullcontext():
+        for name in [names] if isinstance(names, str) else names:
+            case = CASES[name]
+            usable = [dtype for dtype in dtypes if dtype in case.dtypes]
+            points = itertools.product(stages, worlds, usable, buckets)
+            for stage, world, dtype, bucket in points if whole_product else _in_turn(stages, worlds, usable, buckets):
+                if world < case.needs_world:
+                    continue
+                options = options_of(name, stage, dtype, bucket, **more)
+                label = f"{name} stage={stage} world={world} {dtype} {bucket}"
+                found += _difference(label, name, dtype, expected(name, world, dtype), loopback_traces(name, world, wrap, **options))
+    return found
+
+
+def _in_turn(stages: Sequence[int], worlds: Sequence[int], dtypes: Sequence[str], buckets: Sequence[str]) -> Iterator[Any]:
+    for number, (stage, world) in enumerate(itertools.product(stages, worlds)):
+        # The two go round at different speeds, so that they do not always meet the same way.
+        yield stage, world, dtypes[number % len(dtypes)], buckets[(number + number // 2) % len(buckets)]
+
+
+def what_differs_over_gloo(
+    names: str | Iterable[str], *, world: int = 2, stages: Sequence[int] = STAGES, dtype: str = "fp32", bucket: str = "tiny"
+) -> list[str]:
+    """The same with a process a rank; all stages in one call."""
+    names = [names] if isinstance(names, str) else list(names)
+    wanted = [(name, stage) for name in names for stage in stages if dtype in CASES[name].dtypes]
+    ours = ranks.run(world, _train_over_gloo, wanted, dtype, bucket, timeout=60.0)
+    found = []
+    for position, (name, stage) in enumerate(wanted):
+        label = f"{name} stage={stage} world={world} {dtype} {bucket} over gloo"
+        found += _difference(label, name, dtype, expected(name, world, dtype), [traces[position] for traces in ours])
+    return found
+
+
+def _train_over_gloo(rank: int, world: int, wanted: list[tuple[str, int]], dtype: str, bucket: str) -> list[Trace]:
+    group = gloo_group()
+    traces = []
+    for name, stage in wanted:
+        model = CASES[name].build()
+        traces.append(train_one(name, model, CASES[name].optimizer(model), group, options_of(name, stage, dtype, bucket)))
+    return traces
+
+
+def gloo_group(group: Any = None, time_limit_s: float = 20.0) -> Any:
+    """In a rank process: the group of all ranks, or the one given."""
+    return connect(accelerators.get("cpu"), group, time_limit_s)
+
+
+def _difference(label: str, name: str, dtype: str, theirs: list[Trace], ours: list[Trace]) -> list[str]:
+    world = len(theirs)
+    for trace in ours:  # nobody steps a parameter without elements, so it has no state
+        trace.state = {**{n: s for n, s in theirs[0].state.items() if not theirs[0].steps[-1].weights[n].numel()}, **trace.state}
+    try:
+        compare(ours, theirs, exact=CASES[name].is_exact(dtype, world), state=True, name=label)
+    except AssertionError as error:
+        return [str(error)]
+    return []

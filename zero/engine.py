@@ -1,0 +1,210 @@
+"""DeepSpeed's face on a sharded optimizer: forward, backward, step, with its names and its meanings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.accumulation import Accumulation
+from zero.answers import Answers
+from zero.calling import call
+from zero.optimizer import ShardedOptimizer
+from zero.progress import Progress
+
+
+class Engine(Answers):
+    """A model and its sharded optimizer behind `engine(x)`, `engine.backward(loss)` and `engine.step()`.
+
+    It is no module itself: `engine.module` is the plain model, and what a model answers here (`state_dict`,
+    `named_parameters`, `train`) is that model's own answer. Methods that are collectives say so.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, lr_scheduler: Any = None, training_dataloader: Any = None) -> None:
+        parts = optimizer.parts
+        self.module = optimizer.model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader = training_dataloader
+        self.config = parts.config
+        self.device = next((param.device for param in self.module.parameters()), parts.accelerator.device())
+        self.global_steps = 0
+        self.global_samples = 0
+        self.micro_steps = 0
+        self._accumulation = Accumulation(self.config.accumulation or 1, self.config.count_micro_steps)
+        self._applied = False
+        self._progress = Progress(self.config.report, parts.accelerator, parts.group.rank)
+        self._announce_boundary()
+
+    # the loop ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model's forward, with the casts and the autocast of the configuration. No collective."""
+        with self._progress.timing("forward"):
+            return call(self.module, self.config, self.device, inputs, named)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """As calling the engine."""
+        return self(*inputs, **named)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any
+    ) -> torch.Tensor:
+        """Sends a micro-batch's loss backward, divided by the declared accumulation, and returns it so divided.
+
+        This is the only place that divides; `scale_wrt_gas=False` turns it off, and so does a `weight`, which is a
+        mean of its own. `options` are those of `torch.autograd.backward`. No rank waits for another in here.
+        """
+        accumulation = self._accumulation
+        divides = scale_wrt_gas and not self._is_weighted
+        if divides and accumulation.declared != 1:
+            loss = loss / accumulation.declared
+        self._announce_boundary()  # the user may have cleared the gradients, and with them what the optimizer was told
+        with self._progress.timing("backward"):
+            self.optimizer.backward(loss, retain_graph=retain_graph, **options)
+        accumulation.backwards += 1
+        accumulation.divided |= divides
+        return loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Counts a micro-step. At the end of a window also settles, clips, steps, clears the gradients and, unless the step
+        was skipped, advances the scheduler with `lr_kwargs`. A collective at the end of a window, else none."""
+        accumulation = self._accumulation
+        if accumulation.at_end or not accumulation.counted:
+            self._take_step(lr_kwargs)
+        else:
+            accumulation.count()
+            self._applied = False
+        self.micro_steps += 1
+        self._announce_boundary()
+
+    def flush(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Steps on a window that is not full, dividing by the true number of its micro-batches; nothing where no rank has any.
+        A collective."""
+        counts = self._exchange(self._accumulation.num_micro_batches, self._accumulation.divided)
+        num_micro_batches = sum(count for count, _ in counts)
+        if not num_micro_batches:
+            return
+        if any(divided for _, divided in counts):
+            self.settle()
+            params = (param for group in self.optimizer.param_groups for param in group["params"])
+            grads = [param.grad for param in params if param.grad is not None]
+            torch._foreach_mul_(grads, self._accumulation.declared * len(counts) / num_micro_batches)
+        self._take_step(lr_kwargs)
+        self._announce_boundary()
+
+    def discard(self) -> None:
+        """Throws this window away: the next micro-step is the first of a new one. A collective where gradients were sent."""
+        self.optimizer.discard()
+        self._accumulation.begin()
+        self._announce_boundary()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients; the count of micro-steps goes on, as it would in a plain loop. A collective where gradients
+        were sent and no step settled them."""
+        self.optimizer.zero_grad(set_to_none)
+        self._announce_boundary()
+
+    def _take_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
+        skipped = self.optimizer.skipped_steps
+        with self._progress.timing("step"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._applied = self.optimizer.skipped_steps == skipped
+        self._accumulation.begin()
+        self.global_steps += 1
+        if self.config.batch is not None:
+            self.global_samples += self.config.batch.global_samples
+        self._progress.tell(self.global_steps, {"skipped": self.skipped_steps, "lr": self.get_lr(), "mom": self.get_mom()})
+        if self._applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+
+    # windows -----------------------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True when this micro-step is the last of its window. No collective."""
+        return self._accumulation.at_end
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says whether this micro-step is the last of its window; it overrides the count until the next step. No collective."""
+        if not self._accumulation.counted:
+            raise ValueError(
+                f"set_gradient_accumulation_boundary({is_boundary}) was asked for, but micro-steps are not counted "
+                "(managed_gradient_accumulation is false): every step ends a window. Call step where it should end."
+            )
+        self._accumulation.override = bool(is_boundary)
+        self._announce_boundary()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards inside keep their gradients in `.grad`, whole and local. No collective."""
+        return self.optimizer.no_sync()
+
+    def weight(self, amount: float) -> None:
+        """The next micro-batch counts `amount`, and the gradient becomes the mean over all weights. No collective."""
+        self.optimizer.weight(amount)
+
+    def no_contribution(self) -> None:
+        """This rank has nothing to send backward in this window. No collective."""
+        self.optimizer.no_contribution()
+
+    def settle(self) -> None:
+        """Makes the gradients of this window final. A collective."""
+        self.optimizer.settle()
+
+    def _announce_boundary(self) -> None:
+        """The engine knows which backward is the last one, so that the optimizer need not count."""
+        self.optimizer.set_gradient_accumulation_boundary(self._accumulation.at_end)
+
+    @property
+    def _is_weighted(self) -> bool:
+        return self.optimizer.parts.window.scaling.weight is not None
+
+    def _exchange(self, count: int, flag: bool) -> list[tuple[float, ...]]:
+        return self.optimizer.parts.window.shares.exchange_numbers([count, flag])
+
+    # looking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps whose gradients were not finite and were not applied."""
+        return self.optimizer.skipped_steps
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the last window's gradients before clipping; None where nobody asked. No collective."""
+        return self.optimizer.grad_norm
+
+    def get_global_grad_norm(self) -> float | None:
+        """As `grad_norm`."""
+        return self.grad_norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` ended a window and was not skipped."""
+        return self._applied
+
+    def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        """The global gradient of a parameter, whole on every rank. A collective."""
+        return self.optimizer.whole_grad(param)
+
+    def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of a parameter, whole on every rank. A collective."""
+        return self.optimizer.whole_state(param)
+
+    def any_rank(self, flag: bool) -> bool:
+        """True where any rank passed True. A collective."""
+        return self.optimizer.any_rank(flag)
+
+    def check(self) -> None:
+        """Raises unless all ranks have the same weights. A collective."""
+        self.optimizer.check()
+
+    def close(self) -> None:
+        """Makes the model plain again. No collective."""
+        self.optimizer.close()
+
+    def destroy(self) -> None:
+        """As `close`."""
+        self.close()

@@ -1,0 +1,76 @@
+"""Gives parameters their place on the flat line, and takes it away again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zero.comm.group import Group, together
+from zero.memory.flat import FlatBuffer, Form
+from zero.memory.flatten import Flattener, Place, unflatten
+from zero.memory.masters import Masters
+from zero.runtime.params import Params
+
+
+class Intake:
+    """Gives parameters a place on the line: rank 0's values, flat on every rank, and this rank's masters of them."""
+
+    def __init__(
+        self, params: Params, forms: list[Form], weights: FlatBuffer, masters: Masters, group: Group, place: Place
+    ) -> None:
+        self._params = params
+        self._forms = forms
+        self._weights = weights
+        self._masters = masters
+        self._group = group
+        self._place = place
+
+    @torch.no_grad()
+    def lay(self, params: Sequence[int]) -> list[int]:
+        """A collective; returns the buckets that are new."""
+        line = self._weights.line
+        num_chunks, num_buckets = len(line.layout.chunks), len(line.layout.buckets)
+        line.layout = line.layout.extended(params)
+        flattener = Flattener(self._weights, self._params.tensors, self._forms, self._place)
+        new = range(num_buckets, len(line.layout.buckets))
+        for chunk in range(num_chunks, len(line.layout.chunks)):
+            source = together(self._group, lambda chunk=chunk: flattener.read(chunk))  # type: ignore[misc]
+            self._group.broadcast(source).wait()
+            with flattener.putting_back(chunk, source):
+                together(self._group, lambda chunk=chunk, source=source: self._take(flattener, chunk, source))  # type: ignore[misc]
+            del source  # before the next one is made
+        self._masters.cut()
+        flattener.log(params)
+        return list(new)
+
+    def _take(self, flattener: Flattener, chunk: int, source: torch.Tensor) -> None:
+        flattener.write(chunk, source)
+        for index, bucket in enumerate(self._weights.line.layout.buckets):
+            if bucket.chunk == chunk:
+                share = bucket.share(self._group.rank if bucket.num_shares > 1 else 0)
+                self._masters.take(index, source[share.start : share.stop])
+
+    def laid_out(self) -> list[torch.nn.Parameter]:
+        """The parameters whose memory is the flat one."""
+        num_chunks = len(self._weights.chunks)
+        slots = self._weights.line.layout.slots
+        return [self._params.tensors[slot.param] for slot in slots if slot is not None and slot.chunk < num_chunks]
+
+    @torch.no_grad()
+    def undo(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Gives every parameter memory of its own and the dtype that it had, from the master where this rank has all of it."""
+        for tensor in self.laid_out():
+            index = self._params.index[id(tensor)]
+            unflatten([tensor])
+            if tensor.dtype != dtypes[index]:
+                pieces = self._masters.of(index)
+                tensor.data = tensor.data.to(dtypes[index])
+                if sum(piece.in_param.numel for piece, _ in pieces) == tensor.numel():
+                    for piece, master in pieces:
+                        self._forms[index].line(tensor)[piece.in_param.start : piece.in_param.stop] = master
+        self.release()
+
+    def release(self) -> None:
+        self._masters.release()
+        self._weights.chunks.clear()

@@ -1,0 +1,110 @@
+"""`python -m zero verify script.py:function`: whether a model of the user's own trains sharded as it does in plain PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import runpy
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+EQUAL, DIFFERENT, FAILED = 0, 1, 2
+
+_DESCRIPTION = """Trains a model of yours for a few steps twice, sharded and in plain PyTorch.
+Says that both are equal, or names the first parameter that differs, and by how much.
+
+The function returns the arguments of zero.verify as a dict: model, batches (this rank's), loss, optimizer, config.
+It is called with the rank and the number of ranks where it takes two arguments, else with none.
+
+Exit status: 0 equal, 1 different, 2 could not be found out."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser("verify", help="compare sharded with plain training of a model of yours",
+                                   description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("target", metavar="script.py:function", help="what gives the arguments of zero.verify")
+    parser.add_argument("--ranks", type=int, metavar="N", help="start N ranks here (default: as a launcher started, or 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: equal. 1: different. 2: it could not be found out, and the reason is on stderr."""
+    # Imported here: torch is not for those who ask for another subcommand.
+    from torch.multiprocessing.spawn import ProcessException
+
+    launched = args.ranks is None and bool(os.environ.get("RANK"))
+    try:
+        path, name = _target(args.target)
+        if args.ranks is not None and args.ranks < 1:
+            raise ValueError(f"--ranks {args.ranks} was asked for, but there is at least one. Give a positive number.")
+        found = _verified(path, name, *_place()) if launched else _verified_by_ranks(path, name, args.ranks or 1)
+    except (ValueError, ProcessException) as error:
+        sys.stderr.write(f"{error}\n")
+        return FAILED
+    if not launched or _place()[0] == 0:
+        sys.stdout.write((json.dumps(found["dict"], indent=2) if args.json else found["text"]) + "\n")
+    return EQUAL if found["dict"]["equal"] else DIFFERENT
+
+
+def _place() -> tuple[int, int]:
+    """The rank, and the number of ranks, as a launcher says."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _target(text: str) -> tuple[str, str]:
+    path, colon, name = text.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ValueError(f"{text!r} was given, which names no function of a script. Write it like script.py:function.")
+    if not Path(path).is_file():
+        raise ValueError(f"{text!r} was given, but there is no file {path!r}. Give the path of a Python script.")
+    return path, name
+
+
+def _verified(path: str, name: str, rank: int, num_ranks: int) -> dict[str, Any]:
+    """What zero.verify says in this process, as text and as a dict."""
+    import zero
+
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as if the script itself had been started
+    found = runpy.run_path(path, run_name="verified_script").get(name)
+    if not callable(found):
+        raise ValueError(f"{path}:{name} was asked for, but there is no such function. Define it at the top of the script.")
+    arguments = found(rank, num_ranks) if len(inspect.signature(found).parameters) == 2 else found()
+    if not isinstance(arguments, dict):
+        raise TypeError(f"{name}() gave a {type(arguments).__name__}, but zero.verify takes arguments by name. Return a dict.")
+    verification = zero.verify(**arguments)
+    return {"text": str(verification), "dict": verification.as_dict()}
+
+
+def _verified_by_ranks(path: str, name: str, num_ranks: int) -> dict[str, Any]:
+    """The same in as many processes, which torch starts, so that whatever the script does cannot be taken for an answer."""
+    from torch.multiprocessing.spawn import spawn
+
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        spawn(_as_rank, (path, name, num_ranks, _free_port(), str(answer)), nprocs=num_ranks)  # type: ignore[no-untyped-call]
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return found
+
+
+def _as_rank(rank: int, path: str, name: str, num_ranks: int, port: int, answer: str) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+    if num_ranks > 1:
+        os.environ.update({variable: str(value) for variable, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    # All ranks are on this host, whose own name may resolve to nothing.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    found = _verified(path, name, rank, num_ranks)
+    if rank == 0:
+        Path(answer).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
