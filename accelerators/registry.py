@@ -7,6 +7,7 @@ import logging
 import os
 import pkgutil
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -64,6 +65,7 @@ class Candidate:
     def __init__(self, registration: Registration) -> None:
         self.registration = registration
         self._trials: list[Trial] = []  # the first one counts
+        self._tried_by: set[int] = set()  # threads that are trying it now
 
     def __repr__(self) -> str:
         found = (self.reason or "usable") if self._trials else "not tried yet"  # looking at a list of them tries none
@@ -104,8 +106,19 @@ class Candidate:
     def trial(self) -> Trial:
         # Two threads may both try; both leave with the first result. There is no lock that a fork could leave locked in the
         # child, as there would be in cached_property before Python 3.12.
-        if not self._trials:
+        if self._trials:
+            return self._trials[0]
+        thread = threading.get_ident()
+        if thread in self._tried_by:
+            raise RuntimeError(
+                f"The accelerator was asked for, but {self.name} is being tried for just that answer. "
+                "Ask in a method of it, not while it is imported or made."
+            )
+        self._tried_by.add(thread)
+        try:
             self._trials.append(self._try())
+        finally:
+            self._tried_by.discard(thread)
         return self._trials[0]
 
     def _try(self) -> Trial:

@@ -2,6 +2,7 @@
 
     run(points)                  the failures, by point; real processes over gloo, or over the simulated device's own group
     run(points, loopback=True)   the same with threads for ranks, for points on the host
+    python -m tests.parity       the whole product, which takes an hour or more
 
 A point is trained through `zero.shard` alone or through an engine on top of it, and everything that comes out is compared:
 weights, masters, the loss scale, what the script saw, buffers and the optimizer's state.
@@ -9,32 +10,44 @@ weights, masters, the loss scale, what the script saw, buffers and the optimizer
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import fnmatch
+import hashlib
+import json
+import os
+import sys
+import tempfile
 import threading
 import time
 import traceback
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests import oracle, ranks
+from tests import grid, oracle, ranks
 from tests.entries import Driven, config_of, masters_of
 from tests.grid import Point
 from tests.oracle import Trace, train
 from tests.zoo import CASES
-from zero.comm.loopback import run_ranks
+from zero.comm.loopback import LoopbackGroup, run_ranks
 from zero.engine import Engine
 from zero.optimizer import ShardedOptimizer
 
 # A rank that failed leaves the others waiting for it, for this long. A point takes a fraction of a second.
 TIME_LIMIT_S = 20.0
-# A loopback group's ranks run on one core, so a rank that does not come is known to be gone earlier.
 LOOPBACK_TIME_LIMIT_S = 10.0
+CALL_TIME_LIMIT_S = 60.0
 # Points that one call of the pool trains: enough that starting it does not count, few enough that what they gave fits in memory.
 CHUNK = 40
 MOST_FAILURES = 25
+PROBLEM_CHARS = 1500
+WORKERS = max(1, min(4, os.cpu_count() or 1))  # processes that train points over loopback, each on a core
 
 # What a script is given, made from the sharded optimizer.
 ENTRIES: dict[str, Callable[[ShardedOptimizer], Any]] = {
@@ -98,12 +111,80 @@ def _device(name: str) -> Iterator[str]:
 
 # Many points on many ranks ----------------------------------------------------------------------------------------------
 
-Outcome = "Trace | str"  # a trace, or the traceback of what was raised
+Carried = list[Trace] | str  # of every rank a trace, or what went wrong
+Tell = Callable[[Point, "str | None"], None]
 
 
-def train_points(rank: int, world: int, points: Sequence[Point]) -> list[Any]:
-    """Runs on every rank of the pool. It ends after the first point that failed, whose group is of no more use."""
-    found: list[Any] = []
+def run(points: Iterable[Point], *, loopback: bool = False, most_failures: int = MOST_FAILURES, tell: Tell | None = None) -> Failures:
+    """Trains all points and says what was wrong with those that failed. `tell` hears of every point as it is done."""
+    failures = Failures()
+    with contextlib.closing(carry(points, loopback=loopback)) as carried:
+        for point, outcome in carried:
+            problem = judge(point, outcome)
+            if tell is not None:
+                tell(point, problem)
+            if problem is not None:
+                failures[point] = problem
+            if len(failures) >= most_failures:
+                break
+    return failures
+
+
+class Failures(dict[Point, str]):
+    """What was wrong, by point."""
+
+    def __str__(self) -> str:
+        lines = [f"{len(self)} points failed."]
+        lines += [f"--- {point}\n{problem[-PROBLEM_CHARS:]}" for point, problem in self.items()]
+        return "\n".join(lines)
+
+
+def carry(points: Iterable[Point], *, loopback: bool = False) -> Iterator[tuple[Point, Carried]]:
+    """What each point gave, in an order that suits the carrier and the oracle."""
+    groups: dict[tuple[bool, int], list[Point]] = {}
+    for point in points:
+        groups.setdefault((point.device != "cpu", 0 if loopback else point.world), []).append(point)
+    chunks = []
+    for _, members in sorted(groups.items()):
+        members.sort(key=lambda point: (point.case, point.world, point.dtype, point.entry, str(point)))
+        chunks += [members[start : start + CHUNK] for start in range(0, len(members), CHUNK)]
+    with ThreadPoolExecutor(1) as pool:
+        # Ranks train the next chunk while this one is judged here.
+        ahead: deque[tuple[list[Point], Future[list[Carried]]]] = deque()
+        try:
+            for chunk in chunks:
+                ahead.append((chunk, pool.submit(_over_loopback if loopback else _over_processes, chunk)))
+                if len(ahead) > 1:
+                    done, future = ahead.popleft()
+                    yield from zip(done, future.result(), strict=True)
+            for done, future in ahead:
+                yield from zip(done, future.result(), strict=True)
+        finally:
+            for _, future in ahead:
+                future.cancel()
+
+
+def _over_processes(chunk: list[Point]) -> list[Carried]:
+    found: list[Carried] = []
+    simulated = chunk[0].device != "cpu"
+    while len(found) < len(chunk):
+        rest = chunk[len(found) :]
+        limit = CALL_TIME_LIMIT_S + 5.0 * len(rest)
+        outcomes = ranks.outcomes(rest[0].world, train_points, rest, timeout=limit, apart="sim" if simulated else "")
+        if not all(outcome.ok for outcome in outcomes):
+            found.append(ranks.describe(outcomes))
+            continue
+        for each in zip(*(outcome.value for outcome in outcomes), strict=False):
+            wrong = [f"rank {rank}: {one}" for rank, one in enumerate(each) if isinstance(one, str)]
+            found.append("\n".join(wrong) if wrong else list(each))
+        if simulated and isinstance(found[-1], str):
+            ranks.close("sim")  # what a failed point left undone on its device would be the next one's
+    return found
+
+
+def train_points(rank: int, world: int, points: Sequence[Point]) -> list[Trace | str]:
+    """On every rank of the pool. It ends after the first point that failed, as the others may wait for this rank there."""
+    found: list[Trace | str] = []
     for point in points:
         try:
             found.append(train_point(point, rank))
@@ -113,82 +194,38 @@ def train_points(rank: int, world: int, points: Sequence[Point]) -> list[Any]:
     return found
 
 
-def run(
-    points: Iterable[Point],
-    *,
-    loopback: bool = False,
-    most_failures: int = MOST_FAILURES,
-    tell: Callable[[Point, str | None], None] = lambda point, problem: None,
-) -> dict[Point, str]:
-    """Trains all points and returns what was wrong with those that failed. `tell` hears of every point as it is done."""
-    failures: dict[Point, str] = {}
-    carry = _over_loopback if loopback else _over_processes
-    groups: dict[tuple[bool, int], list[Point]] = {}
-    for point in points:
-        groups.setdefault((point.device != "cpu", point.world), []).append(point)
-    with ThreadPoolExecutor(1) as carrier:
-        # Ranks train the next chunk while this one is judged here.
-        waiting: list[tuple[Sequence[Point], Any]] = []
-        for (simulated, _), members in sorted(groups.items()):
-            members.sort(key=lambda point: (point.case, point.dtype, point.entry))
-            for start in range(0, len(members), CHUNK):
-                chunk = members[start : start + CHUNK]
-                waiting.append((chunk, carrier.submit(carry, chunk, simulated)))
-                while len(waiting) > 1:
-                    _judge_all(*waiting.pop(0), failures, tell)
-                if len(failures) >= most_failures:
-                    break
-            if len(failures) >= most_failures:
-                break
-        for one in waiting:
-            _judge_all(*one, failures, tell)
-    return failures
+def _over_loopback(chunk: list[Point]) -> list[Carried]:
+    limit = CALL_TIME_LIMIT_S + LOOPBACK_TIME_LIMIT_S * len(chunk)
+    halves = ranks.run(WORKERS, train_over_loopback, chunk, timeout=limit, group=False)
+    return [halves[index % WORKERS][index // WORKERS] for index in range(len(chunk))]
 
 
-def _judge_all(chunk: Sequence[Point], future: Any, failures: dict[Point, str], tell: Callable[[Point, str | None], None]) -> None:
-    for point, outcome in zip(chunk, future.result(), strict=True):
-        problem = judge(point, outcome)
-        tell(point, problem)
-        if problem is not None:
-            failures[point] = problem
-
-
-def _over_loopback(chunk: Sequence[Point], _: bool) -> list[Any]:
-    found: list[Any] = []
-    for point in chunk:
+def train_over_loopback(worker: int, workers: int, points: Sequence[Point]) -> list[Carried]:
+    """On every worker: its part of the points, each with threads for ranks."""
+    found: list[Carried] = []
+    for point in points[worker::workers]:
         try:
-            found.append(run_ranks(point.world, lambda group: train_point(point, group.rank, group), LOOPBACK_TIME_LIMIT_S))
+            found.append(run_ranks(point.world, partial(_train_on, point), LOOPBACK_TIME_LIMIT_S))
         except Exception:  # noqa: BLE001 - whatever it is, it belongs to this point
             found.append(traceback.format_exc())
         torch.autograd.set_detect_anomaly(False)  # threads that set it and put it back may leave it on
     return found
 
 
-def _over_processes(chunk: Sequence[Point], simulated: bool) -> list[Any]:
-    """What each point gave: the traces of all ranks, or what went wrong."""
-    found: list[Any] = []
-    while len(found) < len(chunk):
-        rest = list(chunk[len(found) :])
-        outcomes = ranks.outcomes(rest[0].world, train_points, rest, timeout=30.0 + 5.0 * len(rest), apart="sim" * simulated)
-        if not all(outcome.ok for outcome in outcomes):
-            found.append(ranks.describe(outcomes))
-            continue
-        of_ranks = [outcome.value for outcome in outcomes]
-        for each in zip(*of_ranks, strict=False):
-            wrong = [f"rank {rank}: {one}" for rank, one in enumerate(each) if isinstance(one, str)]
-            found.append("\n".join(wrong) if wrong else list(each))
-        if simulated and isinstance(found[-1], str):
-            ranks.close("sim")  # what it left undone on the device would be the next point's
-    return found
+def _train_on(point: Point, group: LoopbackGroup) -> Trace:
+    return train_point(point, group.rank, group)
 
 
-def judge(point: Point, outcome: Any) -> str | None:
+# Judgement --------------------------------------------------------------------------------------------------------------
+
+
+def judge(point: Point, carried: Carried) -> str | None:
     """What is wrong with what a point gave; None for nothing."""
-    if isinstance(outcome, str):
-        return outcome
+    if isinstance(carried, str):
+        return carried
     try:
         case = CASES[point.case]
-        oracle.compare(outcome, expected(point), exact=case.is_exact(point.dtype, point.world), state=True, name=str(point))
+        oracle.compare(carried, expected(point), exact=case.is_exact(point.dtype, point.world), state=True)
     except AssertionError as error:
         return str(error)
     return None
@@ -201,8 +238,7 @@ def expected(point: Point) -> list[Trace]:
     """What the oracle says; the last few answers are remembered, since many points that follow each other share one."""
     key = f"{point.case} {point.world} {point.dtype} {point.loss_scale()}"
     if key not in _expected:
-        case = CASES[point.case]
-        traces = oracle.reference(case, point.world, point.dtype, loss_scale=point.loss_scale())
+        traces = oracle.reference(CASES[point.case], point.world, point.dtype, loss_scale=point.loss_scale())
         for trace in traces:
             for step in trace.steps:
                 step.masters = {name: _adopted(master, step.weights[name]) for name, master in step.masters.items()}
@@ -214,3 +250,103 @@ def expected(point: Point) -> list[Trace]:
             del _expected[next(iter(_expected))]
         _expected[key] = traces
     return _expected[key]
+
+
+def differences(points: Iterable[Point]) -> Failures:
+    """Where threads and processes for ranks do not give the same bits."""
+    points, failures = list(points), Failures()
+    threads = dict(carry(points, loopback=True))
+    for point, carried in carry(points):
+        if isinstance(carried, str) or isinstance(threads[point], str):
+            failures[point] = f"{carried}\n{threads[point]}"
+            continue
+        try:
+            oracle.compare(threads[point], carried, exact=has_one_order(point), state=True)
+        except AssertionError as error:
+            failures[point] = str(error)
+    return failures
+
+
+def has_one_order(point: Point) -> bool:
+    """Whether gloo adds as we do. Its own all-reduce, which stage 0 uses, goes round a ring: from three ranks on in another order."""
+    return point.stage > 0 or point.world < 3 or CASES[point.case].is_exact(point.dtype, point.world)
+
+
+# The whole product ------------------------------------------------------------------------------------------------------
+
+
+def everything() -> list[Point]:
+    """The product of all axes on the host and, of it, what says something new on the simulated device: two ranks and one,
+    as more differ in nothing that a device has to do with, and what is missing with small buckets in the plain loop."""
+    points = list(grid.full(("cpu",)))
+    points += [point for point in grid.full(("sim", "sim:random")) if point.world <= 2]
+    lacking = [f"sim-{lack}" for lack in grid.LACKS]
+    points += [p for p in grid.full(lacking) if p.world == 2 and p.bucket == "tiny" and p.entry == "plain"]
+    return points + grid.spot_checks()
+
+
+class Record:
+    """Points that are done, a line each, so that a run that was cut off goes on where it was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problems: dict[str, str | None] = {}
+        if path.exists():
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # the last line may be half written
+                    name, problem = json.loads(line)
+                    self.problems[name] = problem
+
+    def add(self, point: Point, problem: str | None) -> None:
+        self.problems[str(point)] = problem
+        with self.path.open("a") as file:
+            file.write(json.dumps([str(point), problem]) + "\n")
+
+
+def tree_digest() -> str:
+    """Of everything that can change a result: a record of another tree says nothing about this one."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in sorted(path for folder in ("accelerators", "zero", "tests") for path in (root / folder).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.parity", description="The whole parity grid, point by point.")
+    parser.add_argument("--part", default="1/1", help="run the K-th of N parts, as in 2/3, beside the others")
+    parser.add_argument("--device", help="only points of this device, such as cpu or sim")
+    parser.add_argument("--case", default="*", help="only cases whose name matches")
+    parser.add_argument("--record", type=Path, help="where finished points are written; the same file again goes on from there")
+    given = parser.parse_args(arguments)
+    part, parts = map(int, given.part.split("/"))
+    points = [p for p in everything() if fnmatch.fnmatch(p.case, given.case) and given.device in (None, p.device)]
+    mine = points[part - 1 :: parts]
+    record = Record(given.record or Path(tempfile.gettempdir()) / f"parity-{tree_digest()}-{part}-of-{parts}.jsonl")
+    todo = [point for point in mine if str(point) not in record.problems]
+    print(f"{len(mine)} points expected, {len(mine) - len(todo)} of them done before: {record.path}", flush=True)
+    started = time.monotonic()
+
+    def tell(point: Point, problem: str | None) -> None:
+        record.add(point, problem)
+        if problem is not None:
+            print(f"--- {point}\n{problem[-PROBLEM_CHARS:]}", flush=True)
+        count = sum(str(one) in record.problems for one in mine) if len(record.problems) % 500 == 0 else 0
+        if count:
+            print(f"{count} of {len(mine)} points, {time.monotonic() - started:.0f} s", flush=True)
+
+    run(todo, most_failures=len(mine) + 1, tell=tell)
+    failed = [point for point in mine if record.problems.get(str(point)) is not None]
+    done = sum(str(point) in record.problems for point in mine)
+    devices = Counter(point.device for point in mine)
+    print(f"{len(mine)} points expected, {done} run, {len(failed)} failed, {time.monotonic() - started:.0f} s")
+    print("  ".join(f"{device} {count}" for device, count in devices.items()))
+    for point in failed:
+        print(f"failed: {point}")
+    return 1 if failed or done != len(mine) else 0
+
+
+if __name__ == "__main__":
+    from tests.parity import main as imported_main  # ranks import what they run, and this file under its name
+
+    sys.exit(imported_main())

@@ -64,7 +64,10 @@ NO_TORCH = r"zero/plan/.*|zero/(config\w*|errors|deepspeed_\w+|recipes|blocks)\.
 MAX_ATTRIBUTES, MAX_PARAMETERS, MAX_LINES = 12, 8, 350
 ARGUED: dict[str, str] = {}
 # Where an exception of any kind is caught, and why that is right.
-BROAD_EXCEPTS = {"accelerators/registry.py": "a plug-in is other people's code, and must break nothing else"}
+BROAD_EXCEPTS = {
+    "accelerators/registry.py": "a plug-in is other people's code, and must break nothing else",
+    "accelerators/__main__.py": "so are its methods, and the table is there to say which of them fail",
+}
 
 BAD_NAMES = re.compile(r"(Manager|Handler|Helper|Utils?)$|^(utils?|common|helpers?|misc)$")
 

@@ -68,6 +68,19 @@ def check_optimizer(optimizer: torch.optim.Optimizer, elementwise: bool | None) 
         )
 
 
+def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuses a parameter that the optimizer would update twice, as torch does where it sees the groups being made."""
+    seen: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) in seen:
+                name = next((name for name, tensor in model.named_parameters() if tensor is param), "a parameter")
+                before = seen[id(param)]
+                where = f"groups {before} and {index}" if before != index else f"group {index} twice"
+                raise ValueError(f"Sharding was asked for, but {name} is in {where} of the optimizer. List every parameter once.")
+            seen[id(param)] = index
+
+
 def check_params(names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
     """Refuses parameters that cannot lie in flat memory."""
     devices = {tensor.device for tensor in tensors}

@@ -18,7 +18,16 @@ from torch import nn
 
 import accelerators
 from accelerators import Accelerator
-from zero.checks import bits_of, check_dtypes, check_kernels, check_model, check_optimizer, check_params, use_kernels
+from zero.checks import (
+    bits_of,
+    check_dtypes,
+    check_groups,
+    check_kernels,
+    check_model,
+    check_optimizer,
+    check_params,
+    use_kernels,
+)
 from zero.comm.group import Group, exchange_texts, together
 from zero.config import ZeroConfig
 from zero.errors import RanksDiffer
@@ -148,6 +157,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     """Everything that can be said before anything is changed."""
     check_optimizer(optimizer, config.elementwise)
     check_model(model)
+    check_groups(optimizer, model)
     chosen = choose(model, optimizer, config)
     for name, tensor in zip(chosen.names, chosen.tensors, strict=True):
         if _managed.get(id(tensor)) is tensor:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import accelerators
 from accelerators import Accelerator
+from zero.checks import check_kernels
 from zero.comm.group import Group
 from zero.config import OptimizerSpec, ZeroConfig
 from zero.deepspeed_json import read_deepspeed
@@ -88,7 +89,7 @@ def _build(
     loader = _loader(training_data, config, collate_fn, group)
     inner = own_optimizer(config, params) if given is None else given
     _check_belonging(inner, params if model_parameters is not None else (), lr_scheduler)
-    model.to(accelerator.device())
+    move(model, accelerator.device())
     sharded = ShardedOptimizer(model, inner, config, group)
     try:
         engine = Engine(sharded, _scheduler(lr_scheduler, config, sharded), loader)
@@ -98,6 +99,22 @@ def _build(
     if group.rank == 0:
         logger.info("rank 0: the effective configuration\n%s", config.text())
     return engine, sharded, loader, engine.lr_scheduler
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """To the device, with every Parameter staying the object that an optimizer may hold already."""
+    if all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
+        return
+    probe = nn.Parameter(torch.zeros(1))
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    try:
+        probe.data = torch.zeros(1, device=device)
+    except RuntimeError:  # tensors of that device are of another kind, and torch would make new Parameters of them
+        torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _the_config(args: Any, config: Source | None, config_params: Source | None) -> Source:
@@ -160,12 +177,11 @@ def effective(
 
 
 def _has_fused(spec: OptimizerSpec, accelerator: Accelerator) -> bool:
-    """Whether torch's fused kernel of that optimizer runs on the device: found out by running it."""
-    param = nn.Parameter(torch.zeros(1, device=accelerator.device()))
-    param.grad = torch.zeros_like(param)
+    """Whether torch's fused kernel of that optimizer runs on the device."""
+    example = _class_of(spec)([nn.Parameter(torch.zeros(1))], **spec.kwargs)
     try:
-        _class_of(spec)([param], **spec.kwargs, fused=True).step()
-    except (RuntimeError, NotImplementedError):
+        check_kernels(example, "fused", accelerator.device())
+    except ValueError:
         return False
     return True
 
@@ -205,6 +221,8 @@ def _check_belonging(inner: torch.optim.Optimizer, params: Iterable[Any], lr_sch
                     f"model_parameters has a parameter of shape {tuple(tensor.shape)} that the optimizer does not. "
                     "Make the optimizer from the same parameters, or leave model_parameters out."
                 )
+    if lr_scheduler is not None and not hasattr(lr_scheduler, "step") and not callable(lr_scheduler):
+        raise TypeError(f"lr_scheduler={lr_scheduler!r} was passed, which has no step(). Pass one, or a function for one.")
     driven = getattr(lr_scheduler, "optimizer", None)
     if driven is not None and getattr(driven, "param_groups", None) is not inner.param_groups:
         raise ValueError(
@@ -216,13 +234,7 @@ def _check_belonging(inner: torch.optim.Optimizer, params: Iterable[Any], lr_sch
 def _scheduler(lr_scheduler: Any, config: ZeroConfig, optimizer: ShardedOptimizer) -> Any:
     if lr_scheduler is None:
         return None if config.schedule is None else build_schedule(config.schedule, optimizer)
-    if not hasattr(lr_scheduler, "step"):
-        if not callable(lr_scheduler):
-            raise TypeError(
-                f"lr_scheduler={lr_scheduler!r} was passed, which has no step(). Pass a scheduler, or a function for one."
-            )
-        lr_scheduler = lr_scheduler(optimizer)
-    return lr_scheduler
+    return lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(optimizer)
 
 
 def _loader(training_data: Any, config: ZeroConfig, collate_fn: Callable[..., Any] | None, group: Group) -> Any:

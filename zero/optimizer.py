@@ -17,6 +17,7 @@ from zero.config import ZeroConfig
 from zero.construction import construct, reduction
 from zero.memory.flat import sum_dtype
 from zero.plan.loss_scale import LossScale
+from zero.served import check_plain, check_served
 from zero.state import load_state, whole_state, whole_state_dict
 
 _HOOKS = (
@@ -68,11 +69,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         window.settle("step")
         window.settler.step += 1
         if window.used:
+            self._check_unused(window.used)
             self._apply(window.used)
         elif self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(True)  # a step without any gradient counts as a finite one
         self._follow_loss_scale()
         return loss
+
+    def _check_unused(self, used: int) -> None:
+        params = self.parts.params
+        named = enumerate(zip(params.names, params.tensors, strict=True))
+        idle = [name for index, (name, tensor) in named if tensor.requires_grad and not used >> index & 1]
+        if idle and self.parts.config.on_unused == "raise":
+            raise ValueError(
+                f"A step with on_unused='raise' was asked for, but no rank had a gradient for {', '.join(idle[:5])} "
+                f"({len(idle)} such parameters). Nothing was applied. Use them in the loss, freeze them, or omit on_unused."
+            )
 
     def _apply(self, used: int) -> None:
         parts = self.parts
@@ -87,17 +99,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         buckets = [bucket for bucket, params in enumerate(parts.line.layout.params_in) if params & used]
         parts.gatherer.adopt(buckets)
         parts.updater.step(used)
-        parts.gatherer.publish(buckets)
+        parts.gatherer.publish(buckets, used)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Ends the window. A collective where gradients of it were sent and no step settled them."""
+        """Ends the window. A collective, unless it was settled and nothing came since."""
         self._check_open("zero_grad")
-        window = self.parts.window
-        if set_to_none:
-            window.end()
-        else:
-            window.settle_once("zero_grad")
-            window.shares.zero_all()
+        self.parts.window.end(to_zeros=not set_to_none)
         self._follow_loss_scale()
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
@@ -117,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Sums are divided by the loss scale as they are kept; gradients of a backward without it are multiplied first."""
         window, scale = self.parts.window, 1.0 if self.loss_scale is None else self.loss_scale.value
         window.scaling.lacking = window.scaling.loss_scale = scale
-        window.reducer.flight.factor = window.scaling.at_keeping(bool(window.used))
+        window.reducer.flight.factor = window.scaling.at_keeping(window.since.settled)
 
     # windows -----------------------------------------------------------------------------------------------------
 
@@ -140,7 +147,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"weight({amount}) was asked for, but a weight is a finite number of 0 or more. Pass what the batch counts."
             )
         window.notice()
-        if window.used:
+        if window.since.settled:
             raise ValueError(
                 f"weight({amount}) was asked for in a window that was settled already, so its mean is taken. "
                 "Give all weights before clipping, reading gradients or stepping."
@@ -150,8 +157,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def no_contribution(self) -> None:
         """This rank has nothing to send backward in this window; it counts as zeros. No collective."""
-        self.parts.window.notice()
-        self.parts.window.since.quiet = True
+        window = self.parts.window
+        window.notice()
+        window.since.quiet = True
+        if not window.since.placed:
+            window.put_stand_ins()  # what all ranks clip by is global, here too
 
     def settle(self) -> None:
         """Makes the gradients of this window final, as the first operation on one does. A collective."""
@@ -283,4 +293,6 @@ def shard(
     """
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     config = ZeroConfig(stage=stage, dtype=name, clip=clip, accumulation=accumulation, reduce=reduce, **options)  # type: ignore[arg-type]
+    check_served(config)
+    check_plain(config)
     return ShardedOptimizer(model, optimizer, config, group)

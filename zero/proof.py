@@ -22,7 +22,7 @@ from zero.comm.group import Group, exchange_texts
 from zero.config import ZeroConfig
 from zero.deepspeed_meaning import Implied
 from zero.engine import Engine
-from zero.engine_setup import Source, effective, given_optimizer, own_optimizer, read_config
+from zero.engine_setup import Source, effective, given_optimizer, move, own_optimizer, read_config
 from zero.memory.flat import dtype_name, sum_dtype
 from zero.optimizer import ShardedOptimizer
 from zero.reference import PlainRun, callable_of
@@ -126,7 +126,9 @@ class _Subject:
         example = given if is_made or optimizer is None else given_optimizer(optimizer, list(own.parameters()))
         config = effective(read_config(source, Implied(world_size=group.size)), example, None, accelerator)
         check_served(config)
-        own.to(accelerator.device())
+        move(own, accelerator.device())
+        for param, state in given.state.items() if given is not None else ():
+            state.update({key: value.to(param.device) for key, value in state.items() if _is_elementwise(value, param)})
         for tensor in (*own.parameters(), *own.buffers()):
             if tensor.numel():
                 first = group.exchange(_bytes_of(tensor))[0]
@@ -277,6 +279,10 @@ def _first_of_all(mine: tuple[int, Difference] | None, group: Group) -> Differen
         return None
     _, difference = min(told, key=lambda one: (one[0], one[1]["rank"]))
     return Difference(**difference)
+
+
+def _is_elementwise(value: Any, param: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

@@ -148,11 +148,30 @@ def test_register_takes_a_class_a_path_or_decorates(front_door):
 
 
 @pytest.mark.parametrize(
-    ("name", "factory", "error"), [("my-dev", Other, ValueError), ("", Other, ValueError), ("dev2", 5, TypeError)]
+    ("name", "factory", "priority", "error"),
+    [
+        ("my-dev", Other, 50, ValueError),
+        ("dev:1", Other, 50, ValueError),
+        ("", Other, 50, ValueError),
+        (None, Other, 50, TypeError),
+        ("dev2", 5, 50, TypeError),
+        ("dev2", Other, "high", TypeError),
+        ("dev2", Other, None, TypeError),
+    ],
 )
-def test_a_registration_that_cannot_work_is_refused_at_once(front_door, name, factory, error):
-    with pytest.raises(error, match=r"was asked for, but"):
-        front_door.register(name, factory)
+def test_a_registration_that_cannot_work_is_refused_at_once(front_door, name, factory, priority, error):
+    with pytest.raises(error, match=r"was asked for, but .*\. (Pass|Use|Choose)"):
+        front_door.register(name, factory, priority=priority)
+    assert [candidate.name for candidate in front_door.candidates()] == ["cpu", "dev", "other"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("dev:1", ValueError), ("", ValueError), ("cpu:", ValueError), (None, TypeError), (1, TypeError)]
+)
+def test_get_takes_a_plain_name_and_remembers_no_other(front_door, name, error):
+    with pytest.raises(error, match=r"accelerators.get\(.*\) was asked for, but .*\. (Pass|Write)"):
+        front_door.get(name)
+    assert [candidate.name for candidate in front_door.candidates()] == ["cpu", "dev", "other"]
 
 
 def test_the_front_door_names_what_it_has():

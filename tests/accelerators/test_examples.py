@@ -38,6 +38,8 @@ def test_select_backend_says_what_is_used_and_why_not_the_rest():
 
 
 def test_two_ranks_train_on_the_cpu_and_the_loss_falls():
+    source = (ROOT / "examples" / "cpu_training_in_ci.py").read_text()
+    assert "zero.shard(" in source and "stage=2" in source
     out = run("cpu_training_in_ci.py", ACCELERATOR="cpu")
     first, last = map(float, re.search(r"2 ranks on cpu: loss ([\d.]+), after 40 steps ([\d.]+)", out).groups())
     assert last < first / 2

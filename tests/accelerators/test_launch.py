@@ -51,5 +51,6 @@ def test_a_contradiction_is_an_error_and_never_many_ranks_training_alone(environ
 @pytest.mark.promise("X10")
 def test_a_group_of_one_rank_in_a_launch_of_several_is_an_error():
     read_launch(TORCHRUN).check_group(8)
+    read_launch({}).check_group(2)  # a program that starts its own ranks, and needs no launcher's variables
     with pytest.raises(ValueError, match=r"8 ranks were started, but the process group has 1: .*\. Initialise"):
         read_launch(TORCHRUN).check_group(1)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -94,22 +95,71 @@ def test_json_is_the_same_for_programs(table, monkeypatch, capsys):
 def test_several_devices_have_a_line_of_memory_each_and_what_they_lack_is_said(table, monkeypatch, capsys):
     functions = {"mem_get_info": lambda index: ((index + 1) << 30, 8 << 30), "memory_allocated": lambda index: 0}
     give_torch(monkeypatch, dev=fake_device_module(2, synchronize=lambda index: None, **functions))
-    table.add(Registration("dev", lambda: accelerators.Accelerator("dev"), priority=-1))
+    table.add(Registration("dev", lambda: accelerators.Accelerator("dev"), priority=0))
+    monkeypatch.setenv("ACCELERATOR", "cpu")
     assert command.main([]) == 0
     out = capsys.readouterr().out
     assert "1.00 GiB / 8.00 GiB" in out and "2.00 GiB / 8.00 GiB" in out
-    dev = next(row for row in map(command.describe, table, [None] * 99) if row["name"] == "dev")
+    assert command.main(["--json"]) == 0
+    dev = next(row for row in json.loads(capsys.readouterr().out)["candidates"] if row["name"] == "dev")
     assert dev["missing"] == ["peak memory", "streams", "pinned host memory", "bf16", "fp64"]
 
 
-def test_a_device_that_does_not_answer_is_a_reason_and_no_crash(table, monkeypatch, capsys):
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, OSError])
+def test_a_device_that_does_not_answer_is_a_reason_and_no_crash(table, monkeypatch, capsys, error):
     def mem_get_info(index):
-        raise RuntimeError("CUDA error: out of memory\nand more lines")
+        raise error("out of memory\nand more lines")
 
     give_torch(monkeypatch, dev=fake_device_module(1, mem_get_info=mem_get_info))
-    table.add(Registration("dev", lambda: accelerators.Accelerator("dev"), priority=-1))
+    table.add(Registration("dev", lambda: accelerators.Accelerator("dev"), priority=0))
+    monkeypatch.setenv("ACCELERATOR", "cpu")
     assert command.main([]) == 0
-    assert "it is there, but does not answer: CUDA error: out of memory and more lines" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"it is there, but does not answer: {error.__name__}: out of memory and more lines" in out
+
+
+def test_what_is_taken_on_request_only_is_not_tried_in_passing(table, monkeypatch, capsys):
+    table.add(Registration("rare", lambda: pytest.fail("it was tried"), priority=-1))
+    assert command.main(["--json"]) == 0
+    row = next(row for row in json.loads(capsys.readouterr().out)["candidates"] if row["name"] == "rare")
+    assert row["usable"] is None
+    assert row["reason"] == "not tried: it is taken on request only, ACCELERATOR=rare"
+
+
+def test_the_table_leaves_torch_without_an_accelerator_where_there_was_none():
+    program = """
+        import torch
+        from accelerators.__main__ import main
+        before = torch.accelerator.current_accelerator()
+        assert main(["--json"]) == main([]) == 0
+        assert torch.accelerator.current_accelerator() == before
+    """
+    environment = {**os.environ, "ACCELERATOR": "cpu"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_what_was_asked_for_is_shown_with_all_it_has():
+    rows = json.loads(run("--json", ACCELERATOR="sim").stdout or "{}").get("candidates", [])
+    if not rows:
+        pytest.skip(run(ACCELERATOR="sim").stderr)
+    assert [(row["chosen"], row["devices"]) for row in rows if row["name"] == "sim"] == [(True, 2)]
+
+
+def test_a_reader_that_has_read_enough_is_no_error(table, monkeypatch):
+    monkeypatch.setenv("ACCELERATOR", "cpu")
+    command = f"{sys.executable} -m accelerators --json | true; test ${{PIPESTATUS[0]}} = 0"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_memory_cap_that_is_no_size_is_said_once_and_not_for_each_device(table, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATOR_MEMORY", "lots")
+    assert command.main([]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("ACCELERATOR_MEMORY=lots was set.")
 
 
 def test_what_a_platform_lacks_is_said(monkeypatch):

@@ -8,7 +8,10 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("0", 0), ("1000", 1000), ("2k", 2000), ("500 MB", 500_000_000), (" 1.5 gib ", 3 * GIB // 2), ("1TiB", 1024 * GIB)],
+    [
+        *[("0", 0), ("1000", 1000), ("2k", 2000), ("500 MB", 500_000_000), (" 1.5 gib ", 3 * GIB // 2), ("1TiB", 1024 * GIB)],
+        *[("9007199254740993", 9007199254740993), ("9" * 400, pytest.approx(10**400))],  # beyond what a float counts, or holds
+    ],
 )
 def test_a_size_is_read_with_its_unit(text, num_bytes):
     assert parse_bytes(text) == num_bytes

@@ -1,10 +1,13 @@
 """The table of candidates: what is registered, when it is imported, and what a broken one does to the rest."""
 
 import logging
+import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -90,6 +93,100 @@ def test_a_broken_plug_in_is_named_with_its_error_and_breaks_nothing_else(factor
     assert error.value.__cause__ is not None
 
 
+class GivesNoReason(CpuAccelerator):
+    def unavailable_reason(self):
+        return False
+
+
+def test_a_reason_of_another_type_is_a_plug_in_that_failed():
+    expected = "it failed when asked whether it is available: TypeError: unavailable_reason gave a bool, not a str or None"
+    assert candidate(GivesNoReason).reason == expected
+
+
+def test_a_plug_in_that_asks_for_the_accelerator_while_it_is_made_is_told_so_and_does_not_recurse(monkeypatch):
+    for variable in ("ACCELERATOR", "DS_ACCELERATOR"):
+        monkeypatch.delenv(variable, raising=False)
+    registry = Registry([CPU], no_entry_points)
+    choice = Choice(registry)
+    registry.add(Registration("mine", lambda: choice.current().accelerator, priority=99))
+    assert choice.current().name == "cpu"
+    assert "The accelerator was asked for, but mine is being tried for just that answer. Ask" in registry.find("mine").reason
+
+
+def test_looking_at_candidates_tries_none():
+    registry = Registry([CPU, Registration("mine", raises(AssertionError("it was tried")))], no_entry_points)
+    assert repr(list(registry)) == "[Candidate('mine', priority=50, not tried yet), Candidate('cpu', priority=0, not tried yet)]"
+    assert registry.find("cpu").usable
+    assert repr(registry.find("cpu")) == "Candidate('cpu', priority=0, usable)"
+
+
+@pytest.mark.promise("X12")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_fork_while_another_thread_loads_a_plug_in_leaves_nothing_locked():
+    loading, go_on = threading.Event(), threading.Event()
+
+    def slow():
+        loading.set()
+        go_on.wait(30)
+        return Mine()
+
+    registry = Registry([CPU, Registration("slow", slow)], no_entry_points)
+    thread = threading.Thread(target=lambda: registry.find("slow").usable)
+    thread.start()
+    loading.wait(30)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if registry.find("cpu").usable else 1)
+    try:
+        deadline = time.monotonic() + 20
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended == (0, 0):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert ended == (child, 0)
+    finally:
+        go_on.set()
+        thread.join()
+    assert registry.find("slow").usable
+
+
+def test_threads_that_ask_at_once_all_see_every_entry_point_and_get_one_object(monkeypatch):
+    for variable in ("ACCELERATOR", "DS_ACCELERATOR", "ACCELERATOR_AUTOLOAD"):
+        monkeypatch.delenv(variable, raising=False)
+    barrier = threading.Barrier(8)
+
+    def slow_entry_points(group):
+        time.sleep(0.02)
+        return [EntryPoint("mine", f"{__name__}:Mine", group)] if group == "accelerators" else []
+
+    choice, found = Choice(Registry([CPU], slow_entry_points)), []
+
+    def ask():
+        barrier.wait()
+        found.append(choice.current().accelerator)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert {type(accelerator) for accelerator in found} == {Mine}
+    assert len({id(accelerator) for accelerator in found}) == 1
+
+
+def test_registering_while_candidates_are_gone_through_disturbs_nobody():
+    registry = Registry([CPU], no_entry_points)
+    names = []
+    for number, each in enumerate(registry):
+        registry.add(Registration(f"more{number}", Mine))
+        names.append(each.name)
+    assert names == ["cpu"]
+    assert [each.name for each in registry] == ["more0", "cpu"]
+
+
 @pytest.mark.promise("X15")
 def test_ctrl_c_while_a_plug_in_loads_is_no_failure_of_the_plug_in():
     with pytest.raises(KeyboardInterrupt):
@@ -134,13 +231,20 @@ def test_the_same_registration_twice_is_harmless_and_another_one_is_an_error():
 def test_entry_points_are_candidates_and_their_group_says_whether_unasked(monkeypatch, caplog):
     monkeypatch.delenv("ACCELERATOR_AUTOLOAD", raising=False)
     points = {
-        "accelerators": [EntryPoint(" Mine", f"{__name__}:Mine", "accelerators"), EntryPoint("cpu", "x:Y", "accelerators")],
+        "accelerators": [
+            EntryPoint(" Mine", f"{__name__}:Mine", "accelerators"),
+            EntryPoint(" Mine", f"{__name__}:Mine", "accelerators"),  # a package that is installed and lies on the path as well
+            EntryPoint("cpu", "x:Y", "accelerators"),
+            EntryPoint("my-dev", "x:Y", "accelerators"),
+        ],
         "accelerators.on_request": [EntryPoint("other", f"{__name__}:Mine", "accelerators.on_request")],
     }
     registry = Registry([CPU], lambda group: points[group])
     assert [(c.name, c.priority) for c in registry] == [("mine", 40), ("cpu", 0), ("other", -1)]
     assert registry.find("mine").usable
     assert "entry point 'cpu' of an unknown package was asked for, but that name is taken" in caplog.text
+    assert "'my-dev' from entry point 'my-dev' of an unknown package was asked for, but a name is one word" in caplog.text
+    assert len(caplog.records) == 2
 
 
 def test_autoload_off_skips_entry_points(monkeypatch):

@@ -19,10 +19,11 @@ TINY = 28  # bytes: fewer than most parameters have, so that these span buckets
 
 Build = Callable[[], nn.Module]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
+plain_sgd = sgd()
 Program = Callable[[nn.Module, ShardedOptimizer, Any], Any]
 
 
-def on_ranks(world: int, program: Program, build: Build = real_mlp, make: Make = sgd(), **options: Any) -> list[Any]:
+def on_ranks(world: int, program: Program, build: Build = real_mlp, make: Make = plain_sgd, **options: Any) -> list[Any]:
     """What `program(model, optimizer, group)` gives on each rank."""
     models = [build() for _ in range(world)]  # before the threads start: they share torch's random numbers
     inner = [make(model) for model in models]
@@ -37,7 +38,7 @@ def on_ranks(world: int, program: Program, build: Build = real_mlp, make: Make =
     return run_ranks(world, one, TIME_LIMIT_S)
 
 
-def alone(build: Build = real_mlp, make: Make = sgd(), **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
+def alone(build: Build = real_mlp, make: Make = plain_sgd, **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
     """A model and its sharded optimizer on a single rank."""
     model = build()
     return model, shard(model, make(model), group=solo(), **{"stage": 2, **options})
@@ -56,7 +57,9 @@ def traces_of(case: Case, world: int, **options: Any) -> list[Trace]:
     return on_ranks(world, program, case.build, case.optimizer, **given)
 
 
-def check_equal(case: Case, world: int, *, dtype: str = "fp32", scale: float | None = None, exact: bool = False, **options: Any):
+def check_equal(
+    case: Case, world: int, *, dtype: str = "fp32", scale: float | None = None, exact: bool = False, **options: Any
+) -> None:
     """Raises AssertionError with the first difference between a sharded training and the oracle's."""
     given = {"fp32": {}, "bf16": {"dtype": "bfloat16"}, "fp16": {"dtype": "float16"}}[dtype]
     if dtype == "fp16":
@@ -85,7 +88,7 @@ def one_step(model: nn.Module, optimizer: Any, rank: int = 0, step: int = 0, *, 
     return loss.detach()
 
 
-def case_of(script: Any, build: Build = real_mlp, optimizer: Make = sgd(), steps: int = 3, **fields: Any) -> Case:
+def case_of(script: Any, build: Build = real_mlp, optimizer: Make = plain_sgd, steps: int = 3, **fields: Any) -> Case:
     return Case(script.__name__, build, script, optimizer, steps, **fields)
 
 

@@ -16,11 +16,11 @@ from tests import ranks
 from tests.instruments import Ledger, poison, poison_padding
 from tests.promises.trainings import (
     STAGES,
-    TIME_LIMIT_S,
     expected,
     gloo_group,
     options_of,
     masters_of,
+    on_loopback,
     train_one,
     what_differs,
     what_differs_over_gloo,
@@ -29,16 +29,9 @@ from tests.promises.trainings import (
 from tests.traces import compare
 from tests.zoo import CASES
 from tests.zoo.case import draw, filled, like, real_loss, real_numbers, whole_loss, whole_numbers
-from zero.comm.loopback import run_ranks
 from zero.optimizer import shard
 
 ORDINARY = ("two_layers", "branch_chosen_by_rank_and_step", "parameter_larger_than_a_bucket")
-
-
-def on_loopback(world: int, build: Any, program: Any) -> list[Any]:
-    """`program(group, model)` on each rank; the models are built first, as building them in threads would mix their seeds."""
-    models = [build() for _ in range(world)]
-    return run_ranks(world, lambda group: program(group, models[group.rank]), TIME_LIMIT_S)
 
 
 def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
@@ -77,7 +70,7 @@ def train_where_average_means_sum(rank: int, world: int, names: list[str]) -> tu
         for name, stage in itertools.product(names, STAGES):
             model = CASES[name].build()
             options = options_of(name, stage, "fp32", "tiny")
-            traces.append((name, stage, train_one(name, model, CASES[name].optimizer(model), group, options)))
+            traces.append((name, stage, train_one(CASES[name], model, CASES[name].optimizer(model), group, options)))
     return traces, asked, calls
 
 
@@ -432,8 +425,8 @@ def train_in_two_groups(rank: int, world: int, stage: int) -> Any:
         group = optimizer.parts.group
         optimizer.close()
         model = CASES[name].build()
-        return train_one(name, model, CASES[name].optimizer(model), group, options_of(name, stage, "fp32", "tiny"))
-    return train_one(name, model, inner, gloo_group(pairs[mine]), options_of(name, stage, "fp32", "tiny"))
+        return train_one(CASES[name], model, CASES[name].optimizer(model), group, options_of(name, stage, "fp32", "tiny"))
+    return train_one(CASES[name], model, inner, gloo_group(pairs[mine]), options_of(name, stage, "fp32", "tiny"))
 
 
 @pytest.mark.promise("R11")

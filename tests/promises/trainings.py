@@ -14,6 +14,7 @@ from tests import ranks
 from tests.grid import BUCKET_NUMEL
 from tests.oracle import DynamicScale, StaticScale, Trace, compare, reference, train
 from tests.zoo import CASES
+from tests.zoo.case import Case
 from zero.comm.loopback import LoopbackGroup, run_ranks
 from zero.comm.torch_group import connect
 from zero.config import LossScale
@@ -23,7 +24,7 @@ from zero.optimizer import ShardedOptimizer, shard
 STAGES, WORLDS, BUCKETS = (0, 1, 2), (1, 2, 3), ("tiny", "huge")
 NAMES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-TIME_LIMIT_S = 20.0
+TIME_LIMIT_S = 10.0
 
 Wrap = Callable[[Any], Any]
 
@@ -72,30 +73,31 @@ def masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     return found
 
 
-def train_one(name: str, model: Any, inner: Any, group: Any, options: dict[str, Any]) -> Trace:
+def on_loopback(world: int, build: Callable[[], Any], program: Callable[[LoopbackGroup, Any], Any]) -> list[Any]:
+    """`program(group, model)` on each rank. Models are built before the threads start, which share torch's random numbers."""
+    models = [build() for _ in range(world)]
+    return run_ranks(world, lambda group: program(group, models[group.rank]), TIME_LIMIT_S)
+
+
+def train_one(case: Case, model: Any, inner: Any, group: Any, options: dict[str, Any]) -> Trace:
     """One rank's training of a case; with the optimizer's state by name, whole."""
     optimizer = shard(model, inner, group=group, **options)
 
     def look() -> dict[str, Any]:
         return {"masters": masters_of(optimizer)} if options["dtype"] else {}
 
-    trace = train(CASES[name], model, optimizer, group.rank, group.size, look)
-    trace.state = {}
-    for parameter, tensor in zip(optimizer.parts.params.names, optimizer.parts.params.tensors, strict=True):
-        state = optimizer.whole_state(tensor)
-        if state:
-            trace.state[parameter] = state
+    trace = train(case, model, optimizer, group.rank, group.size, look)
+    trace.state = optimizer.state_dict()["state"]
     optimizer.close()
     return trace
 
 
-def loopback_traces(name: str, world: int, wrap: Wrap = lambda group: group, **options: Any) -> list[Trace]:
-    case = CASES[name]
-    models = [case.build() for _ in range(world)]  # before the threads start: they share torch's random numbers
+def loopback_traces(case: Case, world: int, wrap: Wrap = lambda group: group, **options: Any) -> list[Trace]:
+    models = [case.build() for _ in range(world)]
     inner = [case.optimizer(model) for model in models]
 
     def program(group: LoopbackGroup) -> Trace:
-        return train_one(name, models[group.rank], inner[group.rank], wrap(group), options)
+        return train_one(case, models[group.rank], inner[group.rank], wrap(group), options)
 
     return run_ranks(world, program, TIME_LIMIT_S)
 
@@ -127,7 +129,7 @@ def what_differs(
                     continue
                 options = options_of(name, stage, dtype, bucket, **more)
                 label = f"{name} stage={stage} world={world} {dtype} {bucket}"
-                found += _difference(label, name, dtype, expected(name, world, dtype), loopback_traces(name, world, wrap, **options))
+                found += _difference(label, name, dtype, expected(name, world, dtype), loopback_traces(case, world, wrap, **options))
     return found
 
 
@@ -155,8 +157,9 @@ def _train_over_gloo(rank: int, world: int, wanted: list[tuple[str, int]], dtype
     group = gloo_group()
     traces = []
     for name, stage in wanted:
-        model = CASES[name].build()
-        traces.append(train_one(name, model, CASES[name].optimizer(model), group, options_of(name, stage, dtype, bucket)))
+        case = CASES[name]
+        model = case.build()
+        traces.append(train_one(case, model, case.optimizer(model), group, options_of(name, stage, dtype, bucket)))
     return traces
 
 
@@ -168,7 +171,8 @@ def gloo_group(group: Any = None, time_limit_s: float = 20.0) -> Any:
 def _difference(label: str, name: str, dtype: str, theirs: list[Trace], ours: list[Trace]) -> list[str]:
     world = len(theirs)
     for trace in ours:  # nobody steps a parameter without elements, so it has no state
-        trace.state = {**{n: s for n, s in theirs[0].state.items() if not theirs[0].steps[-1].weights[n].numel()}, **trace.state}
+        weights = theirs[0].steps[-1].weights
+        trace.state = {**{name: state for name, state in theirs[0].state.items() if not weights[name].numel()}, **trace.state}
     try:
         compare(ours, theirs, exact=CASES[name].is_exact(dtype, world), state=True, name=label)
     except AssertionError as error:

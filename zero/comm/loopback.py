@@ -163,7 +163,8 @@ def solo() -> LoopbackGroup:
 
 
 def run_ranks(size: int, program: Callable[[LoopbackGroup], Result], time_limit_s: float = 60.0) -> list[Result]:
-    """Runs `program` as each of `size` ranks and returns what each gave; the first error is raised."""
+    """Runs `program` as each of `size` ranks and returns what each gave. An error is raised; one that is more than the loss
+    of the others comes first."""
     groups = loopback(size, time_limit_s)
 
     def one(group: LoopbackGroup) -> Result:
@@ -173,4 +174,8 @@ def run_ranks(size: int, program: Callable[[LoopbackGroup], Result], time_limit_
             group.close()
 
     with ThreadPoolExecutor(size) as pool:
-        return [future.result() for future in [pool.submit(one, group) for group in groups]]
+        futures = [pool.submit(one, group) for group in groups]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, GroupLost)), errors[0])
+    return [future.result() for future in futures]

@@ -231,14 +231,15 @@ def _different_edits(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroEr
                 f"Rank {rank} cleared its gradients {counts.clears} times since the last step, rank {first_rank} "
                 f"{first.clears} times. Clear them on all ranks alike."
             )
-        for verb, mine, theirs in (("removed", counts.removed, first.removed), ("replaced", counts.replaced, first.replaced)):
-            differ = set_bits((mine ^ theirs) & counts.put & first.put)
-            if differ:
-                one, other = (rank, first_rank) if mine >> differ[0] & 1 else (first_rank, rank)
-                return RanksDiffer(
-                    f"Rank {one} {verb} the gradient of {names[differ[0]]}, rank {other} kept it. "
-                    "Edit gradients on all ranks alike."
-                )
+        # Where one rank took a gradient away and then had another one, it was replaced there, and removed where it had none.
+        mine, theirs = counts.removed | counts.replaced, first.removed | first.replaced
+        differ = set_bits((mine ^ theirs) & counts.put & first.put)
+        if differ:
+            one, other = (rank, first_rank) if mine >> differ[0] & 1 else (first_rank, rank)
+            return RanksDiffer(
+                f"Rank {one} removed or replaced the gradient of {names[differ[0]]}, rank {other} kept it. "
+                "Edit gradients on all ranks alike."
+            )
     return None
 
 

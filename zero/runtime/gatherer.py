@@ -9,6 +9,7 @@ import torch
 from zero.comm.group import Group
 from zero.memory.flat import FlatBuffer, Line
 from zero.memory.masters import Masters
+from zero.runtime.agreement import set_bits
 from zero.runtime.params import Params
 
 
@@ -28,8 +29,9 @@ class Gatherer:
             if self._masters.is_copy(bucket):
                 self._masters.adopt(bucket)
 
-    def publish(self, buckets: Sequence[int]) -> None:
-        """Casts and gathers; when this returns every weight is the new one, on a device for whatever is issued next."""
+    def publish(self, buckets: Sequence[int], params: int) -> None:
+        """Casts and gathers the buckets of these parameters; when this returns every weight is the new one, on a device for
+        whatever is issued next."""
         pending = []
         for bucket in buckets:
             if self._masters.is_copy(bucket):
@@ -40,5 +42,6 @@ class Gatherer:
             gathered.wait()
         # Writing the flat buffer tells the parameters' version counters nothing; without this, backward through a graph from
         # before the step would take the new weights for the old ones and give wrong gradients where plain torch raises.
-        for param in sorted({param for bucket in buckets for param in self._line.layout.buckets[bucket].params}):
+        # Those beside them keep their values, and their graphs.
+        for param in set_bits(params):
             torch.autograd.graph.increment_version(self._params.tensors[param])

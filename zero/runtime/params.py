@@ -17,7 +17,7 @@ class Params:
         self.names: list[str] = []
         self.index: dict[int, int] = {}  # by id
         self.add(tensors, names)
-        self._widened: set[int] = set()
+        self._usual: dict[int, torch.dtype | None] = {}  # grad_dtype of those for which we changed it
 
     @property
     def all(self) -> int:
@@ -37,12 +37,18 @@ class Params:
 
     def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
         param = self.tensors[index]
-        if grad is not None and grad.dtype != param.dtype:
-            param.grad = None  # torch changes the dtype of an empty .grad only
-            param.grad_dtype = grad.dtype
-            self._widened.add(index)
-        elif index in self._widened:
+        if grad is None:
             param.grad = None
-            param.grad_dtype = param.dtype
-            self._widened.discard(index)
+            self.restore(index)
+            return
+        allowed = getattr(param, "grad_dtype", grad.dtype)
+        if allowed is not None and allowed != grad.dtype:
+            param.grad = None  # torch changes the dtype of an empty .grad only
+            self._usual.setdefault(index, allowed)
+            param.grad_dtype = grad.dtype
         param.grad = grad
+
+    def restore(self, index: int) -> None:
+        """Lets an empty `.grad` hold again what it could before."""
+        if index in self._usual and self.tensors[index].grad is None:
+            self.tensors[index].grad_dtype = self._usual.pop(index)

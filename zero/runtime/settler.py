@@ -32,7 +32,8 @@ class Since:
     failed: bool = False
     placed: bool = False  # every trainable parameter's .grad holds a stand-in
     in_backward: bool = False
-
+    settled: bool = False  # gradients of the window were made final before, so what comes now is added to final sums
+    over: bool = False  # an error ended the window, which the other ranks know of
 
     @property
     def anything(self) -> bool:

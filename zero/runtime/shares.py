@@ -14,6 +14,7 @@ from zero.comm.group import Group
 from zero.errors import ZeroError
 from zero.memory.flat import DTYPES, Form, Line, Shard, sum_dtype
 from zero.plan.layout import Piece
+from zero.runtime.standin import StandIn
 
 
 class GradientShares:
@@ -92,11 +93,6 @@ class GradientShares:
                 self.shard.piece(piece).zero_()
         self.forget_norms(param)
 
-    def zero_all(self) -> None:
-        for share in self.shard.present():
-            share.zero_()
-        self._norms.clear()
-
     def clear(self) -> None:
         self.shard.clear()
         self._norms.clear()
@@ -155,6 +151,8 @@ class GradientShares:
         """A tensor operand's part that lies beside a piece; numbers and 0-dim tensors as they are."""
         if not isinstance(argument, torch.Tensor) or argument.dim() == 0:
             return argument
+        if isinstance(argument, StandIn) and argument.param == piece.param:
+            return self.shard.piece(piece)
         form = self.forms[piece.param]
         return form.line(argument.detach().expand(form.shape))[piece.in_param.start : piece.in_param.stop]
 

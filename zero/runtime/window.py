@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zero.errors import RanksDiffer, ZeroError
+from zero.errors import RanksDiffer
 from zero.plan.scaling import Scaling
 from zero.runtime.agreement import set_bits
 from zero.runtime.boundary import Boundary
@@ -74,6 +74,7 @@ class Window:
     def _take_away(self, index: int) -> None:
         since, param = self.since, self.params.tensors[index]
         held = param.grad
+        self.params.restore(index)
         if held is self._stand_ins[index]:
             self.params.set_grad(index, None if self.scaling.multiplier is not None else since.aside.pop(index, None))
         elif self.put >> index & 1 and not since.overridden >> index & 1:
@@ -104,12 +105,12 @@ class Window:
                 f"The gradient of {self.params.names[index]} is sparse, but sharded training adds dense ones. "
                 "Use sparse=False in the module that it belongs to."
             )
-        if overridden or since.clears or not self.boundary.synchronises:
+        if overridden or not self.boundary.synchronises:
             self._keep_local(index, grad.detach())
             return
         if not since.placed:
-            self._put_stand_ins(index)
-        if not self._laid_out(index):
+            self.put_stand_ins(index)
+        if since.clears or not self._laid_out(index):
             self._keep_local(index, grad.detach())
             return
         if self.scaling.multiplier == 0.0:
@@ -152,7 +153,7 @@ class Window:
     def _note_backward_end(self) -> None:
         self.since.in_backward = False
 
-    def _put_stand_ins(self, current: int) -> None:
+    def put_stand_ins(self, current: int | None = None) -> None:
         """Into every `.grad`, since code that clips asks each parameter whether it has one before it does anything else."""
         self.since.placed = True
         for index, param in enumerate(self.params.tensors):
@@ -176,6 +177,7 @@ class Window:
             reducer.catch_up(agreement)
             if agreement.error is not None:
                 self.forget()
+                self.since.over = True
                 raise agreement.error
             if agreement.discard:
                 self.used = 0
@@ -189,13 +191,13 @@ class Window:
             for index in found.local:
                 self._collect_local(index)
             reducer.send_rest((*agreement.rest, *new), wide)
-            if not self.used:
+            if not self.since.settled or agreement.discard:
                 self.shares.shard.multiply(self.scaling.at_settling(agreement.weight))
         reducer.learn(agreement, used_here)
         self.shares.forget_norms()
         self.used = self.used & ~agreement.removed | agreement.used
-        self.reducer.flight.factor = self.scaling.at_keeping(bool(self.used))
-        self.since = Since(in_backward=since.in_backward)
+        self.since = Since(in_backward=since.in_backward, settled=bool(self.used))
+        self.reducer.flight.factor = self.scaling.at_keeping(self.since.settled)
         self._put_where_used()
 
     def settle_once(self, occasion: str) -> None:
@@ -203,18 +205,28 @@ class Window:
         if self.since.unsettled:
             self.settle(occasion)
 
-    def end(self, occasion: str = "zero_grad") -> None:
-        """Throws the gradients away; a collective where rounds of them are on their way."""
-        error: ZeroError | None = None
-        if self.since.anything:
-            agreement = self.settler.agree(occasion, self, Found((), 0, 0))
+    def end(self, to_zeros: bool = False) -> None:
+        """Throws the gradients away, or makes those that there are zeros, which count as gradients of the next window.
+
+        A collective, unless the window was settled, or ended by an error, and nothing came since. A rank that has nothing
+        cannot know whether the others have: it may have failed before its first gradient, and this is how they hear of it.
+        """
+        self.notice()
+        kept, error = sum(1 << index for index in set_bits(self.used) if self.params.tensors[index].grad is not None), None
+        if self.since.anything or not (self.since.settled or self.since.over):
+            found = self._look() if to_zeros else Found((), 0, 0)
+            agreement = self.settler.agree("zero_grad", self, found)
             with torch.no_grad():
                 self.reducer.catch_up(agreement)
             self.reducer.learn(agreement, self.since.touched)
+            kept = self.used & ~agreement.removed | agreement.used
             error = agreement.error
         self.forget()
         if isinstance(error, RanksDiffer):  # that a rank failed is no news to ranks that clear
             raise error
+        if to_zeros:
+            self.used = kept
+            self._put_where_used()
 
     def forget(self) -> None:
         """Forgets every gradient of this window on this rank."""

@@ -1,0 +1,480 @@
+"""D: dtypes, shapes and how parameters lie."""
+
+import pytest
+import torch
+from torch import nn
+
+import accelerators
+from tests import ranks
+from tests.promises.loops import TINY, alone, case_of, check_equal, on_ranks, one_step, real_step, same, weights
+from tests.promises.trainings import gloo_group, what_differs
+from tests.zoo.case import backward, draw, filled, finish, like, real_loss, real_mlp, sgd
+from zero.config import ZeroConfig
+from zero.errors import RanksDiffer, ZeroError
+from zero.memory.flat import sum_dtype
+from zero.optimizer import shard
+from zero.plan.layout import FlatLayout, ParamSpec
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+BUCKETS = pytest.mark.parametrize("bucket_bytes", [TINY, 1 << 20])
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
+
+
+# D01: several dtypes in one group ---------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """A bf16 base, an fp32 norm and adapter, and an fp64 head."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.norm = nn.Linear(4, 4).bfloat16(), nn.LayerNorm(4)
+        self.adapter, self.head = nn.Linear(4, 4, bias=False), nn.Linear(4, 3).double()
+
+    def forward(self, x):
+        h = self.norm(self.base(x.bfloat16()).float())
+        return self.head((h + self.adapter(x.float())).double())
+
+
+def mixed_step(model, optimizer, rank, world, step):
+    backward(optimizer, real_loss(model(draw(model, (3, 4), rank, step, real=True))))
+    yield "settle"
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    finish(optimizer)
+    return norm.float(), [parameter.dtype for parameter in model.parameters()]
+
+
+@pytest.mark.promise("D01")
+@STAGES
+@BUCKETS
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_bf16_fp32_and_fp64_in_one_group_keep_their_dtypes_and_equal_plain_torch(stage, bucket_bytes, world):
+    case = case_of(mixed_step, lambda: filled(Mixed(), real=True), adamw, steps=4)
+    assert len(adamw(case.build()).param_groups) == 1
+    check_equal(case, world, stage=stage, bucket_bytes=bucket_bytes)
+
+
+class Islands(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x).float()).to(self.last.weight.dtype))
+
+
+@pytest.mark.promise("D01")
+@STAGES
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("pattern", ["norm", "norm.*", "*norm*"])
+def test_modules_named_in_keep_fp32_are_not_cast_and_equal_plain_torch(stage, dtype, pattern):
+    def script(model, optimizer, rank, world, step):
+        assert model.norm.weight.dtype == torch.float32 and model.first.weight.dtype != torch.float32
+        return (yield from real_step(model, optimizer, rank, world, step))
+
+    case = case_of(script, lambda: filled(Islands(), real=True), adamw, keep_fp32=("norm.*",))
+    scale = 8.0 if dtype == "fp16" else None
+    check_equal(case, 2, stage=stage, dtype=dtype, scale=scale, keep_fp32=(pattern,))
+
+
+# D02, D03: masters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("D02")
+@STAGES
+@BUCKETS
+def test_a_master_of_an_fp32_weight_is_the_weight_and_no_copy(stage, bucket_bytes):
+    model, optimizer = alone(make=adamw, stage=stage, bucket_bytes=bucket_bytes)
+    for index, parameter in enumerate(model.parameters()):
+        address, stop = parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes
+        masters = [master for _, master in optimizer.parts.masters.of(index)]
+        assert all(address <= master.data_ptr() and master.data_ptr() + master.nbytes <= stop for master in masters)
+        assert sum(master.nbytes for master in masters) == parameter.nbytes
+    one_step(model, optimizer)
+    assert [p.data_ptr() for p in model.parameters()] == [optimizer.parts.masters.of(i)[0][1].data_ptr() for i in range(4)]
+
+
+@pytest.mark.promise("D03")
+@STAGES
+@BUCKETS
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_after_each_of_ten_steps_every_weight_is_its_masters_rounded_value(stage, bucket_bytes, dtype, world):
+    def program(model, optimizer, group):
+        for step in range(10):
+            one_step(model, optimizer, group.rank, step)
+            for bucket in range(len(optimizer.parts.line.layout.buckets)):
+                rank = group.rank if stage else 0
+                share = optimizer.parts.intake._weights.share(bucket, rank)
+                assert torch.equal(share, optimizer.parts.masters.shard.share(bucket).to(share.dtype))
+            before = weights(model)
+            masters = optimizer.state_dict()["masters"]
+            assert same(before, {name: masters[name].to(weight.dtype) for name, weight in before.items()})
+        return before
+
+    found = on_ranks(world, program, make=adamw, stage=stage, dtype=dtype, bucket_bytes=bucket_bytes)
+    assert all(same(found[0], other) for other in found)
+
+
+# D04, D05, D12, D13: what is not trained, and agreement -----------------------------------------------------------------
+
+
+class Buffered(nn.Module):
+    def __init__(self, rank=0):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.linspace(0, 1, 7) + rank)
+        self.register_buffer("narrow", torch.tensor([1.0, 2.0, 0.1]).half())
+        self.register_buffer("wide", torch.tensor([1 / 3], dtype=torch.float64) * (1 + rank))
+        self.register_buffer("numbers", torch.arange(5) + rank)
+        self.register_buffer("flags", torch.tensor([True, False, rank == 0]))
+        self.register_buffer("hidden", torch.full((2, 3), 0.1 + rank), persistent=False)
+        self.register_buffer("empty", torch.empty(0))
+        self.register_buffer("strided", (torch.arange(6.0) + rank).view(2, 3).t())
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.promise("D04")
+@STAGES
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+def test_buffers_of_any_dtype_keep_it_and_their_bits(stage, dtype):
+    model, optimizer = alone(lambda: filled(Buffered()), adamw, stage=stage, dtype=dtype)
+    for step in range(2):
+        one_step(model, optimizer, step=step)
+    for (name, buffer), (_, expected) in zip(model.named_buffers(), Buffered().named_buffers(), strict=True):
+        assert buffer.dtype == expected.dtype and torch.equal(buffer, expected), name
+    assert "hidden" not in model.state_dict()
+
+
+@pytest.mark.promise("D04")
+def test_buffers_of_every_dtype_and_form_come_from_rank_0():
+    models = iter([filled(Buffered(rank)) for rank in range(3)])
+    found = on_ranks(3, lambda model, *_: dict(model.named_buffers()), build=lambda: next(models))
+    expected = dict(Buffered(0).named_buffers())
+    assert all(same(dict(buffers), expected) for buffers in found)
+
+
+def buffer_in_another_dtype(rank):
+    model = real_mlp()
+    model.register_buffer("table", torch.ones(4, dtype=torch.bfloat16 if rank else torch.float32))
+    return model
+
+
+def buffer_of_another_shape(rank):
+    model = real_mlp()
+    model.register_buffer("table", torch.ones(4 + rank))
+    return model
+
+
+def left_out_of_another_shape(rank):
+    """Trainable, but not the optimizer's: it is made equal to rank 0's too."""
+    model = real_mlp()
+    model.extra = nn.Linear(3 + rank, 3)
+    return model
+
+
+def try_to_shard(rank, world, build):
+    model = build(rank)
+    inner = torch.optim.SGD([p for name, p in model.named_parameters() if "extra" not in name], lr=0.1)
+    try:
+        shard(model, inner, stage=2, group=gloo_group())
+    except ZeroError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.promise("D05")
+@pytest.mark.parametrize("build", [buffer_in_another_dtype, buffer_of_another_shape, left_out_of_another_shape])
+def test_metadata_is_agreed_before_anything_is_sent(build):
+    for text in ranks.run(2, try_to_shard, build, timeout=30.0):
+        assert "Rank 1 of 2 built" in text and ("table" in text or "extra.weight" in text)
+
+
+@pytest.mark.promise("D12")
+@STAGES
+def test_integer_and_bool_parameters_are_left_alone_but_equal_on_all_ranks(stage):
+    def build(rank=0):
+        model = real_mlp()
+        model.register_parameter("steps", nn.Parameter(torch.arange(5) + rank, requires_grad=False))
+        model.register_parameter("mask", nn.Parameter(torch.tensor([True, rank == 0]), requires_grad=False))
+        return model
+
+    models = iter([build(rank) for rank in range(2)])
+
+    def program(model, optimizer, group):
+        kept = model.steps
+        for step in range(3):
+            one_step(model, optimizer, group.rank, step)
+        assert model.steps is kept and model.steps.dtype == torch.int64
+        assert not any("steps" in name for name in optimizer.parts.params.names)
+        return dict(model.state_dict())
+
+    for found in on_ranks(2, program, lambda: next(models), adamw, stage=stage, dtype="bfloat16"):
+        assert torch.equal(found["steps"], torch.arange(5)) and torch.equal(found["mask"], torch.tensor([True, True]))
+
+
+def seeded(rank):
+    torch.manual_seed(rank)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3).requires_grad_(False), nn.Linear(3, 2))
+
+
+def start_apart(rank, world, stage, start):
+    model = seeded(rank)
+    model[1].running_mean.add_(rank)
+    try:
+        optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, group=gloo_group(), start=start)
+    except RanksDiffer as error:
+        return str(error)
+    optimizer.check()
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.promise("D13")
+@STAGES
+def test_ranks_with_different_seeds_start_with_rank_0s_bits(stage):
+    found = ranks.run(2, start_apart, stage, "broadcast")
+    expected = dict(seeded(0).state_dict())
+    assert all(same(each, expected) for each in found)
+
+
+@pytest.mark.promise("D13")
+def test_ranks_with_different_seeds_are_refused_on_all_ranks_when_asked_to_verify():
+    for text in ranks.run(2, start_apart, 2, "verify"):
+        assert "Rank 1 of 2 built 'weights of 0.weight" in text
+
+
+# D06, D07, D08: what gradients and devices can be -----------------------------------------------------------------------
+
+
+class Widened(torch.autograd.Function):
+    """As a compiled backward does: its gradient is fp32 whatever the weight is."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.float()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.full_like(grad, 257.0)
+
+
+@pytest.mark.promise("D06")
+@STAGES
+@BUCKETS
+@pytest.mark.parametrize("kept", ["as it is", torch.float32, None])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.10 has no wider .grad")
+def test_a_gradient_in_fp32_for_a_bf16_weight_is_not_rounded_on_its_way(stage, bucket_bytes, kept, world):
+    """257 does not fit bf16: it shows whether a gradient was rounded before it was added."""
+
+    def program(model, optimizer, group):
+        if kept != "as it is":
+            model.weight.grad_dtype = kept
+        found = []
+        for step in range(2):
+            backward(optimizer, Widened.apply(model.weight).sum())
+            optimizer.settle()
+            found.append(torch.cat(optimizer.parts.window.shares.shard.present()))
+            optimizer.zero_grad()
+            assert model.weight.grad_dtype == (torch.bfloat16 if kept == "as it is" else kept)
+        return found
+
+    # where `.grad` may not be wider, it is torch that rounds it before anybody else sees it
+    true = 256.0 if kept == "as it is" else 257.0
+    options = {"stage": stage, "dtype": "bfloat16", "bucket_bytes": bucket_bytes}
+    for shares in zip(*on_ranks(world, program, lambda: nn.Linear(3, 5, bias=False), **options), strict=True):
+        assert set(torch.cat(shares).tolist()) <= {0.0, true} and true in torch.cat(shares)
+
+
+@pytest.mark.promise("D07")
+def test_what_an_accelerator_supports_is_answered_by_true_or_false_and_holds():
+    accelerator = accelerators.get("cpu")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        answer = accelerator.supports(dtype)
+        assert answer is True or answer is False
+        if answer:
+            ones = torch.ones(2, 2, dtype=dtype)
+            assert torch.equal(ones @ ones, 2 * ones)
+        assert (dtype in accelerator.supported_dtypes()) == answer
+
+
+@pytest.mark.promise("D07")
+def test_an_unsupported_dtype_is_refused_with_the_supported_ones_before_anything_changes(monkeypatch):
+    kind = type(accelerators.get("cpu"))
+    monkeypatch.setattr(kind, "supports", lambda self, dtype: dtype is not torch.float16)
+    monkeypatch.setattr(kind, "supported_dtypes", lambda self: (torch.float32, torch.bfloat16))
+    model = real_mlp()
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=r"float16 were asked for.*Supported here: float32, bfloat16"):
+        shard(model, sgd()(model), stage=1, dtype=torch.float16)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+
+
+def train_without_fp64(rank, world):
+    from accelerators import simulated
+
+    simulated.bring_up()
+    with simulated.without("fp64"):
+        with pytest.raises((RuntimeError, TypeError, NotImplementedError)):
+            torch.ones(2, device="sim:0").double()
+        model = real_mlp().to("sim:0")
+        optimizer = shard(model, sgd()(model), stage=2, clip=0.1)
+        norms = []
+        for step in range(2):
+            backward(optimizer, real_loss(model(like(model, draw(model, (3, 4), 0, step, real=True)))))
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
+            finish(optimizer)
+        torch.accelerator.synchronize()
+        return norms, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.promise("D08")
+def test_norms_and_clipping_use_no_fp64_on_a_device_without_it():
+    norms, found = ranks.run(1, train_without_fp64, fresh=True, timeout=60.0)[0]
+    model, optimizer = alone(clip=0.1)
+    for step, norm in enumerate(norms):
+        backward(optimizer, real_loss(model(draw(model, (3, 4), 0, step, real=True))))
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2).item() == pytest.approx(norm, rel=1e-5)
+        finish(optimizer)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-5)
+
+
+# D09, D10: where parameters lie -----------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.items = nn.ParameterList(nn.Parameter(torch.randn(numel)) for numel in (1, 3, 5, 7, 2, 13, 1, 31))
+
+    def forward(self, x):
+        return sum((item * x.sum()).sum() for item in self.items)
+
+
+@pytest.mark.promise("D09")
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("align_bytes", [16, 64, 256])
+@pytest.mark.parametrize("bucket_bytes", [TINY, 1 << 20])
+def test_parameters_of_odd_sizes_begin_at_a_multiple_of_the_alignment(dtype, align_bytes, bucket_bytes):
+    model, optimizer = alone(Odd, adamw, dtype=dtype, align_bytes=align_bytes, bucket_bytes=bucket_bytes)
+    layout = optimizer.parts.line.layout
+    for slot in layout.slots:
+        item_bytes = model.items[slot.param].element_size()
+        assert slot.span.start * item_bytes % align_bytes == 0
+    assert all(item.data_ptr() % min(64, align_bytes) == 0 for item in model.items)
+    assert all(master.data_ptr() % 16 == 0 for index in range(8) for _, master in optimizer.parts.masters.of(index))
+
+
+@pytest.mark.promise("D09")
+def test_an_alignment_that_is_no_power_of_two_or_below_16_is_refused():
+    for align_bytes, words in ((48, "powers of two"), (8, "greater than or equal to 16")):
+        with pytest.raises(ValueError, match=words):
+            ZeroConfig(stage=1, align_bytes=align_bytes)
+
+
+@pytest.mark.promise("D10")
+@pytest.mark.parametrize("world", [1, 3, 8])
+def test_three_billion_elements_are_planned_without_memory(world):
+    specs = [ParamSpec("large", (3_000_000_000,), "bfloat16"), ParamSpec("small", (5,), "bfloat16")]
+    layout = FlatLayout.build(specs, world, bucket_bytes=2**30)
+    large = layout.slots[0]
+    assert large.span.numel == 3_000_000_000 and max(bucket.span.stop for bucket in layout.buckets) >= 3_000_000_000
+    pieces = [piece for rank in range(world) for piece in layout.pieces(0, rank)]
+    pieces.sort(key=lambda piece: piece.in_param.start)
+    assert [piece.in_param.start for piece in pieces] == [0, *(piece.in_param.stop for piece in pieces[:-1])]
+    assert pieces[-1].in_param.stop == 3_000_000_000
+    model = nn.Linear(60_000, 50_000, bias=False, device="meta")
+    assert model.weight.numel() == 3_000_000_000
+    with pytest.raises(ValueError, match="weight is on the meta device"):
+        shard(model, torch.optim.SGD(model.parameters()), stage=2)
+
+
+# D11: other people's tensors --------------------------------------------------------------------------------------------
+
+
+class Quantised(torch.Tensor):
+    pass
+
+
+class Packed(nn.Parameter):
+    """As bitsandbytes does: a Parameter of a class of its own."""
+
+
+def try_distributed_tensor(rank, world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    model = real_mlp()
+    mesh = init_device_mesh("cpu", (world,))
+    model[2].weight = nn.Parameter(distribute_tensor(model[2].weight.detach(), mesh, [Replicate()]))
+    with pytest.raises(ValueError, match=r"2\.weight is a .*DTensor"):
+        shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, group=gloo_group())
+    return True
+
+
+@pytest.mark.promise("D11")
+def test_a_distributed_tensor_is_refused_by_name():
+    assert ranks.run(2, try_distributed_tensor) == [True, True]
+
+
+@pytest.mark.promise("D11")
+@pytest.mark.parametrize("kind", [Quantised, Packed])
+def test_a_parameter_of_a_class_of_its_own_is_refused_by_name_and_the_model_is_as_it_was(kind):
+    model = real_mlp()
+    value = model[2].weight.detach()
+    model[2].weight = Packed(value) if kind is Packed else nn.Parameter(value.as_subclass(Quantised))
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=rf"2\.weight is a .*{kind.__name__}.*Leave it out of the optimizer"):
+        shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+
+
+@pytest.mark.promise("D11")
+@STAGES
+def test_a_frozen_parameter_of_a_class_of_its_own_passes_through_untouched(stage):
+    def build():
+        model = real_mlp()
+        model[2].weight = Packed(model[2].weight.detach(), requires_grad=False)
+        return model
+
+    def make(model):
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def program(model, optimizer, group):
+        kept, value = model[2].weight, model[2].weight.detach().clone()
+        for step in range(2):
+            one_step(model, optimizer, group.rank, step)
+        assert model[2].weight is kept and type(kept) is Packed and torch.equal(kept, value)
+
+    on_ranks(2, program, build, make, stage=stage)
+
+
+REFUSED = {
+    "complex": (lambda model: setattr(model[2], "bias", nn.Parameter(torch.zeros(3) * 1j)), "2.bias is complex"),
+    "meta": (lambda model: model.to("meta"), "0.weight is on the meta device"),
+    "partly meta": (lambda model: model[2].to("meta"), "several devices"),
+    "fp8": (lambda model: setattr(model[2], "bias", nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn))), "2.bias has dtype"),
+    "overlapping": (lambda model: setattr(model[2], "bias", nn.Parameter(torch.zeros(1).expand(3))), "2.bias overlaps itself"),
+    "sharing": (lambda model: setattr(model[2], "bias", nn.Parameter(model[0].bias.detach()[:3])), "share memory"),
+}
+
+
+@pytest.mark.promise("D11")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_lie_flat_is_refused_by_name(what):
+    change, words = REFUSED[what]
+    model = real_mlp()
+    change(model)
+    with pytest.raises(ValueError, match=words):
+        shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
+
+
+def test_the_zoo_in_every_dtype_equals_the_oracle():
+    assert what_differs(["adamw_groups_edited_at_every_step"], dtypes=("fp32", "bf16", "fp16"), worlds=(1, 3)) == []
+    assert sum_dtype(torch.bfloat16) == torch.float32

@@ -1,0 +1,28 @@
+"""The package's front door opens nothing before it is asked to."""
+
+import subprocess
+import sys
+
+import pytest
+
+import zero
+
+
+def test_importing_the_package_imports_nothing_but_itself():
+    program = "import sys; before = set(sys.modules); import zero; print(sorted(set(sys.modules) - before))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert found.strip() == "['zero']"
+
+
+def test_every_public_name_is_there_and_said():
+    for name in zero.__all__:
+        assert getattr(zero, name).__name__ == name
+        assert name in dir(zero)
+    with pytest.raises(AttributeError, match=r"no attribute 'shards'\. It has: Engine, "):
+        zero.shards  # noqa: B018
+
+
+def test_every_word_of_the_house_is_explained():
+    lines = zero.__doc__.splitlines()
+    for word in "whole share shard slot master staging window stand-in bucket round settle publish".split():
+        assert any(line.startswith(f"{word} ") for line in lines), word

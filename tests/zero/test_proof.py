@@ -1,0 +1,298 @@
+"""`zero.verify` says equal where training is, and otherwise which parameter differs first, at which step, and by how much."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests import ranks
+from tests.zoo.case import real_mlp, real_numbers
+from zero.comm.loopback import run_ranks, solo
+from zero.config import Batch, LossScale, OptimizerSpec, ZeroConfig
+from zero.engine import Engine
+from zero.memory.flat import Shard
+from zero.memory.masters import Masters
+from zero.optimizer import ShardedOptimizer
+from zero.runtime.gatherer import Gatherer
+from zero.runtime.updater import Updater
+
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
+building = threading.Lock()  # ranks that are threads share torch's generators
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def square(model, x):
+    return model(x).float().square().mean()
+
+
+def proof(group, optimizer=adamw, num_batches=4, **fields):
+    with building:
+        model = real_mlp()
+    config = ZeroConfig(**{"stage": 2, "bucket_bytes": 64, "timeout_s": 20.0, **fields})
+    dtype = getattr(torch, config.dtype or "float32")
+    batches = [real_numbers((3, 4), group.rank, number).to(dtype) for number in range(num_batches)]
+    return zero.verify(model, batches, square, optimizer, config, group=group)
+
+
+SETTINGS = {
+    "plain": {},
+    "accumulating": {"accumulation": 2},
+    "not counting": {"accumulation": 2, "count_micro_steps": False},
+    "clipping": {"clip": 0.05},
+    "summing": {"reduce": "sum"},
+    "dividing": {"reduce": 8.0},
+    "bf16": {"dtype": "bfloat16"},
+    "fp16": {"dtype": "float16", "loss_scale": LossScale(initial=8.0)},
+    "fp16 that overflows": {"dtype": "float16", "loss_scale": LossScale(initial=2.0**24, hysteresis=1)},
+    "autocast": {"autocast": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_trains_as_it_should_is_equal(name, stage):
+    for world in (1, 3):
+        for found in run_ranks(world, lambda group: proof(group, stage=stage, **SETTINGS[name])):
+            assert found.equal and found.first is None, str(found)
+            assert found.num_steps == (2 if "accumulation" in SETTINGS[name] else 4)
+            assert (found.num_ranks, found.stage, found.num_parameters) == (world, stage, 4)
+            assert str(found).startswith("equal (4 parameters") and "tolerance of " in str(found)
+
+
+def test_an_optimizer_that_has_stepped_goes_on_from_its_state():
+    model = real_mlp()
+    inner = adamw(model.parameters())
+    square(model, real_numbers((3, 4), "before")).backward()
+    inner.step()
+    inner.zero_grad()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    found = zero.verify(model, [real_numbers((3, 4), 0)], square, inner, ZeroConfig(stage=2))
+    assert found.equal, str(found)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(param.grad is None for param in model.parameters()) and inner.param_groups[0]["params"][0] is model[0].weight
+
+
+class WithIsland(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.frozen, self.norm = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.norm(self.frozen(self.first(x)).float())
+
+
+def test_islands_stay_and_inputs_are_cast_in_both_runs():
+    config = ZeroConfig(stage=2, dtype="bfloat16", keep_fp32=("norm",), cast_inputs=True)
+    found = zero.verify(WithIsland(), [real_numbers((3, 4), number) for number in range(3)], square, adamw, config)
+    assert found.equal, str(found)
+    assert [line.split(":")[0] for line in found.tolerance] == ["bfloat16", "float32"]
+
+
+def test_both_runs_drop_out_the_same():
+    model = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 1))
+    found = zero.verify(model, [real_numbers((3, 4), number) for number in range(3)], square, adamw, ZeroConfig(stage=2))
+    assert found.equal, str(found)
+
+
+def test_the_optimizer_may_be_written_in_a_deepspeed_configuration():
+    adam = {"type": "AdamW", "params": {"lr": 0.01}}
+    config = {"optimizer": adam, "zero_optimization": {"stage": 1}, "gradient_clipping": 0.1}
+    found = zero.verify(real_mlp(), [real_numbers((3, 4), number) for number in range(2)], square, None, config)
+    assert found.equal and found.stage == 1
+
+
+def on_each_rank(rank, world):
+    torch.manual_seed(rank)  # rank 0's weights are everybody's
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.25), nn.Linear(5, 1))
+    batches = [torch.randn(6, 4) for _ in range(3)]
+    config = ZeroConfig(stage=2, bucket_bytes=64)
+    return zero.verify(model, batches, square, adamw, config).as_dict()
+
+
+def test_it_runs_on_the_ranks_that_are_there():
+    one, other = ranks.run(2, on_each_rank)
+    assert one == other and one["equal"] and one["num_ranks"] == 2
+
+
+# faults -----------------------------------------------------------------------------------------------------------------
+
+
+def change(monkeypatch, owner, name, changed):
+    """Makes a method do `changed(original, *arguments)`."""
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *arguments, **options: changed(original, *arguments, **options))
+
+
+def drops_a_round(keep, shard, bucket, total, factor):
+    if bucket != 0:
+        keep(shard, bucket, total, factor)
+    else:
+        keep(shard, bucket, total * 0, factor)
+
+
+FAULTS = {
+    "a round is lost": (Shard, "add", drops_a_round),
+    "divided twice": (Shard, "add", lambda keep, shard, bucket, total, factor: keep(shard, bucket, total, factor / 2)),
+    "the engine divides once more": (
+        Engine, "backward", lambda backward, engine, loss, **options: backward(engine, loss / 2, **options),
+    ),
+    "nothing is published": (Gatherer, "publish", lambda publish, gatherer, *what: None),
+    "no step is taken": (Updater, "step", lambda step, updater, used: None),
+    "only some are stepped": (Updater, "step", lambda step, updater, used: step(updater, used & 0b1011)),
+    "cleared too early": (
+        ShardedOptimizer, "backward", lambda backward, own, loss, **options: (own.zero_grad(), backward(own, loss, **options)),
+    ),
+}  # fmt: skip
+NEEDS = {
+    "nothing is published": {"dtype": "bfloat16"},  # fp32 weights of one rank are their own masters
+    "cleared too early": {"accumulation": 2},
+}
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_and_named(name, world, optimizer, monkeypatch):
+    """AdamW hides a wrong factor in its weights; its state shows it."""
+    change(monkeypatch, *FAULTS[name])
+    found = run_ranks(world, lambda group: proof(group, optimizer, **NEEDS.get(name, {})))
+    assert len({str(one) for one in found}) == 1
+    first = found[0].first
+    assert first is not None and not found[0].equal
+    assert first.step == 0 and found[0].num_steps == 1
+    assert first.parameter in NAMES and first.largest > first.allowed
+    assert f"step 0, parameter {first.parameter}: its {first.what} on rank {first.rank} differs by" in str(found[0])
+    if name == "only some are stepped":
+        assert first.parameter == "2.weight"
+
+
+def test_a_fault_of_a_later_step_is_found_at_that_step(monkeypatch):
+    steps = []
+
+    def forgets(step, updater, used):
+        steps.append(used)
+        if len(steps) != 3:
+            step(updater, used)
+
+    change(monkeypatch, Updater, "step", forgets)
+    first = proof(solo(), sgd).first
+    assert first is not None and (first.step, first.parameter, first.what) == (2, "0.weight", "weight")
+
+
+def test_a_master_that_is_stale_is_found_though_the_weight_hides_it(monkeypatch):
+    """In bf16 a small step moves masters only: weights alone would be equal."""
+    change(monkeypatch, Masters, "adopt", lambda adopt, masters, bucket: masters.shard.share(bucket).mul_(1.0 + 2.0**-12))
+    first = proof(solo(), lambda params: torch.optim.SGD(params, lr=1e-6), num_batches=1, dtype="bfloat16").first
+    assert first is not None and first.what == "master"
+
+
+# what cannot be verified ------------------------------------------------------------------------------------------------
+
+
+def test_batches_that_make_no_step_are_refused():
+    with pytest.raises(ValueError, match="given 1 batches by ranks 0 to 0, and a step takes 2"):
+        proof(solo(), num_batches=1, accumulation=2)
+
+    def uneven(group):
+        return proof(group, num_batches=2 + group.rank)
+
+    with pytest.raises(ValueError, match="given 2, 3 batches"):
+        run_ranks(2, uneven)
+
+
+def test_an_optimizer_of_other_parameters_is_refused():
+    model = real_mlp()
+    with pytest.raises(ValueError, match="4 of its parameters are others"):
+        zero.verify(model, [real_numbers((3, 4), 0)], square, lambda params: sgd(model.parameters()), ZeroConfig(stage=2))
+
+
+def test_a_configuration_for_other_ranks_is_refused():
+    config = ZeroConfig(stage=2, batch=Batch.of(micro_samples=1, world_size=2), optimizer=OptimizerSpec.of("SGD"))
+    with pytest.raises(ValueError, match="A batch of 2 ranks"):
+        zero.verify(real_mlp(), [real_numbers((3, 4), 0)], square, None, config)
+
+
+# the command ------------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+from torch import nn
+
+def subject(rank, num_ranks):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    batches = [torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank)) for step in range(2)]
+    return dict(model=model, batches=batches, loss=lambda model, x: model(x).square().mean(),
+                optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), config={"zero_optimization": {"stage": 2}})
+
+def broken():
+    from zero.memory.flat import Shard
+    keep = Shard.add
+    Shard.add = lambda self, bucket, total, factor: keep(self, bucket, total, factor / 2)
+    return subject(0, 1)
+
+def careless(rank, num_ranks):
+    if rank == num_ranks - 1:
+        raise OSError("no data here")
+    return subject(rank, num_ranks)
+
+def forgetful():
+    return [1]
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "zero", "verify", *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_command_says_equal_at_any_number_of_ranks(script):
+    done = command(f"{script}:subject", "--ranks", 2, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["equal"] and found["num_ranks"] == 2 and found["num_steps"] == 2
+
+
+def test_the_command_names_the_difference(script):
+    done = command(f"{script}:broken")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("different: step 0, parameter 0.weight: its exp_avg on rank 0 differs by")
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [("careless", "OSError: no data here"), ("forgetful", "gave a list"), ("nothing", "there is no such function")],
+)
+def test_the_command_says_when_it_cannot_find_out(script, target, words):
+    done = command(f"{script}:{target}", *(["--ranks", 2] if target == "careless" else []))
+    assert done.returncode == 2 and words in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["script.py"], ["nowhere.py:f"], ["{script}:subject", "--ranks", "0"]])
+def test_the_command_refuses_what_names_nothing(script, arguments, capsys):
+    from zero.__main__ import main
+
+    assert main(["verify", *(argument.format(script=script) for argument in arguments)]) == 2
+    assert capsys.readouterr().err.rstrip().endswith(("script.", "function.", "number."))
