@@ -21,7 +21,7 @@ def points():
 
 @pytest.fixture(scope="module")
 def over_gloo(points):
-    """Of the points on the host, the first with each case, and with each pair of settings and each triple with stage and world."""
+    """Of the points on the host the first with each case, with each pair of settings and each triple with stage and world."""
     seen, chosen = set(), []
     for point in sorted(points, key=lambda point: (-point.world, point.case)):
         if point.device != "cpu":

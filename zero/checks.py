@@ -77,7 +77,9 @@ def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
                 name = next((name for name, tensor in model.named_parameters() if tensor is param), "a parameter")
                 before = seen[id(param)]
                 where = f"groups {before} and {index}" if before != index else f"group {index} twice"
-                raise ValueError(f"Sharding was asked for, but {name} is in {where} of the optimizer. List every parameter once.")
+                raise ValueError(
+                    f"Sharding was asked for, but {name} is in {where} of the optimizer. List every parameter once."
+                )
             seen[id(param)] = index
 
 

@@ -193,8 +193,17 @@ class Lanes:
     def run_to(self, task: Task) -> None:
         """Runs put-off work up to and including `task`, and whatever that waits for on other lanes."""
         with self.lock:
-            while not task.done:
-                self._run_first(task.lane)
+            goals = [task]  # and not a call in a call: a chain of waits may be longer than Python's stack
+            while goals:
+                if goals[-1].done:
+                    goals.pop()
+                    continue
+                first = goals[-1].lane.pending[0]
+                if first.after is not None and not first.after.done:
+                    # Its work may in turn run this lane on, never past `first`: nothing waits for later work.
+                    goals.append(first.after)
+                else:
+                    self._run(first)
 
     def run_lane(self, lane: Lane) -> None:
         with self.lock:
@@ -211,9 +220,7 @@ class Lanes:
         if settings.order == "random":
             self._move_on()
         if lane.pending:
-            found: list[Task] = []
-            _collect(lane, None, reads, writes, found, set())
-            for task in found:
+            for task in _collect(lane, reads, writes):
                 self.run_to(task)
 
     def wait_host(self, awaited: Lane, clock: dict[int, int]) -> None:
@@ -229,17 +236,15 @@ class Lanes:
         return settings.order == "late" and lane.stream_id != 0
 
     def _run_first(self, lane: Lane) -> None:
-        task = lane.pending[0]
-        if task.after is not None and not task.after.done:
-            self.run_to(task.after)
-        # The work of `after` may in turn have run this lane on, never past this task: nothing waits for later work.
-        if not task.done:
-            lane.pending.popleft()
-            task.done = True
-            if task.action is not None:
-                with torch_private.below_autograd(), torch_private.excluding(torch_private.WATCH_KEY):
-                    task.action()
-            task.action = task.after = task.has_come = None  # lets go of the memory
+        self.run_to(lane.pending[0])
+
+    def _run(self, task: Task) -> None:
+        task.lane.pending.popleft()
+        task.done = True
+        if task.action is not None:
+            with torch_private.below_autograd(), torch_private.excluding(torch_private.WATCH_KEY):
+                task.action()
+        task.action = task.after = task.has_come = None  # lets go of the memory
 
     def _move_on(self) -> None:
         while self._random.random() < 0.5:
@@ -250,32 +255,41 @@ class Lanes:
             self._run_first(self._random.choice(busy))
 
 
-def _collect(lane: Lane, last: Task | None, reads: Memories, writes: Memories, found: list[Task], seen: set[int]) -> None:
-    # What `lane` will have done before its next work: its own queue, and those of others up to where it waits for them.
-    for task in lane.pending:
-        if id(task) in seen:
-            continue
-        seen.add(id(task))
-        if task.after is not None:
-            if not task.after.done:
-                _collect(task.after.lane, task.after, reads, writes, found, seen)
-        elif task.meets(reads, writes):
-            found.append(task)
-        if task is last:
-            return
+def _collect(lane: Lane, reads: Memories, writes: Memories) -> list[Task]:
+    """What `lane` will have done before its next work: its own queue, and those of others up to where it waits for them."""
+    found: list[Task] = []
+    seen: set[int] = set()
+    queues: list[tuple[Lane, Task | None]] = [(lane, None)]
+    while queues:
+        queue, last = queues.pop()
+        for task in queue.pending:
+            if id(task) not in seen:
+                seen.add(id(task))
+                if task.after is not None and not task.after.done:
+                    queues.append((task.after.lane, task.after))
+                elif task.after is None and task.meets(reads, writes):
+                    found.append(task)
+            if task is last:
+                break
+    return found
 
 
 def _could_run(task: Task) -> bool:
     """Whether nothing of it, or of what comes before it on other lanes, is still to come from another process."""
-    if task.has_come is not None and not task.has_come():
-        return False
-    if task.after is None or task.after.done:
-        return True
-    for earlier in task.after.lane.pending:
-        if not _could_run(earlier):
+    seen: set[int] = set()
+    tasks = [task]
+    while tasks:
+        one = tasks.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if one.has_come is not None and not one.has_come():
             return False
-        if earlier is task.after:
-            break
+        if one.after is not None and not one.after.done:
+            for earlier in one.after.lane.pending:
+                tasks.append(earlier)
+                if earlier is one.after:
+                    break
     return True
 
 

@@ -96,6 +96,34 @@ def test_every_rank_of_a_host_gets_the_one_cpu(local_rank):
     assert result.stdout.split() == ["cpu", "0", "cpu"], result.stderr
 
 
+@pytest.mark.promise("X07")
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "expected"),
+    [
+        ("1", "0,1", "sim:1 1 sim:1"),
+        ("1", "1", "sim:0 0 sim:0"),  # the launcher shows each rank a device of its own
+        ("2", "0,1", "LOCAL_RANK=2 was set, but only 2 devices are visible here. Start one rank a device"),
+    ],
+)
+def test_a_rank_allocates_on_its_own_device_of_several_or_says_that_there_is_none(local_rank, visible, expected):
+    program = """
+        import accelerators, torch
+        reason = accelerators.get("sim").unavailable_reason()
+        if reason is None:
+            accelerator = accelerators.use("sim")
+            print(accelerator.device(), accelerator.current_index(), torch.ones(1, device=accelerator.name).device)
+        else:
+            print("skip", reason)
+    """
+    environment = {**os.environ, "SIM_DEVICES": "2", "SIM_VISIBLE_DEVICES": visible, "LOCAL_RANK": local_rank}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    if result.stdout.startswith("skip"):
+        pytest.skip(result.stdout[5:])
+    assert expected in (result.stdout if result.returncode == 0 else result.stderr)
+    assert (result.returncode != 0) == expected.startswith("LOCAL_RANK")
+
+
 def test_a_thread_asks_like_the_main_thread():
     found = []
     with accelerators.using("cpu") as accelerator:

@@ -29,8 +29,9 @@ def test_the_first_screen_has_two_commands_that_exist_and_a_program_of_15_lines_
         assert os.access(ROOT / line.split()[0], os.X_OK), line
     assert len(commands.splitlines()) == 2
     assert len(program.splitlines()) <= 15
-    (tmp_path / "program.py").write_text(program)
-    name, loss = re.match(r"(\w+) loss ([\d.]+) allocated ", run("program.py", cwd=tmp_path)).groups()
+    assert "zero.shard(" in program
+    (tmp_path / "train.py").write_text(program)
+    name, loss = re.match(r"(\w+) loss ([\d.]+) allocated ", run("train.py", cwd=tmp_path)).groups()
     assert name
     assert float(loss) < 0.5
 

@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from accelerators.backends import BUILT_IN
 from accelerators.backends.cpu import CpuAccelerator
 from accelerators.choice import Choice
 from accelerators.registry import Candidate, Registration, Registry
@@ -273,6 +274,13 @@ def test_an_installed_package_offers_its_accelerator_without_an_edit_of_ours(tmp
     command = [sys.executable, "-c", textwrap.dedent(program)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "VendorAccelerator | entry point 'vendor' of vendor-device", result.stderr
+
+
+@pytest.mark.promise("X13")
+def test_the_simulated_device_comes_in_through_the_same_door(monkeypatch):
+    monkeypatch.delenv("ACCELERATOR_AUTOLOAD", raising=False)
+    assert "sim" not in [registration.name for registration in BUILT_IN]
+    assert Registry(BUILT_IN).find("sim").origin == "entry point 'sim' of zero-accelerators"
 
 
 def test_a_device_that_torch_knows_by_now_is_served_by_the_generic_class():

@@ -160,8 +160,8 @@ class TorchGroup:
     # messages ----------------------------------------------------------------------------------------------------
 
     def exchange(self, message: bytes) -> list[bytes]:
-        if self.size == 1:
-            return [message]
+        if self.size == 1 or not message:
+            return [message] * self.size  # of one size on all ranks, so nobody waits for an empty one
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         everyone = torch.empty(self.size * len(message), dtype=torch.uint8)
         self.guarded(lambda: _gather_into(everyone, mine, group=self._messages))

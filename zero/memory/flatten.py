@@ -47,6 +47,7 @@ class Flattener:
         self._forms = forms
         self._place = place
         self.by_host: set[int] = set()  # parameters that were flattened by way of the host
+        self._dtypes: dict[int, torch.dtype] = {}  # as they were read
 
     def read(self, chunk: int) -> torch.Tensor:
         """The chunk as its parameters are now: in their dtype, or in that of sums where some are to be rounded."""
@@ -64,6 +65,7 @@ class Flattener:
         for param in self.weights.line.layout.chunks[chunk].params:
             slot = self.weights.line.layout.slots[param]
             assert slot is not None
+            self._dtypes[param] = self.tensors[param].dtype
             self._forms[param].shaped(source[slot.span.start : slot.span.stop]).copy_(self.tensors[param].detach())
             if not on_device:
                 # only once its own storage is gone is there room on the device for what it is copied to
@@ -73,16 +75,17 @@ class Flattener:
 
     @contextlib.contextmanager
     def putting_back(self, chunk: int, source: torch.Tensor) -> Iterator[None]:
-        """Gives parameters that `read` emptied their values again if what follows fails."""
+        """Gives the chunk's parameters their values and dtypes again if what follows fails."""
         try:
             yield
         except BaseException:
-            for param in self.by_host.intersection(self.weights.line.layout.chunks[chunk].params):
-                slot, tensor = self.weights.line.layout.slots[param], self.tensors[param]
+            del self.weights.chunks[chunk:]
+            for param in self.weights.line.layout.chunks[chunk].params:
+                slot = self.weights.line.layout.slots[param]
                 assert slot is not None
-                if tensor.numel() < slot.span.numel:
-                    values = self._forms[param].shaped(source[slot.span.start : slot.span.stop])
-                    tensor.data = values.to(self._place.device, tensor.dtype)
+                values = self._forms[param].shaped(source[slot.span.start : slot.span.stop])
+                values = values.to(self._place.device, self._dtypes[param])
+                self.tensors[param].data = values.clone(memory_format=torch.preserve_format)
             raise
 
     def write(self, chunk: int, source: torch.Tensor) -> None:

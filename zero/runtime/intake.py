@@ -40,8 +40,7 @@ class Intake:
             with flattener.putting_back(chunk, source):
                 together(self._group, lambda chunk=chunk, source=source: self._take(flattener, chunk, source))  # type: ignore[misc]
             del source  # before the next one is made
-        self._masters.cut()
-        flattener.log(params)
+        together(self._group, lambda: self._masters.cut() or flattener.log(params))
         return list(new)
 
     def _take(self, flattener: Flattener, chunk: int, source: torch.Tensor) -> None:
@@ -60,15 +59,16 @@ class Intake:
     @torch.no_grad()
     def undo(self, dtypes: Sequence[torch.dtype]) -> None:
         """Gives every parameter memory of its own and the dtype that it had, from the master where this rank has all of it."""
+        layout = self._weights.line.layout
         for tensor in self.laid_out():
             index = self._params.index[id(tensor)]
             unflatten([tensor])
             if tensor.dtype != dtypes[index]:
-                pieces = self._masters.of(index)
                 tensor.data = tensor.data.to(dtypes[index])
-                if sum(piece.in_param.numel for piece, _ in pieces) == tensor.numel():
-                    for piece, master in pieces:
-                        self._forms[index].line(tensor)[piece.in_param.start : piece.in_param.stop] = master
+                pieces = list(layout.pieces(index, self._group.rank if layout.num_shares > 1 else 0))
+                if sum(piece.in_param.numel for piece in pieces) == tensor.numel():
+                    line = torch.cat([self._masters.shard.piece(piece) for piece in pieces])
+                    tensor.copy_(self._forms[index].shaped(line))
         self.release()
 
     def release(self) -> None:

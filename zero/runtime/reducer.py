@@ -225,8 +225,8 @@ class Reducer:
         return wide
 
     def learn(self, agreement: Agreement, used_here: int) -> None:
-        """Takes over the agreed order, and expects of this rank what it did last."""
-        if agreement.used:
+        """Takes over the agreed order, and expects of this rank what it did last; a failure teaches nothing."""
+        if agreement.used and agreement.error is None:
             reached = {index for index, params in enumerate(self.line.layout.params_in) if params & agreement.used}
             first = [index for index in agreement.order if index in reached]
             self.order = (*first, *sorted(reached.difference(first)))

@@ -36,13 +36,10 @@ class Since:
     over: bool = False  # an error ended the window, which the other ranks know of
 
     @property
-    def anything(self) -> bool:
-        """True when other ranks must hear of it before it can be thrown away."""
-        return bool(self.touched or self.clears or self.weights or self.quiet or self.failed)
-
-    @property
     def unsettled(self) -> bool:
-        return self.anything or bool(self.local or self.overridden)
+        """True when other ranks must hear of it before it can be used, or thrown away."""
+        touched = self.touched or self.local or self.overridden
+        return bool(touched or self.clears or self.weights or self.quiet or self.failed)
 
 
 @dataclass(frozen=True)

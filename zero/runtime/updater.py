@@ -21,7 +21,7 @@ class Verdict:
     """What all ranks do with the gradients of a window."""
 
     apply: bool
-    grad_norm: float | None  # of the true gradients, before clipping; None when nobody asked
+    grad_norm: float  # of the true gradients, before clipping
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,6 @@ class Updater:
 
     def judge(self) -> Verdict:
         """Finite or not, and how long: from the settled sums, with the same answer on every rank."""
-        if self.rules.clip is None and self.rules.on_nonfinite == "propagate":
-            return Verdict(True, None)
         norm = self._shares.total_norm()
         if not math.isfinite(norm) and self.rules.on_nonfinite != "propagate":
             if self.rules.on_nonfinite == "raise":

@@ -77,12 +77,11 @@ class Window:
         self.params.restore(index)
         if held is self._stand_ins[index]:
             self.params.set_grad(index, None if self.scaling.multiplier is not None else since.aside.pop(index, None))
+        elif held is None and self.put and self._everything_cleared():
+            self._forget_cleared()
         elif self.put >> index & 1 and not since.overridden >> index & 1:
-            if held is None and self._everything_cleared():
-                self._forget_cleared()
-            else:
-                since.overridden |= 1 << index
-                since.aside.pop(index, None)
+            since.overridden |= 1 << index
+            since.aside.pop(index, None)
         if self.scaling.multiplier is not None and held is not None and not isinstance(held, StandIn):
             since.aside[index] = held  # what is weighted must not be mixed with what is yet to be
             self.params.set_grad(index, None)
@@ -176,6 +175,7 @@ class Window:
         with torch.no_grad():
             reducer.catch_up(agreement)
             if agreement.error is not None:
+                reducer.learn(agreement, used_here)
                 self.forget()
                 self.since.over = True
                 raise agreement.error
@@ -213,8 +213,8 @@ class Window:
         """
         self.notice()
         kept, error = sum(1 << index for index in set_bits(self.used) if self.params.tensors[index].grad is not None), None
-        if self.since.anything or not (self.since.settled or self.since.over):
-            found = self._look() if to_zeros else Found((), 0, 0)
+        found = self._look() if to_zeros else Found((), 0, 0)
+        if self.since.unsettled or found.local or not (self.since.settled or self.since.over):
             agreement = self.settler.agree("zero_grad", self, found)
             with torch.no_grad():
                 self.reducer.catch_up(agreement)
