@@ -155,7 +155,7 @@ def register(name: str, factory: Factory | str | None = None, *, priority: int =
         return decorate
     clean = _text(name, "accelerators.register").strip().lower()
     if not isinstance(priority, int):
-        raise TypeError(f"Registering {clean} with priority {priority!r} was asked for, but that is no int. Pass one such as 50.")
+        raise TypeError(f"Registering {clean} with priority {priority!r} was asked for, but that is no int. Pass an int.")
     if not isinstance(factory, str) and not callable(factory):
         raise TypeError(f"Registering {factory!r} as {clean} was asked for, but that cannot be called. Pass a class.")
     where = factory if isinstance(factory, str) else f"{factory.__module__}.{getattr(factory, '__qualname__', repr(factory))}"
@@ -165,5 +165,5 @@ def register(name: str, factory: Factory | str | None = None, *, priority: int =
 
 def _text(name: object, function: str) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"{function}({name!r}) was asked for, but a name is no {type(name).__name__}. Pass a str such as 'cpu'.")
+        raise TypeError(f"{function}({name!r}) was asked for, but a name is no {type(name).__name__}. Pass a str.")
     return name

@@ -265,9 +265,13 @@ class Accelerator:
 
     @property
     def _streams(self) -> ModuleType | None:
-        """Where Stream and Event come from: the device's module, torch itself, or nowhere. One without the other is no use."""
+        """Where Stream and Event come from: the device's module, torch itself, or nowhere. One without the other is no use,
+        and neither are both where no stream can be made current."""
         if hasattr(self.module, "Stream") and hasattr(self.module, "Event"):
-            return self.module
+            if hasattr(self.module, "current_stream") and hasattr(self.module, "stream"):
+                return self.module
+            if self._is_torch_accelerator():  # which then knows the current one
+                return self.module
         return torch if self._has_generic_streams else None
 
     @cached_property
@@ -302,5 +306,6 @@ class Accelerator:
             else:
                 found, expected = matrix * matrix + matrix, [[2, 6], [12, 20]]
             return bool(found.tolist() == expected)
-        except (RuntimeError, TypeError):  # some devices call a dtype that they lack a wrong type
+        # Some devices call a dtype that they lack a wrong type, and torch asserts that it was built with the device.
+        except (RuntimeError, TypeError, AssertionError):
             return False

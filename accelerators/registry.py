@@ -157,8 +157,8 @@ class Registry:
         there = self._candidates.get(registration.name)
         if not registration.name.isidentifier():
             raise ValueError(
-                f"Registering accelerator '{registration.name}' from {registration.origin} was asked for, but a name is one word. "
-                "Use torch's name of the device."
+                f"Registering accelerator '{registration.name}' from {registration.origin} was asked for, "
+                "but a name is one word. Use torch's name of the device."
             )
         if there is None:
             self._candidates[registration.name] = Candidate(registration)

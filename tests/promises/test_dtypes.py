@@ -100,8 +100,7 @@ def test_a_master_of_an_fp32_weight_is_the_weight_and_no_copy(stage, bucket_byte
 @pytest.mark.promise("D03")
 @STAGES
 @BUCKETS
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("world", "dtype"), [(1, "float16"), (2, "bfloat16"), (3, "bfloat16")])
 def test_after_each_of_ten_steps_every_weight_is_its_masters_rounded_value(stage, bucket_bytes, dtype, world):
     def program(model, optimizer, group):
         for step in range(10):

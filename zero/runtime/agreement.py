@@ -198,7 +198,8 @@ def _different_place(everyone: Sequence[Counts]) -> ZeroError | None:
         if (counts.occasion, counts.step, counts.settles) != (first.occasion, first.step, first.settles):
             return RanksDiffer(
                 f"Rank {rank} of {len(everyone)} came to {counts.occasion} after {counts.step} steps, rank 0 to "
-                f"{first.occasion} after {first.step}. All ranks must call step, zero_grad and operations on gradients in the same order."
+                f"{first.occasion} after {first.step}. All ranks must call step, zero_grad and operations on gradients in the "
+                "same order."
             )
     return None
 
