@@ -56,8 +56,7 @@ class Point:
 
     def loss_scale(self) -> DynamicScale | StaticScale | None:
         """A fresh one: it changes as training goes. Only fp16 has one, and one that moves where something overflows."""
-        case = CASES[self.case]
-        if self.dtype != "fp16" or not case.scaled:
+        if self.dtype != "fp16" or not CASES[self.case].scaled:
             return None
         return DynamicScale(scale=8.0, window=2, hysteresis=1) if self._moves_the_scale else StaticScale(8.0)
 

@@ -35,7 +35,8 @@ from tests import grid, oracle, ranks
 from tests.entries import Driven, config_of
 from tests.grid import Point
 from tests.oracle import LOW, Trace, train
-from tests.zoo import CASES
+from tests.random_training import SEEDED, random_case
+from tests.zoo import CASES, Case
 from zero.comm.group import Group
 from zero.comm.loopback import LoopbackGroup, run_ranks
 from zero.engine import Engine
@@ -61,8 +62,13 @@ ENTRIES: dict[str, Callable[[ShardedOptimizer], Any]] = {
 # One rank ---------------------------------------------------------------------------------------------------------------
 
 
+def case_of(point: Point) -> Case:
+    seed = point.case.removeprefix(SEEDED)
+    return CASES[point.case] if seed == point.case else random_case(int(seed))
+
+
 def train_point(point: Point, rank: int, group: Any = None) -> Trace:
-    case = CASES[point.case]
+    case = case_of(point)
     with _device(point.device) as device:
         # Built there and not moved there: moving to a device like this one makes new parameters, without ties and hooks.
         with torch.device(device), _building:
@@ -169,7 +175,7 @@ def run(
 class Failures(dict[Point, str]):
     """What was wrong, by point."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"{len(self)} points failed."]
         lines += [f"--- {point}\n{problem[-PROBLEM_CHARS:]}" for point, problem in self.items()]
         return "\n".join(lines)
@@ -260,7 +266,7 @@ def judge(point: Point, carried: Carried) -> str | None:
     if isinstance(carried, str):
         return carried
     try:
-        case = CASES[point.case]
+        case = case_of(point)
         oracle.compare(carried, expected(point), exact=case.is_exact(point.dtype, point.world), state=True)
     except AssertionError as error:
         return str(error)
@@ -274,7 +280,7 @@ def expected(point: Point) -> list[Trace]:
     """What the oracle says; the last few answers are remembered, since many points that follow each other share one."""
     key = f"{point.case} {point.world} {point.dtype} {point.loss_scale()}"
     if key not in _expected:
-        traces = oracle.reference(CASES[point.case], point.world, point.dtype, loss_scale=point.loss_scale())
+        traces = oracle.reference(case_of(point), point.world, point.dtype, loss_scale=point.loss_scale())
         for trace in traces:
             for step in trace.steps:
                 step.masters = {name: _adopted(master, step.weights[name]) for name, master in step.masters.items()}
@@ -306,7 +312,7 @@ def differences(points: Iterable[Point]) -> Failures:
 
 def has_one_order(point: Point) -> bool:
     """Whether gloo adds in our order. Its all-reduce, which stage 0 uses, goes round a ring: from three ranks on in another."""
-    return point.stage > 0 or point.world < 3 or CASES[point.case].is_exact(point.dtype, point.world)
+    return point.stage > 0 or point.world < 3 or case_of(point).is_exact(point.dtype, point.world)
 
 
 # The whole product ------------------------------------------------------------------------------------------------------

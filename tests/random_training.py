@@ -1,18 +1,23 @@
 """Trainings drawn by seed: model, sharing, branching, windows, optimizer, groups, edits and clipping. The seed is all there is.
 
 `random_case(seed)` is a case like those of the zoo, so tests.oracle runs and compares it, and its name, which every failure
-says, holds the seed.
+says, holds the seed. `point_of(seed)` is a point of the parity grid with it.
+
+    python -m tests.random_training SEED...      trains the points of these seeds again and says what is wrong with them
 """
 
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.grid import AXES, Point
 from tests.zoo.case import (
     Case,
     backward,
@@ -27,6 +32,7 @@ from tests.zoo.case import (
 )
 
 WIDTH = 4
+SEEDED = "random training of seed "  # what such a case is called, before its number
 
 
 @dataclass(frozen=True)
@@ -225,7 +231,7 @@ def edit(plan: Plan, model: nn.Module, step: int) -> None:
 def random_case(seed: int) -> Case:
     plan = Plan.draw(seed)
     return Case(
-        name=f"random training of seed {seed}",
+        name=f"{SEEDED}{seed}",
         build=lambda: build(plan),
         script=lambda *args: train_by(plan, *args),
         optimizer=lambda model: optimizer_of(plan, model),
@@ -239,3 +245,31 @@ def random_case(seed: int) -> Case:
 def fresh_seeds(num: int, base: int) -> list[int]:
     """Some tens of seeds for a run; the same base gives the same ones."""
     return torch.randint(0, 2**31, (num,), generator=generator("fresh seeds", base)).tolist()
+
+
+def point_of(seed: int) -> Point:
+    """The case of a seed, trained at a stage, a world size and a bucket size that follow from it too."""
+    chance = random.Random(f"point {seed}")
+    return Point(
+        stage=chance.choice(AXES["stage"]),
+        world=chance.choice(AXES["world"]),
+        dtype="fp32",
+        bucket=chance.choice(AXES["bucket"]),
+        entry=chance.choice(AXES["entry"]) if not Plan.draw(seed).to_zeros else "plain",  # an engine clears with its step
+        device="cpu",
+        case=f"{SEEDED}{seed}",
+    )
+
+
+def main(seeds: Sequence[str]) -> int:
+    from tests import parity
+
+    failures = parity.run([point_of(int(seed)) for seed in seeds], loopback=True)
+    print(failures)
+    for seed in seeds:
+        print(Plan.draw(int(seed)))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

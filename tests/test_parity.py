@@ -23,7 +23,7 @@ def points():
 def over_gloo(points):
     """Of the points on the host the first with each case, with each pair of settings and each triple with stage and world."""
     seen, chosen = set(), []
-    for point in sorted(points, key=lambda point: (-point.world, point.case)):
+    for point in sorted(points, key=lambda point: (point.world != 2, -point.world, point.case)):
         if point.device != "cpu":
             continue
         held = {frozenset((axis, getattr(point, axis)) for axis in pair) for pair in itertools.combinations(AXES, 2)}
@@ -54,7 +54,7 @@ def test_threads_for_ranks_equal_the_oracle(points, over_gloo, world):
 
 
 def test_threads_for_ranks_give_the_bits_of_processes(over_gloo):
-    failures = parity.differences(over_gloo[::3])
+    failures = parity.differences(over_gloo[::5])
     assert not failures, failures
 
 
@@ -74,4 +74,4 @@ def test_the_whole_product_has_so_many_points():
     host = sum(point.device == "cpu" for point in points)
     assert len(points) == len(set(points))
     assert host == len(list(grid.full(("cpu",))))
-    assert (len(CASES), host) == (123, 16224), "say here how many there are now, so that none gets lost"
+    assert (len(CASES), host) == (123, 16152), "say here how many there are now, so that none gets lost"

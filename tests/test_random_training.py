@@ -1,10 +1,18 @@
-"""The random trainings are drawn by their seed alone, differ from each other, and are fair to whoever is judged by them."""
+"""Random trainings: drawn by their seed alone, fair to whoever is judged by them, and right when they are sharded.
+
+Fixed seeds are the same in every run. Fresh ones follow from a number that the run prints, and RANDOM_TRAININGS=number gives
+the same ones again; a failure says the seed of its training, which `python -m tests.random_training SEED` repeats.
+"""
+
+import os
+import random
 
 import pytest
 import torch
 
+from tests import parity
 from tests.oracle import compare, reference, weights_of
-from tests.random_training import Plan, fresh_seeds, random_case
+from tests.random_training import Plan, fresh_seeds, point_of, random_case
 
 SEEDS = range(12)
 
@@ -55,3 +63,39 @@ def test_a_failure_says_the_seed():
     next(iter(ours[1].steps[0].weights.values())).add_(0.1)
     with pytest.raises(AssertionError, match="random training of seed 4242: step 0, rank 1 of 2"):
         compare(ours, expected, exact=False, name=case.name)
+
+
+# Sharded ----------------------------------------------------------------------------------------------------------------
+
+FIXED = range(1000, 1040)
+NUM_FRESH, NUM_OVER_GLOO = 40, 10
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    base = int(os.environ.get("RANDOM_TRAININGS") or random.SystemRandom().randrange(2**31))
+    print(f"RANDOM_TRAININGS={base}")
+    return base, [point_of(seed) for seed in fresh_seeds(NUM_FRESH, base)]
+
+
+def test_fixed_seeds_are_right_when_sharded():
+    failures = parity.run([point_of(seed) for seed in FIXED], loopback=True)
+    assert not failures, failures
+
+
+def test_fresh_seeds_are_right_when_sharded(fresh):
+    base, points = fresh
+    failures = parity.run(points, loopback=True)
+    assert not failures, f"RANDOM_TRAININGS={base}\n{failures}"
+
+
+def test_a_few_fresh_seeds_are_right_over_gloo(fresh):
+    base, points = fresh
+    failures = parity.run([point for point in points if point.world > 1][:NUM_OVER_GLOO])
+    assert not failures, f"RANDOM_TRAININGS={base}\n{failures}"
+
+
+def test_seeds_meet_every_stage_world_and_bucket():
+    points = [point_of(seed) for seed in FIXED]
+    assert {(point.stage, point.world) for point in points} == {(stage, world) for stage in range(3) for world in (1, 2, 3, 4)}
+    assert {(point.bucket, point.entry) for point in points} == {(b, e) for b in ("tiny", "huge") for e in ("plain", "engine")}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerators import Accelerator
-from zero.comm.group import Group
+from zero.comm.group import Group, exchange_about
 from zero.errors import RanksDiffer
 from zero.memory.flat import DTYPES, overlapping
 from zero.runtime.params import Params
@@ -157,7 +157,7 @@ def check_dtypes(accelerator: Accelerator, dtypes: Iterable[torch.dtype]) -> Non
 def check_weights(params: Params, group: Group) -> None:
     """Raises on every rank unless all have the same bits in every parameter; a collective."""
     mine = b"".join(bits_of(tensor) for tensor in params.tensors)
-    everyone = group.exchange(mine)
+    everyone = exchange_about(group, "check", mine)
     for rank, theirs in enumerate(everyone):
         for index, name in enumerate(params.names):
             here = slice(index * BITS, (index + 1) * BITS)

@@ -193,7 +193,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def any_rank(self, flag: bool) -> bool:
         """True where any rank passed True. A collective."""
-        return any(numbers[0] for numbers in self.parts.window.shares.exchange_numbers([float(bool(flag))]))
+        return any(numbers[0] for numbers in self.parts.window.shares.exchange_numbers([float(bool(flag))], "any_rank"))
 
     def check(self) -> None:
         """Raises, with the name of the first parameter, unless all ranks have the same weights. A collective."""

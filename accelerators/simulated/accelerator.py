@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 
 from accelerators.interface import Accelerator
-from accelerators.simulated.start import bring_up, why_not
+from accelerators.simulated.settings import read_settings
+from accelerators.simulated.start import bring_up, is_up, why_not
 
 
 class SimulatedAccelerator(Accelerator):
-    """`torch.device("sim")`. The device comes up at the first call that needs it, `unavailable_reason` included."""
+    """`torch.device("sim")`. The device comes up at the first call that needs it; asking whether it could does not."""
 
     name = "sim"
     communication_backend = "staged"  # accelerators.simulated.group: through the host, over gloo
@@ -19,7 +21,13 @@ class SimulatedAccelerator(Accelerator):
     _has_generic_streams = False
 
     def unavailable_reason(self) -> str | None:
-        return why_not() or super().unavailable_reason()
+        if is_up():
+            return super().unavailable_reason()
+        try:
+            num_devices = read_settings(os.environ).devices
+        except ValueError as error:
+            return str(error)
+        return why_not() or (None if num_devices else "SIM_DEVICES and SIM_VISIBLE_DEVICES leave no device")
 
     @property
     def module(self) -> ModuleType | None:

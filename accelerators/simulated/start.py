@@ -16,6 +16,10 @@ def why_not() -> str | None:
     return None if _is_up else torch_private.why_not()
 
 
+def is_up() -> bool:
+    return _is_up
+
+
 def bring_up() -> None:
     """Registers the device with torch, with the settings of the environment, or raises saying why it cannot be."""
     global _is_up

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerators.simulated import SimulatedAccelerator, without
+from accelerators.simulated import SimulatedAccelerator, bring_up, without
 from accelerators.testing import AcceleratorContract
 
 MASKS = ("", "streams", "events", "pin", "bf16", "fp16", "fp64", "memory_figures", "rng", "synchronize", "record_stream")
@@ -23,6 +23,7 @@ if os.environ.get(INSIDE):
         @pytest.fixture(autouse=True, params=[*MASKS, ALL])
         def mask(self, request):
             if SimulatedAccelerator().unavailable_reason() is None:
+                bring_up()
                 with without(*filter(None, request.param.split(","))):
                     yield
             else:

@@ -617,8 +617,7 @@ def test_steps_without_any_backward_equal_the_oracle():
 
 @pytest.mark.promise("A15")
 def test_batch_norm_statistics_stay_each_ranks_own_through_a_window_of_three():
-    names = [name for name in with_tag("buffers", "backwards")]
-    assert what_differs(names) == []
+    assert what_differs(with_tag("buffers", "backwards")) == []
 
 
 @pytest.mark.promise("A15")
@@ -665,7 +664,7 @@ def test_windows_drawn_by_chance_equal_the_oracle(seed):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_clipping_after_the_model_cleared_its_own_gradients_uses_the_global_norm(stage):
-    """What was sent before the clearing is still on its way, so the new gradients wait; they are the global ones all the same."""
+    """What was sent before is still on its way, so the new gradients wait; they are the global ones all the same."""
 
     def program(group, model):
         optimizer = shard(model, sgd(model, 0.5), stage=stage, group=group)

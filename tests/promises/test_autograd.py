@@ -640,10 +640,9 @@ def test_a_complex_parameter_is_refused_by_name_and_its_real_view_trains(stage):
 
 
 @pytest.mark.promise("K17")
-@pytest.mark.parametrize("name", with_tag("strided"))
+@pytest.mark.parametrize("name", [name for name in with_tag("strided") if "many" not in CASES[name].tags])
 def test_strided_parameters_train_and_keep_their_strides(name):
-    few = {"stages": (2,), "worlds": (2,), "dtypes": ("fp32",)} if "many" in CASES[name].tags else {}
-    assert what_differs(name, **few) == []
+    assert what_differs(name) == []
     model = CASES[name].build()
     before = {name: strides_that_matter(p) for name, p in model.named_parameters()}
     optimizer = shard(model, CASES[name].optimizer(model), stage=2)

@@ -6,7 +6,7 @@ from torch import nn
 
 import accelerators
 from tests import ranks
-from tests.promises.loops import TINY, alone, case_of, check_equal, on_ranks, one_step, real_step, same, weights
+from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group, what_differs
 from tests.zoo.case import backward, draw, filled, finish, like, real_loss, real_mlp, sgd
 from zero.config import ZeroConfig
@@ -54,7 +54,7 @@ def mixed_step(model, optimizer, rank, world, step):
 def test_bf16_fp32_and_fp64_in_one_group_keep_their_dtypes_and_equal_plain_torch(stage, bucket_bytes, world):
     case = case_of(mixed_step, lambda: filled(Mixed(), real=True), adamw, steps=4)
     assert len(adamw(case.build()).param_groups) == 1
-    check_equal(case, world, stage=stage, bucket_bytes=bucket_bytes)
+    assert differs(case, world, stage=stage, bucket_bytes=bucket_bytes) is None
 
 
 class Islands(nn.Module):
@@ -77,7 +77,7 @@ def test_modules_named_in_keep_fp32_are_not_cast_and_equal_plain_torch(stage, dt
 
     case = case_of(script, lambda: filled(Islands(), real=True), adamw, keep_fp32=("norm.*",))
     scale = 8.0 if dtype == "fp16" else None
-    check_equal(case, 2, stage=stage, dtype=dtype, scale=scale, keep_fp32=(pattern,))
+    assert differs(case, 2, stage=stage, dtype=dtype, scale=scale, keep_fp32=(pattern,)) is None
 
 
 # D02, D03: masters ------------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_a_gradient_in_fp32_for_a_bf16_weight_is_not_rounded_on_its_way(stage, b
         if kept != "as it is":
             model.weight.grad_dtype = kept
         found = []
-        for step in range(2):
+        for _ in range(2):
             backward(optimizer, Widened.apply(model.weight).sum())
             optimizer.settle()
             found.append(torch.cat(optimizer.parts.window.shares.shard.present()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -580,7 +581,7 @@ def test_parameters_without_elements_keep_their_shape_and_round_trip_anywhere(ki
     build = lambda: filled(WithEmpty(kind, position), real=True)  # noqa: E731
     shapes = [tuple(p.shape) for p in build().parameters()]
 
-    def program(group, model):
+    def program(group, model, stage):
         optimizer = shard(model, sgd(model, 0.1, momentum=0.5), stage=stage, bucket_bytes=64, group=group)
         for step in range(3):
             model(real_numbers((2, 4), "G13", group.rank, step)).backward()
@@ -598,7 +599,7 @@ def test_parameters_without_elements_keep_their_shape_and_round_trip_anywhere(ki
             (sum(plain(real_numbers((2, 4), "G13", rank, step)) for rank in range(world)) / world).backward()
             theirs.step()
             theirs.zero_grad()
-        for weights in on_loopback(world, build, program):
+        for weights in on_loopback(world, build, partial(program, stage=stage)):
             assert [tuple(weight.shape) for weight in weights] == shapes
             assert all(torch.allclose(mine, p, atol=1e-6) for mine, p in zip(weights, plain.parameters(), strict=True))
 
@@ -633,7 +634,8 @@ def test_a_learnable_temperature_without_dimensions_trains_and_its_state_round_t
 def test_groups_keep_number_order_and_rates_with_an_empty_one_among_them(stage):
     def program(group, model):
         groups = [{"params": [model[0].weight]}, {"params": []}, {"params": [model[2].weight, model[2].bias]}]
-        inner = torch.optim.SGD([{**g, "name": name} for g, name in zip(groups, ("decay", "empty", "lora"), strict=True)], lr=1.0)
+        names = ("decay", "empty", "lora")
+        inner = torch.optim.SGD([{**g, "name": name} for g, name in zip(groups, names, strict=True)], lr=1.0)
         optimizer = shard(model, inner, stage=stage, group=group)
         rates = [lambda epoch: 0.5**epoch, lambda epoch: 1.0 + epoch, lambda epoch: 0.25**epoch]
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)

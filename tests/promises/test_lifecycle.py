@@ -370,3 +370,23 @@ def test_a_list_of_nothing_and_one_parameter_are_checked_alike():
     check_params(["one"], [nn.Parameter(real_numbers((3,), "one"))])
     assert isinstance(solo(), LoopbackGroup)
     assert issubclass(RanksDiffer, RuntimeError)
+
+
+@pytest.mark.promise("E04")
+def test_called_twice_with_the_same_objects_it_does_the_same_and_changes_none_of_them():
+    options = {"stage": 1, "keep_fp32": ["norm"], "dtype": "bfloat16", "clip": 0.5}
+    given, found = copy.deepcopy(options), []
+    for _ in range(2):
+        model = real_mlp()
+        groups = [{"params": list(model[2].parameters()), "lr": 0.1}, {"params": list(model[0].parameters())}]
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        inner = torch.optim.SGD(groups, lr=0.05)
+        before = [list(group) for group in inner.param_groups]
+        optimizer = shard(model, inner, **options)
+        one_step(model, optimizer)
+        assert options == given
+        assert [list(group) for group in inner.param_groups] == before
+        assert [group["lr"] for group in inner.param_groups] == [0.1, 0.05] and settings[0] == {"lr": 0.1}
+        found.append((weights(model), optimizer.parts.config.digest, optimizer.state_dict()["param_groups"]))
+    assert same(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:]

@@ -219,10 +219,9 @@ def test_a_gradient_that_only_one_rank_removed_is_named_on_all(stage):
         assert all(torch.allclose(mine, p, atol=1e-6) for mine, p in zip(weights, plain.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("settled_before", [False, True])
+@pytest.mark.parametrize(("stage", "settled_before"), [(0, False), (1, False), (1, True), (2, False), (2, True)])
 def test_an_operation_on_gradients_by_one_rank_alone_is_an_error_on_all(stage, settled_before):
-    """Rank 0 logs a norm where rank 1 steps."""
+    """Rank 0 logs a norm where rank 1 steps. At stage 0 every rank has the settled gradient whole, and answers alone."""
 
     def program(group, model):
         optimizer = shard(model, sgd(model), stage=stage, group=group)
@@ -236,8 +235,6 @@ def test_an_operation_on_gradients_by_one_rank_alone_is_an_error_on_all(stage, s
             optimizer.step()
         return True
 
-    if stage == 0 and settled_before:
-        pytest.skip("every rank has the whole gradient then, and answers alone")
     assert all(on_loopback(2, real_mlp, program))
 
 
@@ -267,7 +264,6 @@ REFUSED = {
     "arithmetic": lambda grad: grad + 1,
     "comparison": lambda grad: (grad == 0).any(),
     "to another dtype": lambda grad: grad.to(torch.float64),
-    "numpy": lambda grad: grad.numpy(),
     "item": lambda grad: grad[0, 0].item(),
     "deepcopy": lambda grad: copy.deepcopy(grad),
     "into another": lambda grad: torch.zeros(grad.shape).add_(grad),

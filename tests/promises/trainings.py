@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
-import accelerators
 import torch
+
+import accelerators
 from tests import ranks
 from tests.grid import BUCKET_NUMEL
 from tests.oracle import DynamicScale, StaticScale, Trace, compare, reference, train
@@ -129,7 +130,8 @@ def what_differs(
                     continue
                 options = options_of(name, stage, dtype, bucket, **more)
                 label = f"{name} stage={stage} world={world} {dtype} {bucket}"
-                found += _difference(label, name, dtype, expected(name, world, dtype), loopback_traces(case, world, wrap, **options))
+                ours = loopback_traces(case, world, wrap, **options)
+                found += _difference(label, name, dtype, expected(name, world, dtype), ours)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from zero.errors import RankFailed, ZeroError
+from zero.errors import RankFailed, RanksDiffer, ZeroError
 
 Result = TypeVar("Result")
 
@@ -46,7 +46,7 @@ class Group(Protocol):
         """Rank 0's `tensor`, on all ranks, in place."""
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Every rank's message, by rank. Messages have one size; waits for all ranks, with a time limit."""
+        """Every rank's message, by rank, of any length; waits for all ranks, with a time limit."""
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that this group can send without copying it first."""
@@ -77,12 +77,23 @@ def sum_in_rank_order(pieces: torch.Tensor, num_ranks: int, sum_dtype: torch.dty
     return total
 
 
+def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
+    """Every rank's message, by rank; where ranks came for different subjects, all of them raise."""
+    told = [theirs.split(b"\0", 1) for theirs in group.exchange(subject.encode() + b"\0" + message)]
+    first = told[0][0]
+    for rank, (theirs, *_) in enumerate(told):
+        if theirs != first:
+            raise RanksDiffer(
+                f"Rank {rank} of {group.size} came to {theirs.decode(errors='replace')}, rank 0 to "
+                f"{first.decode(errors='replace')}. All ranks must call step, zero_grad, operations on gradients and other "
+                "collectives in the same order."
+            )
+    return [rest for _, rest in told]
+
+
 def exchange_texts(group: Group, text: str) -> list[str]:
-    """Every rank's text, by rank; lengths go first, so that texts of different length cannot hang the exchange."""
-    mine = text.encode()
-    lengths = [int.from_bytes(message, "little") for message in group.exchange(len(mine).to_bytes(8, "little"))]
-    padded = group.exchange(mine.ljust(max(lengths), b"\0"))
-    return [message[:length].decode() for message, length in zip(padded, lengths, strict=True)]
+    """Every rank's text, by rank."""
+    return [message.decode() for message in exchange_about(group, "a state_dict, a check or the like", text.encode())]
 
 
 def together(group: Group, act: Callable[[], Result]) -> Result:

@@ -18,6 +18,7 @@ Backends of accelerators have native collectives that are fast, and exact when g
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 from collections.abc import Callable
@@ -38,6 +39,7 @@ _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 _kept: list[tuple[Any, list[int], str, list[Any]]] = []  # world, ranks, backend and groups of closed sub-groups
 
+_FRAME_BYTES = 1024  # what nearly every message fits into, its length included
 _MEETING_S = 2.0  # how long the ranks that are left wait for each other to find out who is missing
 
 
@@ -45,19 +47,28 @@ def connect(accelerator: Accelerator, group: Any = None, time_limit_s: float = 6
     """The group to train with: the user's, else the launcher's, else a single rank."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return _checked(group)
-    launch = read_launch(os.environ)
     initialised = dist.is_available() and dist.is_initialized()
-    if not initialised and group is not None:
-        raise ValueError("A process group was passed, but torch.distributed is not initialised. Call init_process_group first.")
-    if not initialised and launch.world_size == 1:
-        return solo()
     if not initialised:
+        if group is not None:
+            raise ValueError(
+                "A process group was passed, but torch.distributed is not initialised. Call init_process_group first."
+            )
+        if read_launch(os.environ).world_size == 1:
+            return solo()
         dist.init_process_group(accelerator.communication_backend, timeout=datetime.timedelta(seconds=time_limit_s))
-    elif group is None and launch.world_size > 1:
-        launch.check_group(dist.get_world_size())
+        atexit.register(_leave)
+    elif group is None and dist.get_world_size() == 1:
+        read_launch(os.environ).check_group(1)
     base = group if group is not None else dist.group.WORLD
     assert base is not None
     return TorchGroup(accelerator, base, time_limit_s, owns_world=not initialised)
+
+
+def _leave() -> None:
+    """Ends the groups that we made before the interpreter ends: gloo's threads hold tensors, and must not outlive it."""
+    _kept.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _checked(group: Any) -> Group:
@@ -160,8 +171,18 @@ class TorchGroup:
     # messages ----------------------------------------------------------------------------------------------------
 
     def exchange(self, message: bytes) -> list[bytes]:
-        if self.size == 1 or not message:
-            return [message] * self.size  # of one size on all ranks, so nobody waits for an empty one
+        if self.size == 1:
+            return [message]
+        # Gloo ends the process where sizes differ, as they do when one rank asks for something else than the others. So what
+        # is sent first has one size whatever it is about, and says how much is to follow.
+        framed = len(message).to_bytes(8, "little") + message
+        heads = self._gather(framed[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0"))
+        lengths = [8 + int.from_bytes(head[:8], "little") for head in heads]
+        rest = max(lengths) - _FRAME_BYTES
+        tails = self._gather(framed[_FRAME_BYTES:].ljust(rest, b"\0")) if rest > 0 else [b""] * self.size
+        return [(head + tail)[8:length] for head, tail, length in zip(heads, tails, lengths, strict=True)]
+
+    def _gather(self, message: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         everyone = torch.empty(self.size * len(message), dtype=torch.uint8)
         self.guarded(lambda: _gather_into(everyone, mine, group=self._messages))

@@ -7,21 +7,22 @@ from collections.abc import Callable
 import torch
 
 from accelerators import Accelerator
+from accelerators.streams import Stream
 
 
 class Staging:
     """Keeps what is given back for the next borrower of the same size, until it is told to let go.
 
     [Note: staging lifetimes]
-    A buffer given back may still be read by work on the stream that was current then. The next borrower may
-    write on another stream, so that stream waits for an event recorded at the return. On a device whose work
-    is in order both are no-ops.
+    A buffer given back may still be read by work on the stream that was current then. A borrower on the same stream
+    comes after that anyway; one on another stream makes it wait for the first. No event is recorded at the return:
+    on a device without streams recording one waits for all its work, and so for other ranks, in the middle of backward.
     """
 
     def __init__(self, accelerator: Accelerator, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
         self._accelerator = accelerator
         self._allocate = allocate
-        self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, object]]] = {}
+        self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, Stream | None]]] = {}
         self.borrowed = 0
         self.most_borrowed = 0
 
@@ -32,18 +33,19 @@ class Staging:
         free = self._free.get((numel, dtype))
         if not free:
             return self._allocate(numel, dtype)
-        buffer, returned = free.pop()
-        if returned is not None:
-            self._accelerator.current_stream().wait_event(returned)
+        buffer, returned_on = free.pop()
+        current = self._stream()
+        if returned_on is not None and current is not None and returned_on != current:
+            current.wait_stream(returned_on)
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
         self.borrowed -= 1
-        returned = None
-        if not self._accelerator.is_synchronous:
-            returned = self._accelerator.current_stream().record_event()
-        self._free.setdefault((buffer.numel(), buffer.dtype), []).append((buffer, returned))
+        self._free.setdefault((buffer.numel(), buffer.dtype), []).append((buffer, self._stream()))
 
     def release(self) -> None:
         """Lets the buffers that nobody has borrowed go."""
         self._free.clear()
+
+    def _stream(self) -> Stream | None:
+        return None if self._accelerator.is_synchronous else self._accelerator.current_stream()

@@ -40,7 +40,8 @@ class Intake:
             with flattener.putting_back(chunk, source):
                 together(self._group, lambda chunk=chunk, source=source: self._take(flattener, chunk, source))  # type: ignore[misc]
             del source  # before the next one is made
-        together(self._group, lambda: self._masters.cut() or flattener.log(params))
+        together(self._group, self._masters.cut)
+        flattener.log(params)
         return list(new)
 
     def _take(self, flattener: Flattener, chunk: int, source: torch.Tensor) -> None:

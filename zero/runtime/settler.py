@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zero.comm.group import Group
+from zero.comm.group import Group, exchange_about
 from zero.memory.flat import Line
 from zero.runtime.agreement import Agreement, Codec, Counts, agree
 from zero.runtime.aliases import Aliases
@@ -91,6 +91,6 @@ class Settler:
             later=later,
             order=reducer.arrival_order,
         )
-        messages = self._group.exchange(codec.pack(counts))
+        messages = exchange_about(self._group, "step, zero_grad or settling", codec.pack(counts))
         self._settles += 1
         return agree([codec.unpack(message) for message in messages], reducer.order, self._params.names)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zero.comm.group import Group
+from zero.comm.group import Group, exchange_about
 from zero.errors import ZeroError
 from zero.memory.flat import DTYPES, Form, Line, Shard, sum_dtype
 from zero.plan.layout import Piece
@@ -72,7 +72,7 @@ class GradientShares:
         mine = [self.shard.piece(piece) for param in params for piece in self.pieces(param)]
         if mine:
             torch._amp_foreach_non_finite_check_and_unscale_(mine, found_inf, inverse_scale)
-        found = max(self.exchange_numbers([float(found_inf.item())]))
+        found = max(self.exchange_numbers([float(found_inf.item())], "unscale_"))
         found_inf.fill_(found[0])
         self._norms.clear()
 
@@ -84,7 +84,7 @@ class GradientShares:
         norms = torch._foreach_norm(present) if present else []
         square = sum(norm * norm for norm in _numbers(norms))
         if self._sharded:
-            square = sum(numbers[0] for numbers in self.exchange_numbers([square]))
+            square = sum(numbers[0] for numbers in self.exchange_numbers([square], "the norm of all gradients"))
         return float(square**0.5)
 
     def zero(self, param: int) -> None:
@@ -119,10 +119,10 @@ class GradientShares:
             found.append(gathered[part.start : part.stop])
         return self.forms[param].shaped(torch.cat(found)).clone(memory_format=torch.preserve_format)
 
-    def exchange_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
-        """Every rank's numbers, by rank."""
+    def exchange_numbers(self, numbers: Sequence[float], subject: str = "an operation on .grad") -> list[tuple[float, ...]]:
+        """Every rank's numbers, by rank; all ranks bring as many."""
         packing = struct.Struct(f"<{len(numbers)}d")
-        return [packing.unpack(message) for message in self._group.exchange(packing.pack(*numbers))]
+        return [packing.unpack(message) for message in exchange_about(self._group, subject, packing.pack(*numbers))]
 
     # inside ------------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,8 @@ class GradientShares:
         amounts = _numbers(norms)
         for (param, _), amount in zip(present, amounts, strict=True):
             local[param] = _joined(local[param], _as_term(amount, order), order)
-        parts = self.exchange_numbers([local[param] for param in missing]) if self._sharded else [tuple(local.values())]
+        subject = f"the {order:g}-norm of {len(missing)} gradients"
+        parts = self.exchange_numbers(list(local.values()), subject) if self._sharded else [tuple(local.values())]
         for position, param in enumerate(missing):
             total = 0.0
             for part in parts:

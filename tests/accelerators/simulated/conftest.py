@@ -85,6 +85,7 @@ def sim():
     reason = simulated.SimulatedAccelerator().unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
+    simulated.bring_up()
     for index in range(2):
         torch.sim.synchronize(index)
     yield torch.sim

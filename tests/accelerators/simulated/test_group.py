@@ -175,12 +175,13 @@ CHECKS = [
 
 
 def run_checks(rank, world):
-    from accelerators.simulated import SimulatedAccelerator
+    from accelerators.simulated import SimulatedAccelerator, bring_up
 
     accelerator = SimulatedAccelerator()
     reason = accelerator.unavailable_reason()
     if reason is not None:
         return reason
+    bring_up()
     group = dist.new_group([0, 1], backend=accelerator.communication_backend)
     outcomes = {}
     for check in CHECKS:

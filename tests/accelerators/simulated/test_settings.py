@@ -81,7 +81,7 @@ import torch
 before = torch.get_rng_state()
 accelerator = SimulatedAccelerator()
 assert torch._C._get_privateuse1_backend_name() == "privateuseone"
-assert not hasattr(torch, "sim") and torch.accelerator.current_accelerator() is None
+assert not hasattr(torch, "sim")
 assert torch.equal(torch.get_rng_state(), before)
 print(repr(accelerator))
 """
@@ -156,3 +156,15 @@ with accelerators.using("sim") as it:
     assert lines[0] == "entry point 'sim' of zero-accelerators"
     assert lines[1].endswith(" privateuseone")
     assert lines[2] == "True [2.0, 2.0]"
+
+
+@needs_the_device
+def test_asking_whether_it_could_come_up_does_not_bring_it_up():
+    code = """
+import torch
+import accelerators
+assert accelerators.get("sim").unavailable_reason() is None and accelerators.get("sim").is_available()
+assert not hasattr(torch, "sim")
+print(accelerators.use("sim").device_count(), torch.sim.device_count())
+"""
+    assert python(code) == "2 2"
