@@ -44,6 +44,7 @@ FLOORS = (
             "zero.served",
             "zero.optimizer",
             "zero.construction",
+            "zero.sameness",
             "zero.checks",
             "zero.state",
             "zero.schedules",

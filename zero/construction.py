@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import hashlib
-import json
 import logging
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +17,6 @@ from torch import nn
 import accelerators
 from accelerators import Accelerator
 from zero.checks import (
-    bits_of,
     check_dtypes,
     check_groups,
     check_kernels,
@@ -30,7 +27,6 @@ from zero.checks import (
 )
 from zero.comm.group import Group, exchange_texts, together
 from zero.config import ZeroConfig
-from zero.errors import RanksDiffer
 from zero.memory.flat import DTYPES, FlatBuffer, Form, Line, Shard, dtype_name
 from zero.memory.flatten import Place, unflatten
 from zero.memory.masters import Masters
@@ -48,6 +44,7 @@ from zero.runtime.settler import Settler
 from zero.runtime.shares import GradientShares
 from zero.runtime.updater import Rules, Updater
 from zero.runtime.window import Window
+from zero.sameness import agree_on_what_is_built
 from zero.state import adopt_state
 
 logger = logging.getLogger("zero")
@@ -141,7 +138,7 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
         num_shares = group.size if stage.shards_optimizer else 1
         specs, latent = chosen.specs(), range(len(chosen.names))
         layout = FlatLayout.build(specs, num_shares, config.bucket_bytes, config.align_bytes, latent)
-        _agree_on_what_is_built(model, optimizer, chosen, config, group)
+        agree_on_what_is_built(model, optimizer, chosen, config, group)
         device = _device_of(chosen.tensors)
         place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
         parts = _assemble(model, optimizer, config, chosen, layout, group, place)
@@ -213,45 +210,6 @@ def _device_of(tensors: list[nn.Parameter]) -> torch.device:
     return tensors[0].device if tensors else accelerators.current().device()
 
 
-def _agree_on_what_is_built(
-    model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Chosen, config: ZeroConfig, group: Group
-) -> None:
-    """Raises on every rank, with the first difference, when ranks build different things."""
-    lines = [f"configuration {config.digest} {json.dumps(config.as_dict(), sort_keys=True)}"]
-    lines += [f"parameter {spec.name} {spec.shape} {spec.dtype} in group {spec.group}" for spec in chosen.specs()]
-    trained = {id(tensor) for tensor in chosen.tensors if tensor.requires_grad}
-    others = [(name, param) for name, param in model.named_parameters() if id(param) not in trained]
-    words = {True: "parameter left out", False: "frozen parameter"}
-    lines += [f"{words[param.requires_grad]} {name} {tuple(param.shape)} {param.dtype}" for name, param in others]
-    lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
-    lines += [f"optimizer {type(optimizer).__name__}", *(f"group {_settings_of(group)}" for group in optimizer.param_groups)]
-    if config.start == "verify":
-        named = zip(chosen.names, chosen.tensors, strict=True)
-        lines += [f"weights of {name}: {bits_of(tensor).hex()}" for name, tensor in named]
-    text = "\n".join(lines)
-    digests = group.exchange(hashlib.sha256(text.encode()).digest())
-    if all(digest == digests[0] for digest in digests):
-        return
-    texts = [each.split("\n") for each in exchange_texts(group, text)]
-    for rank, theirs in enumerate(texts):
-        for mine, other in zip([*texts[0], ""], [*theirs, ""], strict=False):
-            if mine != other:
-                raise RanksDiffer(
-                    f"Rank {rank} of {group.size} built '{_short(other)}' where rank 0 built '{_short(mine)}'. "
-                    "Build the same model, optimizer and configuration on all ranks."
-                )
-
-
-def _settings_of(group: dict[str, Any]) -> str:
-    """Of a group of the optimizer, as far as they can be compared as text."""
-    plain = {key: value for key, value in sorted(group.items()) if isinstance(value, (int, float, str, tuple, type(None)))}
-    return ", ".join(f"{key}={value!r}" for key, value in plain.items())
-
-
-def _short(line: str) -> str:
-    return line if len(line) <= 200 else line[:197] + "..."
-
-
 def _ranks_that_share_memory(group: Group, device: torch.device) -> int:
     """How many ranks of the group draw on the same memory as this one."""
     where = f"{socket.gethostname()} {device.type} {0 if device.type == 'cpu' else device.index}"
@@ -275,6 +233,14 @@ def _assemble(
     latent, dtypes = chosen.latent, [tensor.dtype for tensor in chosen.tensors]
     hooks = GradHooks()
 
+    built: list[weakref.ref[Parts]] = []  # weakly: the window is a part and holds `lay`
+
+    def lay(fresh: Sequence[int]) -> Sequence[int]:
+        new, parts = intake.lay(fresh), built[0]()
+        assert parts is not None
+        adopt_state(parts, optimizer)
+        return new
+
     def wire() -> Parts:
         staging = Staging(place.accelerator, lambda numel, dtype: group.staging(numel, dtype, place.device))
         gradients = Shard(line, place.device)
@@ -282,7 +248,7 @@ def _assemble(
         shares = GradientShares(line, forms, group, gradients)
         boundary = Boundary(config.accumulation, stage_of(config.stage).accumulates_locally)
         aliases = Aliases(model, params, weights, forms, chosen.left_out)
-        window = Window(params, reducer, shares, boundary, Settler(group, params, line, config.digest, aliases), intake.lay)
+        window = Window(params, reducer, shares, boundary, Settler(group, params, line, config.digest, aliases), lay)
         updater = Updater(params, shares, masters, optimizer, Rules(config.clip, config.on_nonfinite))
         gatherer = Gatherer(line, params, group, weights, masters)
         parts = Parts(place.accelerator, group, line, params, masters, window, hooks, updater, gatherer, intake, config)
@@ -301,6 +267,7 @@ def _assemble(
         _share_the_rest(model, chosen, group)
         parts = together(group, wire)
         on_failure.pop_all()
+    built.append(weakref.ref(parts))
     _managed.update({id(tensor): tensor for tensor in chosen.tensors})
     return parts
 

@@ -88,9 +88,11 @@ def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[s
     for group, saved in zip(inner.param_groups, groups, strict=True):
         group.update({key: _setting(group.get(key), value) for key, value in saved.items() if key != "params"})
     for param, name in enumerate(parts.params.names):
-        for _, master in parts.masters.of(param):
-            inner.state.pop(master, None)
-        if name in states:
+        for owner in (parts.params.tensors[param], *(master for _, master in parts.masters.of(param))):
+            inner.state.pop(owner, None)
+        if name in states and _lies_nowhere(parts, param):
+            inner.state[parts.params.tensors[param]] = copy.deepcopy(dict(states[name]))
+        elif name in states:
             _give_pieces(parts, inner, param, states[name], set(elementwise))
         if name in masters and _has_copy(parts, param):
             line = parts.window.shares.forms[param].line(masters[name])
@@ -126,10 +128,16 @@ def _setting(now: Any, saved: Any) -> Any:
 def adopt_state(parts: Parts, inner: torch.optim.Optimizer) -> None:
     """Hands what an optimizer that has stepped already knows about the parameters to their masters."""
     for param, tensor in enumerate(parts.params.tensors):
+        if _lies_nowhere(parts, param):
+            continue  # it keeps its state itself until it is trained
         state = inner.state.pop(tensor, None)
         if state:
             keys = {key for key, value in state.items() if _goes_with_elements(key, value, tensor.shape)}
             _give_pieces(parts, inner, param, state, keys)
+
+
+def _lies_nowhere(parts: Parts, param: int) -> bool:
+    return parts.line.layout.slots[param] is None
 
 
 def _goes_with_elements(key: str, value: Any, shape: torch.Size) -> bool:
@@ -152,6 +160,10 @@ def _give_pieces(
 
 
 def _whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> tuple[dict[str, Any], set[str]]:
+    if _lies_nowhere(parts, param):
+        kept = copy.deepcopy(inner.state.get(parts.params.tensors[param], {}))
+        shape = parts.params.tensors[param].shape
+        return kept, {key for key, value in kept.items() if _goes_with_elements(key, value, shape)}
     own = [(piece, inner.state[master]) for piece, master in parts.masters.of(param) if master in inner.state]
     name = parts.params.names[param]
     known: dict[str, list[Any]] = {}

@@ -89,13 +89,18 @@ def test_two_and_five_uses_with_each_kind_of_checkpointing(times, kind):
         optimizer.zero_grad()
         return loss
 
-    assert_equals_reference(Case("uses", build, script, sgd, steps=3), stages=(1, 2), worlds=(1, 3))
+    assert not differences_from_reference(Case("uses", build, script, sgd, steps=3), stages=(1, 2), worlds=(1, 3))
 
 
-def assert_equals_reference(case: Any, stages: Any = STAGES, worlds: Any = (1, 2, 3), bucket_bytes: int = 28) -> None:
+def differences_from_reference(case: Any, stages: Any = STAGES, worlds: Any = (1, 2, 3), bucket_bytes: int = 28) -> list[str]:
+    found = []
     for stage, world in itertools.product(stages, worlds):
         ours = loopback_traces(case, world, stage=stage, dtype=None, bucket_bytes=bucket_bytes)
-        compare(ours, reference(case, world), exact=False, state=True, name=f"{case.name} stage={stage} world={world}")
+        try:
+            compare(ours, reference(case, world), exact=False, state=True, name=f"{case.name} stage={stage} world={world}")
+        except AssertionError as error:
+            found.append(str(error))
+    return found
 
 
 @pytest.mark.promise("G02")
@@ -115,7 +120,7 @@ def test_several_forwards_of_different_shapes_and_one_backward(forwards):
         optimizer.zero_grad()
         return loss
 
-    assert_equals_reference(Case("forwards", mlp, script, sgd, steps=2))
+    assert not differences_from_reference(Case("forwards", mlp, script, sgd, steps=2))
 
 
 @pytest.mark.promise("G03")
@@ -474,7 +479,7 @@ def test_stochastic_depth_with_twenty_seeds_equals_the_oracle(stage):
             return loss
 
         case = Case(f"depth with seed {seed}", real_branches(4), script, lambda m: sgd(m, 0.1), steps=2)
-        assert_equals_reference(case, stages=(stage,), worlds=(3,), bucket_bytes=80)
+        assert not differences_from_reference(case, stages=(stage,), worlds=(3,), bucket_bytes=80)
 
 
 # G11: outputs -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,57 @@
+"""What ranks build, as lines of text: the same on all of them, or an error on all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zero.checks import bits_of
+from zero.comm.group import Group, exchange_texts
+from zero.config import ZeroConfig
+from zero.errors import RanksDiffer
+
+if TYPE_CHECKING:
+    from zero.construction import Chosen
+
+
+def agree_on_what_is_built(
+    model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Chosen, config: ZeroConfig, group: Group
+) -> None:
+    """Raises on every rank, with the first difference, when ranks build different things."""
+    lines = [f"configuration {config.digest} {json.dumps(config.as_dict(), sort_keys=True)}"]
+    lines += [f"parameter {spec.name} {spec.shape} {spec.dtype} in group {spec.group}" for spec in chosen.specs()]
+    trained = {id(tensor) for tensor in chosen.tensors if tensor.requires_grad}
+    others = [(name, param) for name, param in model.named_parameters() if id(param) not in trained]
+    words = {True: "parameter left out", False: "frozen parameter"}
+    lines += [f"{words[param.requires_grad]} {name} {tuple(param.shape)} {param.dtype}" for name, param in others]
+    lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
+    lines += [f"optimizer {type(optimizer).__name__}", *(f"group {_settings_of(group)}" for group in optimizer.param_groups)]
+    if config.start == "verify":
+        named = zip(chosen.names, chosen.tensors, strict=True)
+        lines += [f"weights of {name}: {bits_of(tensor).hex()}" for name, tensor in named]
+    text = "\n".join(lines)
+    digests = group.exchange(hashlib.sha256(text.encode()).digest())
+    if all(digest == digests[0] for digest in digests):
+        return
+    texts = [each.split("\n") for each in exchange_texts(group, text)]
+    for rank, theirs in enumerate(texts):
+        for mine, other in zip([*texts[0], ""], [*theirs, ""], strict=False):
+            if mine != other:
+                raise RanksDiffer(
+                    f"Rank {rank} of {group.size} built '{_short(other)}' where rank 0 built '{_short(mine)}'. "
+                    "Build the same model, optimizer and configuration on all ranks."
+                )
+
+
+def _settings_of(group: dict[str, Any]) -> str:
+    """Of a group of the optimizer, as far as they can be compared as text."""
+    plain = {key: value for key, value in sorted(group.items()) if isinstance(value, (int, float, str, tuple, type(None)))}
+    return ", ".join(f"{key}={value!r}" for key, value in plain.items())
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= 200 else line[:197] + "..."
