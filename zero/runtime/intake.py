@@ -40,9 +40,12 @@ class Intake:
             with flattener.putting_back(chunk, source):
                 together(self._group, lambda chunk=chunk, source=source: self._take(flattener, chunk, source))  # type: ignore[misc]
             del source  # before the next one is made
-        together(self._group, self._masters.cut)
-        flattener.log(params)
+        together(self._group, lambda: self._finish(flattener, params))
         return list(new)
+
+    def _finish(self, flattener: Flattener, params: Sequence[int]) -> None:
+        self._masters.cut()
+        flattener.log(params)
 
     def _take(self, flattener: Flattener, chunk: int, source: torch.Tensor) -> None:
         flattener.write(chunk, source)

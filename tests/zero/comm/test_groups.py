@@ -1,0 +1,222 @@
+"""Threads and processes for ranks do the same, in fp32, and say who is missing."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+import accelerators
+from tests import ranks
+from zero.comm.group import exchange_about, exchange_texts, sum_in_rank_order, together
+from zero.comm.loopback import loopback, run_ranks, solo
+from zero.comm.torch_group import connect
+from zero.errors import GroupLost, RankFailed, RanksDiffer
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def numbers(rank, numel, dtype):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def collectives(group):
+    """Everything that a group does with tensors and messages, on data that follows from the rank."""
+    found = []
+    for dtype in DTYPES:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        bucket = numbers(group.rank, 8 * group.size, dtype)
+        found.append(group.reduce_scatter(bucket.clone(), wide).wait().clone())
+        found.append(group.all_reduce(bucket.clone(), wide).wait().clone())
+        whole = torch.zeros(8 * group.size, dtype=dtype)
+        whole[8 * group.rank : 8 * group.rank + 8] = numbers(group.rank, 8, dtype)
+        found.append(group.all_gather(whole).wait().clone())
+        found.append(group.broadcast(bucket.clone()).wait().clone())
+    buckets = [numbers(group.rank + 10 * index, 2 * group.size, torch.float32) for index in range(5)]
+    pending = [group.reduce_scatter(bucket, torch.float32) for bucket in buckets]
+    found += [one.wait().clone() for one in pending]
+    found.append(group.exchange(bytes([group.rank]) * (group.rank + 1)))
+    found.append(exchange_texts(group, "x" * 10 * group.rank))
+    return found
+
+
+def collectives_over_gloo(rank, world):
+    return collectives(connect(accelerators.get("cpu"), None, 30.0))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_threads_and_processes_give_the_same(world):
+    threads = run_ranks(world, collectives, 30.0)
+    processes = ranks.run(world, collectives_over_gloo)
+    for one, other in zip(threads, processes, strict=True):
+        for position, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+            if not isinstance(mine, torch.Tensor):
+                assert mine == theirs
+            elif position % 4 == 1 and world > 2:  # gloo's all-reduce goes round a ring, in another order
+                torch.testing.assert_close(mine, theirs)
+            else:
+                assert mine.dtype == theirs.dtype
+                assert torch.equal(mine, theirs), position
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_an_all_reduce_gives_every_rank_the_same_bits(world):
+    for found in (run_ranks(world, collectives, 30.0), ranks.run(world, collectives_over_gloo)):
+        for position in range(1, 4 * len(DTYPES), 4):
+            assert all(torch.equal(each[position], found[0][position]) for each in found)
+
+
+def test_sums_are_taken_in_fp32_and_in_rank_order():
+    pieces = torch.tensor([256.0, 1.0, -256.0, 2.0**-20], dtype=torch.bfloat16)
+    assert sum_in_rank_order(pieces, 4, torch.float32).tolist() == [1.0 + 2.0**-20]
+    assert sum_in_rank_order(torch.tensor([256.0, 1.0], dtype=torch.bfloat16), 2, torch.float32).tolist() == [257.0]
+    # In fp32 the order shows, so there is one.
+    assert sum_in_rank_order(torch.tensor([1.0, 2.0**-24, 2.0**-24]), 3, torch.float32).item() == 1.0
+    assert sum_in_rank_order(torch.tensor([2.0**-24, 2.0**-24, 1.0]), 3, torch.float32).item() > 1.0
+
+
+def add_in_bf16(group):
+    bucket = torch.full((2 * group.size,), 256.0 if group.rank == 0 else 1.0, dtype=torch.bfloat16)
+    reduced = group.reduce_scatter(bucket, torch.float32).wait(), group.all_reduce(bucket, torch.float32).wait()
+    return [each.tolist() for each in reduced]
+
+
+def add_in_bf16_over_gloo(rank, world):
+    return add_in_bf16(connect(accelerators.get("cpu")))
+
+
+def test_256_and_1_make_257_over_every_wire():
+    expected = [[257.0, 257.0], [257.0] * 4]
+    assert run_ranks(2, add_in_bf16) == ranks.run(2, add_in_bf16_over_gloo) == [expected, expected]
+
+
+def test_what_is_sent_may_be_written_again_at_once():
+    def program(group):
+        bucket = torch.full((4,), float(group.rank))
+        pending = group.all_reduce(bucket, torch.float32)
+        bucket.fill_(99.0)
+        return pending.wait().tolist()
+
+    assert run_ranks(2, program) == [[1.0] * 4] * 2
+
+
+def test_nothing_waits_before_it_is_waited_for():
+    def program(group):
+        if group.rank == 1:
+            time.sleep(0.1)
+        pending = group.reduce_scatter(torch.ones(2), torch.float32)
+        early = pending.done()
+        return early, pending.wait().item(), pending.done()
+
+    (early, total, _), (late, _, _) = run_ranks(2, program)
+    assert (early, late, total) == (False, True, 2.0)
+
+
+# Failure ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_limit():
+    groups = loopback(3, time_limit_s=0.2)
+    pending = groups[0].all_reduce(torch.ones(3), torch.float32)
+    groups[2].all_reduce(torch.ones(3), torch.float32)
+    with pytest.raises(GroupLost, match=r"ranks \[1\] did not come to collective 0 within 0.2 s"):
+        pending.wait()
+    with pytest.raises(GroupLost, match=r"ranks \[1\] did not come to collective 0"):
+        groups[0].all_reduce(torch.ones(3), torch.float32).wait()
+
+
+def test_a_rank_that_left_is_no_reason_to_wait():
+    groups = loopback(2, time_limit_s=30.0)
+    failed = threading.Timer(0.05, groups[1].close)
+    failed.start()
+    with pytest.raises(GroupLost, match="rank 1 left the group"):
+        groups[0].exchange(b"x")
+    failed.join()
+
+
+def miss_a_collective(rank, world):
+    group = connect(accelerators.get("cpu"), None, 1.0)
+    if rank == 1:
+        time.sleep(6.0)
+        return []
+    said = []
+    for _ in range(2):
+        started = time.monotonic()
+        try:
+            group.reduce_scatter(torch.ones(world), torch.float32).wait()
+        except GroupLost as error:
+            said.append((str(error), time.monotonic() - started))
+    return said
+
+
+def test_over_gloo_too_and_every_later_call_says_the_first_cause():
+    said, _ = ranks.run(2, miss_a_collective, fresh=True)
+    (first, took), (later, took_later) = said
+    assert "rank 0" in first
+    assert "Ranks 1 failed to pass" in first or "Rank 1" in first or "[1]" in first, first
+    assert took < 5.0
+    assert "was lost before" in later
+    assert first.split("but ")[1] in later or later.split("before: ")[1] in first
+    assert took_later < 0.1
+
+
+def test_errors_of_one_rank_are_all_ranks_errors():
+    def program(group):
+        def act():
+            if group.rank == 1:
+                raise KeyError("mine")
+            return 3
+
+        try:
+            return together(group, act)
+        except (KeyError, RankFailed) as error:
+            return type(error).__name__, str(error)
+
+    assert run_ranks(3, program) == [
+        ("RankFailed", "Rank 1 of 3 could not do its part of the sharding, so nobody did: KeyError: 'mine'"),
+        ("KeyError", "'mine'"),
+        ("RankFailed", "Rank 1 of 3 could not do its part of the sharding, so nobody did: KeyError: 'mine'"),
+    ]
+    assert run_ranks(2, lambda group: together(group, lambda: group.rank)) == [0, 1]
+
+
+def test_ranks_that_came_for_different_subjects_are_told():
+    def program(group):
+        with pytest.raises(RanksDiffer, match="Rank 1 of 2 came to tea, rank 0 to step"):
+            exchange_about(group, "step" if group.rank == 0 else "tea", b"")
+
+    run_ranks(2, program)
+
+
+def test_the_first_error_that_is_no_loss_of_the_others_is_raised():
+    def program(group):
+        if group.rank == 1:
+            raise ValueError("the cause")
+        group.exchange(b"x")
+
+    with pytest.raises(ValueError, match="the cause"):
+        run_ranks(2, program)
+
+
+# One rank ---------------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_sends_nothing_and_gets_the_dtype_of_sums():
+    group = solo()
+    bucket = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    assert group.reduce_scatter(bucket, torch.float32).wait().dtype == torch.float32
+    assert group.all_gather(bucket).wait() is bucket
+    assert group.exchange(b"abc") == [b"abc"]
+
+
+def test_several_threads_serve_host_tensors_only():
+    def program(group):
+        with pytest.raises(ValueError, match="carry a tensor on meta"):
+            group.all_reduce(torch.ones(2, device="meta"), torch.float32)
+
+    run_ranks(2, program)
+
+
+def test_something_that_is_no_group_is_refused():
+    with pytest.raises(TypeError, match=r"neither a torch\.distributed process group nor a zero Group"):
+        connect(accelerators.get("cpu"), "world")

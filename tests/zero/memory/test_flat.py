@@ -1,0 +1,143 @@
+"""Forms, flat buffers, shards and masters: views that go where their parameters go."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from zero.memory.flat import FlatBuffer, Form, Line, Shard, overlapping, sum_dtype
+from zero.memory.masters import Masters
+from zero.plan.layout import FlatLayout, ParamSpec
+
+shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+
+
+@settings(deadline=None, max_examples=60)
+@given(shapes, st.randoms(use_true_random=False), st.booleans())
+def test_a_form_goes_to_a_line_and_back(shape, chance, sliced):
+    order = list(range(len(shape)))
+    chance.shuffle(order)
+    doubled = [size * 2 for size in shape] if sliced else shape
+    tensor = torch.randn([doubled[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+    tensor = tensor[tuple(slice(0, size) for size in shape)]
+    form = Form.of(tensor)
+    line = form.line(tensor)
+    assert line.shape == (tensor.numel(),)
+    assert torch.equal(form.shaped(line), tensor)
+
+
+def test_a_channels_last_weight_stays_so_and_its_line_is_a_view():
+    weight = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    form = Form.of(weight)
+    assert form.line(weight).data_ptr() == weight.data_ptr()
+    assert form.shaped(torch.empty(48)).stride() == weight.stride()
+
+
+def test_a_transposed_weight_keeps_its_strides_and_a_slice_becomes_contiguous():
+    transposed = torch.randn(3, 5).t()
+    assert Form.of(transposed).shaped(torch.empty(15)).stride() == transposed.stride()
+    sliced = torch.randn(6, 4)[::2]
+    assert Form.of(sliced).order is None
+    assert Form.of(sliced).shaped(torch.empty(12)).is_contiguous()
+    assert torch.equal(Form.of(sliced).line(sliced), sliced.reshape(-1))
+
+
+def test_sums_are_never_narrower_than_fp32():
+    found = [sum_dtype(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
+    assert found == [torch.float32, torch.float32, torch.float32, torch.float64]
+
+
+@pytest.fixture
+def line():
+    specs = [ParamSpec("a", (5, 3), "bfloat16"), ParamSpec("b", (40,), "float32"), ParamSpec("c", (2,), "bfloat16")]
+    return Line(FlatLayout.build(specs, 2, 64))
+
+
+def test_a_shard_writes_what_comes_first_and_adds_the_rest(line):
+    shard = Shard(line, torch.device("cpu"))
+    numel = line.layout.buckets[0].share_numel
+    shard.add(0, torch.full((numel,), 3.0), 0.5)
+    shard.add(0, torch.full((numel,), 4.0), 0.25)
+    assert shard.share(0).tolist() == [2.5] * numel
+    assert shard.share(0).dtype == torch.float32
+    assert shard.num_bytes == 4 * numel
+    shard.multiply(2.0)
+    assert shard.share(0)[0] == 5.0
+    assert shard.share(1).sum() == 0  # made as zeros where nothing came
+    shard.clear()
+    assert not shard.shares
+
+
+def test_what_came_first_is_not_the_senders_own_memory(line):
+    shard = Shard(line, torch.device("cpu"))
+    values = torch.ones(line.layout.buckets[0].share_numel)
+    shard.add(0, values, 1.0)
+    values.fill_(7.0)
+    assert shard.share(0).max() == 1.0
+
+
+def test_narrow_buckets_are_those_whose_sums_are_wider(line):
+    narrow = line.narrow_buckets
+    for index in range(len(line.layout.buckets)):
+        assert bool(narrow >> index & 1) == (line.dtype_of(index) == torch.bfloat16)
+
+
+@pytest.fixture
+def masters(line):
+    weights = FlatBuffer(line)
+    for chunk in line.layout.chunks:
+        weights.chunks.append(torch.arange(chunk.numel, dtype=torch.float32).to(getattr(torch, chunk.dtype)))
+    made = Masters(line, 1, weights, Shard(line, torch.device("cpu")))
+    for index, _ in enumerate(line.layout.buckets):
+        made.take(index, weights.share(index, 1).float() + 2.0**-12)
+    made.cut()
+    return made, weights
+
+
+def test_masters_of_wide_weights_are_views_and_of_narrow_ones_exact_copies(line, masters):
+    made, weights = masters
+    for index, _ in enumerate(line.layout.buckets):
+        share = weights.share(index, 1)
+        if made.is_copy(index):
+            assert torch.equal(made.shard.share(index), share.float() + 2.0**-12)
+        else:
+            assert made.shard.share(index).data_ptr() == share.data_ptr()
+
+
+def test_masters_are_parameters_one_a_piece(line, masters):
+    made, _ = masters
+    for param, _ in enumerate(line.layout.params):
+        pieces = list(line.layout.pieces(param, 1))
+        assert [piece for piece, _ in made.of(param)] == pieces
+        for piece, master in made.of(param):
+            assert isinstance(master, nn.Parameter)
+            assert master.numel() == piece.in_param.numel
+
+
+def test_only_what_was_edited_is_adopted(line, masters):
+    made, weights = masters
+    index = next(index for index, _ in enumerate(line.layout.buckets) if made.is_copy(index))
+    before = made.shard.share(index).clone()
+    made.publish(index)
+    weights.share(index, 1)[3] = 77.0
+    made.adopt(index)
+    changed = made.shard.share(index) != before
+    assert changed.nonzero().tolist() == [[3]]
+    assert made.shard.share(index)[3] == 77.0
+
+
+def test_what_is_published_is_the_rounded_master(line, masters):
+    made, weights = masters
+    for index, _ in enumerate(line.layout.buckets):
+        made.shard.share(index).fill_(257.0)
+        made.publish(index) if made.is_copy(index) else None
+        assert weights.share(index, 1).float().unique().tolist() == [256.0 if made.is_copy(index) else 257.0]
+
+
+def test_overlapping_memory_is_found():
+    base = torch.zeros(20)
+    assert overlapping([base[:10], torch.zeros(3), base[9:]]) == (0, 2)
+    assert overlapping([base[:10], base[10:]]) is None
+    assert overlapping([torch.zeros(3).expand(4, 3)]) == (0, 0)
+    assert overlapping([base[:0], base]) is None

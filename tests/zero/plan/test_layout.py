@@ -1,0 +1,177 @@
+"""Where parameters lie, for any sizes, any number of ranks and any size of buckets."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero.plan.layout import ITEM_BYTES, FlatLayout, ParamSpec
+
+shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=12)
+some_sixty = settings(max_examples=60, deadline=None)
+dtypes = st.sampled_from(sorted(ITEM_BYTES))
+
+
+@st.composite
+def layouts(draw):
+    specs = [ParamSpec(f"p{index}", shape, draw(dtypes)) for index, shape in enumerate(draw(shapes))]
+    latent = draw(st.sets(st.integers(0, max(0, len(specs) - 1)))) if specs else set()
+    bucket_bytes, align_bytes = draw(st.sampled_from([1, 28, 64, 100, 1000, 10**6])), draw(st.sampled_from([16, 64]))
+    return FlatLayout.build(specs, draw(st.integers(1, 5)), bucket_bytes, align_bytes, latent)
+
+
+def placed(layout):
+    return [slot for slot in layout.slots if slot is not None]
+
+
+@some_sixty
+@given(layouts())
+def test_slots_are_aligned_disjoint_and_within_their_chunk(layout):
+    for chunk, _ in enumerate(layout.chunks):
+        spans = sorted((s.span.start, s.span.stop) for s in placed(layout) if s.chunk == chunk and s.span.numel)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+        assert all(stop <= layout.chunks[chunk].numel for _, stop in spans)
+    for slot in placed(layout):
+        spec = layout.params[slot.param]
+        assert slot.span.numel == spec.numel == math.prod(spec.shape)
+        assert slot.span.start * ITEM_BYTES[spec.dtype] % layout.align_bytes == 0
+        assert layout.chunks[slot.chunk].dtype == spec.dtype
+
+
+@some_sixty
+@given(layouts())
+def test_buckets_tile_their_chunks_and_divide_evenly_among_the_ranks(layout):
+    for chunk, found in enumerate(layout.chunks):
+        spans = sorted((bucket.span for bucket in layout.buckets if bucket.chunk == chunk), key=lambda span: span.start)
+        assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])][: len(spans)]
+        assert (spans[-1].stop if spans else 0) == found.numel
+        assert all(span.numel > 0 and span.numel % layout.num_shares == 0 for span in spans)
+        item = ITEM_BYTES[found.dtype]
+        assert all(span.numel // layout.num_shares * item % layout.align_bytes == 0 for span in spans)
+
+
+@some_sixty
+@given(layouts())
+def test_no_bucket_grows_for_a_large_parameter(layout):
+    for bucket in layout.buckets:
+        item = ITEM_BYTES[layout.chunks[bucket.chunk].dtype]
+        unit = layout.num_shares * layout.align_bytes  # what rounding may add, and a few small ones' alignment
+        assert bucket.span.numel * item < max(layout.bucket_bytes, 1) + unit + len(bucket.params) * layout.align_bytes
+
+
+@some_sixty
+@given(layouts())
+def test_the_pieces_of_all_ranks_tile_every_parameter_exactly_once(layout):
+    for param, spec in enumerate(layout.params):
+        pieces = [piece for rank in range(layout.num_shares) for piece in layout.pieces(param, rank)]
+        counted = sorted(element for piece in pieces for element in range(piece.in_param.start, piece.in_param.stop))
+        assert counted == (list(range(spec.numel)) if layout.slots[param] is not None else [])
+        for piece in pieces:
+            assert piece.in_share.numel == piece.in_param.numel
+            assert 0 <= piece.in_share.start < piece.in_share.stop <= layout.buckets[piece.bucket].share_numel
+
+
+@some_sixty
+@given(layouts())
+def test_pieces_lie_where_the_slot_says(layout):
+    for slot in placed(layout):
+        for rank in range(layout.num_shares):
+            for piece in layout.pieces(slot.param, rank):
+                share = layout.buckets[piece.bucket].share(rank)
+                assert share.start + piece.in_share.start == slot.span.start + piece.in_param.start
+
+
+@some_sixty
+@given(layouts())
+def test_parts_are_the_parameter_cut_at_the_buckets(layout):
+    for slot in placed(layout):
+        parts = layout.parts(slot.param)
+        counted = [element for part in parts for element in range(part.in_param.start, part.in_param.stop)]
+        assert counted == list(range(layout.params[slot.param].numel))
+        for part in parts:
+            assert layout.buckets[part.bucket].span.start + part.in_bucket.start == slot.span.start + part.in_param.start
+
+
+@some_sixty
+@given(layouts())
+def test_padding_is_in_the_gaps_and_nothing_else_is(layout):
+    for index, bucket in enumerate(layout.buckets):
+        filled = set()
+        for param in bucket.params:
+            for part in layout.parts(param):
+                if part.bucket == index:
+                    filled.update(range(part.in_bucket.start, part.in_bucket.stop))
+        gaps = {element for gap in layout.gaps[index] for element in range(gap.start, gap.stop)}
+        assert not gaps & filled
+        assert gaps | filled == set(range(bucket.span.numel))
+        assert all(gap.numel > 0 for gap in layout.gaps[index])
+
+
+@some_sixty
+@given(layouts())
+def test_a_latent_parameter_lies_nowhere_and_extending_leaves_the_others_where_they_are(layout):
+    latent = [param for param, slot in enumerate(layout.slots) if slot is None]
+    extended = layout.extended(latent)
+    assert all(slot is not None for slot in extended.slots)
+    for param, slot in enumerate(layout.slots):
+        if slot is not None:
+            assert extended.slots[param] == slot
+    assert extended.chunks[: len(layout.chunks)] == layout.chunks
+    assert extended.buckets[: len(layout.buckets)] == layout.buckets
+
+
+@some_sixty
+@given(layouts(), shapes)
+def test_parameters_that_join_change_nothing_of_the_others(layout, more):
+    joined = layout.joined([ParamSpec(f"new{index}", shape, "float32") for index, shape in enumerate(more)])
+    assert joined.slots[: len(layout.slots)] == layout.slots
+    assert joined.slots[len(layout.slots) :] == (None,) * len(more)
+    extended = joined.extended(range(len(layout.params), len(joined.params)))
+    assert extended.buckets[: len(layout.buckets)] == layout.buckets
+
+
+@some_sixty
+@given(layouts())
+def test_every_rank_owns_as_much(layout):
+    assert len({layout.owned_numel(rank) for rank in range(layout.num_shares)}) == 1
+
+
+def test_the_last_parameter_of_the_model_is_in_the_first_bucket():
+    layout = FlatLayout.build([ParamSpec(f"p{index}", (16,), "float32") for index in range(4)], 1, 64)
+    assert [bucket.params for bucket in layout.buckets] == [(3,), (2,), (1,), (0,)]
+
+
+def test_buckets_hold_one_dtype():
+    specs = [ParamSpec("a", (3,), "float32"), ParamSpec("b", (3,), "bfloat16"), ParamSpec("c", (3,), "float32")]
+    layout = FlatLayout.build(specs, 2, 10**6)
+    assert sorted(sorted(bucket.params) for bucket in layout.buckets) == [[0, 2], [1]]
+
+
+def test_digests_differ_exactly_where_layouts_do():
+    specs = [ParamSpec("a", (3, 4), "float32"), ParamSpec("b", (5,), "float32")]
+    one = FlatLayout.build(specs, 2, 1000)
+    assert one.digest == FlatLayout.build(list(specs), 2, 1000).digest
+    others = [
+        FlatLayout.build(specs[:1], 2, 1000),
+        FlatLayout.build(specs, 3, 1000),
+        FlatLayout.build(specs, 2, 16),
+        FlatLayout.build([ParamSpec("a", (4, 3), "float32"), specs[1]], 2, 1000),
+        FlatLayout.build(specs, 2, 1000, latent=[0]),
+    ]
+    assert len({one.digest, *(other.digest for other in others)}) == 6
+
+
+def test_a_billion_elements_are_planned_in_numbers_only():
+    layers = [ParamSpec(f"layer{index}.{name}", (3200, 3200), "bfloat16") for index in range(50) for name in ("up", "down")]
+    layout = FlatLayout.build(layers, 8, 8 << 20)
+    assert sum(spec.numel for spec in layout.params) > 10**9
+    assert sum(piece.in_param.numel for piece in layout.pieces(0, 3)) == pytest.approx(3200 * 3200 / 8, rel=0.2)
+
+
+@pytest.mark.parametrize("wrong", [{"num_shares": 0}, {"bucket_bytes": 0}, {"align_bytes": 24}, {"align_bytes": 8}])
+def test_a_layout_that_cannot_be_is_refused(wrong):
+    with pytest.raises(ValueError, match="A layout of buckets"):
+        FlatLayout.build([], **{"num_shares": 1, "bucket_bytes": 64, **wrong})
+

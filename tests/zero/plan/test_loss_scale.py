@@ -1,0 +1,88 @@
+"""The loss scale follows the rule that the oracle has, and says when it is stuck."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.oracle import DynamicScale
+from zero.plan.loss_scale import LossScale
+from zero.plan.scaling import Scaling
+from zero.plan.stages import STAGES, stage_of
+
+unhurried = settings(deadline=None)  # other work may have the core
+steps = st.lists(st.booleans(), max_size=60)
+
+
+@unhurried
+@given(steps, st.integers(1, 5), st.integers(1, 3), st.integers(0, 6))
+def test_it_moves_as_the_oracle_says(outcomes, window, hysteresis, start):
+    ours = LossScale(2.0**start, window, hysteresis=hysteresis)
+    oracle = DynamicScale(2.0**start, window, hysteresis)
+    for finite in outcomes:
+        ours = ours.after(finite)
+        oracle.update(finite)
+        assert ours.value == oracle.scale
+
+
+@unhurried
+@given(steps)
+def test_a_fixed_scale_stays(outcomes):
+    scale = LossScale(8.0, None)
+    for finite in outcomes:
+        scale = scale.after(finite)
+    assert scale.value == 8.0
+
+
+def test_it_does_not_fall_below_its_minimum_and_counts_that():
+    scale = LossScale(4.0, 10, hysteresis=1, minimum=2.0)
+    values = []
+    for _ in range(4):
+        scale = scale.after(False)
+        values.append(scale.value)
+    assert values == [2.0] * 4
+    assert scale.at_minimum
+    assert scale.stuck == 3
+    assert scale.after(True).stuck == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"value": 0.0}, {"value": float("inf")}, {"window": 0}, {"factor": 1.0}, {"hysteresis": 0}, {"minimum": 0.0}]
+)
+def test_a_rule_that_cannot_be_is_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=f"A loss scale with {next(iter(wrong))}="):
+        LossScale(**wrong)
+
+
+@unhurried
+@given(st.floats(1e-3, 1e3), st.sampled_from([1.0, 8.0, 3.0]), st.one_of(st.none(), st.floats(0.1, 100.0)))
+def test_what_is_multiplied_while_keeping_and_at_settling_is_the_whole_factor(reduce, loss_scale, total_weight):
+    scaling = Scaling(reduce=reduce, loss_scale=loss_scale)
+    expected = reduce / loss_scale if total_weight is None else 1.0 / (total_weight * loss_scale)
+    assert scaling.at_keeping(False) * scaling.at_settling(total_weight) == pytest.approx(expected, rel=1e-12)
+    assert scaling.at_keeping(True) == pytest.approx(reduce / loss_scale, rel=1e-12)
+
+
+@unhurried
+@given(st.floats(1e-3, 1e3))
+def test_what_is_multiplied_while_keeping_rounds_nothing(reduce):
+    factor = Scaling(reduce=reduce).at_keeping(False)
+    assert factor.hex().split("p")[0] == "0x1.0000000000000"
+
+
+def test_weights_of_nothing_give_nothing():
+    assert Scaling().at_settling(0.0) == 0.0
+
+
+def test_gradients_are_multiplied_only_where_they_must_be():
+    assert Scaling().multiplier is None
+    assert Scaling(lacking=8.0).multiplier == 8.0
+    assert Scaling(weight=3.0, lacking=2.0).multiplier == 6.0
+    assert Scaling(weight=0.0).multiplier == 0.0
+
+
+def test_the_table_of_stages():
+    table = {number: (stage.shards_optimizer, stage.accumulates_locally) for number, stage in STAGES.items()}
+    assert table == {0: (False, True), 1: (True, True), 2: (True, False)}
+    for wrong in (3, -1, True, "2"):
+        with pytest.raises(ValueError, match="the stages are 0, 1, 2"):
+            stage_of(wrong)
