@@ -97,14 +97,15 @@ class Engine(Answers):
         self._announce_boundary()
 
     def discard(self) -> None:
-        """Throws this window away: the next micro-step is the first of a new one. A collective where gradients were sent."""
+        """Throws this window away: the next micro-step is the first of a new one. A collective, unless the window was settled
+        and nothing came since."""
         self.optimizer.discard()
         self._accumulation.begin()
         self._announce_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients; the count of micro-steps goes on, as it would in a plain loop. A collective where gradients
-        were sent and no step settled them."""
+        """Clears the gradients; the count of micro-steps goes on, as it would in a plain loop. A collective, unless the window
+        was settled and nothing came since."""
         self.optimizer.zero_grad(set_to_none)
         self._announce_boundary()
 

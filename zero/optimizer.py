@@ -168,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.parts.window.settle("settle")
 
     def discard(self) -> None:
-        """Throws this window's gradients away. A collective where some were sent."""
+        """Throws this window's gradients away. A collective, unless the window was settled and nothing came since."""
         self.zero_grad()
 
     def flush(self) -> None:

@@ -322,7 +322,7 @@ def test_a_branch_that_no_rank_uses_keeps_every_bit_of_itself_and_its_state(stag
 def test_the_zoo_of_unused_parameters_equals_the_oracle():
     assert what_differs(["branch_switched_off_after_warm_up", "branch_that_nobody_ever_uses"]) == []
     many = "few_of_many_parameters_are_reached"
-    assert what_differs(many, stages=(2,), worlds=(1, 3), dtypes=("fp16",), buckets=("huge",)) == []
+    assert what_differs(many, stages=(2,), worlds=(3,), dtypes=("fp16",), buckets=("huge",)) == []
 
 
 DIVERGENT = [name for name, case in CASES.items() if "divergent" in case.tags]
@@ -679,7 +679,7 @@ def test_a_frozen_model_and_one_without_parameters_step_and_change_nothing(stage
 @pytest.mark.promise("G15")
 def test_the_zoo_of_groups_equals_the_oracle():
     names = [name for name, case in CASES.items() if {"groups", "scheduler"} & case.tags]
-    assert what_differs(names, dtypes=("fp32",)) == []
+    assert what_differs(names, dtypes=("fp32",), stages=(0, 2), worlds=(2, 3)) == []
 
 
 @pytest.mark.promise("G16")

@@ -48,7 +48,8 @@ class _Wire:
 
     def complete(self, number: int) -> bool:
         with self._changed:
-            return self._lost is not None or self._meetings[number].missing == 0
+            meeting = self._meetings.get(number)  # None once all ranks took it
+            return self._lost is not None or meeting is None or meeting.missing == 0
 
     def take(self, number: int) -> list[Any]:
         with self._changed:

@@ -65,14 +65,15 @@ class StandIn(torch.Tensor):
 def _one(packet: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     self = args[0]
     if not isinstance(self, StandIn):
-        raise _refusal(packet, next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, StandIn)))
+        raise _refusal(packet, _first_in((*args, *kwargs.values())))
     if packet in _ELEMENTWISE:
         self.shares.change(self.param, func, args[1:], kwargs)
         return self
     if packet in ("linalg_vector_norm", "norm"):
-        order, *rest = (*args[1:], *kwargs.values()) or (2.0,)
-        if not any(rest):  # of the whole tensor, in its own dtype
-            return self.shares.norm(self.param, 2.0 if order is None else float(order))
+        order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
+        if not any((*args[2:], kwargs.get("dim"), kwargs.get("keepdim"))):  # of the whole tensor
+            norm = self.shares.norm(self.param, 2.0 if order is None else float(order))
+            return norm if kwargs.get("dtype") is None else norm.to(kwargs["dtype"])
     if packet in ("detach", "alias"):
         return self  # nothing to detach from; both would share the storage that there is none of
     raise _refusal(packet, self)
@@ -84,7 +85,7 @@ def _each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     for index in range(len(args[0])):
         own = [arg[index] if isinstance(arg, (list, tuple)) else arg for arg in args]
         if not isinstance(own[0], StandIn):
-            raise _refusal(f"_foreach_{name}", next(arg for arg in own if isinstance(arg, StandIn)))
+            raise _refusal(f"_foreach_{name}", _first_in(own))
         if name == "norm":
             results.append(own[0].shares.norm(own[0].param, float(own[1]) if len(own) > 1 else 2.0))
         else:
@@ -100,8 +101,17 @@ def _unscale(grads: Sequence[Any], found_inf: torch.Tensor, inverse_scale: torch
     mine[0].shares.unscale([grad.param for grad in mine], found_inf, inverse_scale)
 
 
-def _refusal(packet: str, stand_in: StandIn) -> NotImplementedError:
+def _first_in(arguments: Sequence[Any]) -> StandIn | None:
+    """The stand-in that an operator was given, which may be in a list."""
+    for argument in arguments:
+        found = _first_in(argument) if isinstance(argument, (list, tuple)) else argument
+        if isinstance(found, StandIn):
+            return found
+    return None
+
+
+def _refusal(packet: str, stand_in: StandIn | None) -> NotImplementedError:
     return NotImplementedError(
-        f"{packet} on the gradient of {stand_in.label} was asked for, but every rank holds only its share of it. "
+        f"{packet} on the gradient of {'a parameter' if stand_in is None else stand_in.label} was asked for, but every rank holds only its share of it. "
         "Use norms and in-place arithmetic on .grad, or get all of it with optimizer.whole_grad(parameter), on all ranks."
     )

@@ -1,0 +1,310 @@
+"""Rounds: what leaves when, in which order, and what happens to whatever comes late, twice or not at all."""
+
+import pytest
+import torch
+
+import accelerators
+from tests.zero.runtime.wires import Wire
+from zero.memory.flat import Form, Line, Shard
+from zero.memory.staging import Staging
+from zero.plan.layout import FlatLayout, ParamSpec
+from zero.runtime.agreement import Counts, agree
+from zero.runtime.reducer import Flight, Reducer
+
+NUMEL = 16  # of each parameter: one bucket each for one rank in fp32
+
+
+class Bench:
+    """A reducer of three parameters, a bucket each, whose wire notes what is sent. Bucket b holds parameter 2 - b."""
+
+    def __init__(self, dtype="float32", size=1, per_bucket=1):
+        item = 4 if dtype == "float32" else 2
+        self.numel = 64 // item
+        specs = [ParamSpec(f"p{index}", (self.numel,), dtype) for index in range(3 * per_bucket)]
+        self.line = Line(FlatLayout.build(specs, 1, 64 * per_bucket))
+        self.wire = Wire(size)
+        self.dtype = getattr(torch, dtype)
+        self.staging = Staging(accelerators.get("cpu"), self.dirty)
+        self.shard = Shard(self.line, torch.device("cpu"))
+        flight = Flight(self.line, self.wire, self.staging, self.shard)
+        forms = [Form((self.numel,), None) for _ in specs]
+        self.reducer = Reducer(self.line, forms, accelerators.get("cpu"), self.staging, flight)
+
+    def dirty(self, numel, dtype):
+        return torch.full((numel,), float("nan"), dtype=dtype)
+
+    def give(self, param, value, multiplier=None):
+        self.reducer.collect(param, torch.full((self.numel,), float(value), dtype=self.dtype), multiplier)
+        self.reducer.advance()
+
+    def settle(self, used=0, order=(), used_here=None, **counts):
+        """As if every rank had done what this one did."""
+        reducer = self.reducer
+        mine = Counts(
+            "step", 0, 0, bytes(8), sent=reducer.sent, contributed=True, used=used, open=reducer.open_buckets,
+            wide=reducer.wide_buckets, order=order or reducer.arrival_order, **counts,
+        )  # fmt: skip
+        agreement = agree([mine], reducer.order, ["p0", "p1", "p2"])
+        reducer.catch_up(agreement)
+        reducer.send_rest(agreement.rest, agreement.wide)
+        reducer.learn(agreement, used if used_here is None else used_here)
+
+    def sent(self):
+        """Which buckets went out since the last look, and the first value of each."""
+        gone, self.wire.sent = self.wire.sent, []
+        return [(self.bucket_of(tensor), tensor[0].item()) for tensor in gone]
+
+    def bucket_of(self, tensor):
+        return tensor.numel()
+
+    def values(self):
+        return {index: share[0].item() for index, share in sorted(self.shard.shares.items())}
+
+
+def test_a_full_bucket_leaves_at_once_and_one_whose_turn_it_is_not_waits():
+    bench = Bench()
+    bench.give(2, 5)
+    assert [value for _, value in bench.sent()] == [5.0]
+    bench.give(0, 7)  # bucket 2, and bucket 1 has not been
+    assert bench.sent() == []
+    bench.give(1, 6)
+    assert [value for _, value in bench.sent()] == [6.0, 7.0]
+    assert bench.values() == {0: 5.0, 1: 6.0, 2: 7.0}
+
+
+def test_a_bucket_of_two_waits_for_both():
+    bench = Bench(per_bucket=2)
+    bench.give(5, 1)
+    assert bench.sent() == []
+    bench.give(4, 2)
+    assert [value for _, value in bench.sent()] == [1.0]
+
+
+def test_every_further_backward_runs_through_the_order_again():
+    bench = Bench()
+    for value in (1, 10):
+        for param in (2, 1, 0):
+            bench.give(param, value)
+    assert bench.reducer.sent == 6
+    assert bench.values() == {0: 11.0, 1: 11.0, 2: 11.0}
+
+
+def test_a_second_use_before_the_bucket_left_is_added():
+    bench = Bench()
+    bench.give(0, 3)
+    bench.give(0, 4)
+    bench.give(2, 1)
+    bench.give(1, 1)
+    assert bench.values()[2] == 7.0
+
+
+def test_what_is_late_travels_when_the_window_settles():
+    bench = Bench()
+    for param in (2, 1, 0):
+        bench.give(param, 1)
+    bench.give(0, 5)  # its bucket left; the next turn is bucket 0's
+    assert bench.values()[2] == 1.0
+    bench.settle(used=0b111)
+    assert bench.values() == {0: 1.0, 1: 1.0, 2: 6.0}
+
+
+def test_what_a_rank_never_touches_goes_out_as_zeros_without_waiting():
+    bench = Bench()
+    for param in (2, 0):
+        bench.give(param, 1)
+    bench.settle(used=0b101, used_here=0b101, order=(0, 1, 2))
+    bench.sent()
+    # Another rank uses bucket 1, this one does not: agreed order with it, nothing expected here.
+    bench.reducer.order = (0, 1, 2)
+    bench.give(2, 2)
+    bench.give(0, 2)
+    assert [value for _, value in bench.sent()] == [2.0, 0.0, 2.0]
+
+
+def test_a_bucket_that_no_rank_touched_is_not_sent():
+    bench = Bench()
+    for param in (2, 0):
+        bench.give(param, 1)
+    bench.settle(used=0b101)
+    assert bench.reducer.order == (0, 2)
+    bench.sent()
+    bench.give(2, 2)
+    bench.give(0, 2)
+    assert len(bench.sent()) == 2
+
+
+def test_the_order_is_the_agreed_one_and_not_that_of_arrival():
+    bench = Bench()
+    for param in (2, 1, 0):
+        bench.give(param, 1)
+    bench.settle(used=0b111, order=(2, 1, 0))
+    bench.sent()
+    bench.give(2, 30)  # bucket 0 is the last one now
+    bench.give(1, 20)
+    assert bench.sent() == []
+    bench.give(0, 10)
+    assert [value for _, value in bench.sent()] == [10.0, 20.0, 30.0]
+
+
+def test_a_window_without_gradients_teaches_nothing():
+    bench = Bench()
+    for param in (2, 1, 0):
+        bench.give(param, 1)
+    bench.settle(used=0b111, order=(2, 1, 0))
+    bench.settle(used=0)
+    assert bench.reducer.order == (2, 1, 0)
+    bench.give(0, 1)
+    assert bench.reducer.sent == 1
+
+
+def test_a_wrong_guess_of_what_will_come_costs_no_gradient():
+    bench = Bench(per_bucket=2)
+    bench.give(5, 1)
+    bench.settle(used=0b100000)
+    bench.give(5, 1)  # all that is expected
+    bench.give(4, 1)  # the surprise
+    bench.settle(used=0b110000)
+    share = bench.shard.share(0)
+    assert share[0].item() == 2.0
+    assert share[bench.numel].item() == 1.0
+
+
+def test_rounds_that_others_sent_are_caught_up_with_zeros():
+    bench = Bench()
+    bench.give(2, 4)
+    mine = Counts("step", 0, 0, bytes(8), sent=1, contributed=True, used=1)
+    theirs = Counts("step", 0, 0, bytes(8), sent=3, contributed=True, used=1)
+    bench.reducer.catch_up(agree([mine, theirs], bench.reducer.order, []))
+    assert [value for _, value in bench.sent()] == [4.0, 0.0, 0.0]
+    assert bench.reducer.sent == 3
+
+
+def test_what_is_discarded_is_received_and_not_kept():
+    bench = Bench()
+    bench.wire.holds_back = True
+    bench.give(2, 4)
+    clearing = Counts("zero_grad", 0, 0, bytes(8), sent=1)
+    bench.reducer.catch_up(agree([clearing], bench.reducer.order, []))
+    assert bench.values() == {}
+    assert len(bench.reducer.flight) == 0
+    assert bench.staging.borrowed == 0
+
+
+def test_what_is_in_flight_is_kept_in_the_order_in_which_it_was_sent():
+    bench = Bench()
+    bench.wire.holds_back = True
+    for param in (2, 1, 0):
+        bench.give(param, 1)
+    assert len(bench.reducer.flight) == 3
+    assert bench.values() == {}
+    bench.settle(used=0b111)
+    assert bench.values() == {0: 1.0, 1: 1.0, 2: 1.0}
+    assert bench.staging.borrowed == 0
+
+
+def test_gaps_and_absent_parameters_travel_as_zeros():
+    specs = [ParamSpec(f"p{index}", (3,), "float32") for index in range(6)]
+    for bucket_bytes in (200, 10_000):
+        bench = Bench()
+        bench.line.layout = FlatLayout.build(specs, 1, bucket_bytes)
+        forms = [Form((3,), None)] * 6
+        flight = Flight(bench.line, bench.wire, bench.staging, bench.shard)
+        reducer = Reducer(bench.line, forms, accelerators.get("cpu"), bench.staging, flight)
+        reducer.collect(5, torch.ones(3))
+        mine = Counts("step", 0, 0, bytes(8), open=reducer.open_buckets, contributed=True, used=1 << 5)
+        agreement = agree([mine], reducer.order, [])
+        reducer.send_rest(agreement.rest, 0)
+        (sent,) = bench.wire.sent
+        assert sent.sum().item() == 3.0  # and no NaN of whoever had this memory
+
+
+# Narrow -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_use_in_bf16_is_added_up_in_fp32():
+    bench = Bench("bfloat16")
+    bench.give(0, 256)
+    bench.give(0, 1)
+    bench.give(0, 1)
+    bench.settle(used=0b001)
+    assert bench.values()[2] == 258.0
+
+
+def test_what_is_weighted_travels_in_fp32():
+    bench = Bench("bfloat16")
+    bench.give(2, 3, multiplier=1.0 + 2.0**-12)
+    assert bench.reducer.wide_buckets == 0b1
+    bench.settle(used=0b100)
+    assert bench.wire.sent[-1].dtype == torch.float32
+    assert bench.values()[0] == pytest.approx(3 * (1.0 + 2.0**-12), rel=1e-7)
+
+
+def test_what_is_narrow_and_what_is_wide_of_one_bucket_go_together():
+    bench = Bench("bfloat16", per_bucket=2)
+    bench.give(5, 2)
+    bench.give(5, 3)
+    bench.settle(used=0b100000)
+    assert len(bench.wire.sent) == 1
+    assert bench.values()[0] == 5.0
+    assert bench.staging.borrowed == 0
+
+
+def test_multipliers_apply_to_the_first_and_to_what_is_added():
+    bench = Bench()
+    bench.give(0, 3, multiplier=2.0)
+    bench.give(0, 5, multiplier=4.0)
+    bench.settle(used=0b001)
+    assert bench.values()[2] == 26.0
+
+
+def test_sums_are_multiplied_as_they_are_kept():
+    bench = Bench()
+    bench.reducer.flight.factor = 0.25
+    bench.give(2, 8)
+    assert bench.values()[0] == 2.0
+
+
+# Forgetting -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_dropped_is_given_back_and_not_sent():
+    bench = Bench("bfloat16")
+    bench.give(0, 1)
+    bench.give(0, 1)
+    assert bench.staging.borrowed == 2
+    bench.reducer.drop()
+    assert bench.staging.borrowed == 0
+    assert (bench.reducer.open_buckets, bench.reducer.wide_buckets) == (0, 0)
+
+
+def test_a_parameter_that_is_dropped_leaves_the_others_of_its_bucket():
+    bench = Bench("bfloat16", per_bucket=2)
+    bench.give(4, 1)
+    bench.give(4, 1)
+    bench.give(0, 9)
+    bench.reducer.drop_param(4)
+    bench.settle(used=0b000001)
+    assert bench.shard.share(2).max().item() == 9.0
+    assert bench.shard.share(0).abs().sum().item() == 0.0
+    bench.give(4, 3)
+    bench.settle(used=0b010000)
+    assert bench.shard.share(0).max().item() == 3.0
+
+
+def test_bytes_on_the_wire_are_counted():
+    bench = Bench()
+    bench.give(2, 1)
+    assert bench.reducer.flight.num_bytes == 64
+
+
+def test_a_parameter_over_several_buckets_is_cut_where_they_end():
+    layout = FlatLayout.build([ParamSpec("long", (40,), "float32")], 1, 64)
+    bench = Bench()
+    bench.line.layout = layout
+    flight = Flight(bench.line, bench.wire, bench.staging, bench.shard)
+    reducer = Reducer(bench.line, [Form((40,), None)], accelerators.get("cpu"), bench.staging, flight)
+    reducer.collect(0, torch.arange(40.0))
+    reducer.advance()
+    sent = torch.cat(bench.wire.sent)
+    assert sent[:40].tolist() == list(range(40))
+    assert sent[40:].abs().sum() == 0
