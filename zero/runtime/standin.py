@@ -51,6 +51,12 @@ class StandIn(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<the gradient of {self.label}, {tuple(self.shape)}, in shares of its ranks>"
 
+    def numpy(self, *, force: bool = False) -> Any:
+        raise _refusal("numpy", self)
+
+    def tolist(self) -> Any:
+        raise _refusal("tolist", self)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
@@ -111,7 +117,8 @@ def _first_in(arguments: Sequence[Any]) -> StandIn | None:
 
 
 def _refusal(packet: str, stand_in: StandIn | None) -> NotImplementedError:
+    whose = "a parameter" if stand_in is None else stand_in.label
     return NotImplementedError(
-        f"{packet} on the gradient of {'a parameter' if stand_in is None else stand_in.label} was asked for, but every rank holds only its share of it. "
+        f"{packet} on the gradient of {whose} was asked for, but every rank holds only its share of it. "
         "Use norms and in-place arithmetic on .grad, or get all of it with optimizer.whole_grad(parameter), on all ranks."
     )
