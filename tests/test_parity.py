@@ -9,6 +9,7 @@ import itertools
 import pytest
 
 from tests import grid, parity
+from tests.devices import needs_sim
 from tests.zoo import CASES
 
 AXES = ("stage", "world", "dtype", "bucket", "entry")
@@ -58,12 +59,14 @@ def test_threads_for_ranks_give_the_bits_of_processes(over_gloo):
     assert not failures, failures
 
 
+@needs_sim
 @pytest.mark.parametrize("device", grid.DEVICES[1:])
 def test_simulated_devices_equal_the_oracle(points, device):
     failures = parity.run(point for point in points if point.device == device)
     assert not failures, failures
 
 
+@needs_sim
 def test_what_nobody_asks_a_device_for_may_be_missing():
     failures = parity.run(grid.spot_checks())
     assert not failures, failures

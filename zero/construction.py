@@ -255,6 +255,7 @@ def _assemble(
         adopt_state(parts, optimizer)
         use_kernels(optimizer, config.kernels)
         _cast_frozen(model, chosen, config)
+        window.welcome()  # when every parameter has the dtype that it will keep
         for index, tensor in enumerate(chosen.tensors):
             hooks.attach(index, tensor, window.before, window.ready)
         aliases.renew_through(hooks.renew)

@@ -202,6 +202,7 @@ def test_sigint_during_the_choice_ends_the_process():
     program = """
         import os, signal, time
         import accelerators
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without it
         @accelerators.register("slow", priority=999)
         def slow():
             os.kill(os.getpid(), signal.SIGINT)

@@ -6,6 +6,7 @@ from torch import nn
 
 import accelerators
 from tests import ranks
+from tests.devices import needs_sim
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group, what_differs
 from tests.zoo.case import backward, draw, filled, finish, like, real_loss, real_mlp, sgd
@@ -333,6 +334,7 @@ def train_without_fp64(rank, world):
 
 
 @pytest.mark.promise("D08")
+@needs_sim
 def test_norms_and_clipping_use_no_fp64_on_a_device_without_it():
     norms, found = ranks.run(1, train_without_fp64, fresh=True, timeout=60.0)[0]
     model, optimizer = alone(clip=0.1)

@@ -38,6 +38,17 @@ def nearly_all_frozen():
     return filled(model, real=True)
 
 
+@STAGES
+def test_what_is_thawed_has_a_gradient_of_its_own_dtype(stage):
+    model = real_mlp()
+    model[0].requires_grad_(False)
+    optimizer = shard(model, sgd()(model), stage=stage, dtype=torch.bfloat16)
+    model[0].requires_grad_(True)
+    backward(optimizer, model(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
+    optimizer.settle()
+    assert [p.grad.dtype for p in model.parameters()] == [torch.bfloat16 for _ in model.parameters()]
+
+
 @pytest.mark.promise("F01")
 @STAGES
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import ranks
+from tests.devices import needs_sim
 from tests.instruments import Ledger, poison, poison_padding
 from tests.promises.trainings import (
     STAGES,
@@ -634,6 +635,7 @@ def simulated_device():
     return ranks.run(2, on_simulated_device, timeout=60.0, fresh=True)
 
 
+@needs_sim
 @pytest.mark.promise("R13")
 def test_fifty_random_orders_of_overlapped_work_on_two_streams_give_the_same_and_race_nowhere(simulated_device):
     plain = filled(OnTwoStreams(), high=1)
@@ -653,6 +655,7 @@ def close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.allclose(mine, p, atol=1e-6) for mine, p in zip(ours, theirs, strict=True))
 
 
+@needs_sim
 @pytest.mark.promise("R14")
 def test_in_backward_nothing_that_computes_waits_for_a_collective_and_no_host_for_anything(simulated_device):
     for _, found in simulated_device:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import zero
 from tests import ranks
+from tests.devices import needs_sim
 from tests.zoo.case import mlp, real_mlp, real_numbers
 from zero.comm.loopback import solo
 from zero.config import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, ZeroConfig
@@ -205,6 +206,7 @@ def on_a_device(rank, world):
         return found, torch.__future__.get_swap_module_params_on_conversion()
 
 
+@needs_sim
 def test_a_model_that_moves_to_the_device_keeps_its_parameters_and_is_trained():
     """Some devices' tensors are of another kind, and plain torch would then make new Parameters that no optimizer knows."""
     [(found, swaps)] = ranks.run(1, on_a_device, fresh=True)

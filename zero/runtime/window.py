@@ -51,7 +51,6 @@ class Window:
         self._lay = lay
         self._stand_ins: list[StandIn] = []
         shares.settle_through(self.settle_once)
-        self.welcome()
 
     def welcome(self) -> None:
         """Makes stand-ins for parameters that have none yet."""

@@ -94,6 +94,7 @@ def _verified_by_ranks(path: str, name: str, num_ranks: int) -> dict[str, Any]:
 
 
 def _as_rank(rank: int, path: str, name: str, num_ranks: int, port: int, answer: str) -> None:
+    os.dup2(2, 1)  # what the script and libraries print is no part of the answer, which the parent alone prints
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
     if num_ranks > 1:
         os.environ.update({variable: str(value) for variable, value in place.items()}, MASTER_ADDR="127.0.0.1")

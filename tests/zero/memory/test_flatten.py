@@ -9,6 +9,7 @@ from torch import nn
 import accelerators
 from accelerators.memory import MemoryReading
 from tests import ranks
+from tests.devices import needs_sim
 from zero.memory.flat import FlatBuffer, Form, Line
 from zero.memory.flatten import Flattener, Place, unflatten
 from zero.memory.staging import Staging
@@ -162,6 +163,7 @@ def flatten_on_sim(rank, world, cap):
 
 
 @pytest.mark.parametrize(("cap", "said"), [("1GiB", "on sim (sufficient memory)"), ("40KiB", "on CPU (insufficient memory)")])
+@needs_sim
 def test_a_device_is_flattened_by_way_of_the_host_where_its_memory_does_not_suffice(cap, said):
     ((lines, equal, device, moved),) = ranks.run(1, flatten_on_sim, cap, apart="sim")
     assert [line for line in lines if "Flattening" in line] == [f"Flattening param group 0 {said}"]
