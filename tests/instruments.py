@@ -13,6 +13,7 @@ import torch
 
 from zero.comm.group import Group, Pending
 from zero.memory.flat import Shard
+from zero.memory.offload import Crossing
 from zero.memory.staging import Staging
 
 
@@ -102,7 +103,7 @@ def poison() -> Iterator[list[Any]]:
 
     Gives the list of what was poisoned, so that a test can see that there was something.
     """
-    make, clear, borrow, give_back = Shard._make, Shard.clear, Staging.borrow, Staging.give_back
+    make, clear, borrow, give_back = Shard.make, Shard.clear, Staging.borrow, Staging.give_back
     lock, seen = threading.Lock(), []
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,12 +117,12 @@ def poison() -> Iterator[list[Any]]:
             fill(share)
         clear(shard)
 
-    def poisoned_give_back(staging: Staging, buffer: torch.Tensor) -> None:
+    def poisoned_give_back(staging: Staging, buffer: torch.Tensor, crossing: Crossing | None = None) -> None:
         fill(buffer)
-        give_back(staging, buffer)
+        give_back(staging, buffer, crossing)
 
     with (
-        mock.patch.object(Shard, "_make", lambda shard, bucket: fill(make(shard, bucket))),
+        mock.patch.object(Shard, "make", lambda shard, bucket: fill(make(shard, bucket))),
         mock.patch.object(Shard, "clear", poisoned_clear),
         mock.patch.object(Staging, "borrow", lambda staging, *args: fill(borrow(staging, *args))),
         mock.patch.object(Staging, "give_back", poisoned_give_back),

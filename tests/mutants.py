@@ -171,8 +171,8 @@ NAMED = [
     Mutant(
         "check only the first tensor for inf",
         R + "shares.py",
-        "        norms = torch._foreach_norm(present) if present else []\n        square",
-        "        norms = torch._foreach_norm(present[:1]) if present else []\n        square",
+        "square = sum(norm * norm for norm in _norms(self.shard.present()))",
+        "square = sum(norm * norm for norm in _norms(self.shard.present()[:1]))",
     ),
     Mutant(
         "the norm of one rank's share only",
@@ -201,14 +201,15 @@ NAMED = [
     Mutant(
         "keep a stale master",
         R + "gatherer.py",
-        "                self._masters.adopt(bucket)",
+        "                self._masters.adopt(block)",
         "                pass",
     ),
     Mutant(
         "adopt every weight, edited or not",
         M + "masters.py",
-        "changed = weights != masters.to(weights.dtype)",
-        "changed = weights == weights",
+        "    if masters.is_cpu and torch.equal(weights, masters.to(weights.dtype)):\n"
+        "        return  # as nearly always; a device is not asked, since its answer would have to be waited for\n",
+        "    masters.copy_(weights)\n",
     ),
     Mutant(
         "no version bump",
@@ -365,20 +366,20 @@ NAMED = [
     Mutant(
         "publish only what this rank owns",
         R + "gatherer.py",
-        "            if self._line.layout.num_shares > 1:\n",
+        "            if block.is_last and self._line.layout.num_shares > 1:\n",
         "            if False:\n",
     ),
     Mutant(
         "publish before the step is cast",
         R + "gatherer.py",
-        "                self._masters.publish(bucket)\n",
+        "                self._masters.publish(block)\n",
         "                pass\n",
     ),
     Mutant(
         "the step moves what nobody used",
         "zero/optimizer.py",
-        "        parts.updater.step(used)\n",
-        "        parts.updater.step(parts.params.all)\n",
+        "            parts.updater.step(batch, used, verdict.coefficient)\n",
+        "            parts.updater.step(batch, parts.params.all, verdict.coefficient)\n",
     ),
     Mutant(
         "the loss scale is not divided out",

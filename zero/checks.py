@@ -12,14 +12,15 @@ from torch import nn
 from accelerators import Accelerator
 from zero.comm.group import Group, exchange_about
 from zero.errors import RanksDiffer
+from zero.lion import Lion
 from zero.memory.flat import DTYPES, overlapping
 from zero.runtime.params import Params
 
-# Optimizers of torch that treat every element by itself, so that a share of the elements steps as the whole would.
+# Optimizers that treat every element by itself, so that a share of the elements steps as the whole would.
 _OPTIM = torch.optim
 ELEMENTWISE = (
     _OPTIM.SGD, _OPTIM.Adam, _OPTIM.AdamW, _OPTIM.NAdam, _OPTIM.RAdam, _OPTIM.Adamax, _OPTIM.Adagrad, _OPTIM.Adadelta,
-    _OPTIM.RMSprop, _OPTIM.Rprop, _OPTIM.ASGD,
+    _OPTIM.RMSprop, _OPTIM.Rprop, _OPTIM.ASGD, Lion,
 )  # fmt: skip
 BITS = 16  # bytes that stand for the bits of one tensor
 WHOLE_TENSOR = {

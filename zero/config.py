@@ -59,14 +59,25 @@ class LossScale(Block):
 
 
 class Offload(Block):
-    """Where the masters and the optimizer's state live when not on the accelerator."""
+    """Where masters, optimizer state and gradient shares live when not on the accelerator, and how much of them."""
 
     home: Literal["host"] = "host"
-    pinned: bool = True
+    pinned: bool | None = None  # None: where that works
+    ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+
+
+    @classmethod
+    def of(cls, given: object) -> Offload | None:
+        """From a name such as "cpu", from a dict, or from itself."""
+        found: Offload | None = cls.model_validate(_home(given)) if _home(given) is not None else None
+        return found
+
+
+_HOMES: dict[str, dict[str, str] | None] = {"cpu": {}, "none": None}  # what others call them
 
 
 def _home(given: object) -> object:
-    return Offload(home=given) if isinstance(given, str) else given  # type: ignore[arg-type]
+    return _HOMES.get(given.strip().lower(), {"home": given}) if isinstance(given, str) else given
 
 
 class Batch(Block):

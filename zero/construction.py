@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import logging
 import socket
 import weakref
@@ -17,6 +16,7 @@ from torch import nn
 import accelerators
 from accelerators import Accelerator
 from zero.checks import (
+    ELEMENTWISE,
     check_dtypes,
     check_groups,
     check_kernels,
@@ -25,14 +25,17 @@ from zero.checks import (
     check_params,
     use_kernels,
 )
+from zero.chosen import Chosen, choose, fp32_islands, ratio_of, specs_of
 from zero.comm.group import Group, exchange_texts, together
-from zero.config import ZeroConfig
-from zero.memory.flat import DTYPES, FlatBuffer, Form, Line, Shard, dtype_name
+from zero.config import Offload, ZeroConfig
+from zero.memory.flat import DTYPES, FlatBuffer, Form, Line, Shard
 from zero.memory.flatten import Place, unflatten
 from zero.memory.masters import Masters
+from zero.memory.offload import Host
 from zero.memory.staging import Staging
-from zero.plan.layout import FlatLayout, ParamSpec
+from zero.plan.layout import FlatLayout
 from zero.plan.stages import stage_of
+from zero.room import host_beside
 from zero.runtime.aliases import Aliases
 from zero.runtime.boundary import Boundary
 from zero.runtime.gatherer import Gatherer
@@ -48,6 +51,8 @@ from zero.sameness import agree_on_what_is_built
 from zero.state import adopt_state
 
 logger = logging.getLogger("zero")
+
+BLOCK_NUMEL = 2**18  # of a block on the host: with its gradient and moments 4 MiB, which stay in cache while it is stepped
 
 # Parameters that are managed now, so that no two sharded optimizers ever send the same gradient. It keeps none of them alive.
 _managed: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
@@ -88,10 +93,23 @@ class Parts:
         if self.owns_group:
             self.group.close()
 
+    def at_home(self, param: int, whole: torch.Tensor) -> torch.Tensor:
+        """Something whole of a parameter, in the memory where its shares live."""
+        travels = any(self.masters.shard.travels(bucket) for bucket in self.line.layout.buckets_of(param))
+        return whole.cpu() if travels else whole
+
+    def adopt(self) -> None:
+        """Takes all edits of the weights over."""
+        layout = self.line.layout
+        self.gatherer.adopt([block for bucket in range(len(layout.buckets)) for block in layout.blocks(bucket)])
+
     def join(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:
         """Takes in parameters that lie nowhere yet, and will when some rank has a gradient for them."""
         first = len(self.params.tensors)
-        self.line.layout = self.line.layout.joined(_specs(names, tensors, [group] * len(names), [t.dtype for t in tensors]))
+        ratio = ratio_of(self.updater.group(group), self.config)
+        dtypes = [tensor.dtype for tensor in tensors]
+        specs = specs_of(names, tensors, [group] * len(names), dtypes, [ratio] * len(names))
+        self.line.layout = self.line.layout.joined(specs)
         self.params.add(tensors, names)
         self.window.shares.forms.extend(Form.of(tensor) for tensor in tensors)
         self.window.welcome()
@@ -99,32 +117,6 @@ class Parts:
         for index in range(first, len(self.params.tensors)):
             self.hooks.attach(index, self.params.tensors[index], self.window.before, self.window.ready)
         _managed.update({id(tensor): tensor for tensor in tensors})
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The parameters to manage, in the model's order, and the dtype each will have."""
-
-    names: list[str]
-    tensors: list[nn.Parameter]
-    groups: list[int]
-    dtypes: list[torch.dtype]
-    left_out: list[str]  # trainable, but in no group of the optimizer
-
-    @property
-    def latent(self) -> set[int]:
-        """Those that are frozen: they get memory when they are trained."""
-        return {index for index, tensor in enumerate(self.tensors) if not tensor.requires_grad}
-
-    def specs(self) -> list[ParamSpec]:
-        return _specs(self.names, self.tensors, self.groups, self.dtypes)
-
-
-def _specs(names: list[str], tensors: list[nn.Parameter], groups: list[int], dtypes: list[torch.dtype]) -> list[ParamSpec]:
-    return [
-        ParamSpec(name, tuple(tensor.shape), dtype_name(dtype), group)
-        for name, tensor, group, dtype in zip(names, tensors, groups, dtypes, strict=True)
-    ]
 
 
 def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, given: Any) -> Parts:
@@ -137,11 +129,18 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
         stage = stage_of(config.stage)
         num_shares = group.size if stage.shards_optimizer else 1
         specs, latent = chosen.specs(), range(len(chosen.names))
-        layout = FlatLayout.build(specs, num_shares, config.bucket_bytes, config.align_bytes, latent)
-        agree_on_what_is_built(model, optimizer, chosen, config, group)
         device = _device_of(chosen.tensors)
+        offloads = any(chosen.offload)
+        block_numel = BLOCK_NUMEL if offloads or device.type == "cpu" else None
+        layout = FlatLayout.build(specs, num_shares, config.bucket_bytes, config.align_bytes, latent, block_numel)
+        agree_on_what_is_built(model, optimizer, chosen, config, group)
         place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
-        parts = _assemble(model, optimizer, config, chosen, layout, group, place)
+        host = None
+        if offloads:
+            filled = layout.extended([index for index in latent if index not in chosen.latent])
+            ranks_here = _ranks_that_share_memory(group, torch.device("cpu"))
+            host = together(group, lambda: host_beside(filled, place, config.offload or Offload(), optimizer, ranks_here))
+        parts = _assemble(model, optimizer, config, chosen, layout, group, place, host)
     except BaseException:
         if group is not given:
             group.close()
@@ -166,37 +165,6 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     check_dtypes(accelerator, set(chosen.dtypes))
     check_kernels(optimizer, config.kernels, _device_of(chosen.tensors))
     return chosen
-
-
-def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Chosen:
-    """The parameters of the optimizer that can be trained: the model's in its order, then those that only it knows."""
-    group_of = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
-    known = {id(param) for _, param in model.named_parameters()}
-    extra = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in known]
-    named = [(name, param) for name, param in model.named_parameters() if id(param) in group_of]
-    named += [(f"optimizer.{index}", param) for index, param in enumerate(extra)]
-    named = [(name, param) for name, param in named if param.requires_grad or param.dtype in DTYPES.values()]
-    left_out = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in group_of]
-    if left_out:
-        logger.warning("Trainable parameters in no group of the optimizer, left alone: %s", ", ".join(left_out))
-    islands = _fp32_islands(model, config.keep_fp32)
-    dtypes = [_dtype_for(name, param, config.dtype, id(param) in islands) for name, param in named]
-    groups = [group_of[id(param)] for _, param in named]
-    return Chosen([n for n, _ in named], [p for _, p in named], groups, dtypes, left_out)
-
-
-def _fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:
-    """Parameters whose name, or whose module's name, matches one of the patterns."""
-    found = set()
-    for name, param in model.named_parameters(remove_duplicate=False):
-        parents = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 2)]
-        if any(fnmatch.fnmatch(part, pattern) for part in parents for pattern in patterns):
-            found.add(id(param))
-    return found
-
-
-def _dtype_for(name: str, param: nn.Parameter, dtype: str | None, island: bool) -> torch.dtype:
-    return param.dtype if dtype is None or island else DTYPES[dtype]
 
 
 def _accelerator_of(optimizer: torch.optim.Optimizer) -> Accelerator:
@@ -225,10 +193,11 @@ def _assemble(
     layout: FlatLayout,
     group: Group,
     place: Place,
+    host: Host | None,
 ) -> Parts:
     line, forms = Line(layout), [Form.of(tensor) for tensor in chosen.tensors]
     params, weights = Params(chosen.tensors, chosen.names), FlatBuffer(line)
-    masters = Masters(line, group.rank if layout.num_shares > 1 else 0, weights, Shard(line, place.device))
+    masters = Masters(line, group.rank if layout.num_shares > 1 else 0, weights, Shard(line, place.device, host))
     intake = Intake(params, forms, weights, masters, group, place)
     latent, dtypes = chosen.latent, [tensor.dtype for tensor in chosen.tensors]
     hooks = GradHooks()
@@ -243,13 +212,13 @@ def _assemble(
 
     def wire() -> Parts:
         staging = Staging(place.accelerator, lambda numel, dtype: group.staging(numel, dtype, place.device))
-        gradients = Shard(line, place.device)
+        gradients = Shard(line, place.device, host)
         reducer = Reducer(line, forms, place.accelerator, staging, Flight(line, group, staging, gradients))
         shares = GradientShares(line, forms, group, gradients)
         boundary = Boundary(config.accumulation, stage_of(config.stage).accumulates_locally)
         aliases = Aliases(model, params, weights, forms, chosen.left_out)
         window = Window(params, reducer, shares, boundary, Settler(group, params, line, config.digest, aliases), lay)
-        updater = Updater(params, shares, masters, optimizer, Rules(config.clip, config.on_nonfinite))
+        updater = Updater(params, shares, masters, optimizer, Rules(config.clip, config.on_nonfinite, ELEMENTWISE))
         gatherer = Gatherer(line, params, group, weights, masters)
         parts = Parts(place.accelerator, group, line, params, masters, window, hooks, updater, gatherer, intake, config)
         adopt_state(parts, optimizer)
@@ -302,7 +271,7 @@ def _share_the_rest(model: nn.Module, chosen: Chosen, group: Group) -> None:
 
 def _cast_frozen(model: nn.Module, chosen: Chosen, config: ZeroConfig) -> None:
     """Casts what is frozen like the rest of the model; last of all, as nothing remembers what it was before."""
-    islands = _fp32_islands(model, config.keep_fp32)
+    islands = fp32_islands(model, config.keep_fp32)
     for param in model.parameters():
         if config.dtype is not None and param.is_floating_point() and id(param) not in islands and not param.requires_grad:
             param.data = param.data.to(DTYPES[config.dtype])

@@ -45,6 +45,7 @@ USED: dict[str, str] = {
     "zero_optimization.ignore_unused_parameters": "on_unused",
     "zero_optimization.offload_optimizer.device": "offload.home",
     "zero_optimization.offload_optimizer.pin_memory": "offload.pinned",
+    "zero_optimization.offload_optimizer.ratio": "offload.ratio",
     "zero_optimization.cpu_offload": "offload.home",
     "zero_allow_untested_optimizer": "elementwise",
     "steps_per_print": "report.every_steps",
@@ -144,7 +145,6 @@ REFUSED: dict[str, str] = {
     "zero_optimization.zero_hpz_partition_size": "weights are not sharded before stage 3",
     "zero_optimization.offload_param.device": "weights stay on the accelerator before stage 3",
     "zero_optimization.cpu_offload_param": "weights stay on the accelerator before stage 3",
-    "zero_optimization.offload_optimizer.ratio": "a part of the state on the host needs stage 3",
     "zero_optimization.offload_optimizer.super_offload": "it needs stage 3",
     **_each("zero_optimization", "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param", _GONE),
     "fp16.fp16_master_weights_and_grads": _NO_NARROW_STATE,
@@ -187,7 +187,6 @@ REFUSED: dict[str, str] = {
 OFF: dict[str, tuple[object, ...]] = {
     "zero_optimization.zero_hpz_partition_size": (0, 1),
     "zero_optimization.offload_param.device": ("none",),
-    "zero_optimization.offload_optimizer.ratio": (1.0,),
     "sequence_parallel_size": (1,),
     "zero_optimization.mics_shard_size": (-1,),
 }

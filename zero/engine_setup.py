@@ -166,8 +166,6 @@ def effective(
         changes = {"optimizer": None, "kernels": "fused" if fused else "torch"}
     elif config.optimizer is None:
         raise ValueError("Training was asked for, but there is no optimizer. Pass optimizer=, or write one in config.")
-    elif config.optimizer.kind == "Lion":
-        changes = {"elementwise": True}
     elif config.kernels == "fused" and not _has_fused(config.optimizer, accelerator):
         logger.warning("torch has no fused %s for %s; its plain kernel steps", config.optimizer.kind, accelerator.name)
         changes = {"kernels": "torch"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -96,10 +97,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.skipped_steps += 1
             self._check_progress(verdict.grad_norm)
             return
-        buckets = [bucket for bucket, params in enumerate(parts.line.layout.params_in) if params & used]
-        parts.gatherer.adopt(buckets)
-        parts.updater.step(used)
-        parts.gatherer.publish(buckets, used)
+        layout = parts.line.layout
+        buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
+        batches = parts.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
+        for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
+            parts.gatherer.fetch((*batch, *following))  # weights on their way while this batch is stepped
+            parts.gatherer.adopt(batch)
+            parts.updater.step(batch, used, verdict.coefficient)
+            parts.gatherer.publish(batch)
+        parts.window.shares.forget_norms()  # they are those of before clipping
+        parts.gatherer.finish(used)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Ends the window. A collective, unless it was settled and nothing came since."""

@@ -15,7 +15,7 @@ from zero.config import ZeroConfig
 from zero.errors import RanksDiffer
 
 if TYPE_CHECKING:
-    from zero.construction import Chosen
+    from zero.chosen import Chosen
 
 
 def agree_on_what_is_built(

@@ -13,7 +13,6 @@ def check_served(config: ZeroConfig) -> None:
     """Refuses what no part of the runtime does yet, before anything is built."""
     scale = config.loss_scale or LossScale()
     rules = (
-        (config.offload is not None, "offload", "masters and optimizer state stay on the accelerator so far"),
         (config.accumulation_dtype != "float32", f"accumulation_dtype={config.accumulation_dtype!r}",
          "gradients are always added up in float32"),
         (config.reduce_dtype not in ("float32", config.dtype), f"reduce_dtype={config.reduce_dtype!r}",

@@ -33,7 +33,7 @@ def whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> dict[
 def whole_state_dict(parts: Parts, inner: torch.optim.Optimizer) -> dict[str, Any]:
     """State by parameter name, which of its keys go with elements, the exact values of rounded weights, and the groups."""
     parts.window.settler.aliases.lost()
-    parts.gatherer.adopt(range(len(parts.line.layout.buckets)))
+    parts.adopt()
     states, elementwise, masters = {}, set(), {}
     for param, name in enumerate(parts.params.names):
         state, keys = _whole_state(parts, inner, param)
@@ -42,7 +42,7 @@ def whole_state_dict(parts: Parts, inner: torch.optim.Optimizer) -> dict[str, An
             elementwise |= keys
         if _has_copy(parts, param):
             dtype = sum_dtype(parts.params.tensors[param].dtype)
-            masters[name] = parts.window.shares.whole(param, parts.masters.shard.piece, dtype)
+            masters[name] = parts.at_home(param, parts.window.shares.whole(param, parts.masters.shard.piece, dtype))
     index, names = parts.params.index, parts.params.names
     groups = []
     for group in inner.param_groups:
@@ -179,7 +179,7 @@ def _whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> tupl
     for key, (kind, dtype, value) in known.items():
         if kind == "elements":
             pieces = {piece: state[key] for piece, state in own}
-            whole[key] = parts.window.shares.whole(param, pieces.__getitem__, getattr(torch, dtype))
+            whole[key] = parts.at_home(param, parts.window.shares.whole(param, pieces.__getitem__, getattr(torch, dtype)))
         else:
             whole[key] = value if kind == "value" else torch.tensor(value, dtype=getattr(torch, dtype))
     return whole, {key for key, (kind, _, _) in known.items() if kind == "elements"}

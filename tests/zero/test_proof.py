@@ -151,8 +151,10 @@ FAULTS = {
         Engine, "backward", lambda backward, engine, loss, **options: backward(engine, loss / 2, **options),
     ),
     "nothing is published": (Gatherer, "publish", lambda publish, gatherer, *what: None),
-    "no step is taken": (Updater, "step", lambda step, updater, used: None),
-    "only some are stepped": (Updater, "step", lambda step, updater, used: step(updater, used & 0b1011)),
+    "no step is taken": (Updater, "step", lambda step, updater, batch, used, coefficient: None),
+    "only some are stepped": (
+        Updater, "step", lambda step, updater, batch, used, coefficient: step(updater, batch, used & 0b1011, coefficient),
+    ),
     "cleared too early": (
         ShardedOptimizer, "backward", lambda backward, own, loss, **options: (own.zero_grad(), backward(own, loss, **options)),
     ),
@@ -183,19 +185,19 @@ def test_a_fault_is_found_and_named(name, world, optimizer, monkeypatch):
 def test_a_fault_of_a_later_step_is_found_at_that_step(monkeypatch):
     steps = []
 
-    def forgets(step, updater, used):
+    def forgets(apply, optimizer, used):
         steps.append(used)
         if len(steps) != 3:
-            step(updater, used)
+            apply(optimizer, used)
 
-    change(monkeypatch, Updater, "step", forgets)
+    change(monkeypatch, ShardedOptimizer, "_apply", forgets)
     first = proof(solo(), sgd).first
     assert first is not None and (first.step, first.parameter, first.what) == (2, "0.weight", "weight")
 
 
 def test_a_master_that_is_stale_is_found_though_the_weight_hides_it(monkeypatch):
     """In bf16 a small step moves masters only: weights alone would be equal."""
-    change(monkeypatch, Masters, "adopt", lambda adopt, masters, bucket: masters.shard.share(bucket).mul_(1.0 + 2.0**-12))
+    change(monkeypatch, Masters, "adopt", lambda adopt, masters, block: masters.shard.share(block.bucket).mul_(1.0 + 2.0**-12))
     first = proof(solo(), lambda params: torch.optim.SGD(params, lr=1e-6), num_batches=1, dtype="bfloat16").first
     assert first is not None and first.what == "master"
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from zero.memory.offload import Crossing, Host
 from zero.plan.layout import FlatLayout, Piece
 from zero.plan.spans import Span
 
@@ -91,46 +94,107 @@ class FlatBuffer:
 
 
 class Shard:
-    """One rank's shares: a 1-D tensor a bucket in the dtype of sums, made when it is first needed."""
+    """One rank's shares: a 1-D tensor a bucket in the dtype of sums, made when it is first needed.
 
-    def __init__(self, line: Line, device: torch.device) -> None:
-        self.device = device  # where its home is
+    Those of offloaded buckets have their home on the host. What is added to them travels there while others go on;
+    whoever looks at a share finds everything arrived, since looking waits for it.
+    """
+
+    def __init__(self, line: Line, device: torch.device, host: Host | None = None) -> None:
+        self.device = device  # where weights are, and what is added comes from
+        self.host = host
         self.shares: dict[int, torch.Tensor] = {}
         self._line = line
+        self._coming: deque[_Coming] = deque()
+
+    def travels(self, bucket: int) -> bool:
+        """Whether the share of a bucket lives in other memory than its weights."""
+        return self.host is not None and self._line.layout.buckets[bucket].offloaded
 
     def share(self, bucket: int) -> torch.Tensor:
         """The share of a bucket; zeros when nothing was added to it yet."""
+        self._take_in()
         if bucket not in self.shares:
-            self.shares[bucket] = self._make(bucket).zero_()
+            self.shares[bucket] = self.make(bucket).zero_()
         return self.shares[bucket]
 
-    def add(self, bucket: int, values: torch.Tensor, factor: float) -> None:
-        """Adds `factor * values`; the first ones are written, so that no pass over zeros is made."""
+    def add(self, bucket: int, values: torch.Tensor, factor: float) -> Crossing | None:
+        """Adds `factor * values`; the first ones are written, so that no pass over zeros is made.
+
+        Returns the crossing that still reads `values`, if there is one.
+        """
+        if self.travels(bucket):
+            return self._send(bucket, values, factor)
         if bucket in self.shares:
             self.shares[bucket].add_(values, alpha=factor)
         else:
-            self.shares[bucket] = torch.mul(values, factor, out=self._make(bucket))
+            self.shares[bucket] = torch.mul(values, factor, out=self.make(bucket))
+        return None
+
+    def _send(self, bucket: int, values: torch.Tensor, factor: float) -> Crossing:
+        assert self.host is not None
+        self._take_in(wait=False)
+        if bucket in self.shares:
+            landing = self.host.borrow(values.numel(), values.dtype)
+            coming = _Coming(bucket, self.host.down(values, landing), landing, factor)
+        else:
+            share = self.shares[bucket] = self.make(bucket)
+            coming = _Coming(bucket, self.host.down(values if factor == 1.0 else values * factor, share))
+        self._coming.append(coming)
+        return coming.crossing
+
+    def _take_in(self, wait: bool = True) -> None:
+        """Adds what has arrived on the host, in the order in which it was sent."""
+        while self._coming and (wait or self._coming[0].crossing.done()):
+            coming = self._coming.popleft()
+            coming.crossing.finish()
+            if coming.landing is not None and self.host is not None:
+                self.shares[coming.bucket].add_(coming.landing, alpha=coming.factor)
+                self.host.give_back(coming.landing)
 
     def piece(self, piece: Piece) -> torch.Tensor:
         return self.share(piece.bucket)[piece.in_share.start : piece.in_share.stop]
 
     def multiply(self, factor: float) -> None:
         if self.shares and factor != 1.0:
-            torch._foreach_mul_(self.present(), factor)
+            for indices in by_device(shares := self.present()):
+                torch._foreach_mul_([shares[index] for index in indices], factor)
 
     def present(self) -> list[torch.Tensor]:
+        self._take_in()
         return [self.shares[bucket] for bucket in sorted(self.shares)]
 
     def clear(self) -> None:
+        self._take_in()  # memory that a copy still writes must not be somebody else's
         self.shares.clear()
 
     @property
     def num_bytes(self) -> int:
         return sum(share.nbytes for share in self.shares.values())
 
-    def _make(self, bucket: int) -> torch.Tensor:
-        dtype = sum_dtype(self._line.dtype_of(bucket))
-        return torch.empty(self._line.layout.buckets[bucket].share_numel, dtype=dtype, device=self.device)
+    def make(self, bucket: int) -> torch.Tensor:
+        """Memory for the share of a bucket, with anything in it."""
+        dtype, numel = sum_dtype(self._line.dtype_of(bucket)), self._line.layout.buckets[bucket].share_numel
+        if self.host is not None and self.travels(bucket):
+            return self.host.empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+
+class _Coming(NamedTuple):
+    """What is on its way to a share: the first into the share itself, whatever is to be added beside it."""
+
+    bucket: int
+    crossing: Crossing
+    landing: torch.Tensor | None = None
+    factor: float = 1.0
+
+
+def by_device(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The numbers of those that are on one device, which operators on lists want."""
+    found: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        found.setdefault(tensor.device, []).append(index)
+    return list(found.values())
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
 from zero.memory.flat import FlatBuffer, Line, Shard, sum_dtype
-from zero.plan.layout import Piece
+from zero.memory.offload import Crossing
+from zero.plan.layout import Block, Piece
 
-_BLOCK_NUMEL = 2**16
+_LEAST_NUMEL = 2**16
+_MOST_ON_THE_WAY = 2  # buckets that travel back to the device while the next one is stepped
 
 
 class Masters:
     """This rank's shares in the dtype of sums, cut into parameters.
 
-    Where the weights have that dtype themselves, a master is a view of them and costs nothing. Otherwise it is
-    their exact value, of which the weight is the rounded copy.
+    Where the weights have that dtype themselves and are in the same memory, a master is a view of them and costs
+    nothing. Otherwise it is their exact value, of which the weight is the rounded copy.
     """
 
     def __init__(self, line: Line, rank: int, weights: FlatBuffer, shard: Shard) -> None:
         self.shard = shard
         self.pieces: dict[int, list[tuple[Piece, torch.nn.Parameter]]] = {}  # by parameter
+        self._in_block: dict[Block, list[tuple[Piece, torch.nn.Parameter]]] = {}
         self._line = line
         self._rank = rank
         self._weights = weights
+        self._fetched: dict[int, tuple[Crossing, torch.Tensor]] = {}  # weights on the host, or on their way to it
+        self._rounded: dict[int, torch.Tensor] = {}  # on the host, by bucket, while its blocks are stepped
+        self._sent: deque[tuple[Crossing, torch.Tensor]] = deque()  # weights on their way to the device
 
     def take(self, bucket: int, source: torch.Tensor) -> None:
         """Makes the master of a bucket from what its weights were before they were cast; `source` is this rank's share."""
         weights = self._weights.share(bucket, self._rank)
-        self.shard.shares[bucket] = weights if not self.is_copy(bucket) else self.shard.share(bucket).copy_(source)
+        self.shard.shares[bucket] = self.shard.make(bucket).copy_(source) if self.is_copy(bucket) else weights
 
     def cut(self) -> None:
         """Makes the parameters of every slot that has none yet, once its buckets have their masters."""
@@ -36,27 +44,85 @@ class Masters:
             if slot is not None and slot.param not in self.pieces:
                 pieces = layout.pieces(slot.param, self._rank)
                 self.pieces[slot.param] = [(piece, torch.nn.Parameter(self.shard.piece(piece))) for piece in pieces]
+                for piece, master in self.pieces[slot.param]:
+                    self._in_block.setdefault(layout.block_of(piece), []).append((piece, master))
 
     def of(self, param: int) -> list[tuple[Piece, torch.nn.Parameter]]:
         return self.pieces.get(param, [])
 
+    def in_block(self, block: Block) -> list[tuple[Piece, torch.nn.Parameter]]:
+        return self._in_block.get(block, [])
+
     def is_copy(self, bucket: int) -> bool:
         dtype = self._line.dtype_of(bucket)
-        return dtype != sum_dtype(dtype)
+        return dtype != sum_dtype(dtype) or self.shard.travels(bucket)
 
-    def adopt(self, bucket: int) -> None:
+    def fetch(self, bucket: int) -> None:
+        """Sends for the weights that `adopt` will compare with, where they are in other memory."""
+        host, weights = self.shard.host, self._weights.share(bucket, self._rank)
+        if host is not None and self.shard.travels(bucket) and bucket not in self._fetched:
+            landing = host.borrow(weights.numel(), weights.dtype)
+            self._fetched[bucket] = host.down(weights, landing), landing
+
+    def adopt(self, block: Block) -> None:
         """Takes over what was changed in the weights: wherever a weight is not its master's rounded value."""
-        whole = (self._weights.share(bucket, self._rank), self.shard.share(bucket))
-        # block by block, since what a comparison needs beside the two is several times the weights
-        for weights, masters in zip(*(torch.split(share, _BLOCK_NUMEL) for share in whole), strict=True):
-            changed = weights != masters.to(weights.dtype)
-            masters.copy_(torch.where(changed, weights.to(masters.dtype), masters))
+        self.fetch(block.bucket)
+        crossing, weights = self._fetched.get(block.bucket, (None, self._weights.share(block.bucket, self._rank)))
+        if crossing is not None:
+            crossing.finish()
+        _adopt(_cut(weights, block), _cut(self.shard.share(block.bucket), block))
+        if crossing is not None and self.shard.host is not None and block.is_last:
+            del self._fetched[block.bucket]
+            self.shard.host.give_back(weights)
+
+    def publish(self, block: Block) -> None:
+        """Rounds the masters of a block into this rank's share of the weights. Where these are in other memory, they are
+        sent there with the last block of a bucket, and are there for whatever is issued next."""
+        host, weights, masters = self.shard.host, self._weights.share(block.bucket, self._rank), self.shard.share(block.bucket)
+        if host is None or not self.shard.travels(block.bucket):
+            _cut(weights, block).copy_(_cut(masters, block))
+            return
+        # A copy travels, even of masters that need no rounding: they may be written again at any time.
+        if block.bucket not in self._rounded:
+            self._get_back(_MOST_ON_THE_WAY - 1)
+            self._rounded[block.bucket] = host.borrow(weights.numel(), weights.dtype)
+        _cut(self._rounded[block.bucket], block).copy_(_cut(masters, block))
+        if block.is_last:
+            rounded = self._rounded.pop(block.bucket)
+            crossing = host.up(rounded, weights)
+            crossing.wait()
+            self._sent.append((crossing, rounded))
+
+    def _get_back(self, most: int) -> None:
+        """Waits until no more than so many copies are on their way to the device."""
+        while self.shard.host is not None and len(self._sent) > most:
+            crossing, rounded = self._sent.popleft()
+            crossing.finish()
+            self.shard.host.give_back(rounded)
 
     def release(self) -> None:
         """Lets go of everything."""
+        for crossing, _ in self._fetched.values():
+            crossing.finish()
+        self._fetched.clear()
+        self._get_back(0)
+        self._rounded.clear()
         self.pieces.clear()
+        self._in_block.clear()
         self.shard.clear()
+        if self.shard.host is not None:
+            self.shard.host.release()
 
-    def publish(self, bucket: int) -> None:
-        """Rounds the masters of a bucket into this rank's share of the weights."""
-        self._weights.share(bucket, self._rank).copy_(self.shard.share(bucket))
+
+def _cut(share: torch.Tensor, block: Block) -> torch.Tensor:
+    return share[block.span.start : block.span.stop]
+
+
+def _adopt(weights: torch.Tensor, masters: torch.Tensor) -> None:
+    if masters.is_cpu and torch.equal(weights, masters.to(weights.dtype)):
+        return  # as nearly always; a device is not asked, since its answer would have to be waited for
+    # a part at a time, since what this needs beside the two is several times the weights
+    numel = max(_LEAST_NUMEL, masters.numel() // 16)
+    for weight, master in zip(torch.split(weights, numel), torch.split(masters, numel), strict=True):
+        changed = weight != master.to(weight.dtype)
+        master.copy_(torch.where(changed, weight.to(master.dtype), master))

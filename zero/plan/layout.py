@@ -9,6 +9,9 @@ parameter, and flattening can go chunk by chunk. Every bucket divides evenly amo
 rank's part is its *share*, and a slot's part of a share is a *piece*. A piece never crosses a bucket, so
 whatever is done bucket by bucket needs no other index arithmetic than this file's.
 
+A bucket whose shares live on the host beside an accelerator is *offloaded*; chunks do not mix the two kinds. Host memory
+is worked through in *blocks* that fit the processor's cache, so there a piece ends where its block does.
+
 A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it;
 then the layout is *extended*, which leaves everything that lies somewhere where it is.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -35,6 +39,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     dtype: str
     group: int = 0  # which of the optimizer's groups it is in; no part of where it lies
+    offload: float = 0.0  # how much of what is sharded of its group is to live on the host
 
     @property
     def numel(self) -> int:
@@ -60,7 +65,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that lies in one rank's share of one bucket."""
+    """The part of one parameter that lies in one rank's share of one bucket, or in one block of it."""
 
     param: int
     bucket: int
@@ -74,6 +79,7 @@ class Bucket:
     span: Span  # in the chunk
     params: tuple[int, ...]
     num_shares: int
+    offloaded: bool = False
 
     @property
     def share_numel(self) -> int:
@@ -82,6 +88,14 @@ class Bucket:
     def share(self, rank: int) -> Span:
         """The rank's part, in the chunk."""
         return self.span.piece(rank, self.num_shares)
+
+
+class Block(NamedTuple):
+    """As much of a share as one pass of a step works on."""
+
+    bucket: int
+    span: Span  # in the share
+    is_last: bool  # of its bucket
 
 
 @dataclass(frozen=True)
@@ -109,10 +123,16 @@ class FlatLayout:
     num_shares: int
     bucket_bytes: int
     align_bytes: int = 64
+    block_numel: int | None = None  # elements of a block; None where shares are not cut into any
 
     @staticmethod
     def build(
-        params: Sequence[ParamSpec], num_shares: int, bucket_bytes: int, align_bytes: int = 64, latent: Collection[int] = ()
+        params: Sequence[ParamSpec],
+        num_shares: int,
+        bucket_bytes: int,
+        align_bytes: int = 64,
+        latent: Collection[int] = (),
+        block_numel: int | None = None,
     ) -> FlatLayout:
         """Lays out `params`, given in the model's order, for `num_shares` ranks to share; all but the `latent` ones."""
         if bucket_bytes < 1 or num_shares < 1 or align_bytes < 16 or align_bytes & (align_bytes - 1):
@@ -120,7 +140,7 @@ class FlatLayout:
                 f"A layout of buckets of {bucket_bytes} bytes for {num_shares} ranks, aligned to {align_bytes} bytes, was "
                 "asked for. Buckets need at least 1 byte, ranks are at least 1, and the alignment is a power of two from 16."
             )
-        empty = FlatLayout((), (), (), (), num_shares, bucket_bytes, align_bytes).joined(params)
+        empty = FlatLayout((), (), (), (), num_shares, bucket_bytes, align_bytes, block_numel).joined(params)
         return empty.extended([param for param in range(len(params)) if param not in latent])
 
     def joined(self, params: Sequence[ParamSpec]) -> FlatLayout:
@@ -139,7 +159,15 @@ class FlatLayout:
             share = self.buckets[index].share(rank)
             found = slot.span.overlap(share)
             if found is not None:
-                yield Piece(param, index, found.shifted(-share.start), found.shifted(-slot.span.start))
+                for block in found.shifted(-share.start).cut(self.block_numel):
+                    yield Piece(param, index, block, block.shifted(share.start - slot.span.start))
+
+    def blocks(self, bucket: int) -> tuple[Block, ...]:
+        """What the shares of a bucket are cut into; one block where they are not."""
+        return self._blocks[bucket]
+
+    def block_of(self, piece: Piece) -> Block:
+        return self._blocks[piece.bucket][0 if self.block_numel is None else piece.in_share.start // self.block_numel]
 
     def parts(self, param: int) -> tuple[Part, ...]:
         """The parameter's part of each of its buckets."""
@@ -181,6 +209,14 @@ class FlatLayout:
             yield Span(at, bucket.span.stop).shifted(-bucket.span.start)
 
     @cached_property
+    def _blocks(self) -> tuple[tuple[Block, ...], ...]:
+        wholes = (Span(0, bucket.share_numel) for bucket in self.buckets)
+        return tuple(
+            tuple(Block(index, span, span.stop == whole.stop) for span in whole.cut(self.block_numel))
+            for index, whole in enumerate(wholes)
+        )
+
+    @cached_property
     def _parts(self) -> tuple[tuple[Part, ...], ...]:
         return tuple(tuple(self._parts_of(param)) for param in range(len(self.params)))
 
@@ -210,21 +246,37 @@ class _Builder:
         self._buckets: list[Bucket] = []
 
     def add(self, params: Collection[int]) -> FlatLayout:
-        open_chunks: dict[str, _OpenChunk] = {}
+        open_chunks: dict[tuple[str, float], _OpenChunk] = {}
         for param in sorted(params, reverse=True):
             spec = self._layout.params[param]
-            chunk = open_chunks.setdefault(spec.dtype, _OpenChunk())
+            kind = spec.dtype, spec.offload
+            chunk = open_chunks.setdefault(kind, _OpenChunk())
             if chunk.params and chunk.numel + spec.numel > self._bucket_numel(spec.dtype):
                 self._close(spec.dtype, chunk)
-                chunk = open_chunks[spec.dtype] = _OpenChunk()
+                chunk = open_chunks[kind] = _OpenChunk()
             chunk.params.append(param)
             chunk.starts.append(chunk.numel)
             chunk.numel = round_up(chunk.numel + spec.numel, self._align(spec.dtype))
-        for dtype, chunk in open_chunks.items():
+        for (dtype, _), chunk in open_chunks.items():
             self._close(dtype, chunk)
         # a bucket is full when the last of its parameters is reached, which is the first of them in the model's order
-        buckets = (*self._layout.buckets, *sorted(self._buckets, key=lambda bucket: -min(bucket.params)))
+        new = sorted(self._buckets, key=lambda bucket: -min(bucket.params))
+        buckets = (*self._layout.buckets, *self._offloaded(new))
         return replace(self._layout, slots=tuple(self._slots), chunks=tuple(self._chunks), buckets=buckets)
+
+    def _offloaded(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+        """Those that backward fills first go to the host, as their copies have the most time: of each kind as much as asked."""
+        total: Counter[float] = Counter()
+        for bucket in buckets:
+            total[self._offload(bucket)] += bucket.span.numel
+        so_far: Counter[float] = Counter()
+        for bucket in buckets:
+            ratio = self._offload(bucket)
+            yield replace(bucket, offloaded=so_far[ratio] < ratio * total[ratio])
+            so_far[ratio] += bucket.span.numel
+
+    def _offload(self, bucket: Bucket) -> float:
+        return self._layout.params[bucket.params[0]].offload
 
     def _close(self, dtype: str, chunk: _OpenChunk) -> None:
         index = len(self._chunks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -34,3 +35,11 @@ class Span:
         numel, rest = divmod(self.numel, num_pieces)
         assert rest == 0, f"{self} does not divide into {num_pieces}"
         return Span(self.start + rank * numel, self.start + (rank + 1) * numel)
+
+    def cut(self, every: int | None) -> Iterator[Span]:
+        """Its parts between multiples of `every`; all of it where there is none."""
+        start = self.start
+        while start < self.stop:
+            stop = self.stop if every is None else min(self.stop, (start // every + 1) * every)
+            yield Span(start, stop)
+            start = stop

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from zero.comm.group import Group
+from zero.comm.group import Group, Pending
 from zero.memory.flat import FlatBuffer, Line
 from zero.memory.masters import Masters
+from zero.plan.layout import Block
 from zero.runtime.agreement import set_bits
 from zero.runtime.params import Params
 
@@ -22,24 +23,31 @@ class Gatherer:
         self._group = group
         self._weights = weights
         self._masters = masters
+        self._on_their_way: list[Pending] = []
 
-    def adopt(self, buckets: Sequence[int]) -> None:
+    def fetch(self, batch: Sequence[Block]) -> None:
+        """Sends for weights that `adopt` will look at and that are in other memory than their masters."""
+        for block in batch:
+            self._masters.fetch(block.bucket)
+
+    def adopt(self, batch: Sequence[Block]) -> None:
         """Takes the user's edits of the weights over, before anything is made from the masters."""
-        for bucket in buckets:
-            if self._masters.is_copy(bucket):
-                self._masters.adopt(bucket)
+        for block in batch:
+            if self._masters.is_copy(block.bucket):
+                self._masters.adopt(block)
 
-    def publish(self, buckets: Sequence[int], params: int) -> None:
-        """Casts and gathers the buckets of these parameters; when this returns every weight is the new one, on a device for
-        whatever is issued next."""
-        pending = []
-        for bucket in buckets:
-            if self._masters.is_copy(bucket):
-                self._masters.publish(bucket)
-            if self._line.layout.num_shares > 1:
-                pending.append(self._group.all_gather(self._weights.bucket(bucket)))
-        for gathered in pending:
-            gathered.wait()
+    def publish(self, batch: Sequence[Block]) -> None:
+        """Stop 7: casts these blocks, and gathers the buckets that are complete with them."""
+        for block in batch:
+            if self._masters.is_copy(block.bucket):
+                self._masters.publish(block)
+            if block.is_last and self._line.layout.num_shares > 1:
+                self._on_their_way.append(self._group.all_gather(self._weights.bucket(block.bucket)))
+
+    def finish(self, params: int) -> None:
+        """When this returns every weight is the new one, on a device for whatever is issued next."""
+        while self._on_their_way:
+            self._on_their_way.pop(0).wait()
         # Writing the flat buffer tells the parameters' version counters nothing; without this, backward through a graph from
         # before the step would take the new weights for the old ones and give wrong gradients where plain torch raises.
         # Those beside them keep their values, and their graphs.

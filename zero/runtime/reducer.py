@@ -68,9 +68,8 @@ class Flight:
     def _land(self, keep: bool) -> None:
         bucket, buffer, pending = self._rounds.popleft()
         total = pending.wait()
-        if keep:
-            self._shard.add(bucket, total, self.factor)
-        self._staging.give_back(buffer)
+        crossing = self._shard.add(bucket, total, self.factor) if keep else None
+        self._staging.give_back(buffer, crossing)  # which alone may be the total, so the copy may still read it
 
 
 class Reducer:

@@ -12,8 +12,8 @@ import torch
 
 from zero.comm.group import Group, exchange_about
 from zero.errors import ZeroError
-from zero.memory.flat import DTYPES, Form, Line, Shard, sum_dtype
-from zero.plan.layout import Piece
+from zero.memory.flat import DTYPES, Form, Line, Shard, by_device, sum_dtype
+from zero.plan.layout import Block, Piece
 from zero.runtime.standin import StandIn
 
 
@@ -70,9 +70,13 @@ class GradientShares:
         """Divides by a GradScaler's scale; what one rank finds infinite, all ranks are told."""
         self._settle("unscale_")
         mine = [self.shard.piece(piece) for param in params for piece in self.pieces(param)]
-        if mine:
-            torch._amp_foreach_non_finite_check_and_unscale_(mine, found_inf, inverse_scale)
-        found = max(self.exchange_numbers([float(found_inf.item())], "unscale_"))
+        local = float(found_inf.item())
+        for indices in by_device(mine):
+            there = [mine[index] for index in indices]
+            found_there, inverse = found_inf.to(there[0].device), inverse_scale.to(there[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(there, found_there, inverse)
+            local = max(local, float(found_there.item()))
+        found = max(self.exchange_numbers([local], "unscale_"))
         found_inf.fill_(found[0])
         self._norms.clear()
 
@@ -80,12 +84,14 @@ class GradientShares:
 
     def total_norm(self) -> float:
         """The 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is."""
-        present = self.shard.present()
-        norms = torch._foreach_norm(present) if present else []
-        square = sum(norm * norm for norm in _numbers(norms))
+        square = sum(norm * norm for norm in _norms(self.shard.present()))
         if self._sharded:
             square = sum(numbers[0] for numbers in self.exchange_numbers([square], "the norm of all gradients"))
         return float(square**0.5)
+
+    def multiply(self, block: Block, factor: float) -> None:
+        """All of a block; norms that were asked for before are not those of what is there then."""
+        self.shard.share(block.bucket)[block.span.start : block.span.stop].mul_(factor)
 
     def zero(self, param: int) -> None:
         for piece in self.pieces(param):
@@ -135,9 +141,8 @@ class GradientShares:
             for piece in self.pieces(param)
             if piece.bucket in self.shard.shares
         ]
-        norms = torch._foreach_norm([values for _, values in present], order) if present else []
         local = dict.fromkeys(missing, 0.0)
-        amounts = _numbers(norms)
+        amounts = _norms([values for _, values in present], order)
         for (param, _), amount in zip(present, amounts, strict=True):
             local[param] = _joined(local[param], _as_term(amount, order), order)
         subject = f"the {order:g}-norm of {len(missing)} gradients"
@@ -150,17 +155,26 @@ class GradientShares:
 
     def _cut(self, argument: Any, piece: Piece) -> Any:
         """A tensor operand's part that lies beside a piece; numbers and 0-dim tensors as they are."""
-        if not isinstance(argument, torch.Tensor) or argument.dim() == 0:
+        if not isinstance(argument, torch.Tensor):
             return argument
+        if argument.dim() == 0:
+            return argument if argument.is_cpu else argument.to(self.shard.piece(piece).device)
         if isinstance(argument, StandIn) and argument.param == piece.param:
             return self.shard.piece(piece)
         form = self.forms[piece.param]
-        return form.line(argument.detach().expand(form.shape))[piece.in_param.start : piece.in_param.stop]
+        values = form.line(argument.detach().expand(form.shape))[piece.in_param.start : piece.in_param.stop]
+        return values.to(self.shard.piece(piece).device)
 
 
-def _numbers(norms: Sequence[torch.Tensor]) -> list[float]:
+def _norms(tensors: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
     """Norms as numbers of the host, brought there together; made fp64 only there, as not every device has it."""
-    return torch.stack(list(norms)).tolist() if norms else []  # of mixed dtypes, where there are any, the widest
+    norms = [0.0] * len(tensors)
+    for indices in by_device(tensors):
+        found = torch._foreach_norm([tensors[index] for index in indices], order)
+        numbers = torch.stack(list(found)).tolist()  # of mixed dtypes, where there are any, the widest
+        for index, number in zip(indices, numbers, strict=True):
+            norms[index] = number
+    return norms
 
 
 def _as_term(norm: float, order: float) -> float:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from zero.errors import NonFinite
 from zero.memory.masters import Masters
-from zero.runtime.agreement import set_bits
+from zero.plan.layout import Block
 from zero.runtime.params import Params
 from zero.runtime.shares import GradientShares
 
@@ -22,6 +24,7 @@ class Verdict:
 
     apply: bool
     grad_norm: float  # of the true gradients, before clipping
+    coefficient: float = 1.0  # that clips them
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,17 @@ class Rules:
 
     clip: float | None = None
     on_nonfinite: str = "propagate"  # or "skip", "raise"
+    by_blocks: Collection[type] = ()  # optimizers that may be given one block after the other
 
 
 class Updater:
+    """Steps on this rank's shares.
+
+    [Note: blocks]
+    An optimizer that is known to treat every element by itself is given one block after the other, each while it is in
+    the processor's cache: its edits adopted, its gradients clipped, stepped, and cast. Any other steps on all at once.
+    """
+
     def __init__(
         self, params: Params, shares: GradientShares, masters: Masters, inner: torch.optim.Optimizer, rules: Rules
     ) -> None:
@@ -41,6 +52,11 @@ class Updater:
         self._shares = shares
         self._masters = masters
         self._inner = inner
+        self._places: dict[int, tuple[int, int]] = {}  # of each parameter in the user's groups, during this step
+
+    def group(self, number: int) -> dict[str, Any]:
+        """One of the user's own groups."""
+        return self._inner.param_groups[number]
 
     def judge(self) -> Verdict:
         """Finite or not, and how long: from the settled sums, with the same answer on every rank."""
@@ -49,36 +65,46 @@ class Updater:
             if self.rules.on_nonfinite == "raise":
                 raise self.nonfinite(norm)
             return Verdict(False, norm)
-        if self.rules.clip is not None:
-            coefficient = self.rules.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does it
-            self._shares.shard.multiply(min(1.0, coefficient) if not math.isnan(coefficient) else coefficient)
-            self._shares.forget_norms()
-        return Verdict(True, norm)
+        if self.rules.clip is None:
+            return Verdict(True, norm)
+        coefficient = self.rules.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does it
+        return Verdict(True, norm, min(1.0, coefficient) if not math.isnan(coefficient) else coefficient)
 
-    def step(self, used: int) -> None:
+    def batches(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
+        """What is stepped together."""
+        index, groups = self._params.index, self._inner.param_groups
+        held = [((number, at), id(p)) for number, group in enumerate(groups) for at, p in enumerate(group["params"])]
+        self._places = {index[param]: place for place, param in held if param in index}
+        if type(self._inner) in self.rules.by_blocks and not _has_step_of_its_own(self._inner):
+            return [(block,) for block in blocks]
+        return [blocks]
+
+    def step(self, batch: Sequence[Block], used: int, coefficient: float) -> None:
         """Stop 6, on the masters of what was used; torch leaves a parameter without gradient alone, and its state."""
-        fed = []
-        for param in set_bits(used):
-            for piece, master in self._masters.of(param):
-                master.grad = self._shares.shard.piece(piece)
-                fed.append(master)
+        fed: list[tuple[tuple[int, int], nn.Parameter]] = []
+        for block in batch:
+            if coefficient != 1.0:
+                self._shares.multiply(block, coefficient)
+            for piece, master in self._masters.in_block(block):
+                if used >> piece.param & 1 and piece.param in self._places:
+                    master.grad = self._shares.shard.piece(piece)
+                    fed.append((self._places[piece.param], master))
+        fed.sort(key=lambda member: member[0])
         try:
-            with self.masters_in_groups():
+            with self._in_groups(fed):
                 _step_without_hooks(self._inner)
         finally:
-            for master in fed:
+            for _, master in fed:
                 master.grad = None
 
     @contextlib.contextmanager
-    def masters_in_groups(self) -> Iterator[None]:
-        """Exchanges the parameters in the user's own groups for the masters, and puts them back whatever happens."""
+    def _in_groups(self, masters: list[tuple[tuple[int, int], nn.Parameter]]) -> Iterator[None]:
+        """Exchanges the parameters in the user's own groups for these masters, and puts them back whatever happens."""
         groups = self._inner.param_groups
         kept = [group["params"] for group in groups]
-        index = self._params.index
         try:
-            for group, params in zip(groups, kept, strict=True):
-                known = [index[id(param)] for param in params if id(param) in index]
-                group["params"] = [master for param in known for _, master in self._masters.of(param)]
+            for number, group in enumerate(groups):
+                group["params"] = [master for (own, _), master in masters if own == number]
             yield
         finally:
             for group, params in zip(groups, kept, strict=True):
@@ -102,11 +128,16 @@ class Updater:
         return [name for name, norm in norms if not math.isfinite(norm)][:5]
 
 
+def _has_step_of_its_own(inner: torch.optim.Optimizer) -> bool:
+    """Put there by somebody, who wants it to be called: once, with everything."""
+    own = vars(inner).get("step")
+    return own is not None and not hasattr(own, "_wrapped_by_lr_sched")
+
+
 def _step_without_hooks(inner: torch.optim.Optimizer) -> None:
     """Those around its step are run by the optimizer that the user holds, once; around this one they would run again."""
-    own = vars(inner).get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):  # put there by somebody, who wants it to be called
-        own()
+    if _has_step_of_its_own(inner):
+        inner.step()
         return
     step = type(inner).step
     getattr(step, "__wrapped__", step)(inner) if getattr(step, "hooked", False) else step(inner)

@@ -119,9 +119,10 @@ def test_only_what_was_edited_is_adopted(line, masters):
     made, weights = masters
     index = next(index for index, _ in enumerate(line.layout.buckets) if made.is_copy(index))
     before = made.shard.share(index).clone()
-    made.publish(index)
+    (block,) = line.layout.blocks(index)
+    made.publish(block)
     weights.share(index, 1)[3] = 77.0
-    made.adopt(index)
+    made.adopt(block)
     changed = made.shard.share(index) != before
     assert changed.nonzero().tolist() == [[3]]
     assert made.shard.share(index)[3] == 77.0
@@ -131,7 +132,7 @@ def test_what_is_published_is_the_rounded_master(line, masters):
     made, weights = masters
     for index, _ in enumerate(line.layout.buckets):
         made.shard.share(index).fill_(257.0)
-        made.publish(index) if made.is_copy(index) else None
+        made.publish(*line.layout.blocks(index)) if made.is_copy(index) else None
         assert weights.share(index, 1).float().unique().tolist() == [256.0 if made.is_copy(index) else 257.0]
 
 

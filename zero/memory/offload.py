@@ -1,0 +1,94 @@
+"""Host memory beside a device, and copies that cross between the two while both go on.
+
+[Note: crossings]
+Each direction has a stream of its own, so that neither waits for the other nor for what is computed. A copy starts
+when everything that was issued before it on the current stream is done: who wrote its source, who reads its target.
+It is on its way until somebody waits for it, the host (`finish`) or the current stream (`wait`), and until then it
+keeps both ends alive: memory that was let go could be somebody else's before the copy has read it. A device without
+streams copies at once, since there waiting for one copy is waiting for all work.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from accelerators import Accelerator
+from accelerators.streams import Event, InOrderStream, Stream
+
+
+class Crossing:
+    """A copy on its way."""
+
+    def __init__(self, accelerator: Accelerator, event: Event | None, *ends: torch.Tensor) -> None:
+        self._accelerator = accelerator
+        self._event = event
+        self._ends = ends
+
+    def done(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def finish(self) -> None:
+        """The host waits."""
+        if self._event is not None:
+            self._event.synchronize()
+        self._event, self._ends = None, ()
+
+    def wait(self) -> None:
+        """What is issued to the current stream from now on comes after the copy; the host goes on."""
+        if self._event is not None:
+            self._accelerator.current_stream().wait_event(self._event)
+
+
+class Host:
+    """Host memory for one device: made, lent for a while, and reached."""
+
+    def __init__(self, accelerator: Accelerator, pinned: bool) -> None:
+        self.num_lent_bytes = 0  # that exist for lending, lent or not
+        self._accelerator = accelerator
+        self._pinned = pinned
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._streams: dict[str, Stream] = {}  # by direction, made when first used
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        memory = torch.empty(numel, dtype=dtype)
+        return self._accelerator.pin(memory) if self._pinned else memory
+
+    def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory that nobody is using: what is given back was waited for."""
+        free = self._free.get((numel, dtype))
+        if free:
+            return free.pop()
+        memory = self.empty(numel, dtype)
+        self.num_lent_bytes += memory.nbytes
+        return memory
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """The host has waited for every copy that uses it."""
+        self._free.setdefault((memory.numel(), memory.dtype), []).append(memory)
+
+    def release(self) -> None:
+        """Lets the memory go that nobody has borrowed."""
+        for free in self._free.values():
+            self.num_lent_bytes -= sum(memory.nbytes for memory in free)
+        self._free.clear()
+
+    def down(self, source: torch.Tensor, target: torch.Tensor) -> Crossing:
+        """From the device to the host."""
+        return self._cross("down", source, target)
+
+    def up(self, source: torch.Tensor, target: torch.Tensor) -> Crossing:
+        """From the host to the device."""
+        return self._cross("up", source, target)
+
+    def _cross(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> Crossing:
+        current = self._accelerator.current_stream()
+        if isinstance(current, InOrderStream):
+            target.copy_(source)
+            return Crossing(self._accelerator, None)
+        if direction not in self._streams:
+            self._streams[direction] = self._accelerator.new_stream()
+        stream = self._streams[direction]
+        stream.wait_stream(current)  # for who wrote the source, and for who reads the target
+        with self._accelerator.in_stream(stream):
+            target.copy_(source, non_blocking=True)
+        return Crossing(self._accelerator, stream.record_event(), source, target)
