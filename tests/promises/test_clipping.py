@@ -299,6 +299,23 @@ def test_clipping_by_any_norm_equals_torchs(stage, bucket_bytes, norm_type, worl
     assert differs(case_of(script), world, stage=stage, bucket_bytes=bucket_bytes) is None
 
 
+@pytest.mark.promise("N06")
+@STAGES
+def test_a_norm_as_small_as_what_torch_adds_to_it_is_clipped_as_torch_clips(stage):
+    gradient = torch.tensor([3e-7, 4e-7])
+
+    def program(model, optimizer, group):
+        (model.items[0] * gradient).sum().backward()
+        optimizer.step()
+        return optimizer.whole_grad(model.items[0])
+
+    plain = nn.Parameter(torch.zeros(2))
+    plain.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_([plain], 1e-6)  # two thirds, as it divides by the norm and 1e-6
+    for clipped in on_ranks(2, program, lambda: filled(Items((2,)), real=True), stage=stage, clip=1e-6):
+        torch.testing.assert_close(clipped, plain.grad, rtol=1e-5, atol=0)
+
+
 @pytest.mark.promise("N07")
 @STAGES
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

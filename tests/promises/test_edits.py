@@ -11,7 +11,7 @@ from torch import nn
 from tests.oracle import reference
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import what_differs
-from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, real_numbers, sgd
+from tests.zoo.case import backward, draw, filled, finish, no_sync, real_loss, real_mlp, real_numbers, sgd
 from zero.errors import RanksDiffer
 from zero.optimizer import shard
 
@@ -333,6 +333,38 @@ def test_a_gradient_assigned_after_a_backward_replaces_the_reduced_one(stage):
     for moved in on_ranks(2, program, make=sgd(1.0), stage=stage):
         for move in moved.values():
             torch.testing.assert_close(move, torch.full_like(move, 1.5), rtol=1e-5, atol=1e-5)
+
+
+class Two(nn.Module):
+    """Weights of one bucket, whose gradients are the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.empty(4)), nn.Parameter(torch.empty(4))
+
+
+@pytest.mark.promise("U08")
+@STAGES
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("waits", ["in its bucket", "beside the gradient in place"])
+def test_a_gradient_assigned_within_a_window_replaces_what_has_not_been_sent(stage, more, waits):
+    def script(model, optimizer, rank, world, step):
+        def use(weight, turn):
+            backward(optimizer, (weight * real_numbers((4,), rank, step, turn).to(weight)).sum())
+
+        if waits == "in its bucket":  # which is not full
+            use(model.other, 1)
+        else:
+            with no_sync(optimizer):
+                use(model.other, 1)
+            use(model.one, 2)
+        model.other.grad = real_numbers((4,), "by hand", rank, step).to(model.other)
+        if more:
+            use(model.other, 3)
+        yield "settle"
+        finish(optimizer)
+
+    assert differs(case_of(script, lambda: filled(Two(), real=True)), 2, stage=stage) is None
 
 
 def test_a_filled_model_is_what_these_tests_begin_with():

@@ -158,6 +158,22 @@ def test_construction_that_fails_on_one_rank_raises_on_all_and_nobody_hangs(monk
             torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.promise("E01")
+def test_construction_that_fails_after_the_cast_gives_every_rank_that_has_whole_masters_its_unrounded_weights(monkeypatch):
+    models = [real_mlp() for _ in range(2)]
+    inners = [adamw(model) for model in models]
+    before = weights(models[0])
+
+    def program(group):
+        _here.rank = group.rank
+        with pytest.raises((Injected, RankFailed)):
+            shard(models[group.rank], inners[group.rank], stage=0, dtype="bfloat16", group=group)
+        check_plain(models[group.rank], inners[group.rank], before, {})
+
+    with failing(monkeypatch, "the last hook", 0):
+        run_ranks(2, program, 5.0)
+
+
 def fail_on_rank_1(rank, world):
     """Over gloo: a model that one rank cannot shard, then the same one that all can."""
     model = real_mlp()

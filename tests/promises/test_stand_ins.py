@@ -169,6 +169,22 @@ def test_a_thousand_norms_cost_one_collective(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_a_norm_asked_for_again_after_another_backward_is_that_of_the_sum(stage):
+    def program(group, model):
+        optimizer = shard(model, sgd(model), stage=stage, group=group)
+        found = []
+        for _ in range(3):
+            backward(model, group.rank)
+            found.append([p.grad.norm().item() for p in model.parameters()])
+        optimizer.close()
+        return found
+
+    for once, twice, thrice in on_loopback(2, real_mlp, program):
+        assert twice == pytest.approx([2 * norm for norm in once], rel=1e-5)
+        assert thrice == pytest.approx([3 * norm for norm in once], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_deleting_and_assigning_gradients_works_on_all_ranks_alike(stage):
     """None is no gradient; a tensor of one's own is this rank's local gradient, and takes the place of ours."""
 

@@ -153,6 +153,11 @@ def test_every_disagreement_is_named_on_every_rank(others, kind, words):
     assert found.discard
 
 
+def test_of_many_lost_parameters_three_are_named_and_the_others_counted():
+    assert "Training p0, p1, p2 was asked for" in str(agreed(plain(lost=0b111), plain()).error)
+    assert "Training p0, p1, p2 and 2 more was asked for" in str(agreed(plain(lost=0b1011), plain(lost=0b10101)).error)
+
+
 def test_an_edit_of_rank_0_is_named_as_such():
     with pytest.raises(RanksDiffer, match="Rank 0 removed or replaced the gradient of p0, rank 1 kept it"):
         raise agreed(plain(replaced=1), plain()).error

@@ -1,5 +1,8 @@
 """Rounds: what leaves when, in which order, and what happens to whatever comes late, twice or not at all."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -17,18 +20,19 @@ NUMEL = 16  # of each parameter: one bucket each for one rank in fp32
 class Bench:
     """A reducer of three parameters, a bucket each, whose wire notes what is sent. Bucket b holds parameter 2 - b."""
 
-    def __init__(self, dtype="float32", size=1, per_bucket=1):
+    def __init__(self, dtype="float32", size=1, per_bucket=1, accelerator=None):
         item = 4 if dtype == "float32" else 2
         self.numel = 64 // item
         specs = [ParamSpec(f"p{index}", (self.numel,), dtype) for index in range(3 * per_bucket)]
         self.line = Line(FlatLayout.build(specs, 1, 64 * per_bucket))
         self.wire = Wire(size)
         self.dtype = getattr(torch, dtype)
-        self.staging = Staging(accelerators.get("cpu"), self.dirty)
+        accelerator = accelerator or accelerators.get("cpu")
+        self.staging = Staging(accelerator, self.dirty)
         self.shard = Shard(self.line, torch.device("cpu"))
         flight = Flight(self.line, self.wire, self.staging, self.shard)
         forms = [Form((self.numel,), None) for _ in specs]
-        self.reducer = Reducer(self.line, forms, accelerators.get("cpu"), self.staging, flight)
+        self.reducer = Reducer(self.line, forms, accelerator, self.staging, flight)
 
     def dirty(self, numel, dtype):
         return torch.full((numel,), float("nan"), dtype=dtype)
@@ -112,10 +116,8 @@ def test_what_a_rank_never_touches_goes_out_as_zeros_without_waiting():
     bench = Bench()
     for param in (2, 0):
         bench.give(param, 1)
-    bench.settle(used=0b101, used_here=0b101, order=(0, 1, 2))
+    bench.settle(used=0b111, used_here=0b101, order=(0, 1, 2))  # another rank used what lies in bucket 1, this one did not
     bench.sent()
-    # Another rank uses bucket 1, this one does not: agreed order with it, nothing expected here.
-    bench.reducer.order = (0, 1, 2)
     bench.give(2, 2)
     bench.give(0, 2)
     assert [value for _, value in bench.sent()] == [2.0, 0.0, 2.0]
@@ -216,6 +218,34 @@ def test_gaps_and_absent_parameters_travel_as_zeros():
         reducer.send_rest(agreement.rest, 0)
         (sent,) = bench.wire.sent
         assert sent.sum().item() == 3.0  # and no NaN of whoever had this memory
+
+
+class TwoStreams:
+    """An accelerator whose current stream a test chooses; streams note whom they waited for."""
+
+    is_synchronous = False
+
+    def __init__(self):
+        self.waits = []
+        self.one, self.other = (SimpleNamespace(wait_stream=partial(self.note, name), name=name) for name in ("one", "other"))
+        self.current = self.one
+
+    def current_stream(self):
+        return self.current
+
+    def note(self, waiter, awaited):
+        self.waits.append((waiter, awaited.name))
+
+
+def test_a_bucket_leaves_after_the_streams_of_all_gradients_in_it():
+    streams = TwoStreams()
+    bench = Bench(per_bucket=2, accelerator=streams)
+    bench.give(5, 1)
+    streams.current = streams.other
+    assert ("other", "one") not in streams.waits
+    bench.give(4, 2)
+    assert len(bench.wire.sent) == 1
+    assert ("other", "one") in streams.waits
 
 
 # Narrow -----------------------------------------------------------------------------------------------------------------

@@ -63,6 +63,13 @@ def test_norms_of_any_order(params, shares, order):
     assert shares.asked == [("norm", 1, order), ("norm", 0, order), ("norm", 0, order)]
 
 
+def test_a_norm_without_an_order_is_the_2_norm(params, shares):
+    torch.linalg.vector_norm(params[0].grad)
+    params[1].grad.norm()
+    torch._foreach_norm([params[0].grad, params[2].grad])
+    assert shares.asked == [("norm", index, 2.0) for index in (0, 1, 0, 2)]
+
+
 def test_a_norm_in_a_dtype_that_was_asked_for(params, shares):
     found = torch.linalg.vector_norm(params[0].grad, dtype=torch.float64), params[2].grad.norm(1, dtype=torch.float64)
     assert [norm.dtype for norm in found] == [torch.float64] * 2

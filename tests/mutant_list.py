@@ -1,0 +1,396 @@
+"""One-line faults of the kinds that sharded training is known for, put back by tests.mutants; and who survives for good.
+
+A survivor is in HARMLESS with the reason why it changes nothing, or it shows a test that is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    path: str
+    before: str
+    after: str
+    at: int | None = None  # where in the file, of those that are made mechanically
+
+    def applied(self, source: str) -> str:
+        if self.at is not None:
+            return source[: self.at] + self.after + source[self.at + len(self.before) :]
+        if source.count(self.before) != 1:
+            raise ValueError(f"{self.name}: {self.path} has {source.count(self.before)} places with {self.before!r}, not one.")
+        return source.replace(self.before, self.after)
+
+
+R, M, C, P = "zero/runtime/", "zero/memory/", "zero/comm/", "zero/plan/"
+
+NAMED = [
+    Mutant(
+        "what comes after the first backward waits for the settling",
+        R + "reducer.py",
+        "while any(index in self.order for index in self._rounds):",
+        "while self.sent < len(self.order) and any(index in self.order for index in self._rounds):",
+    ),
+    Mutant(
+        "drop what is late",
+        R + "agreement.py",
+        "rest = wide | _union([counts.later | _left_open(counts, rounds, order) for counts in everyone])",
+        "rest = wide | _union([counts.later for counts in everyone])",
+    ),
+    Mutant(
+        "send late what only rank 0 has",
+        R + "agreement.py",
+        "rest = wide | _union([counts.later | _left_open(counts, rounds, order) for counts in everyone])",
+        "rest = wide | counts_of_0.later | _left_open(counts_of_0, rounds, order) if (counts_of_0 := everyone[0]) else 0",
+    ),
+    Mutant(
+        "divide twice",
+        R + "window.py",
+        "if not self.since.settled or agreement.discard:\n"
+        "                self.shares.shard.multiply(self.scaling.at_settling(agreement.weight))",
+        "if True:\n"
+        "                self.shares.shard.multiply(self.scaling.at_settling(agreement.weight) * self.scaling.reduce)",
+    ),
+    Mutant(
+        "divide never",
+        P + "scaling.py",
+        "return self.reduce / self.loss_scale",
+        "return 1.0 / self.loss_scale",
+    ),
+    Mutant(
+        "factor applied at keeping and at settling",
+        P + "scaling.py",
+        "return self._whole if settled else self._exact",
+        "return self._whole",
+    ),
+    Mutant(
+        "factor of a settled window forgotten",
+        P + "scaling.py",
+        "return self._whole if settled else self._exact",
+        "return self._exact",
+    ),
+    Mutant(
+        "settled again, multiplied again",
+        R + "window.py",
+        "if not self.since.settled or agreement.discard:\n",
+        "if True:\n",
+    ),
+    Mutant(
+        "reduce at the first hook only",
+        R + "window.py",
+        "        self.reducer.advance()\n",
+        "        if not self.reducer.sent:\n"
+        "            self.reducer.advance()\n"
+        "        else:\n"
+        "            self.reducer._rounds.pop(next(iter(self.reducer._rounds), -1), None)\n",
+    ),
+    Mutant(
+        "order by arrival",
+        R + "reducer.py",
+        "        index = self.order[self.sent % len(self.order)]\n        self.sent += 1\n",
+        "        index = next(iter(self._rounds), self.order[self.sent % len(self.order)])\n        self.sent += 1\n",
+    ),
+    Mutant(
+        "everybody follows his own order",
+        R + "reducer.py",
+        "first = [index for index in agreement.order if index in reached]",
+        "first = [index for index in self._arrived if index in reached]",
+    ),
+    Mutant(
+        "fill missing gradients with zeros",
+        R + "window.py",
+        "self.used = self.used & ~agreement.removed | agreement.used",
+        "self.used = self.params.all",
+    ),
+    Mutant(
+        "used is what this rank used",
+        R + "window.py",
+        "self.used = self.used & ~agreement.removed | agreement.used",
+        "self.used = self.used & ~agreement.removed | used_here",
+    ),
+    Mutant(
+        "what was used stays used",
+        R + "window.py",
+        "self.used = self.used & ~agreement.removed | agreement.used",
+        "self.used = self.used | agreement.used",
+    ),
+    Mutant(
+        "gaps of a bucket are sent as they are",
+        R + "reducer.py",
+        "            for gap in gaps:\n                buffer[gap.start : gap.stop].zero_()",
+        "            pass",
+    ),
+    Mutant(
+        "absent parameters are sent as they are",
+        R + "reducer.py",
+        "                        if at == index:\n                            round_.buffer",
+        "                        if at == -1:\n                            round_.buffer",
+    ),
+    Mutant(
+        "a round of nothing is sent as it is",
+        R + "reducer.py",
+        "return self._staging.borrow(bucket.span.numel, self.line.dtype_of(index)).zero_()",
+        "return self._staging.borrow(bucket.span.numel, self.line.dtype_of(index))",
+    ),
+    Mutant(
+        "check only the first tensor for inf",
+        R + "shares.py",
+        "square = sum(norm * norm for norm in _norms(self.shard.present()))",
+        "square = sum(norm * norm for norm in _norms(self.shard.present()[:1]))",
+    ),
+    Mutant(
+        "the norm of one rank's share only",
+        R + "shares.py",
+        "        if self._sharded:\n            square = sum(",
+        "        if False:\n            square = sum(",
+    ),
+    Mutant(
+        "each rank judges for itself",
+        R + "shares.py",
+        'square = sum(numbers[0] for numbers in self.exchange_numbers([square], "the norm of all gradients"))',
+        'square = self.exchange_numbers([square], "the norm of all gradients")[self._rank][0]',
+    ),
+    Mutant(
+        "norms are remembered over a change",
+        R + "shares.py",
+        "**{name: self._cut(value, piece) for name, value in keywords.items()})\n        self.forget_norms(param)",
+        "**{name: self._cut(value, piece) for name, value in keywords.items()})",
+    ),
+    Mutant(
+        "norms are remembered over a settling",
+        R + "window.py",
+        "        self.shares.forget_norms()\n        self.used",
+        "        self.used",
+    ),
+    Mutant(
+        "keep a stale master",
+        R + "gatherer.py",
+        "                self._masters.adopt(block)",
+        "                pass",
+    ),
+    Mutant(
+        "adopt every weight, edited or not",
+        M + "masters.py",
+        "    if masters.is_cpu and torch.equal(weights, masters.to(weights.dtype)):\n"
+        "        return  # as nearly always; a device is not asked, since its answer would have to be waited for\n",
+        "    masters.copy_(weights)\n",
+    ),
+    Mutant(
+        "no version bump",
+        R + "gatherer.py",
+        "            torch.autograd.graph.increment_version(self._params.tensors[param])",
+        "            pass",
+    ),
+    Mutant(
+        "stand-ins only where used",
+        R + "window.py",
+        "            self.put |= 1 << index\n            if index != current:",
+        "            if index != current:\n"
+        "                continue\n"
+        "            self.put |= 1 << index\n"
+        "            if index != current:",
+    ),
+    Mutant(
+        "stand-ins stay where nobody used",
+        R + "window.py",
+        "self.params.set_grad(index, self._stand_ins[index] if index in used else None)",
+        "self.params.set_grad(index, self._stand_ins[index])",
+    ),
+    Mutant(
+        "later overwrites instead of adding",
+        M + "flat.py",
+        "            self.shares[bucket].add_(values, alpha=factor)",
+        "            self.shares[bucket].copy_(values).mul_(factor)",
+    ),
+    Mutant(
+        "the second use overwrites the first",
+        R + "reducer.py",
+        "            if not fresh:\n"
+        "                place.add_(values, alpha=1.0 if multiplier is None else multiplier)\n"
+        "            else:",
+        "            if True:",
+    ),
+    Mutant(
+        "no catch-up rounds",
+        R + "reducer.py",
+        "        while self.sent < agreement.rounds:\n            self._send_next()\n",
+        "",
+    ),
+    Mutant(
+        "catch up one round too few",
+        R + "reducer.py",
+        "while self.sent < agreement.rounds:",
+        "while self.sent < agreement.rounds - 1:",
+    ),
+    Mutant(
+        "forget wide",
+        R + "settler.py",
+        "wide=reducer.wide_buckets | later & self._line.narrow_buckets,",
+        "wide=0,",
+    ),
+    Mutant(
+        "add the second use in the narrow dtype",
+        R + "reducer.py",
+        "if narrow and (multiplier is not None or dtype != bucket_dtype or self._has(index, param)):",
+        "if narrow and multiplier is not None:",
+    ),
+    Mutant(
+        "wide rounds leave the ordinary one out",
+        R + "reducer.py",
+        "            wide.add_(ordinary)\n",
+        "",
+    ),
+    Mutant(
+        "expected ignored",
+        R + "reducer.py",
+        "            self._expected = used_here\n",
+        "",
+    ),
+    Mutant(
+        "wait for what other ranks use",
+        R + "reducer.py",
+        "            self._expected = used_here\n",
+        "            self._expected = agreement.used\n",
+    ),
+    Mutant(
+        "discarded rounds are kept",
+        R + "reducer.py",
+        "self.flight.land_all(keep=not agreement.discard)",
+        "self.flight.land_all(keep=True)",
+    ),
+    Mutant(
+        "clearing keeps the sums",
+        R + "window.py",
+        "        self.reducer.drop()\n"
+        "        self.shares.clear()\n"
+        "        self.used = self.put = 0\n"
+        "        self.scaling.weight = None\n"
+        "        self.reducer.flight.factor = self.scaling.at_keeping(False)\n"
+        "        self.since = Since()\n",
+        "        self.reducer.drop()\n"
+        "        self.used = self.put = 0\n"
+        "        self.scaling.weight = None\n"
+        "        self.reducer.flight.factor = self.scaling.at_keeping(False)\n"
+        "        self.since = Since()\n",
+    ),
+    Mutant(
+        "the user's own gradient is added to ours",
+        R + "window.py",
+        "            for index in set_bits(agreement.removed | agreement.replaced):\n                self.shares.zero(index)\n",
+        "",
+    ),
+    Mutant(
+        "a gradient that the user replaced is sent twice",
+        R + "window.py",
+        "            self.since.touched &= ~(1 << index)\n            self.reducer.drop_param(index)\n",
+        "",
+    ),
+    Mutant(
+        "the user's clearing is not seen",
+        R + "window.py",
+        "        return all(param.grad is None for param in self.params.tensors)",
+        "        return False",
+    ),
+    Mutant(
+        "local gradients are forgotten",
+        R + "window.py",
+        "            for index in found.local:\n                self._collect_local(index)\n",
+        "",
+    ),
+    Mutant(
+        "what waits aside is forgotten",
+        R + "window.py",
+        "        if aside is not None:\n            self.reducer.collect(index, aside.detach())\n",
+        "",
+    ),
+    Mutant(
+        "no_sync synchronises",
+        R + "boundary.py",
+        "        if self._no_sync_depth:\n            return False\n",
+        "",
+    ),
+    Mutant(
+        "weights count in the sum and not in the mean",
+        R + "agreement.py",
+        "weight=sum(counts.weight for counts in everyone) if",
+        "weight=1.0 if",
+    ),
+    Mutant(
+        "what counts nothing brings its NaN",
+        R + "window.py",
+        "        if self.scaling.multiplier == 0.0:\n            grad.detach().zero_()",
+        "        if False:\n            grad.detach().zero_()",
+    ),
+    Mutant(
+        "masters from the rounded weights",
+        M + "flatten.py",
+        "return sum_dtype(dtype) if rounded else dtype",
+        "return dtype",
+    ),
+    Mutant(
+        "publish only what this rank owns",
+        R + "gatherer.py",
+        "            if block.is_last and self._line.layout.num_shares > 1:\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "publish before the step is cast",
+        R + "gatherer.py",
+        "                self._masters.publish(block)\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "the step moves what nobody used",
+        "zero/optimizer.py",
+        "            parts.updater.step(batch, used, verdict.coefficient)\n",
+        "            parts.updater.step(batch, parts.params.all, verdict.coefficient)\n",
+    ),
+    Mutant(
+        "the loss scale is not divided out",
+        "zero/optimizer.py",
+        "window.scaling.lacking = window.scaling.loss_scale = scale",
+        "window.scaling.lacking = scale",
+    ),
+    Mutant(
+        "a skipped step is applied",
+        "zero/optimizer.py",
+        "        if not verdict.apply:\n"
+        "            self.skipped_steps += 1\n"
+        "            self._check_progress(verdict.grad_norm)\n"
+        "            return\n",
+        "        if not verdict.apply:\n            self.skipped_steps += 1\n",
+    ),
+    Mutant(
+        "a share too far",
+        M + "flat.py",
+        "return self._cut(index, self.line.layout.buckets[index].share(rank))",
+        "return self._cut(index, self.line.layout.buckets[index].share(max(rank - 1, 0)))",
+    ),
+    Mutant(
+        "sums in the dtype of the wire",
+        C + "group.py",
+        "total = rows[0].to(sum_dtype, copy=True)",
+        "total = rows[0].clone()",
+    ),
+    Mutant(
+        "rank 0's values are not sent to the others",
+        R + "intake.py",
+        "            self._group.broadcast(source).wait()\n",
+        "",
+    ),
+    Mutant(
+        "clipping by the norm of one parameter",
+        R + "shares.py",
+        "            local[param] = _joined(local[param], _as_term(amount, order), order)",
+        "            local[param] = _as_term(amount, order)",
+    ),
+]
+
+# Survivors, by name, and why they change nothing.
+HARMLESS: dict[str, str] = {
+    "off by one in agreement: used: int = 0 # parameters: had a gradient here [0 -> 1]": (
+        "A default that the library never uses: whoever makes Counts there says what was used."
+    ),
+}
