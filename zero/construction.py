@@ -8,6 +8,7 @@ import socket
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ from zero.runtime.settler import Settler
 from zero.runtime.shares import GradientShares
 from zero.runtime.updater import Rules, Updater
 from zero.runtime.window import Window
-from zero.sameness import agree_on_what_is_built
+from zero.sameness import agree_on_what_is_built, settings_of
 from zero.state import adopt_state
 
 logger = logging.getLogger("zero")
@@ -217,7 +218,8 @@ def _assemble(
         shares = GradientShares(line, forms, group, gradients)
         boundary = Boundary(config.accumulation, stage_of(config.stage).accumulates_locally)
         aliases = Aliases(model, params, weights, forms, chosen.left_out)
-        window = Window(params, reducer, shares, boundary, Settler(group, params, line, config.digest, aliases), lay)
+        settler = Settler(group, params, line, config.digest, aliases, partial(settings_of, optimizer))
+        window = Window(params, reducer, shares, boundary, settler, lay)
         updater = Updater(params, shares, masters, optimizer, Rules(config.clip, config.on_nonfinite, ELEMENTWISE))
         gatherer = Gatherer(line, params, group, weights, masters)
         parts = Parts(place.accelerator, group, line, params, masters, window, hooks, updater, gatherer, intake, config)

@@ -137,7 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep their gradients in `.grad`, whole and local, until one outside or the step. No collective."""
+        """Gradients of backwards inside wait on this rank until the window is settled. No collective."""
         with self.parts.window.boundary.no_sync():
             yield
 
@@ -188,7 +188,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """The global gradient of a parameter, whole on every rank; None where no rank had one. A collective."""
         window, index = self.parts.window, self._index(param)
-        window.settle_once("whole_grad")
+        window.settle("whole_grad")
         if not window.used >> index & 1:
             return None
         shard = window.shares.shard

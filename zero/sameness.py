@@ -29,7 +29,7 @@ def agree_on_what_is_built(
     words = {True: "parameter left out", False: "frozen parameter"}
     lines += [f"{words[param.requires_grad]} {name} {tuple(param.shape)} {param.dtype}" for name, param in others]
     lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
-    lines += [f"optimizer {type(optimizer).__name__}", *(f"group {_settings_of(group)}" for group in optimizer.param_groups)]
+    lines += [f"optimizer {type(optimizer).__name__}", *settings_of(optimizer).split("\n")]
     if config.start == "verify":
         named = zip(chosen.names, chosen.tensors, strict=True)
         lines += [f"weights of {name}: {bits_of(tensor).hex()}" for name, tensor in named]
@@ -47,10 +47,19 @@ def agree_on_what_is_built(
                 )
 
 
+def settings_of(optimizer: torch.optim.Optimizer) -> str:
+    """A line a group, of what of it can be compared as text."""
+    return "\n".join(f"group {_settings_of(group)}" for group in optimizer.param_groups)
+
+
 def _settings_of(group: dict[str, Any]) -> str:
-    """Of a group of the optimizer, as far as they can be compared as text."""
-    plain = {key: value for key, value in sorted(group.items()) if isinstance(value, (int, float, str, tuple, type(None)))}
-    return ", ".join(f"{key}={value!r}" for key, value in plain.items())
+    found = {}
+    for key, value in sorted(group.items()):
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, (int, float, str, tuple, type(None))):
+            found[key] = repr(value)
+    return ", ".join(f"{key}={value}" for key, value in found.items())
 
 
 def _short(line: str) -> str:

@@ -200,7 +200,7 @@ def test_inside_no_sync_nothing_is_sent_and_the_sum_is_that_of_syncing_each_time
             with optimizer.no_sync():
                 for micro in range(2):
                     micro_step(model, group.rank, group.size, window, micro)
-                    assert all(type(p.grad) is torch.Tensor for p in model.parameters())  # ordinary, whole and local
+                    assert all(p.grad is not None for p in model.parameters())  # what it stands for waits on this rank
             ledger.phase = f"outside {window}"
             micro_step(model, group.rank, group.size, window, 2)
             grads = [optimizer.whole_grad(p) for p in model.parameters()]

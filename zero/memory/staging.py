@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +13,10 @@ from zero.memory.offload import Crossing
 
 
 class Staging:
-    """Keeps what is given back for the next borrower of the same size, until it is told to let go.
+    """Keeps what is given back for the next borrower, until it is told to let go.
+
+    Buffers of one dtype come in one size, the largest that anybody borrowed so far: so any serves the next borrower, and
+    as many exist as were lent at one time.
 
     [Note: staging lifetimes]
     A buffer given back may still be read by work on the stream that was current then, or by a copy to the host. A
@@ -24,7 +28,9 @@ class Staging:
     def __init__(self, accelerator: Accelerator, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
         self._accelerator = accelerator
         self._allocate = allocate
-        self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, Stream | None, Crossing | None]]] = {}
+        self._free: dict[torch.dtype, list[_Returned]] = {}
+        self._whole: dict[int, torch.Tensor] = {}  # what was lent a part of, by its address
+        self._sizes: dict[torch.dtype, int] = {}
         self.borrowed = 0
         self.most_borrowed = 0
 
@@ -32,9 +38,19 @@ class Staging:
         """Memory with anything in it: the borrower writes what it will send."""
         self.borrowed += 1
         self.most_borrowed = max(self.most_borrowed, self.borrowed)
-        free = self._free.get((numel, dtype))
+        if numel > self._sizes.get(dtype, 0):
+            self._sizes[dtype] = numel
+            self._free.pop(dtype, None)  # too small from now on
+        buffer = self._reuse(dtype)
+        if buffer is None:
+            buffer = self._allocate(self._sizes[dtype], dtype)
+        self._whole[buffer.data_ptr()] = buffer
+        return buffer[:numel]
+
+    def _reuse(self, dtype: torch.dtype) -> torch.Tensor | None:
+        free = self._free.get(dtype)
         if not free:
-            return self._allocate(numel, dtype)
+            return None
         buffer, returned_on, crossing = free.pop()
         if crossing is not None:
             crossing.wait()
@@ -46,11 +62,20 @@ class Staging:
     def give_back(self, buffer: torch.Tensor, crossing: Crossing | None = None) -> None:
         """`crossing`: a copy to the host that may still read it."""
         self.borrowed -= 1
-        self._free.setdefault((buffer.numel(), buffer.dtype), []).append((buffer, self._stream(), crossing))
+        whole = self._whole.pop(buffer.data_ptr())
+        if whole.numel() == self._sizes[whole.dtype]:
+            self._free.setdefault(whole.dtype, []).append(_Returned(whole, self._stream(), crossing))
 
-    def release(self) -> None:
-        """Lets the buffers that nobody has borrowed go."""
-        self._free.clear()
+    def release(self, keep: int = 0) -> None:
+        """Lets the buffers that nobody has borrowed go, but for so many of each dtype."""
+        for free in self._free.values():
+            del free[keep:]
 
     def _stream(self) -> Stream | None:
         return None if self._accelerator.is_synchronous else self._accelerator.current_stream()
+
+
+class _Returned(NamedTuple):
+    buffer: torch.Tensor
+    on: Stream | None
+    crossing: Crossing | None

@@ -34,6 +34,10 @@ class Scaling:
             return self._whole / self._exact
         return 1.0 / (total_weight * self.loss_scale * self._exact) if total_weight else 0.0
 
+    def of_a_true_gradient(self, total_weight: float | None) -> float:
+        """What undoes the rest, for a gradient that carries neither loss scale nor weight."""
+        return self.loss_scale * (1.0 if total_weight is None else total_weight * self.reduce)
+
     @property
     def _whole(self) -> float:
         return self.reduce / self.loss_scale

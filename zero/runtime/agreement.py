@@ -15,7 +15,7 @@ from zero.errors import RankFailed, RanksDiffer, ZeroError
 # What a rank was asked to do. Ranks that settle for different reasons have lost each other.
 OCCASIONS = ("step", "zero_grad", "an operation on .grad", "unscale_", "settle", "whole_grad", "save")
 
-_HEAD = struct.Struct("<BQQ8sQIdB")
+_HEAD = struct.Struct("<BQQ8s8sQIdB")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Counts:
     step: int
     settles: int
     digest: bytes  # of layout and configuration
+    settings: bytes = bytes(8)  # digest of the groups' settings, where the weights are about to be changed by them
     sent: int = 0  # rounds of the agreed order
     clears: int = 0  # times the user cleared every .grad behind our back while rounds were unsettled
     weight: float = 0.0  # of all micro-batches; meaningless unless weighted
@@ -34,6 +35,7 @@ class Counts:
     failed: bool = False
     used: int = 0  # parameters: had a gradient here
     put: int = 0  # parameters: a stand-in was put in .grad
+    trained: int = 0  # parameters: require a gradient
     removed: int = 0  # parameters: the user set .grad to None
     replaced: int = 0  # parameters: the user set .grad to a tensor of his own
     lost: int = 0  # parameters: the model no longer computes with what we keep of them
@@ -80,10 +82,10 @@ class Codec:
     def pack(self, counts: Counts) -> bytes:
         flags = counts.weighted | counts.contributed << 1 | counts.failed << 2
         head = _HEAD.pack(
-            OCCASIONS.index(counts.occasion), counts.step, counts.settles, counts.digest, counts.sent, counts.clears,
-            counts.weight, flags,
+            OCCASIONS.index(counts.occasion), counts.step, counts.settles, counts.digest, counts.settings, counts.sent,
+            counts.clears, counts.weight, flags,
         )  # fmt: skip
-        of_params = (counts.used, counts.put, counts.removed, counts.replaced, counts.lost)
+        of_params = (counts.used, counts.put, counts.trained, counts.removed, counts.replaced, counts.lost)
         of_buckets = (counts.open, counts.wide, counts.later)
         masks = [mask.to_bytes(self._param_bytes, "little") for mask in of_params]
         masks += [mask.to_bytes(self._bucket_bytes, "little") for mask in of_buckets]
@@ -92,15 +94,15 @@ class Codec:
         return b"".join((head, *masks, self._order.pack(*order)))
 
     def unpack(self, message: bytes) -> Counts:
-        code, step, settles, digest, sent, clears, weight, flags = _HEAD.unpack_from(message)
+        code, step, settles, digest, settings, sent, clears, weight, flags = _HEAD.unpack_from(message)
         masks, at = [], _HEAD.size
-        for size in (self._param_bytes,) * 5 + (self._bucket_bytes,) * 3:
+        for size in (self._param_bytes,) * 6 + (self._bucket_bytes,) * 3:
             masks.append(int.from_bytes(message[at : at + size], "little"))
             at += size
-        used, put, removed, replaced, lost, open_, wide, later = masks
+        used, put, trained, removed, replaced, lost, open_, wide, later = masks
         return Counts(
-            OCCASIONS[code], step, settles, digest, sent, clears, weight, bool(flags & 1), bool(flags & 2), bool(flags & 4),
-            used, put, removed, replaced, lost, open_, wide, later,
+            OCCASIONS[code], step, settles, digest, settings, sent, clears, weight,
+            bool(flags & 1), bool(flags & 2), bool(flags & 4), used, put, trained, removed, replaced, lost, open_, wide, later,
             order=tuple(bucket for bucket in self._order.unpack_from(message, at) if bucket >= 0),
         )  # fmt: skip
 
@@ -114,6 +116,8 @@ def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str]
         _failure(everyone)
         or _lost_parameters(everyone, names)
         or _different_place(everyone)
+        or _different_settings(everyone)
+        or _different_freezing(everyone, names)
         or _different_contributions(everyone)
         or _different_edits(everyone, names)
     )
@@ -200,6 +204,31 @@ def _different_place(everyone: Sequence[Counts]) -> ZeroError | None:
                 f"Rank {rank} of {len(everyone)} came to {counts.occasion} after {counts.step} steps, rank 0 to "
                 f"{first.occasion} after {first.step}. All ranks must call step, zero_grad and operations on gradients in the "
                 "same order."
+            )
+    return None
+
+
+def _different_settings(everyone: Sequence[Counts]) -> ZeroError | None:
+    first = everyone[0]
+    for rank, counts in enumerate(everyone):
+        if counts.settings != first.settings:
+            return RanksDiffer(
+                f"Rank {rank} of {len(everyone)} came to step {counts.step} with other settings in its optimizer's groups than "
+                "rank 0: a learning rate or the like. Change them on all ranks alike; what a schedule looks at, such as a "
+                "loss, must be the same number on all."
+            )
+    return None
+
+
+def _different_freezing(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroError | None:
+    first = everyone[0]
+    for rank, counts in enumerate(everyone):
+        unlike = set_bits(counts.trained ^ first.trained)
+        if unlike and counts.occasion != "zero_grad":
+            frozen, trained = (rank, 0) if first.trained >> unlike[0] & 1 else (0, rank)
+            return RanksDiffer(
+                f"Rank {trained} came to {first.occasion} training {names[unlike[0]]}, which rank {frozen} has frozen. Set "
+                "requires_grad on all ranks alike."
             )
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ class GradHooks:
     def __init__(self) -> None:
         self._nodes: list[Node] = []
         self._handles: list[Any] = []
+        self._at_work = threading.RLock()  # backwards of several threads may meet here
         self._attached: list[tuple[int, torch.nn.Parameter, Callable[[int], None], Callable[[int], None]]] = []
 
     def attach(
@@ -48,8 +50,12 @@ class GradHooks:
 
     def _sit_on(self, node: Node, index: int, before: Callable[[int], None], ready: Callable[[int], None]) -> None:
         self._nodes.append(node)
-        self._handles.append(node.register_prehook(lambda _, index=index: before(index)))
-        self._handles.append(node.register_hook(lambda _, __, index=index: ready(index)))
+        self._handles.append(node.register_prehook(lambda _: self._call(before, index)))
+        self._handles.append(node.register_hook(lambda _, __: self._call(ready, index)))
+
+    def _call(self, what: Callable[[int], None], index: int) -> None:
+        with self._at_work:
+            what(index)
 
     def detach(self) -> None:
         for handle in self._handles:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from zero.memory.flat import sum_dtype
-
 
 class Params:
     """Managed parameters in the model's order; everywhere else they are numbers."""
@@ -29,11 +27,6 @@ class Params:
             self.index[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
             self.names.append(name)
-
-    def widen(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient in the dtype of sums, where `.grad` may be wider than its parameter (torch 2.10 and later)."""
-        wide = sum_dtype(grad.dtype)
-        return grad.to(wide) if grad.dtype != wide and hasattr(self.tensors[index], "grad_dtype") else grad
 
     def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
         param = self.tensors[index]

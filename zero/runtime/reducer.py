@@ -27,6 +27,7 @@ from zero.memory.flat import Form, Line, Shard, sum_dtype
 from zero.memory.staging import Staging
 from zero.runtime.agreement import Agreement
 
+_KEPT = 2  # staging buffers that wait for the next window: one to fill while another is sent
 _FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
 
 
@@ -232,6 +233,7 @@ class Reducer:
             self._expected = used_here
         self.sent = 0
         self._arrived.clear()
+        self._staging.release(keep=_KEPT)  # what a rank ahead of the others had in flight is not kept into the step
 
     def drop(self) -> None:
         """Forgets what has not been sent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import torch
 
 from zero.comm.group import Group, exchange_about
 from zero.memory.flat import Line
-from zero.runtime.agreement import Agreement, Codec, Counts, agree
+from zero.runtime.agreement import Agreement, Codec, Counts, agree, set_bits
 from zero.runtime.aliases import Aliases
 from zero.runtime.params import Params
 
@@ -23,9 +24,10 @@ class Since:
     """What this rank did since the last settling."""
 
     touched: int = 0  # parameters whose gradient was collected
-    local: int = 0  # parameters whose gradient was kept here
-    overridden: int = 0  # parameters in whose .grad the user put something during the window
-    aside: dict[int, torch.Tensor] = field(default_factory=dict)  # local gradients that wait for this backward to add to them
+    removed: int = 0  # parameters whose .grad the user set to None
+    replaced: int = 0  # parameters whose .grad the user set to a tensor of his own
+    aside: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients of this rank that wait here
+    own: dict[int, torch.Tensor] = field(default_factory=dict)  # the user's own tensors
     clears: int = 0  # times the user cleared all .grad while rounds were unsettled
     weights: list[float] = field(default_factory=list)  # of the micro-batches so far, where they have any
     quiet: bool = False  # said that it has no contribution
@@ -38,15 +40,15 @@ class Since:
     @property
     def unsettled(self) -> bool:
         """True when other ranks must hear of it before it can be used, or thrown away."""
-        touched = self.touched or self.local or self.overridden
-        return bool(touched or self.clears or self.weights or self.quiet or self.failed)
+        gradients = self.touched or self.aside or self.own or self.removed or self.replaced
+        return bool(gradients or self.clears or self.weights or self.quiet or self.failed)
 
 
 @dataclass(frozen=True)
 class Found:
     """What `.grad` was found to hold."""
 
-    local: tuple[int, ...]  # this rank's own gradients, not collected yet
+    local: int  # parameters of which something waits on this rank
     removed: int
     replaced: int
 
@@ -54,7 +56,9 @@ class Found:
 class Settler:
     """Tells the other ranks what this one has done and found, and hears it from them."""
 
-    def __init__(self, group: Group, params: Params, line: Line, configuration: str, aliases: Aliases) -> None:
+    def __init__(
+        self, group: Group, params: Params, line: Line, configuration: str, aliases: Aliases, settings: Callable[[], str]
+    ) -> None:
         self.size = group.size
         self.step = 0
         self.aliases = aliases
@@ -63,18 +67,20 @@ class Settler:
         self._params = params
         self._line = line
         self._configuration = configuration
+        self._settings = settings  # of the optimizer's groups, as text
 
     def agree(self, occasion: str, window: Window, found: Found) -> Agreement:
         since, reducer, layout = window.since, window.reducer, self._line.layout
         codec = Codec(len(layout.params), len(layout.buckets))
-        local = sum(1 << index for index in found.local)
-        # What waited in .grad may be wider than its parameter, so it travels in the dtype of sums, on all ranks.
-        later = sum({1 << bucket for index in found.local for bucket in layout.buckets_of(index)})
+        local = found.local
+        # What waited is in the dtype of sums, so it travels in that, on all ranks.
+        later = sum({1 << bucket for index in set_bits(local) for bucket in layout.buckets_of(index)})
         counts = Counts(
             occasion=occasion,
             step=self.step,
             settles=self._settles,
-            digest=hashlib.sha256(f"{layout.digest} {self._configuration}".encode()).digest()[:8],
+            digest=_short_digest(f"{layout.digest} {self._configuration}"),
+            settings=_short_digest(self._settings() if occasion == "step" else ""),
             sent=reducer.sent,
             clears=since.clears,
             weight=sum(since.weights),
@@ -83,6 +89,7 @@ class Settler:
             failed=since.failed,
             used=since.touched | local,
             put=window.put,
+            trained=sum(1 << index for index, tensor in enumerate(self._params.tensors) if tensor.requires_grad),
             removed=found.removed,
             replaced=found.replaced,
             lost=0 if occasion == "zero_grad" else self.aliases.lost(),
@@ -94,3 +101,7 @@ class Settler:
         messages = exchange_about(self._group, "step, zero_grad or settling", codec.pack(counts))
         self._settles += 1
         return agree([codec.unpack(message) for message in messages], reducer.order, self._params.names)
+
+
+def _short_digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()[:8]

@@ -34,15 +34,16 @@ class GradientShares:
         self._rank = group.rank if self._sharded else 0
         self._norms: dict[float, dict[int, float]] = {}
 
-    def settle_through(self, settle: Callable[[str], None]) -> None:
-        """Who settles the window before a stand-in is used; held weakly, since he holds us."""
+    def settle_through(self, settle: Callable[[str], int]) -> None:
+        """Who settles the window before a stand-in is used, and says who has a gradient; held weakly, since he holds us."""
         self._settler = weakref.WeakMethod(settle)
 
-    def _settle(self, occasion: str) -> None:
+    def _settle(self, occasion: str) -> int:
         settle = self._settler() if self._settler is not None else None
         if settle is None:
             raise ZeroError("A gradient was used, but its sharded optimizer is gone. Keep the optimizer while there are any.")
-        settle(occasion)
+        used: int = settle(occasion)
+        return used
 
     def pieces(self, param: int) -> tuple[Piece, ...]:
         return tuple(self._line.layout.pieces(param, self._rank))
@@ -60,7 +61,8 @@ class GradientShares:
 
     def change(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
-        self._settle("an operation on .grad")
+        if not self._settle("an operation on .grad") >> param & 1:
+            return  # it stood for a gradient that turned out to be none
         for piece in self.pieces(param):
             own = [self._cut(argument, piece) for argument in arguments]
             operator(self.shard.piece(piece), *own, **{name: self._cut(value, piece) for name, value in keywords.items()})

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from zero.errors import ZeroError
+
 aten = torch.ops.aten
 
 # In-place operators that change each element by itself. Tensor arguments of the gradient's shape are cut like it.
@@ -36,13 +38,14 @@ class StandIn(torch.Tensor):
     param: int
     label: str  # its name; `name` is taken by torch
     shares: Shares
+    ended: bool  # its window did
 
     @staticmethod
     def __new__(cls, like: torch.nn.Parameter, param: int, name: str, shares: Shares) -> StandIn:
         made: StandIn = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.param, made.label, made.shares = param, name, shares
+        made.param, made.label, made.shares, made.ended = param, name, shares, False
         return made
 
     def __init__(self, like: torch.nn.Parameter, param: int, name: str, shares: Shares) -> None:
@@ -50,6 +53,14 @@ class StandIn(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<the gradient of {self.label}, {tuple(self.shape)}, in shares of its ranks>"
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.copy_(values)
 
     def numpy(self, *, force: bool = False) -> Any:
         raise _refusal("numpy", self)
@@ -60,6 +71,7 @@ class StandIn(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        _check_windows((*args, *kwargs.values()))
         packet = func.overloadpacket.__name__
         if packet == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(*args)
@@ -105,6 +117,17 @@ def _unscale(grads: Sequence[Any], found_inf: torch.Tensor, inverse_scale: torch
     if others:
         torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inverse_scale)
     mine[0].shares.unscale([grad.param for grad in mine], found_inf, inverse_scale)
+
+
+def _check_windows(arguments: Sequence[Any]) -> None:
+    for argument in arguments:
+        if isinstance(argument, (list, tuple)):
+            _check_windows(argument)
+        elif isinstance(argument, StandIn) and argument.ended:
+            raise ZeroError(
+                f"The gradient of {argument.label} was used after its window had ended, with the sums that it stood for. "
+                "Read .grad again, or keep what optimizer.whole_grad(parameter) gives before."
+            )
 
 
 def _first_in(arguments: Sequence[Any]) -> StandIn | None:
