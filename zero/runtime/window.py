@@ -230,9 +230,9 @@ class Window:
 
     def forget(self) -> None:
         """Forgets every gradient of this window on this rank."""
-        self._begin(Since())
         for index in range(len(self.params.tensors)):
             self.params.set_grad(index, None)
+        self._begin(Since())
 
     def _forget_cleared(self) -> None:
         """The user cleared every `.grad` by a way that we are not told of, such as `model.zero_grad()`.
@@ -245,7 +245,7 @@ class Window:
         self._begin(Since(clears=clears, in_backward=self.since.in_backward))
 
     def _begin(self, since: Since) -> None:
-        """A new window."""
+        """A new window, once every .grad is None."""
         self.since = since
         self.reducer.drop()
         self.shares.clear()
