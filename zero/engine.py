@@ -140,7 +140,7 @@ class Engine(Answers):
         self._announce_boundary()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backwards inside keep their gradients in `.grad`, whole and local. No collective."""
+        """Gradients of backwards inside wait on this rank until the window is settled. No collective."""
         return self.optimizer.no_sync()
 
     def weight(self, amount: float) -> None:
