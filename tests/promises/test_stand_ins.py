@@ -43,6 +43,11 @@ def each(deed: Any) -> Any:
     return do
 
 
+def clamp_with_foreach(model: nn.Module) -> None:
+    torch._foreach_maximum_([p.grad for p in model.parameters()], -0.01)
+    torch._foreach_minimum_([p.grad for p in model.parameters()], [torch.full_like(p, 0.02) for p in model.parameters()])
+
+
 # What is done to the gradients, by the words for it; each gives the numbers that it computed.
 DEEDS = {
     "clip_grad_norm_": lambda model: [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)],
@@ -54,6 +59,8 @@ DEEDS = {
     "clip_grad_value_": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01),
     "clip_grad_value_ one by one": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=False),
     "norm": lambda model: [p.grad.norm() for p in model.parameters()],
+    "norm over all dimensions": lambda model: [p.grad.norm(dim=tuple(range(p.dim()))) for p in model.parameters()],
+    "norms of many orders": lambda model: [p.grad.norm(order) for p in model.parameters() for order in (0, 0.5, 1, 3, 7)],
     "norm of data": lambda model: [p.grad.data.norm(2) for p in model.parameters()],
     "norm of detached": lambda model: [p.grad.detach().norm(1) for p in model.parameters()],
     "linalg norm": lambda model: [torch.linalg.vector_norm(p.grad) for p in model.parameters()],
@@ -65,6 +72,7 @@ DEEDS = {
     "copy_": each(lambda p: p.grad.copy_(torch.full_like(p, 2.0))),
     "zero_": each(lambda p: p.grad.zero_()),
     "foreach": lambda model: torch._foreach_mul_([p.grad for p in model.parameters()], 0.5) and None,
+    "foreach maximum and minimum": clamp_with_foreach,
     "nan_to_num_": each(lambda p: p.grad.nan_to_num_(0.0)),
 }
 
@@ -91,6 +99,17 @@ def test_what_is_done_to_gradients_is_done_to_the_global_ones(stage, deed):
         assert ours == found[0][0]  # every rank has the same number, to the last bit
         assert ours == pytest.approx(numbers, rel=1e-5)
         assert all(torch.allclose(mine, p, atol=1e-6) for mine, p in zip(weights, plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_high_order_overflows_no_sooner_than_in_torch(stage):
+    def program(group, model):
+        shard(model, sgd(model), stage=stage, bucket_bytes=64, group=group)
+        (model.weight.sum() * 5.0).backward()
+        return model.weight.grad.norm(1000).item()
+
+    assert torch.tensor([5.0]).norm(1000).item() == 5.0
+    assert on_loopback(2, lambda: nn.Linear(1, 1, bias=False), program) == [5.0, 5.0]
 
 
 @pytest.mark.parametrize("stage", STAGES)

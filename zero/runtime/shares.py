@@ -143,17 +143,14 @@ class GradientShares:
             for piece in self.pieces(param)
             if piece.bucket in self.shard.shares
         ]
-        local = dict.fromkeys(missing, 0.0)
         amounts = _norms([values for _, values in present], order)
+        local: dict[int, list[float]] = {param: [] for param in missing}
         for (param, _), amount in zip(present, amounts, strict=True):
-            local[param] = _joined(local[param], _as_term(amount, order), order)
+            local[param].append(amount)
+        mine = [_joined(norms, order) for norms in local.values()]
         subject = f"the {order:g}-norm of {len(missing)} gradients"
-        parts = self.exchange_numbers(list(local.values()), subject) if self._sharded else [tuple(local.values())]
-        for position, param in enumerate(missing):
-            total = 0.0
-            for part in parts:
-                total = _joined(total, part[position], order)
-            known[param] = total if order == float("inf") else total ** (1.0 / order) if order else total
+        parts = self.exchange_numbers(mine, subject) if self._sharded else [tuple(mine)]
+        known.update(zip(missing, (_joined(norms, order) for norms in zip(*parts, strict=True)), strict=True))
 
     def _cut(self, argument: Any, piece: Piece) -> Any:
         """A tensor operand's part that lies beside a piece; numbers and 0-dim tensors as they are."""
@@ -179,12 +176,15 @@ def _norms(tensors: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
     return norms
 
 
-def _as_term(norm: float, order: float) -> float:
-    """What of a part's norm is added up: nothing for the maximum, the count for order 0, else its power."""
-    return norm if order in (0.0, float("inf")) else norm**order
-
-
-def _joined(one: float, other: float, order: float) -> float:
-    if order != float("inf"):
-        return one + other
-    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)  # max would drop a nan, depending on the order
+def _joined(norms: Sequence[float], order: float) -> float:
+    """The norm of something from those of its parts. What is raised to the order is at most 1, which cannot overflow."""
+    if len(norms) == 1:
+        return norms[0]
+    if any(math.isnan(norm) for norm in norms):
+        return math.nan  # max would drop it, depending on the order
+    if order == 0.0:
+        return sum(norms)
+    largest = max(norms, default=0.0)
+    if order == math.inf or largest in (0.0, math.inf):
+        return largest
+    return float(largest * sum((norm / largest) ** order for norm in norms) ** (1.0 / order))

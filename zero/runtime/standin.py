@@ -22,8 +22,9 @@ aten = torch.ops.aten
 # In-place operators that change each element by itself. Tensor arguments of the gradient's shape are cut like it.
 _ELEMENTWISE = {
     "mul_", "div_", "add_", "sub_", "pow_", "neg_", "abs_", "sign_", "sqrt_", "zero_", "fill_", "copy_", "nan_to_num_",
-    "clamp_", "clamp_min_", "clamp_max_", "maximum_", "minimum_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_",
+    "clamp_", "clamp_min_", "clamp_max_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_",
 }  # fmt: skip
+_OF_ONE_TENSOR = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}  # where a `_foreach_` operator is called otherwise there
 
 
 class Shares(Protocol):
@@ -68,6 +69,12 @@ class StandIn(torch.Tensor):
     def tolist(self) -> Any:
         raise _refusal("tolist", self)
 
+    def share_memory_(self) -> Any:
+        raise _refusal("share_memory_", self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal("pickling", self)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
@@ -88,13 +95,26 @@ def _one(packet: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
         self.shares.change(self.param, func, args[1:], kwargs)
         return self
     if packet in ("linalg_vector_norm", "norm"):
-        order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
-        if not any((*args[2:], kwargs.get("dim"), kwargs.get("keepdim"))):  # of the whole tensor
-            norm = self.shares.norm(self.param, 2.0 if order is None else float(order))
-            return norm if kwargs.get("dtype") is None else norm.to(kwargs["dtype"])
+        given = dict(zip(("ord", "dim", "keepdim"), args[1:], strict=False)) | kwargs
+        if not given.get("keepdim") and _all_dims(self, given.get("dim")):
+            return _norm(self, given.get("ord", given.get("p")), given.get("dtype"))
     if packet in ("detach", "alias"):
         return self  # nothing to detach from; both would share the storage that there is none of
     raise _refusal(packet, self)
+
+
+def _all_dims(tensor: torch.Tensor, dim: int | Sequence[int] | None) -> bool:
+    num_dims = max(tensor.dim(), 1)
+    named = [dim] if isinstance(dim, int) else dim or range(num_dims)  # none named: all are meant
+    return {one + num_dims if one < 0 else one for one in named} == set(range(num_dims))
+
+
+def _norm(self: StandIn, order: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    order = 2.0 if order is None else float(order)
+    if not order >= 0.0:
+        raise _refusal(f"a norm of order {order:g}", self)
+    norm = self.shares.norm(self.param, order)
+    return norm if dtype is None else norm.to(dtype)
 
 
 def _each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -105,9 +125,10 @@ def _each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not isinstance(own[0], StandIn):
             raise _refusal(f"_foreach_{name}", _first_in(own))
         if name == "norm":
-            results.append(own[0].shares.norm(own[0].param, float(own[1]) if len(own) > 1 else 2.0))
+            results.append(_norm(own[0], own[1] if len(own) > 1 else None, kwargs.get("dtype")))
         else:
-            results.append(_one(name, getattr(aten, name), own, kwargs))
+            single = _OF_ONE_TENSOR.get(name, name)
+            results.append(_one(single, getattr(aten, single, None), own, kwargs))
     return results if name == "norm" else None
 
 
@@ -143,5 +164,6 @@ def _refusal(packet: str, stand_in: StandIn | None) -> NotImplementedError:
     whose = "a parameter" if stand_in is None else stand_in.label
     return NotImplementedError(
         f"{packet} on the gradient of {whose} was asked for, but every rank holds only its share of it. "
-        "Use norms and in-place arithmetic on .grad, or get all of it with optimizer.whole_grad(parameter), on all ranks."
+        "Use norms of orders from 0 up and in-place arithmetic on .grad, or get all of it with "
+        "optimizer.whole_grad(parameter), on all ranks."
     )

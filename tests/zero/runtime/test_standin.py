@@ -1,5 +1,10 @@
 """What a stand-in answers, what it forwards, and what it refuses by the name of the call that can."""
 
+import contextlib
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -104,6 +109,41 @@ def test_a_grad_scalers_unscaling_is_one_call_for_all(params, shares):
     assert ordinary.tolist() == [2.0, 2.0]
 
 
+def test_a_norm_over_dimensions_that_are_all_of_them_is_the_norm(params, shares):
+    for dim in ((0, 1), (1, 0), (-1, -2), (0, -1), [], None):
+        assert params[0].grad.norm(dim=dim).item() == torch.linalg.vector_norm(params[0].grad, dim=dim).item() == 2.0
+    assert torch.linalg.vector_norm(params[1].grad, 1, 0).item() == params[1].grad.norm(1, dim=-1).item() == 3.0
+    assert {what[1:] for what in shares.asked} == {(0, 2.0), (1, 1.0)}
+
+
+def test_the_larger_and_the_smaller_of_two_are_clamping(params, shares):
+    torch._foreach_maximum_([params[0].grad], 1.0)
+    torch._foreach_minimum_([params[0].grad], [torch.ones(3, 4)])
+    torch._foreach_clamp_min_([params[0].grad], 1.0)
+    torch._foreach_clamp_max_([params[0].grad], [2.0])
+    assert [what[0] for what in shares.asked] == ["clamp_min_", "clamp_max_", "clamp_min_", "clamp_max_"]
+
+
+def test_every_foreach_operator_is_forwarded_or_refused(params):
+    for name in (name for name in dir(torch) if name.startswith("_foreach_")):
+        with contextlib.suppress(NotImplementedError, TypeError):  # TypeError: it takes more operands
+            getattr(torch, name)([params[0].grad])
+        with contextlib.suppress(NotImplementedError, TypeError):
+            getattr(torch, name)([params[0].grad], [torch.ones(3, 4)])
+
+
+@pytest.mark.parametrize("order", [-1.0, -2.0, float("-inf"), float("nan")])
+def test_a_norm_of_an_order_that_nobody_joins_is_refused_by_name(params, shares, order):
+    for use in (
+        lambda: params[0].grad.norm(order),
+        lambda: torch.linalg.vector_norm(params[0].grad, order),
+        lambda: torch._foreach_norm([params[0].grad], order),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"a norm of order {order:g} on the gradient of layer\.0.*whole_grad"):
+            use()
+    assert shares.asked == []
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -117,6 +157,13 @@ def test_a_grad_scalers_unscaling_is_one_call_for_all(params, shares):
         lambda grad: torch.ones(3, 4).add_(grad),
         lambda grad: torch.stack([grad, grad]),
         lambda grad: grad.norm(dim=0),
+        lambda grad: grad.norm(dim=(0, 3)),
+        lambda grad: torch.linalg.vector_norm(grad, keepdim=True),
+        lambda grad: torch.maximum(grad, torch.ones(3, 4), out=grad),
+        lambda grad: grad.share_memory_(),
+        lambda grad: pickle.dumps(grad),
+        lambda grad: torch.save({"grad": grad}, io.BytesIO()),
+        lambda grad: copy.deepcopy(grad),
         lambda grad: grad.sort(),
         lambda grad: grad.cumsum_(0),
         lambda grad: torch._foreach_add_([torch.ones(3, 4)], [grad]),
