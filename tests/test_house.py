@@ -41,6 +41,7 @@ FLOORS = (
             "zero.calling",
             "zero.chosen",
             "zero.lion",
+            "zero.loss_scaling",
             "zero.progress",
             "zero.room",
             "zero.served",

@@ -97,7 +97,7 @@ def _build(
         sharded.close()
         raise
     if group.rank == 0:
-        logger.info("rank 0: the effective configuration\n%s", config.text())
+        logger.info("rank 0: the effective configuration\n%s", sharded.parts.config.text())
     return engine, sharded, loader, engine.lr_scheduler
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from zero.checks import check_params, check_weights
-from zero.config import LossScale as LossScaleConfig
-from zero.config import ZeroConfig
-from zero.construction import construct, reduction
+from zero.config import DEFAULT_BUCKET_BYTES, ZeroConfig
+from zero.construction import Parts, construct, reduction
+from zero.loss_scaling import loaded_scale, loss_scale_of, with_loss_scale
 from zero.memory.flat import sum_dtype
 from zero.plan.loss_scale import LossScale
 from zero.served import check_plain, check_served
@@ -31,13 +31,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Steps as the optimizer it was made from would on the global batch.
 
     `param_groups` are that optimizer's own dicts, so a learning rate schedule made before or after works on
-    either. Methods that are collectives say so: all ranks call them, in the same order.
+    either. `state` is keyed by this rank's shares, not by parameters: ask for a parameter's with `whole_state`.
+    Methods that are collectives say so: all ranks call them, in the same order.
     """
 
     # A fused inner optimizer offers this to GradScaler, which then leaves unscaling to it; ours does it on the shares.
     _step_supports_amp_scaling = False
 
     def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, config: ZeroConfig, group: Any = None) -> None:
+        config = with_loss_scale(config, inner)
         parts = construct(model, inner, config, group)
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
@@ -46,27 +48,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
             setattr(self, hooks, getattr(inner, hooks))
         self.inner = inner
         self.model = model
-        self.parts = parts
+        self.group = parts.group
+        self._parts = parts
         self._release = weakref.finalize(self, parts.release)
         self._release.atexit = False
         parts.window.scaling.reduce = reduction(config, parts.group.size)
-        self.loss_scale: LossScale | None = _loss_scale(config)
+        self.loss_scale: LossScale | None = loss_scale_of(config)
         self.skipped_steps = 0
         self.grad_norm: float | None = None  # of the last window that was judged by its norm
         self._follow_loss_scale()
+
+    @property
+    def parts(self) -> Parts:
+        """What it consists of. Every method goes through here, so that a closed optimizer says so whatever it is asked."""
+        if self._parts.closed:
+            raise ValueError(
+                "A sharded optimizer was asked to go on, but it was closed and the model is plain. Use a plain optimizer, or "
+                "shard again; what is to be kept of its state, take before close()."
+            )
+        return self._parts
 
     # the loop ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Settles the window, judges it and updates the weights. A collective."""
-        self._check_open("step")
+        window = self.parts.window
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        window = self.parts.window
         window.settle("step")
         window.settler.step += 1
         if window.used:
@@ -110,16 +122,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Ends the window. A collective, unless it was settled and nothing came since."""
-        self._check_open("zero_grad")
         self.parts.window.end(to_zeros=not set_to_none)
         self._follow_loss_scale()
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward()`, with the loss scale of fp16 weights where there is one."""
+        scaling = self.parts.window.scaling
         if self.loss_scale is None:
             torch.autograd.backward(loss, **options)
             return
-        scaling = self.parts.window.scaling
         before, scaling.lacking = scaling.lacking, 1.0
         try:
             # in fp32, since the scaled loss may be beyond what fp16 can hold
@@ -208,20 +219,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective."""
+        parts = self.parts
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state_dict = whole_state_dict(self.parts, self.inner)
+        state_dict = {**whole_state_dict(parts, self.inner), "skipped_steps": self.skipped_steps}
+        if self.loss_scale is not None:
+            state_dict["loss_scale"] = self.loss_scale.progress
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state_dict)
             state_dict = state_dict if changed is None else changed
         return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave, here or in plain torch; every rank passes the same. No collective."""
+        """Takes what `state_dict` gave, here or in plain torch; every rank passes the same. No collective.
+
+        What plain torch does not save, the loss scale and the count of skipped steps, stays as it is then.
+        """
+        parts = self.parts
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, dict(state_dict))
             state_dict = state_dict if changed is None else changed
-        load_state(self.parts, self.inner, state_dict)
+        scale = loaded_scale(self.loss_scale, state_dict, parts.window.since.unsettled)
+        load_state(parts, self.inner, state_dict)
+        self.loss_scale, self.skipped_steps = scale, state_dict.get("skipped_steps", self.skipped_steps)
+        self._follow_loss_scale()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -244,17 +265,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._release()
 
-    def _check_open(self, what: str) -> None:
-        if self.parts.closed:
-            raise ValueError(
-                f"{what}() was asked for, but this optimizer was closed and the model is plain. Use a plain optimizer, or "
-                "shard again."
-            )
-
     def _check_progress(self, norm: float | None) -> None:
         """Raises where step after step is skipped and the scale cannot fall any further: that would go on for ever."""
         scale, given = self.loss_scale, self.parts.config.loss_scale
-        if scale is not None and scale.stuck >= (given or LossScaleConfig()).max_skips:
+        if scale is not None and given is not None and scale.stuck >= given.max_skips:
             raise self.parts.updater.nonfinite(math.nan if norm is None else norm)
 
     def _names_of(self, tensors: list[nn.Parameter]) -> list[str]:
@@ -272,14 +286,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return index
 
 
-def _loss_scale(config: ZeroConfig) -> LossScale | None:
-    """The scale of the configuration; fp16 weights always have one, since their gradients underflow without."""
-    given = config.loss_scale
-    if given is None:
-        return LossScale() if config.dtype == "float16" else None
-    return LossScale(given.initial, given.window if given.dynamic else None, hysteresis=given.hysteresis, minimum=given.minimum)
-
-
 def shard(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -290,16 +296,20 @@ def shard(
     clip: float | None = None,
     accumulation: int | None = None,
     reduce: str | float = "mean",
+    offload: Any = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     **options: Any,
 ) -> ShardedOptimizer:
     """Shards what `optimizer` needs to train `model` over the ranks of `group`, and returns the optimizer to use instead.
 
     `dtype` casts floating parameters and keeps fp32 masters; `clip` limits the norm of the gradients at every
-    step; `accumulation` declares how many backwards make a step; `reduce` is "mean", "sum" or a divisor. The
-    other options are the fields of `zero.ZeroConfig`. Constructing is a collective.
+    step; `accumulation` declares how many backwards make a step; `reduce` is "mean", "sum" or a divisor;
+    `offload="cpu"` keeps masters, optimizer state and gradient shares on the host; `bucket_bytes` are reduced at
+    once. The other options are the fields of `zero.ZeroConfig`. Constructing is a collective.
     """
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    config = ZeroConfig(stage=stage, dtype=name, clip=clip, accumulation=accumulation, reduce=reduce, **options)  # type: ignore[arg-type]
+    named = {"clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload, "bucket_bytes": bucket_bytes}
+    config = ZeroConfig(stage=stage, dtype=name, **named, **options)  # type: ignore[arg-type]
     check_served(config)
     check_plain(config)
     return ShardedOptimizer(model, optimizer, config, group)

@@ -476,6 +476,30 @@ def test_what_cannot_lie_flat_is_refused_by_name(what):
         shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
 
 
+@pytest.mark.parametrize("options", [{}, {"dtype": "float16"}, {"dtype": "bfloat16"}, {"dtype": "float32"}], ids=str)
+def test_weights_that_are_fp16_have_a_loss_scale_whoever_made_them_so(options):
+    half, single = real_mlp().half(), real_mlp()
+    for model in (half, single):
+        optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, **options)
+        is_half = model[0].weight.dtype == torch.float16
+        assert (optimizer.loss_scale is not None) == is_half == ("loss_scale.dynamic = true" in said(optimizer))
+        assert optimizer.parts.config.on_nonfinite == ("skip" if is_half else "propagate")
+
+
+def said(optimizer):
+    text = optimizer.parts.config.text()
+    return text.replace("[loss_scale]\n", "loss_scale.")
+
+
+def test_an_fp16_model_trains_on_gradients_that_would_underflow():
+    model = real_mlp().half()
+    optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=2.0**24), stage=2)
+    before = model[2].bias.detach().clone()
+    optimizer.backward(model(draw(model, (2, 4), 0, 0, real=True)).float().sum() * 2.0**-28)  # below the least fp16 number
+    optimizer.step()
+    torch.testing.assert_close(before - model[2].bias.detach(), torch.full((3,), 2.0**-3).half(), rtol=0.02, atol=0.0)
+
+
 def test_the_zoo_in_every_dtype_equals_the_oracle():
     assert what_differs(["adamw_groups_edited_at_every_step"], dtypes=("fp32", "bf16", "fp16"), worlds=(1, 3)) == []
     assert sum_dtype(torch.bfloat16) == torch.float32

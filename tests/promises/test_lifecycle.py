@@ -256,9 +256,22 @@ def test_a_closed_optimizer_says_so_and_its_model_is_plain():
     one_step(model, optimizer)
     optimizer.close()
     optimizer.close()
-    for call in (optimizer.step, optimizer.zero_grad):
-        with pytest.raises(ValueError, match="was closed and the model is plain"):
-            call()
+    param = model[0].weight
+    needed = {
+        "backward": (model(draw(model, (3, 4), 0, 0, real=True)).sum(),), "set_gradient_accumulation_boundary": (True,),
+        "weight": (1.0,), "whole_grad": (param,), "whole_state": (param,), "any_rank": (True,),
+        "load_state_dict": (optimizer.inner.state_dict(),), "add_param_group": ({"params": [nn.Parameter(torch.ones(2))]},),
+    }  # fmt: skip
+    names = [name for name, found in vars(type(optimizer)).items() if callable(found) and not name.startswith("_")]
+    assert {*needed, "step", "settle", "state_dict"} < {*names}
+    for name in names:
+        if name != "close":
+            with pytest.raises(ValueError, match="was closed and the model is plain"), contextlib.ExitStack() as stack:
+                asked = getattr(optimizer, name)(*needed.get(name, ()))
+                stack.enter_context(asked)
+    with pytest.raises(ValueError, match="was closed and the model is plain"):
+        shard(model, optimizer, stage=2)
+    model.zero_grad()
     real_loss(model(draw(model, (3, 4), 0, 0, real=True))).backward()
     assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
 

@@ -770,10 +770,56 @@ def test_ranks_whose_groups_have_other_settings_are_told_so():
     run_ranks(2, program, 10.0)
 
 
+def overflowed(steps=3):
+    """An fp16 training whose scale has come down and whose steps were skipped on the way."""
+    model = real_mlp()
+    optimizer = shard(model, sgd()(model), stage=2, dtype="float16")
+    for step in range(steps):
+        x = draw(model, (3, 4), 0, step, real=True)
+        optimizer.backward(real_loss(model(x)) * (float("inf") if step else 2.0**-6))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_the_loss_scale_and_the_skipped_steps_go_on_after_loading_where_they_were():
+    _, optimizer = overflowed()
+    assert optimizer.skipped_steps == 2 and optimizer.loss_scale.value < 2.0**16
+    saved = optimizer.state_dict()
+    model, other = overflowed(steps=1)
+    other.load_state_dict(saved)
+    assert other.loss_scale == optimizer.loss_scale and other.skipped_steps == 2
+    before = [p.detach().clone() for p in model.parameters()]
+    other.backward(real_loss(model(draw(model, (3, 4), 0, 9, real=True))) * 2.0**-6)
+    grad = other.whole_grad(model[0].weight)
+    other.step()
+    assert other.skipped_steps == 2 and not torch.equal(before[0], model[0].weight)
+    torch.testing.assert_close(model[0].weight, (before[0].float() - other.param_groups[0]["lr"] * grad.float()).half())
+
+
+def test_state_without_a_loss_scale_leaves_the_one_that_is_there():
+    _, optimizer = overflowed()
+    scale = optimizer.loss_scale
+    optimizer.load_state_dict(sgd()(real_mlp()).state_dict())
+    assert optimizer.loss_scale == scale and optimizer.skipped_steps == 2
+
+
+def test_another_loss_scale_is_not_loaded_over_gradients_that_were_scaled():
+    _, optimizer = overflowed()
+    saved, (model, other) = optimizer.state_dict(), overflowed(steps=0)
+    other.backward(real_loss(model(draw(model, (3, 4), 0, 9, real=True))))
+    with pytest.raises(ValueError, match=r"scale of \d+ was passed, but this window has gradients.* scaled by 65536\. Load it"):
+        other.load_state_dict(saved)
+    assert other.loss_scale.value == 2.0**16 and other.skipped_steps == 0
+    other.zero_grad()
+    other.load_state_dict(saved)
+    assert other.loss_scale == optimizer.loss_scale
+
+
 def test_a_saved_state_is_as_plain_as_torchs():
     model, optimizer = alone(make=adamw)
     one_step(model, optimizer)
     saved = optimizer.state_dict()
-    assert list(saved) == ["state", "elementwise", "masters", "param_groups"]
+    assert list(saved) == ["state", "elementwise", "masters", "param_groups", "skipped_steps"]
     assert json.dumps(saved["elementwise"]) == '["exp_avg", "exp_avg_sq"]'
     assert saved["param_groups"][0]["params"] == ["0.weight", "0.bias", "2.weight", "2.bias"]

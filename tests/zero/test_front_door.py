@@ -1,5 +1,6 @@
 """The package's front door opens nothing before it is asked to."""
 
+import inspect
 import subprocess
 import sys
 
@@ -20,6 +21,15 @@ def test_every_public_name_is_there_and_said():
         assert name in dir(zero)
     with pytest.raises(AttributeError, match=r"no attribute 'shards'\. It has: Engine, "):
         zero.shards  # noqa: B018
+
+
+def test_shard_names_what_people_ask_it_for():
+    parameters = inspect.signature(zero.shard).parameters
+    named = ["stage", "dtype", "group", "clip", "accumulation", "reduce", "offload", "bucket_bytes"]
+    assert list(parameters) == ["model", "optimizer", *named, "options"]
+    fields = zero.ZeroConfig.model_fields
+    defaults = {name: parameters[name].default for name in named if name in fields and name != "stage"}
+    assert defaults == {name: fields[name].default for name in defaults}
 
 
 def test_every_word_of_the_house_is_explained():

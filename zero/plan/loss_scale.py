@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,15 @@ class LossScale:
     @property
     def at_minimum(self) -> bool:
         return self.value <= self.minimum
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """How far it has come, to be saved; the rule is the configuration's."""
+        return {"value": self.value, "good_steps": self.good_steps, "patience": self.patience, "stuck": self.stuck}
+
+    def at(self, progress: Mapping[str, Any]) -> LossScale:
+        """This rule, come as far as that; a fixed scale stays where it is."""
+        return self if self.window is None else replace(self, **progress)
 
     def after(self, finite: bool) -> LossScale:
         """The scale for the next step."""

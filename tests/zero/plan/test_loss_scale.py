@@ -80,6 +80,16 @@ def test_gradients_are_multiplied_only_where_they_must_be():
     assert Scaling(weight=0.0).multiplier == 0.0
 
 
+def test_a_scale_goes_on_from_where_another_one_was_and_a_fixed_one_stays():
+    come = LossScale(value=2.0**10, window=3, hysteresis=2).after(True).after(False)
+    again = LossScale(value=2.0**16, window=3, hysteresis=2).at(come.progress)
+    assert again == come != LossScale(value=2.0**10, window=3, hysteresis=2)
+    fixed = LossScale(value=8.0, window=None)
+    assert fixed.at(come.progress) == fixed
+    with pytest.raises(ValueError, match="value=-1"):
+        come.at({"value": -1.0})
+
+
 def test_the_table_of_stages():
     table = {number: (stage.shards_optimizer, stage.accumulates_locally) for number, stage in STAGES.items()}
     assert table == {0: (False, True), 1: (True, True), 2: (True, False)}
