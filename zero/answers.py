@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import functools
+import inspect
+import os
+from typing import Any
 
-import torch
 from torch import nn
 
+from accelerators.launch import read_launch
 from zero.config import Batch, ZeroConfig
 from zero.optimizer import ShardedOptimizer
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Answers:
@@ -71,43 +70,48 @@ class Answers:
         """The momentum of each group: its betas where it has them."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
-    # the model's own answers -------------------------------------------------------------------------------------
-
-    def train(self, mode: bool = True) -> Self:
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        return self.train(False)
+    # where it is -------------------------------------------------------------------------------------------------
 
     @property
-    def training(self) -> bool:
-        return self.module.training
+    def global_rank(self) -> int:
+        """This rank's number in the group that trains."""
+        return self.optimizer.group.rank
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return self.module.parameters(recurse)
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group that trains."""
+        return self.optimizer.group.size
 
-    def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters(*arguments, **options)
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its host, as the launcher said; 0 where none did."""
+        return read_launch(os.environ).local_rank or 0
 
-    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        return self.module.buffers(recurse)
-
-    def named_buffers(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.module.named_buffers(*arguments, **options)
-
-    def modules(self) -> Iterator[nn.Module]:
-        return self.module.modules()
-
-    def named_modules(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
-        found: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*arguments, **options)
-        return found
-
-    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        return self.module.state_dict(*arguments, **options)
+    # the model's own answers -------------------------------------------------------------------------------------
 
     def module_state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        return self.state_dict(*arguments, **options)
+        state_dict: dict[str, Any] = self.module.state_dict(*arguments, **options)
+        return state_dict
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
-        return self.module.load_state_dict(state_dict, *arguments, **options)
+    def __getattr__(self, name: str) -> Any:
+        """What an engine does not have is the model's; where the model answers with itself, the engine does."""
+        if name == "module" or (name.startswith("__") and name.endswith("__")):  # unset while it is copied; Python's own
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        try:
+            found = getattr(self.module, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"{name} was asked of an {type(self).__name__}, but neither it nor its {type(self.module).__name__} has it. "
+                "Ask the optimizer or the model for what is theirs.",
+                name=name,
+                obj=self,
+            ) from error
+        if not inspect.ismethod(found):
+            return found
+
+        @functools.wraps(found)
+        def ask(*arguments: Any, **options: Any) -> Any:
+            answer = found(*arguments, **options)
+            return self if answer is self.module else answer
+
+        return ask

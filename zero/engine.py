@@ -19,8 +19,9 @@ from zero.progress import Progress
 class Engine(Answers):
     """A model and its sharded optimizer behind `engine(x)`, `engine.backward(loss)` and `engine.step()`.
 
-    It is no module itself: `engine.module` is the plain model, and what a model answers here (`state_dict`,
-    `named_parameters`, `train`) is that model's own answer. Methods that are collectives say so.
+    It is no module itself: `engine.module` is the plain model, and what an engine does not have (`state_dict`,
+    `named_parameters`, `train`, a `generate` of the model's own) is asked of that model. Methods that are collectives
+    say so.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, lr_scheduler: Any = None, training_dataloader: Any = None) -> None:
@@ -92,7 +93,8 @@ class Engine(Answers):
             self.settle()
             params = (param for group in self.optimizer.param_groups for param in group["params"])
             grads = [param.grad for param in params if param.grad is not None]
-            torch._foreach_mul_(grads, self._accumulation.declared * len(counts) / num_micro_batches)
+            if grads:  # a loss may reach no parameter at all
+                torch._foreach_mul_(grads, self._accumulation.declared * len(counts) / num_micro_batches)
         self._take_step(lr_kwargs)
         self._announce_boundary()
 

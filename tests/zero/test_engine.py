@@ -173,6 +173,61 @@ def test_the_first_window_is_like_every_other(stage, world):
             assert same_bits(mine, theirs)
 
 
+class Speaking(nn.Linear):
+    """A model with methods of its own, one of which gives the model."""
+
+    length = 7
+
+    def generate(self, *, times):
+        return "la" * times
+
+    def quietly(self):
+        return self
+
+    @property
+    def wrong(self):
+        raise AttributeError("nothing inside")
+
+
+def test_what_an_engine_does_not_have_is_asked_of_the_model():
+    engine = engine_of(solo(), build=lambda: Speaking(4, 3))
+    assert engine.generate(times=2) == "lala" and engine.length == 7 and engine.in_features == 4
+    assert list(engine.children()) == [] and engine.weight is not engine.module.weight  # a method of ours goes first
+    assert engine.quietly() is engine and engine.eval() is engine and not engine.training
+    assert engine.to(engine.device) is engine and engine.apply(lambda module: module.train()) is engine and engine.training
+    assert engine.config is engine.optimizer.parts.config
+    assert not hasattr(engine, "no_such_thing") and not hasattr(engine, "__len__")
+    for name in ("no_such_thing", "wrong"):
+        with pytest.raises(AttributeError, match=f"{name} was asked of an Engine, but neither it nor its Speaking has it"):
+            getattr(engine, name)
+    assert not hasattr(engine.optimizer, "generate") and not hasattr(engine.optimizer, "in_features")
+    assert copy.copy(engine).module is engine.module
+
+
+def test_an_engine_says_which_rank_it_is(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    found = [(engine.global_rank, engine.world_size, engine.local_rank) for engine in run_ranks(3, engine_of)]
+    assert found == [(0, 3, 0), (1, 3, 0), (2, 3, 0)]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    engine = engine_of(solo())
+    engine.close()
+    assert (engine.global_rank, engine.world_size, engine.local_rank) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_flush_of_a_window_that_reached_no_parameter_changes_none(stage):
+    def train(group):
+        engine, elsewhere = engine_of(group, stage, accumulation=4), nn.Linear(4, 1)
+        before = weights(engine.module)
+        engine.backward(elsewhere(whole_batch(group.rank, 0)).sum())
+        engine.step()
+        engine.flush()
+        assert same_bits(weights(engine.module), before) and engine.global_steps == 1
+        assert not engine.is_gradient_accumulation_boundary()
+
+    run_ranks(2, train)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_off_the_boundary_a_step_only_counts(stage):
     def train(group):
@@ -478,8 +533,7 @@ def test_names_state_and_mode_are_those_of_the_plain_model():
     changed = {name: torch.ones_like(value) for name, value in plain.state_dict().items()}
     assert not engine.load_state_dict(changed).missing_keys
     assert all(torch.equal(value, changed[name]) for name, value in engine.state_dict().items())
-    assert not hasattr(engine, "norm")  # what is not here is asked of engine.module, and never guessed
-    assert engine.module.norm.num_features == 4
+    assert engine.norm is engine.module.norm
 
 
 def test_it_answers_under_the_names_that_deepspeed_has():
