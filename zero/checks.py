@@ -30,7 +30,10 @@ WHOLE_TENSOR = {
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses a model that somebody else already distributes."""
+    """Refuses what is no model, and a model that somebody else already distributes."""
+    if not isinstance(model, nn.Module):
+        found = type(model).__name__
+        raise TypeError(f"Sharding a model was asked for, but a {found} was found. Pass an nn.Module, then its optimizer.")
     for name, module in model.named_modules():
         kind = type(module)
         path = f"{kind.__module__}.{kind.__qualname__}"
@@ -70,7 +73,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer, elementwise: bool | None) 
 
 
 def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuses a parameter that the optimizer would update twice, as torch does where it sees the groups being made."""
+    """Refuses the optimizer of another model, and a parameter that it would update twice, as torch does where it sees
+    the groups being made."""
+    known = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    if trainable and not any(id(param) in known for param in model.parameters()):
+        raise ValueError(
+            f"Sharding {type(model).__name__} was asked for, but none of its {len(trainable)} trainable parameters is in the "
+            f"{type(optimizer).__name__} that was passed. Make the optimizer from this model's parameters, after it was copied "
+            "or moved."
+        )
     seen: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:

@@ -276,6 +276,16 @@ def test_a_closed_optimizer_says_so_and_its_model_is_plain():
     assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
 
 
+def test_the_optimizer_of_another_model_is_refused_and_so_is_what_is_no_model():
+    model = real_mlp()
+    with pytest.raises(ValueError, match=r"none of its 4 trainable parameters is in the SGD .*Make the optimizer from this"):
+        shard(model, sgd()(copy.deepcopy(model)), stage=2)
+    with pytest.raises(TypeError, match=r"a model was asked for, but a NoneType was found\. Pass an nn\.Module"):
+        shard(None, sgd()(model), stage=2)
+    model.requires_grad_(False)  # what it trains may lie outside of it
+    shard(model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), stage=2).close()
+
+
 # E03: several -----------------------------------------------------------------------------------------------------------
 
 SEVERAL = (
