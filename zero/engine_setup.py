@@ -27,6 +27,8 @@ from zero.served import check_served
 
 logger = logging.getLogger("zero")
 
+DISTRIBUTED_PORT = 29500  # DeepSpeed's default, with which a call asks for nothing
+
 Source = str | os.PathLike[str] | Mapping[str, Any] | ZeroConfig
 
 
@@ -37,10 +39,12 @@ def initialize(
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
+    distributed_port: int = DISTRIBUTED_PORT,
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
     config: Source | None = None,
+    mesh_param: Any = None,
     config_params: Source | None = None,
 ) -> tuple[Engine, ShardedOptimizer, Any, Any]:
     """The engine, its optimizer, a loader of this rank's samples and the scheduler; the last two may be None. A collective.
@@ -49,20 +53,32 @@ def initialize(
     `config_params` are older places for it. An optimizer, or a function that makes one from the parameters, goes
     before the one in the configuration, and so does a scheduler, or a function that makes one from the optimizer.
     `training_data` is a dataset, of which each rank gets its own part, or a DataLoader to be used as it is. A
-    process group that a launcher asks for is started unless there is one, whatever `dist_init_required` says.
+    process group that a launcher asks for is started unless there is one, or `dist_init_required=False` says that
+    there should be one by now. The arguments are those of DeepSpeed 0.19.8, in its order.
     """
     source = _the_config(args, config, config_params)
     if not isinstance(model, nn.Module):
         raise ValueError(f"initialize(model={model!r}) was asked for, but a model is needed. Pass an nn.Module as model=.")
     if mpu is not None:
         raise ValueError("initialize(mpu=...) was asked for, but ranks do not split a model among them here. Leave mpu out.")
+    if mesh_param:
+        raise ValueError(
+            f"initialize(mesh_param={mesh_param!r}) was asked for, but ranks do not split a sequence among them here. "
+            "Leave mesh_param out."
+        )
+    launched = os.environ.get("MASTER_PORT")
+    if str(distributed_port) not in (str(DISTRIBUTED_PORT), launched):
+        raise ValueError(
+            f"initialize(distributed_port={distributed_port!r}) was asked for, but ranks meet where their launcher says "
+            f"(MASTER_PORT is {launched or 'not set'}). Set MASTER_PORT, and leave distributed_port out."
+        )
     if collate_fn is not None and (training_data is None or isinstance(training_data, DataLoader)):
         raise ValueError("initialize(collate_fn=...) was asked for, but there is no dataset to collate. Pass training_data=.")
     accelerator = accelerators.current()
     from zero.comm.torch_group import connect  # torch.distributed is not imported before somebody trains
 
     timeout_s = source.timeout_s if isinstance(source, ZeroConfig) else ZeroConfig(stage=0).timeout_s
-    group = connect(accelerator, None, timeout_s)
+    group = connect(accelerator, None, timeout_s, may_start=dist_init_required is not False)
     try:
         return _build(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, source, accelerator, group)
     except BaseException:

@@ -1,12 +1,14 @@
 """One call gives what a DeepSpeed script asks for, or an error that names the argument, and then nothing is changed."""
 
 import argparse
+import inspect
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
@@ -297,6 +299,8 @@ REFUSED = {
     "a scheduler of another": ({"lr_scheduler": other_schedule()}, ValueError, "drives another optimizer"),
     "no scheduler": ({"lr_scheduler": 3}, TypeError, r"which has no step\(\)"),
     "nothing to collate": ({"collate_fn": list}, ValueError, "collate_fn"),
+    "a mesh": ({"mesh_param": (2, 2)}, ValueError, "do not split a sequence"),
+    "another port": ({"distributed_port": 29501}, ValueError, "ranks meet where their launcher says"),
     "no batch size": (
         {"training_data": Numbers(), "config": {"optimizer": ADAMW}}, ValueError, "Write train_micro_batch_size_per_gpu",
     ),
@@ -320,6 +324,31 @@ def test_an_argument_that_cannot_be_served_is_named_and_nothing_is_changed(name)
     assert [param.data_ptr() for param in model.parameters()] == pointers
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     zero.initialize(model=model, config=written())  # and it can be done right afterwards
+
+
+def test_the_arguments_are_deepspeeds_in_its_order():
+    assert list(inspect.signature(zero.initialize).parameters) == [
+        "args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler", "distributed_port", "mpu",
+        "dist_init_required", "collate_fn", "config", "mesh_param", "config_params",
+    ]  # fmt: skip
+
+
+def test_arguments_that_ask_for_nothing_are_taken(monkeypatch):
+    nothing = {"distributed_port": 29500, "mesh_param": None, "mpu": None, "dist_init_required": False}
+    zero.initialize(model=mlp(), config=written(), **nothing)[0].close()
+    monkeypatch.setenv("MASTER_PORT", "29511")
+    zero.initialize(model=mlp(), config=written(), distributed_port=29511)[0].close()
+
+
+def test_a_group_that_should_be_there_by_now_is_not_started(monkeypatch):
+    started = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: started.append(arguments))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"dist_init_required=False was given and 2 ranks were started, but torch\.dist"):
+        zero.initialize(model=mlp(), config=written(), dist_init_required=False)
+    assert started == []
 
 
 def test_a_schedule_that_cannot_be_made_leaves_a_plain_model():

@@ -43,7 +43,7 @@ _FRAME_BYTES = 1024  # what nearly every message fits into, its length included
 _MEETING_S = 2.0  # how long the ranks that are left wait for each other to find out who is missing
 
 
-def connect(accelerator: Accelerator, group: Any = None, time_limit_s: float = 60.0) -> Group:
+def connect(accelerator: Accelerator, group: Any = None, time_limit_s: float = 60.0, may_start: bool = True) -> Group:
     """The group to train with: the user's, else the launcher's, else a single rank."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return _checked(group)
@@ -53,8 +53,14 @@ def connect(accelerator: Accelerator, group: Any = None, time_limit_s: float = 6
             raise ValueError(
                 "A process group was passed, but torch.distributed is not initialised. Call init_process_group first."
             )
-        if read_launch(os.environ).world_size == 1:
+        world_size = read_launch(os.environ).world_size
+        if world_size == 1:
             return solo()
+        if not may_start:
+            raise ValueError(
+                f"dist_init_required=False was given and {world_size} ranks were started, but torch.distributed is not "
+                "initialised. Call init_process_group first, or leave dist_init_required out."
+            )
         dist.init_process_group(accelerator.communication_backend, timeout=datetime.timedelta(seconds=time_limit_s))
         atexit.register(_leave)
     elif group is None and dist.get_world_size() == 1:
@@ -193,6 +199,8 @@ class TorchGroup:
 
     def guarded(self, call: Callable[[], Any]) -> Any:
         """What `call` gives; its failure ends the group, and every later call says so with the first cause."""
+        if self._lost is None and self._is_over:  # some collectives would still work then, others say odd things
+            self._lost = "torch.distributed was ended since it was made, so close() what trains before that."
         if self._lost is not None:
             raise GroupLost(f"A collective was asked for, but this group was lost before: {self._lost} Start the ranks again.")
         try:
@@ -215,8 +223,12 @@ class TorchGroup:
     def _start(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         return self.guarded(lambda: collective(*arguments, group=self._tensors, async_op=True, **options))
 
+    @property
+    def _is_over(self) -> bool:
+        return not dist.is_initialized() or self._world is not dist.group.WORLD
+
     def close(self) -> None:
-        if not dist.is_initialized() or self._world is not dist.group.WORLD:
+        if self._is_over:
             return
         self._world = None
         groups = [self._tensors, self._messages, self._quiet]

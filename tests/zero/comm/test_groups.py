@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import accelerators
 from tests import ranks
@@ -181,6 +182,26 @@ def test_over_gloo_too_and_every_later_call_says_the_first_cause():
     assert "was lost before" in later
     assert first.split("but ")[1] in later or later.split("before: ")[1] in first
     assert took_later < 0.1
+
+
+def end_torch_distributed(rank, world):
+    group, said = connect(accelerators.get("cpu"), None, 5.0), []
+    group.exchange(b"x")
+    dist.destroy_process_group()
+    bucket = torch.ones(world)
+    for call in (lambda: group.exchange(b"x"), lambda: group.all_gather(bucket), lambda: group.broadcast(bucket)):
+        try:
+            call()
+        except GroupLost as error:
+            said.append(str(error))
+    group.close()
+    return said
+
+
+def test_a_group_whose_torch_distributed_was_ended_says_so():
+    for said in ranks.run(2, end_torch_distributed, fresh=True):
+        assert len(said) == 3
+        assert all("this group was lost before: torch.distributed was ended since" in text for text in said)
 
 
 def test_errors_of_one_rank_are_all_ranks_errors():
