@@ -1,8 +1,10 @@
 """Reads a DeepSpeed configuration, file or dict, as DeepSpeed 0.19.8 means it, into a ZeroConfig.
 
 Which keys count is in `zero/deepspeed_keys.py`. Two defaults differ on purpose. Without `gradient_clipping` nothing is
-clipped, while DeepSpeed 0.19.8 would clip at 1.0; the log line of each load says so. And a step whose gradients are not finite
-is skipped in fp32 as in 16 bits, while DeepSpeed looks only in 16 bits.
+clipped, while DeepSpeed 0.19.8 would clip at 1.0; the log line of each load says so. And fp32 weights take a step whose
+gradients are not finite, as they do in plain torch; DeepSpeed does so at stage 0 too, but at stages 1 and 2 it skips the step
+wherever it computes the norm (`compute_grad_norm`, its default). In 16 bits both skip, unless `check_grad_overflow` of bf16
+is false.
 """
 
 from __future__ import annotations

@@ -391,6 +391,15 @@ def test_a_bucket_is_counted_in_elements_of_the_weights_dtype():
     assert translate({}).config.bucket_bytes == DEFAULT_BUCKET_BYTES
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_that_are_not_finite_do_in_fp32_what_they_do_in_plain_torch(stage):
+    blocks = {"skip": ({"fp16": {"enabled": True}}, {"bf16": {"enabled": True}}),
+              "propagate": ({}, {"bf16": {"enabled": True, "check_grad_overflow": False}})}
+    for policy, written in blocks.items():
+        for block in written:
+            assert translate({"zero_optimization": {"stage": stage}, **block}).config.on_nonfinite == policy
+
+
 def test_infinity_as_steps_per_print_in_a_dict_means_never():
     assert translate({"steps_per_print": math.inf}).config.report.every_steps is None
 
