@@ -36,6 +36,19 @@ def test_the_first_screen_has_two_commands_that_exist_and_a_program_of_15_lines_
     assert float(loss) < 0.5
 
 
+def test_what_is_in_shares_is_asked_for_as_it_says(tmp_path):
+    (program,), block = blocks("python"), blocks("python", section="## What is in shares")[0]
+    checks = """
+import os
+assert average.shape == model.weight.shape and average.abs().sum() > 0
+saved = torch.load("weight.pt")["weight"]
+assert saved.untyped_storage().nbytes() == saved.nbytes == model.weight.untyped_storage().nbytes()
+"""
+    before = 'assert not optimizer.state[model.weight]\nassert model.weight.untyped_storage().nbytes() > model.weight.nbytes\n'
+    (tmp_path / "train.py").write_text(program + before + block + checks)
+    run("train.py", cwd=tmp_path)
+
+
 def test_the_backend_of_at_most_30_lines_runs_and_keeps_the_contract(tmp_path):
     backend, test = blocks("python", section="## Bring your own accelerator")
     assert len(backend.splitlines()) <= 30
