@@ -383,8 +383,8 @@ NAMED = [
     Mutant(
         "clipping by the norm of one parameter",
         R + "shares.py",
-        "            local[param] = _joined(local[param], _as_term(amount, order), order)",
-        "            local[param] = _as_term(amount, order)",
+        "            local[param].append(amount)",
+        "            local[param] = [amount]",
     ),
 ]
 

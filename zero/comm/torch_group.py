@@ -199,19 +199,21 @@ class TorchGroup:
 
     def guarded(self, call: Callable[[], Any]) -> Any:
         """What `call` gives; its failure ends the group, and every later call says so with the first cause."""
-        if self._lost is None and self._is_over:  # some collectives would still work then, others say odd things
-            self._lost = "torch.distributed was ended since it was made, so close() what trains before that."
         if self._lost is not None:
             raise GroupLost(f"A collective was asked for, but this group was lost before: {self._lost} Start the ranks again.")
         try:
             return call()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, ValueError) and not self._is_over:
+                raise
             self._lost = self._who_is_missing(error)
             raise GroupLost(
                 f"A collective of {self.size} ranks was asked for on rank {self.rank}, but {self._lost} Start the ranks again."
             ) from error
 
-    def _who_is_missing(self, error: RuntimeError) -> str:
+    def _who_is_missing(self, error: Exception) -> str:
+        if self._is_over:
+            return "torch.distributed was ended since the group was made, so close() what trains before that."
         limit = datetime.timedelta(seconds=_MEETING_S)
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         try:
