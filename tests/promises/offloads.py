@@ -1,0 +1,121 @@
+"""Trainings on the simulated device whose shares live on the host, beside the same ones without, in rank processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import ranks
+from tests.promises.loops import weights
+from tests.traces import copied
+from tests.zoo.case import backward, draw, real_loss, real_mlp
+from zero.config import Offload
+from zero.optimizer import ShardedOptimizer, shard
+
+SMALL = 64  # bytes of a bucket: one share of most ranks and one gap
+
+SHARDED = pytest.mark.parametrize("stage", [1, 2])
+DTYPES = (None, "bfloat16")
+
+# What one rank does with a model and its optimizer; whatever it gives is compared between the points.
+Program = Callable[[nn.Module, ShardedOptimizer, int], Any]
+Options = dict[str, Any]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
+
+
+def on_sim(
+    world: int, program: Program, points: Iterable[Options], build: Callable[[], nn.Module] = real_mlp, order: str = "late"
+) -> list[list[Any]]:
+    """By rank: what `program` gives at each point, which is a dict of options of `shard`."""
+    return ranks.run(world, train_points, program, list(points), build, order, apart="sim")
+
+
+def train_points(
+    rank: int, world: int, program: Program, points: Sequence[Options], build: Callable[[], nn.Module], order: str
+) -> list[Any]:
+    from accelerators import simulated
+
+    simulated.bring_up()
+    simulated.configure(order=order)
+    found = []
+    for point in points:
+        given = {"stage": 2, "bucket_bytes": SMALL, "timeout_s": 20.0, **point}
+        with torch.device("sim:0"):
+            model = build()
+        optimizer = shard(model, given.pop("make", adamw)(model), **given)
+        try:
+            found.append(program(model, optimizer, rank))
+        finally:
+            optimizer.close()
+    return found
+
+
+def difference(one: Any, other: Any, where: str = "") -> str | None:
+    """The first place where a bit differs, NaN equal to NaN; None where there is none."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        wrong = 0 if not alike else int(((one != other) & ~((one != one) & (other != other))).sum())
+        return None if alike and not wrong else f"{where}: {wrong} elements of {one} are not those of {other}"
+    if isinstance(one, dict) and isinstance(other, dict):
+        one, other = [list(one), *one.values()], [list(other), *(other.get(key) for key in one)]
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        inside = (difference(mine, theirs, f"{where}[{at}]") for at, (mine, theirs) in enumerate(zip(one, other, strict=True)))
+        return next((found for found in inside if found is not None), None)
+    return None if one == other or (one != one and other != other) else f"{where}: {one!r} is not {other!r}"
+
+
+def send(model: nn.Module, optimizer: Any, rank: int, step: int, micro: int = 0) -> None:
+    """One micro-batch, forward and backward."""
+    backward(optimizer, real_loss(model(draw(model, (3, 4), rank, step, micro, real=True))))
+
+
+def bits(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """All that a training leaves behind, on the host; a collective."""
+    saved, found = optimizer.state_dict(), copied(weights(model))
+    masters = copied(saved["masters"])
+    for name in [name for name in masters if found[name].dtype == torch.float32]:
+        assert torch.equal(masters.pop(name), found[name])  # a copy on the host of what needs no rounding
+    return {"weights": found, "masters": masters, "state": copied(saved["state"]), "norm": optimizer.grad_norm}
+
+
+def grads(model: nn.Module, optimizer: ShardedOptimizer) -> list[Any]:
+    """The global gradients on the host; a collective."""
+    return copied([optimizer.whole_grad(param) for param in model.parameters()])
+
+
+def train_windows(model: nn.Module, optimizer: ShardedOptimizer, rank: int, lengths: Sequence[int]) -> list[Any]:
+    """Windows of so many backwards; each one's gradients, and everything after its step."""
+    found = []
+    for step, length in enumerate(lengths):
+        for micro in range(length):
+            send(model, optimizer, rank, step, micro)
+        found.append(grads(model, optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(bits(model, optimizer))
+    return found
+
+
+def pairs(stage: int, dtypes: Sequence[str | None] = DTYPES, **options: Any) -> Iterator[Options]:
+    """Each dtype without offload and then with it, half and whole."""
+    for dtype, offload in itertools.product(dtypes, (None, Offload(ratio=0.5), "cpu")):
+        yield {"stage": stage, "dtype": dtype, "offload": offload, **options}
+
+
+def pairs_in_turn(stage: int, **options: Any) -> Iterator[Options]:
+    """The same with one dtype a stage."""
+    return pairs(stage, DTYPES[stage % 2 :][:1], **options)
+
+
+def in_threes(found: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, Any, Any]]:
+    """Of every rank, what was found without offload and then with half and all of it."""
+    for of_rank in found:
+        yield from zip(of_rank[::3], of_rank[1::3], of_rank[2::3], strict=True)

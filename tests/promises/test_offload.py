@@ -1,0 +1,240 @@
+"""A12: what adds up in a window, and what ends it, with shares of gradients on the host."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import accelerators
+import zero
+from tests import ranks
+from tests.devices import needs_sim
+from tests.promises.offloads import (
+    DTYPES,
+    SHARDED,
+    bits,
+    difference,
+    grads,
+    in_threes,
+    on_sim,
+    pairs,
+    pairs_in_turn,
+    send,
+    train_windows,
+)
+from tests.zoo.branches import ManyParameters
+from tests.zoo.case import draw, filled, real_loss
+from zero.memory.offload import Host
+
+# windows ----------------------------------------------------------------------------------------------------------------
+
+
+def several_backwards(model, optimizer, rank):
+    return train_windows(model, optimizer, rank, (3, 2, 4))
+
+
+def a_single_backward(model, optimizer, rank):
+    return train_windows(model, optimizer, rank, (1, 1, 1))
+
+
+def changing_lengths(model, optimizer, rank):
+    return train_windows(model, optimizer, rank, (3, 1, 2, 1))
+
+
+def declared_accumulation(model, optimizer, rank):
+    return train_windows(model, optimizer, rank, (3, 3, 3))
+
+
+@needs_sim
+@pytest.mark.promise("A12")
+@SHARDED
+def test_several_backwards_with_offload_match_no_offload(stage):
+    for none, half, whole in in_threes(on_sim(2, several_backwards, pairs(stage))):
+        assert difference(half, none) is None and difference(whole, none) is None
+
+
+@needs_sim
+@pytest.mark.promise("A12")
+@SHARDED
+def test_a_single_backward_with_offload_is_unchanged(stage):
+    for none, half, whole in in_threes(on_sim(2, a_single_backward, pairs_in_turn(stage))):
+        assert difference(half, none) is None and difference(whole, none) is None
+
+
+@needs_sim
+@pytest.mark.promise("A12")
+@SHARDED
+def test_nothing_leaks_from_one_window_into_the_next_with_offload(stage):
+    for none, half, whole in in_threes(on_sim(2, changing_lengths, pairs_in_turn(stage))):
+        assert difference(half, none) is None and difference(whole, none) is None
+
+
+@needs_sim
+@pytest.mark.promise("A12")
+@SHARDED
+def test_declared_accumulation_with_offload_is_unchanged(stage):
+    for none, half, whole in in_threes(on_sim(2, declared_accumulation, pairs_in_turn(stage, accumulation=3))):
+        assert difference(half, none) is None and difference(whole, none) is None
+
+
+def bytes_of_windows(model, optimizer, rank):
+    """Host bytes that a window of one backward and one of two make, beside what there is for good."""
+    gradients, device, found = optimizer.parts.window.shares.shard, accelerators.get("sim"), []
+    make = Host.empty
+    for length in (1, 1, 2):
+        made, lent = [], gradients.host.num_lent_bytes
+        note = lambda host, numel, dtype, made=made: made.append(numel * dtype.itemsize) or make(host, numel, dtype)  # noqa: E731
+        device.synchronize()
+        before = device.memory().allocated
+        with mock.patch.object(Host, "empty", note):
+            for micro in range(length):
+                send(model, optimizer, rank, 0, micro)
+            optimizer.settle()
+            gradients.present()  # everything has arrived
+        buffers = sum(b.nbytes for free in optimizer.parts.window.reducer._staging._free.values() for b, _, _ in free)
+        on_device = device.memory().allocated - before
+        found.append((sum(made), gradients.host.num_lent_bytes - lent, gradients.num_bytes, on_device, buffers))
+        gradients.clear()  # as if the window had been thrown away, without a step that lends memory for other ends
+        optimizer.zero_grad()
+    return found
+
+
+@needs_sim
+@pytest.mark.promise("A12")
+@SHARDED
+def test_a_single_backward_with_offload_allocates_no_accumulator(stage):
+    points = [{"stage": stage, "dtype": dtype, "offload": "cpu"} for dtype in DTYPES]
+    for of_rank in on_sim(2, bytes_of_windows, points):
+        for first, second, of_two in of_rank:
+            for made, lent, shard_bytes, on_device, buffers in (first, second):
+                assert made == shard_bytes > 0, "the shard itself, and nothing beside it"
+                assert lent == 0
+                assert on_device <= buffers, "on the device there are the buckets' buffers only"
+            made, lent, shard_bytes, on_device, buffers = of_two
+            # at stage 1 the two meet in .grad or in the bucket, at stage 2 the second one lands beside the shard
+            assert made == shard_bytes + lent
+            assert on_device <= buffers
+
+
+# what ends a window -----------------------------------------------------------------------------------------------------
+
+
+def is_empty(optimizer):
+    """Nothing of a window is left, on its way or arrived."""
+    gradients = optimizer.parts.window.shares.shard
+    return not gradients.shares and not gradients._coming and not optimizer.parts.window.used
+
+
+def reset_in_every_way(model, optimizer, rank):
+    found = []
+    for step, way in enumerate(("step", "zero_grad", "zeros", "by the model", "settled", "failed", "failed on one rank")):
+        send(model, optimizer, rank, step, 0)
+        send(model, optimizer, rank, step, 1)
+        if way == "step":
+            optimizer.step()
+        if way == "settled":
+            optimizer.settle()
+        if way == "failed" or (way == "failed on one rank" and rank == 1):
+            with pytest.raises(ArithmeticError):
+                fail_in_backward(model, rank)
+        if way == "by the model":
+            model.zero_grad()
+        else:
+            optimizer.zero_grad(set_to_none=way != "zeros")
+            if way != "zeros":
+                assert is_empty(optimizer), way
+        # what is left over would be in this window's gradients
+        send(model, optimizer, rank, step, 2)
+        found.append((way, grads(model, optimizer)))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert is_empty(optimizer)
+        found.append(bits(model, optimizer))
+    return found
+
+
+def fail_in_backward(model, rank):
+    """After the gradients of the last layer came, and before those of the first."""
+
+    def fail(grad):
+        raise ArithmeticError("seen by the test")
+
+    hidden = model[1](model[0](draw(model, (3, 4), rank, 9, real=True)))
+    hidden.register_hook(fail)
+    real_loss(model[2](hidden)).backward()
+
+
+@needs_sim
+@pytest.mark.promise("A12")
+@SHARDED
+def test_a_step_a_clearing_and_a_failed_backward_reset_everything_with_offload(stage):
+    for none, half, whole in in_threes(on_sim(2, reset_in_every_way, pairs_in_turn(stage))):
+        assert difference(half, none) is None and difference(whole, none) is None
+
+
+# 1,083 parameters of which 63 are reached -------------------------------------------------------------------------------
+
+REACHED = set(ManyParameters.reached())
+
+
+def with_the_full_configuration(rank, world, device, stage):
+    if device != "cpu":
+        from accelerators import simulated
+
+        simulated.bring_up()
+        simulated.configure(order="late")
+    with torch.device("cpu" if device == "cpu" else "sim:0"):
+        model = filled(ManyParameters())
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+    given = list(model.parameters())
+    before = [parameter.detach().cpu().clone() for parameter in given]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 4, "hysteresis": 1},
+        "zero_optimization": {
+            "stage": stage,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+            "reduce_scatter": True,
+        },
+        "wall_clock_breakdown": True,
+    }
+    with accelerators.using(device):
+        engine, optimizer, _, _ = zero.initialize(model=model, model_parameters=given, config=config)
+    found = []
+    for step in range(2):
+        x = draw(model, (2, 3), rank, step)
+        if step == 1 and rank == world - 1:
+            x = x * torch.inf  # fp16, dynamic: skipped by all
+        engine.backward(engine(x).float())
+        engine.settle()
+        arrived = {index for index, parameter in enumerate(model.parameters()) if parameter.grad is not None}
+        engine.step()
+        found.append((arrived, engine.was_step_applied(), engine.loss_scale()))
+    moved = {
+        i
+        for i, (p, old) in enumerate(zip(model.parameters(), before, strict=True))
+        if not torch.equal(p.detach().cpu().float(), old)
+    }
+    kept = [id(one) for one in model.parameters()] == [id(one) for one in given]
+    held = [id(param) for group in optimizer.param_groups for param in group["params"]] == [id(one) for one in given]
+    homes = {share.device.type for share in optimizer.parts.masters.shard.present()}
+    engine.close()
+    return found, moved, kept and held, homes
+
+
+@pytest.mark.promise("H01")
+@SHARDED
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("sim", marks=needs_sim)])
+def test_of_1083_parameters_63_arrive_and_1020_stay_with_the_full_configuration(stage, world, device):
+    options = {"apart": "sim"} if device == "sim" else {}
+    for found, moved, identical, homes in ranks.run(world, with_the_full_configuration, device, stage, **options):
+        assert [arrived for arrived, _, _ in found] == [REACHED] * 2
+        assert [(applied, scale) for _, applied, scale in found] == [(True, 16.0), (False, 8.0)]
+        assert moved == REACHED and len(REACHED) == 63
+        assert identical
+        assert homes == {"cpu"}
