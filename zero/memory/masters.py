@@ -102,10 +102,14 @@ class Masters:
 
     def release(self) -> None:
         """Lets go of everything."""
-        for crossing, _ in self._fetched.values():
-            crossing.finish()
-        self._fetched.clear()
+        if self.shard.host is not None:
+            for crossing, landing in self._fetched.values():
+                crossing.finish()
+                self.shard.host.give_back(landing)
+            for rounded in self._rounded.values():
+                self.shard.host.give_back(rounded)
         self._get_back(0)
+        self._fetched.clear()
         self._rounded.clear()
         self.pieces.clear()
         self._in_block.clear()

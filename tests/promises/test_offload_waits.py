@@ -1,0 +1,249 @@
+"""H02, R13: copies between host and device come as late as they may, and every wait for one of them is needed."""
+
+import ast
+import contextlib
+import gc
+import inspect
+import itertools
+import textwrap
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import accelerators
+from tests import ranks
+from tests.devices import needs_sim
+from tests.promises.loops import weights
+from tests.promises.offloads import SMALL, bits, difference, grads, on_sim, send
+from tests.traces import copied
+from tests.zoo.case import filled
+from zero.comm.loopback import solo
+from zero.config import LossScale
+from zero.memory.flat import Shard
+from zero.memory.masters import Masters
+from zero.memory.offload import Crossing, Host
+from zero.memory.staging import Staging
+from zero.optimizer import shard
+
+NUM_SEEDS = 50
+
+
+def in_random_orders(model, optimizer, rank):
+    """Put-off work of every window runs in another legal order; the detector raises where two accesses have none."""
+    from accelerators import simulated
+
+    found = []
+    for seed in range(NUM_SEEDS):
+        simulated.configure(order=f"random:{seed}")
+        for micro in range(1 + seed % 3):
+            send(model, optimizer, rank, seed, micro)
+        if seed % 5 == 1:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if seed % 5 == 3:
+            with torch.no_grad():
+                model[0].weight.mul_(0.5)
+        optimizer.step()
+        if seed % 7:
+            found.append(copied(weights(model)))
+        optimizer.zero_grad()
+    return found, bits(model, optimizer)
+
+
+@needs_sim
+@pytest.mark.promise("H02", "R13")
+@pytest.mark.parametrize(("stage", "dtype"), [(1, None), (2, "bfloat16"), (2, None)])
+def test_fifty_random_orders_of_late_copies_race_nowhere_and_give_the_bits_of_no_offload(stage, dtype):
+    options = {"stage": stage, "dtype": dtype}
+    for none, offloaded in on_sim(2, in_random_orders, [options, {**options, "offload": "cpu"}]):
+        assert difference(offloaded, none) is None
+
+
+# every wait in turn -----------------------------------------------------------------------------------------------------
+
+WAITS = {"wait", "finish", "wait_stream", "wait_event", "synchronize", "_take_in", "_get_back"}
+CLASSES = (Crossing, Host, Shard, Masters, Staging)
+
+
+def is_wait(statement):
+    """Of those for copies: that a borrower of staging waits for the stream of the one before it has nothing to do with them."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in WAITS:
+        return False
+    names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
+    return "returned_on" not in names and not any(word.arg == "wait" for word in call.keywords)  # that one waits for nothing
+
+
+def methods():
+    for owner in CLASSES:
+        for name, member in vars(owner).items():
+            if inspect.isfunction(member):
+                yield owner, name, ast.parse(textwrap.dedent(inspect.getsource(member)))
+
+
+def waits():
+    """Each wait of the classes that copy: class, method, its number there and its source."""
+    for owner, name, tree in methods():
+        found = [statement for statement in ast.walk(tree) if is_wait(statement)]
+        yield from ((owner, name, number, ast.unparse(statement)) for number, statement in enumerate(found))
+
+
+@contextlib.contextmanager
+def without_wait(owner, name, number):
+    """That method with a `pass` in place of that wait."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(vars(owner)[name])))
+    wait = [statement for statement in ast.walk(tree) if is_wait(statement)][number]
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            body = getattr(node, field, None)
+            if isinstance(body, list) and wait in body:
+                body[body.index(wait)] = ast.copy_location(ast.Pass(), wait)
+    made = {}
+    exec(compile(tree, f"<{owner.__name__}.{name} without a wait>", "exec"), vars(inspect.getmodule(owner)), made)
+    with mock.patch.object(owner, name, made[name]):
+        yield
+
+
+def keeps_no_ends(crossing, accelerator, event, *ends):
+    crossing._accelerator, crossing._event, crossing._ends = accelerator, event, ()
+
+
+def forgets_the_crossing(staging, buffer, crossing=None, give_back=Staging.give_back):
+    give_back(staging, buffer)
+
+
+KEPT = {
+    "Crossing keeps its ends": mock.patch.object(Crossing, "__init__", keeps_no_ends),
+    "Staging keeps the crossing": mock.patch.object(Staging, "give_back", forgets_the_crossing),
+}
+
+
+class OnTwoStreams(nn.Module):
+    """Six buckets of one size, of which three are computed, and so filled and emptied, on a stream of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(6))
+        self.side = accelerators.get("sim").new_stream()
+
+    def forward(self, x):
+        device = accelerators.get("sim")
+        main = device.current_stream()
+        self.side.wait_stream(main)
+        with device.in_stream(self.side):
+            right = nn.Sequential(*self.layers[3:])(x)
+        left = nn.Sequential(*self.layers[:3])(x)
+        main.wait_stream(self.side)
+        return left + right
+
+
+class Unknown(torch.optim.AdamW):
+    """Nobody knows whether it may be given one block after the other, so it steps on everything at once."""
+
+
+def scenario(dtype, offload, make):
+    """Everything that makes copies meet each other: what it gives."""
+    with torch.device("sim:0"):
+        model = filled(OnTwoStreams(), real=True)
+    inner = make(model.parameters(), lr=0.02, eps=1e-2)
+    scale = LossScale(initial=4.0, dynamic=False) if dtype == "float16" else None
+    options = {"stage": 2, "bucket_bytes": SMALL, "clip": 0.5, "dtype": dtype, "loss_scale": scale, "elementwise": True}
+    optimizer, found = shard(model, inner, group=solo(), offload=offload, **options), []
+    assert len(optimizer.parts.line.layout.buckets) >= 3
+    for step, length in enumerate((1, 2, 3, 1)):
+        for micro in range(length):
+            send(model, optimizer, 0, step, micro)
+        if step in (1, 2):
+            model.layers[0].weight.grad.mul_(0.5)  # looks at a share that is still coming
+        if step == 2:
+            with torch.no_grad():
+                model.layers[5].weight.mul_(0.5)
+        optimizer.step()
+        found.append(copied(weights(model)))
+        optimizer.zero_grad()
+    for thrown_away in (1, 2):
+        for micro in range(thrown_away):
+            send(model, optimizer, 0, 7, micro)
+        optimizer.zero_grad()
+        send(model, optimizer, 0, 8)
+        found.append(grads(model, optimizer))
+        optimizer.zero_grad()
+    found.append(bits(model, optimizer))
+    host, lent = optimizer.parts.masters.shard.host, []
+    for step in range(2):
+        send(model, optimizer, 0, 9, step)
+        optimizer.step()
+        lent.append(0 if host is None else host.num_lent_bytes)
+        optimizer.zero_grad()
+    found.append(lent[1] - lent[0])
+    if make is Unknown:  # ends with gradients and weights on their way to the host, else with weights on their way back
+        send(model, optimizer, 0, 10, 0)
+        send(model, optimizer, 0, 10, 1)
+        optimizer.parts.masters.fetch(0)  # as a step that fails leaves it
+    optimizer.close()
+    found.append(0 if host is None else host.num_lent_bytes)
+    torch.empty(1 << 10, device="sim:0").zero_()  # takes over what was let go
+    found.append(copied(weights(model)))
+    return found
+
+
+@contextlib.contextmanager
+def nothing_freed_in_flight():
+    """Host memory that a copy may still use must not go: torch would keep it, and other owners of pinned memory would not."""
+    from accelerators.simulated import pinned
+    from accelerators.simulated.lanes import host
+
+    freed, let_go = [], pinned._Mark.__del__
+
+    def look(mark):
+        if any(host.clock.get(access.number, 0) < access.count for access, _ in mark.history.accesses()):
+            freed.append(mark.history.num_bytes)
+        let_go(mark)
+
+    with mock.patch.object(pinned._Mark, "__del__", look):
+        yield freed
+
+
+def noticed(expected):
+    """What is seen to be wrong in the scenario; None for nothing."""
+    found = None
+    for (dtype, make), offload in itertools.product(expected, ("cpu", None)):
+        if found is not None:
+            break
+        with nothing_freed_in_flight() as freed:
+            try:
+                wrong = difference(scenario(dtype, offload, make), expected[dtype, make])
+            except Exception as error:  # noqa: BLE001 - a race, or whatever a wrong number leads to
+                wrong = f"{type(error).__name__}: {error}"
+            gc.collect()
+            torch.accelerator.synchronize()  # what this one left undone is not the next one's
+        found = wrong or (f"{freed} bytes freed in flight" if freed else None)
+    return found
+
+
+def remove_each_wait(rank, world):
+    from accelerators import simulated
+
+    simulated.bring_up()
+    simulated.configure(order="late")
+    given = itertools.product((None, "float16"), (torch.optim.AdamW, Unknown))
+    expected = {(dtype, make): scenario(dtype, None, make) for dtype, make in given}
+    found = {"nothing removed": noticed(expected)}
+    for owner, name, number, source in waits():
+        with without_wait(owner, name, number):
+            found[f"{owner.__name__}.{name}: {source} ({number})"] = noticed(expected)
+    for name, removed in KEPT.items():
+        with removed:
+            found[name] = noticed(expected)
+    found["nothing removed again"] = noticed(expected)
+    return found
+
+
+@needs_sim
+@pytest.mark.promise("H02", "R13")
+def test_each_wait_and_each_reference_that_is_removed_is_noticed():
+    [found] = ranks.run(1, remove_each_wait, fresh=True, timeout=200.0)
+    assert found.pop("nothing removed") is None and found.pop("nothing removed again") is None
+    assert len(found) >= 10
+    assert [name for name, wrong in found.items() if wrong is None] == []
