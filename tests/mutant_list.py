@@ -80,11 +80,11 @@ NAMED = [
     Mutant(
         "reduce at the first hook only",
         R + "window.py",
-        "        self.reducer.advance()\n",
-        "        if not self.reducer.sent:\n"
-        "            self.reducer.advance()\n"
-        "        else:\n"
-        "            self.reducer._rounds.pop(next(iter(self.reducer._rounds), -1), None)\n",
+        "            self.reducer.advance()\n",
+        "            if not self.reducer.sent:\n"
+        "                self.reducer.advance()\n"
+        "            else:\n"
+        "                self.reducer._rounds.pop(next(iter(self.reducer._rounds), -1), None)\n",
     ),
     Mutant(
         "order by arrival",
@@ -186,11 +186,8 @@ NAMED = [
     Mutant(
         "stand-ins only where used",
         R + "window.py",
-        "            self.put |= 1 << index\n            if index != current:",
-        "            if index != current:\n"
-        "                continue\n"
-        "            self.put |= 1 << index\n"
-        "            if index != current:",
+        "            if index != current:\n                self._find(index)\n",
+        "            if index != current:\n                continue\n                self._find(index)\n",
     ),
     Mutant(
         "stand-ins stay where nobody used",
@@ -263,17 +260,8 @@ NAMED = [
     Mutant(
         "clearing keeps the sums",
         R + "window.py",
-        "        self.reducer.drop()\n"
-        "        self.shares.clear()\n"
-        "        self.used = self.put = 0\n"
-        "        self.scaling.weight = None\n"
-        "        self.reducer.flight.factor = self.scaling.at_keeping(False)\n"
-        "        self.since = Since()\n",
-        "        self.reducer.drop()\n"
-        "        self.used = self.put = 0\n"
-        "        self.scaling.weight = None\n"
-        "        self.reducer.flight.factor = self.scaling.at_keeping(False)\n"
-        "        self.since = Since()\n",
+        "        self.shares.clear()\n        self.used = self.put = 0\n",
+        "        self.used = self.put = 0\n",
     ),
     Mutant(
         "the user's own gradient is added to ours",
@@ -284,7 +272,7 @@ NAMED = [
     Mutant(
         "a gradient that the user replaced is sent twice",
         R + "window.py",
-        "            self.since.touched &= ~(1 << index)\n            self.reducer.drop_param(index)\n",
+        "            since.aside.pop(index, None)\n            self.reducer.drop_param(index)\n",
         "",
     ),
     Mutant(
@@ -296,14 +284,56 @@ NAMED = [
     Mutant(
         "local gradients are forgotten",
         R + "window.py",
-        "            for index in found.local:\n                self._collect_local(index)\n",
+        "            for index in set_bits(found.local):\n                self._collect_local(index, agreement.weight)\n",
         "",
     ),
     Mutant(
         "what waits aside is forgotten",
         R + "window.py",
-        "        if aside is not None:\n            self.reducer.collect(index, aside.detach())\n",
+        "        if aside is not None:\n            self.reducer.collect(index, aside)\n",
         "",
+    ),
+    Mutant(
+        "what waits aside is left out of what is sent with it",
+        R + "window.py",
+        "            grad, multiplier = waiting.add_(grad, alpha=1.0 if multiplier is None else multiplier), None\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "the user's own gradient is divided like ours",
+        P + "scaling.py",
+        "return self.loss_scale * (1.0 if total_weight is None else total_weight * self.reduce)",
+        "return 1.0",
+    ),
+    Mutant(
+        "a stand-in lives on in the next window",
+        R + "window.py",
+        "> _HELD_BY_US:",
+        "> 1000:",
+    ),
+    Mutant(
+        "no stand-in outside a synchronising backward",
+        R + "window.py",
+        "        if not since.placed:\n            self.put_stand_ins(index)\n",
+        "        if not since.placed and self.boundary.synchronises:\n            self.put_stand_ins(index)\n",
+    ),
+    Mutant(
+        "what nobody used takes what is written to it",
+        R + "shares.py",
+        "            return  # it stood for a gradient that turned out to be none",
+        "            pass",
+    ),
+    Mutant(
+        "other learning rates on other ranks",
+        R + "agreement.py",
+        "        if counts.settings != first.settings:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "staging is kept for ever",
+        R + "reducer.py",
+        "        self._staging.release(keep=_KEPT)",
+        "        pass",
     ),
     Mutant(
         "no_sync synchronises",
@@ -320,8 +350,8 @@ NAMED = [
     Mutant(
         "what counts nothing brings its NaN",
         R + "window.py",
-        "        if self.scaling.multiplier == 0.0:\n            grad.detach().zero_()",
-        "        if False:\n            grad.detach().zero_()",
+        "        if multiplier == 0.0:\n            grad.zero_()",
+        "        if False:\n            grad.zero_()",
     ),
     Mutant(
         "masters from the rounded weights",
