@@ -11,7 +11,7 @@ from torch import nn
 from tests.grid import BUCKET_NUMEL, Point
 from tests.oracle import DTYPES, LOW, DynamicScale, StaticScale
 from tests.zoo import Case
-from zero.config import LossScale, ZeroConfig
+from zero.config import LossScale, Offload, ZeroConfig
 from zero.engine import Engine
 from zero.optimizer import ShardedOptimizer
 
@@ -73,6 +73,7 @@ def config_of(case: Case, point: Point, time_limit_s: float = 30.0) -> ZeroConfi
         on_nonfinite="skip" if skips or point.dtype == "fp16" else "propagate",
         elementwise=True,
         timeout_s=time_limit_s,
+        offload={"none": None, "half": Offload(ratio=0.5), "all": Offload()}[point.offload],
     )
 
 

@@ -33,6 +33,7 @@ AXES: dict[str, tuple] = {
     "entry": ("plain", "engine"),
     "device": DEVICES,
     "case": tuple(CASES),
+    "offload": ("none", "half", "all"),
 }
 SEED = 20260801
 TRIES = 60  # points looked at for each one that is chosen
@@ -50,9 +51,11 @@ class Point:
     entry: str
     device: str
     case: str
+    offload: str = "none"  # how much of what is sharded lives on the host beside the device
 
     def __str__(self) -> str:
-        return f"{self.case} stage={self.stage} world={self.world} {self.dtype} {self.bucket} {self.entry} {self.device}"
+        home = "" if self.offload == "none" else f" offload={self.offload}"
+        return f"{self.case} stage={self.stage} world={self.world} {self.dtype} {self.bucket} {self.entry} {self.device}{home}"
 
     def loss_scale(self) -> DynamicScale | StaticScale | None:
         """A fresh one: it changes as training goes. Only fp16 has one, and one that moves where something overflows."""
@@ -73,6 +76,8 @@ def can_be(point: Point) -> bool:
         and point.world >= case.needs_world
         and (point.entry == "plain" or case.engine)
         and (point.device == "cpu" or not case.host_only)
+        # on the host there is nowhere to go; tests/promises/test_offload_bits.py sees to it that it changes no bit there
+        and (point.device != "cpu" or point.offload == "none")
         and lacking != point.dtype
         and lacking not in case.needs
     )

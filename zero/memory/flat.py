@@ -119,7 +119,7 @@ class Shard:
         return self.shares[bucket]
 
     def add(self, bucket: int, values: torch.Tensor, factor: float) -> Crossing | None:
-        """Adds `factor * values`; the first ones are written, so that no pass over zeros is made.
+        """Adds `factor * values`, which may be changed; the first ones are written, so that no pass over zeros is made.
 
         Returns the crossing that still reads `values`, if there is one.
         """
@@ -139,7 +139,7 @@ class Shard:
             coming = _Coming(bucket, self.host.down(values, landing), landing, factor)
         else:
             share = self.shares[bucket] = self.make(bucket)
-            coming = _Coming(bucket, self.host.down(values if factor == 1.0 else values * factor, share))
+            coming = _Coming(bucket, self.host.down(values if factor == 1.0 else values.mul_(factor), share))
         self._coming.append(coming)
         return coming.crossing
 
