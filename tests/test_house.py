@@ -51,6 +51,7 @@ FLOORS = (
             "zero.checks",
             "zero.state",
             "zero.schedules",
+            "zero.travel",
         ),
     },
     {"proof": ("zero.proof", "zero.reference")},

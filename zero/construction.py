@@ -50,6 +50,7 @@ from zero.runtime.updater import Rules, Updater
 from zero.runtime.window import Window
 from zero.sameness import agree_on_what_is_built, settings_of
 from zero.state import adopt_state
+from zero.travel import Travel
 
 logger = logging.getLogger("zero")
 
@@ -74,6 +75,7 @@ class Parts:
     gatherer: Gatherer
     intake: Intake
     config: ZeroConfig
+    travel: Travel
     owns_group: bool = False
     closed: bool = False
 
@@ -82,6 +84,7 @@ class Parts:
         if self.closed:
             return
         self.closed = True
+        self.travel.come_back(False, ["weights"])
         self.hooks.detach()
         self.window.forget()
         for tensor in self.params.tensors:
@@ -222,7 +225,8 @@ def _assemble(
         window = Window(params, reducer, shares, boundary, settler, lay)
         updater = Updater(params, shares, masters, optimizer, Rules(config.clip, config.on_nonfinite, ELEMENTWISE))
         gatherer = Gatherer(line, params, group, weights, masters)
-        parts = Parts(place.accelerator, group, line, params, masters, window, hooks, updater, gatherer, intake, config)
+        travel = Travel(model, place.accelerator, params, forms, weights, masters, gradients, optimizer)
+        parts = Parts(place.accelerator, group, line, params, masters, window, hooks, updater, gatherer, intake, config, travel)
         adopt_state(parts, optimizer)
         use_kernels(optimizer, config.kernels)
         _cast_frozen(model, chosen, config)

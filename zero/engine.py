@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -203,6 +203,16 @@ class Engine(Answers):
     def check(self) -> None:
         """Raises unless all ranks have the same weights. A collective."""
         self.optimizer.check()
+
+    def offload_states(
+        self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Moves what training keeps on the device to the host until `reload_states`. No collective."""
+        self.optimizer.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Moves back what `offload_states` moved. No collective."""
+        self.optimizer.reload_states(non_blocking)
 
     def close(self) -> None:
         """Makes the model plain again. No collective."""

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Settles the window, judges it and updates the weights. A collective."""
         window = self.parts.window
+        self.parts.travel.check("step")
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
         loss = None
         if closure is not None:
@@ -128,6 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward()`, with the loss scale of fp16 weights where there is one."""
         scaling = self.parts.window.scaling
+        self.parts.travel.check("backward", "weights", "gradients")
         if self.loss_scale is None:
             torch.autograd.backward(loss, **options)
             return
@@ -183,6 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def settle(self) -> None:
         """Makes the gradients of this window final, as the first operation on one does. A collective."""
+        self.parts.travel.check("settle", "gradients")
         self.parts.window.settle("settle")
 
     def discard(self) -> None:
@@ -199,6 +202,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """The global gradient of a parameter, whole on every rank; None where no rank had one. A collective."""
         window, index = self.parts.window, self._index(param)
+        self.parts.travel.check("whole_grad", "gradients")
         window.settle("whole_grad")
         if not window.used >> index & 1:
             return None
@@ -207,6 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
         """The optimizer's state of a parameter, whole on every rank. A collective."""
+        self.parts.travel.check("whole_state", "moments", "weights")
         return whole_state(self.parts, self.inner, self._index(param))
 
     def any_rank(self, flag: bool) -> bool:
@@ -215,11 +220,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def check(self) -> None:
         """Raises, with the name of the first parameter, unless all ranks have the same weights. A collective."""
+        self.parts.travel.check("check", "weights")
         check_weights(self.parts.params, self.parts.group)
 
     def state_dict(self) -> dict[str, Any]:
         """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective."""
         parts = self.parts
+        parts.travel.check("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict = {**whole_state_dict(parts, self.inner), "skipped_steps": self.skipped_steps}
@@ -236,6 +243,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         What plain torch does not save, the loss scale and the count of skipped steps, stays as it is then.
         """
         parts = self.parts
+        parts.travel.check("load_state_dict")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, dict(state_dict))
             state_dict = state_dict if changed is None else changed
@@ -257,6 +265,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         names = self._names_of(tensors)
         check_params(names, tensors)
         parts.join(names, tensors, len(self.inner.param_groups) - 1)
+
+    # between phases ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def offload_states(
+        self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Moves masters, moments, gradients, weights and buffers, or some of them, to the host until `reload_states`; edits of
+        the weights are adopted first. Without weights nothing is forwarded, without all nothing stepped. No collective."""
+        parts = self.parts
+        if not parts.travel.is_away:
+            parts.window.settler.aliases.lost()
+            parts.adopt()
+        if "buffers" in parts.travel.leave(include, device, pin_memory, non_blocking):
+            parts.window.reducer.release_buffers()
+        parts.window.settler.aliases.moved()
+
+    @torch.no_grad()
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Moves back what `offload_states` moved. No collective."""
+        self.parts.travel.come_back(non_blocking)
+        self.parts.window.settler.aliases.moved()
 
     def close(self) -> None:
         """Makes the model plain again: no hooks, storage of its own for every parameter, present values. No collective.

@@ -104,6 +104,7 @@ class Shard:
         self.device = device  # where weights are, and what is added comes from
         self.host = host
         self.shares: dict[int, torch.Tensor] = {}
+        self.away = False  # whether the shares were moved to the host for a while, where nothing is added to them
         self._line = line
         self._coming: deque[_Coming] = deque()
 
@@ -113,6 +114,7 @@ class Shard:
 
     def share(self, bucket: int) -> torch.Tensor:
         """The share of a bucket; zeros when nothing was added to it yet."""
+        self.check_here()
         self._take_in()
         if bucket not in self.shares:
             self.shares[bucket] = self.make(bucket).zero_()
@@ -123,6 +125,7 @@ class Shard:
 
         Returns the crossing that still reads `values`, if there is one.
         """
+        self.check_here()
         if self.travels(bucket):
             return self._send(bucket, values, factor)
         if bucket in self.shares:
@@ -152,6 +155,13 @@ class Shard:
                 self.shares[coming.bucket].add_(coming.landing, alpha=coming.factor)
                 self.host.give_back(coming.landing)
 
+    def check_here(self) -> None:
+        """Raises while the shares are away."""
+        if self.away:
+            raise ValueError(
+                "Gradients were asked for, but they are on the host since offload_states. Call reload_states() first."
+            )
+
     def piece(self, piece: Piece) -> torch.Tensor:
         return self.share(piece.bucket)[piece.in_share.start : piece.in_share.stop]
 
@@ -161,6 +171,7 @@ class Shard:
                 torch._foreach_mul_([shares[index] for index in indices], factor)
 
     def present(self) -> list[torch.Tensor]:
+        self.check_here()
         self._take_in()
         return [self.shares[bucket] for bucket in sorted(self.shares)]
 

@@ -26,7 +26,7 @@ class Masters:
         self.pieces: dict[int, list[tuple[Piece, torch.nn.Parameter]]] = {}  # by parameter
         self._in_block: dict[Block, list[tuple[Piece, torch.nn.Parameter]]] = {}
         self._line = line
-        self._rank = rank
+        self.rank = rank
         self._weights = weights
         self._fetched: dict[int, tuple[Crossing, torch.Tensor]] = {}  # weights on the host, or on their way to it
         self._rounded: dict[int, torch.Tensor] = {}  # on the host, by bucket, while its blocks are stepped
@@ -34,7 +34,7 @@ class Masters:
 
     def take(self, bucket: int, source: torch.Tensor) -> None:
         """Makes the master of a bucket from what its weights were before they were cast; `source` is this rank's share."""
-        weights = self._weights.share(bucket, self._rank)
+        weights = self._weights.share(bucket, self.rank)
         self.shard.shares[bucket] = self.shard.make(bucket).copy_(source) if self.is_copy(bucket) else weights
 
     def cut(self) -> None:
@@ -42,7 +42,7 @@ class Masters:
         layout = self._line.layout
         for slot in layout.slots:
             if slot is not None and slot.param not in self.pieces:
-                pieces = layout.pieces(slot.param, self._rank)
+                pieces = layout.pieces(slot.param, self.rank)
                 self.pieces[slot.param] = [(piece, torch.nn.Parameter(self.shard.piece(piece))) for piece in pieces]
                 for piece, master in self.pieces[slot.param]:
                     self._in_block.setdefault(layout.block_of(piece), []).append((piece, master))
@@ -59,7 +59,7 @@ class Masters:
 
     def fetch(self, bucket: int) -> None:
         """Sends for the weights that `adopt` will compare with, where they are in other memory."""
-        host, weights = self.shard.host, self._weights.share(bucket, self._rank)
+        host, weights = self.shard.host, self._weights.share(bucket, self.rank)
         if host is not None and self.shard.travels(bucket) and bucket not in self._fetched:
             landing = host.borrow(weights.numel(), weights.dtype)
             self._fetched[bucket] = host.down(weights, landing), landing
@@ -67,7 +67,7 @@ class Masters:
     def adopt(self, block: Block) -> None:
         """Takes over what was changed in the weights: wherever a weight is not its master's rounded value."""
         self.fetch(block.bucket)
-        crossing, weights = self._fetched.get(block.bucket, (None, self._weights.share(block.bucket, self._rank)))
+        crossing, weights = self._fetched.get(block.bucket, (None, self._weights.share(block.bucket, self.rank)))
         if crossing is not None:
             crossing.finish()
         _adopt(_cut(weights, block), _cut(self.shard.share(block.bucket), block))
@@ -78,7 +78,7 @@ class Masters:
     def publish(self, block: Block) -> None:
         """Rounds the masters of a block into this rank's share of the weights. Where these are in other memory, they are
         sent there with the last block of a bucket, and are there for whatever is issued next."""
-        host, weights, masters = self.shard.host, self._weights.share(block.bucket, self._rank), self.shard.share(block.bucket)
+        host, weights, masters = self.shard.host, self._weights.share(block.bucket, self.rank), self.shard.share(block.bucket)
         if host is None or not self.shard.travels(block.bucket):
             _cut(weights, block).copy_(_cut(masters, block))
             return

@@ -38,6 +38,11 @@ class Crossing:
         if self._event is not None:
             self._accelerator.current_stream().wait_event(self._event)
 
+    def hand_over(self) -> None:
+        """Lets go of the source: whoever gets its memory next on the current stream comes after the copy."""
+        self.wait()
+        self._ends = self._ends[1:]
+
 
 class Host:
     """Host memory for one device: made, lent for a while, and reached."""

@@ -56,6 +56,10 @@ class Aliases:
         self._members.update(index for index, tensor in enumerate(self._params.tensors) if id(tensor) in present)
         self._note_tables()
 
+    def moved(self) -> None:
+        """Flat memory is another one by now."""
+        self._addresses.clear()
+
     def lost(self) -> int:
         """The parameters, as bits, that the model has in another place by now, or has no longer."""
         if self._model_changed():

@@ -50,7 +50,7 @@ class Flight:
         self.num_bytes = 0  # sent so far, by this rank
         self._reduce = group.all_reduce if line.layout.num_shares < group.size else group.reduce_scatter
         self._staging = staging
-        self._shard = shard
+        self.shard = shard
         self._rounds: deque[tuple[int, torch.Tensor, Pending]] = deque()
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class Flight:
     def _land(self, keep: bool) -> None:
         bucket, buffer, pending = self._rounds.popleft()
         total = pending.wait()
-        crossing = self._shard.add(bucket, total, self.factor) if keep else None
+        crossing = self.shard.add(bucket, total, self.factor) if keep else None
         self._staging.give_back(buffer, crossing)  # which alone may be the total, so the copy may still read it
 
 
@@ -93,6 +93,7 @@ class Reducer:
 
     def collect(self, param: int, grad: torch.Tensor, multiplier: float | None = None) -> None:
         """Copies a gradient into its slot; the caller may free it."""
+        self.flight.shard.check_here()  # now, and not when the sum comes, which depends on the other ranks
         form = self._forms[param]
         whole = self.line.layout.params[param].numel
         for index, in_bucket, in_param in self.line.layout.parts(param):
@@ -247,6 +248,10 @@ class Reducer:
     def release(self) -> None:
         """Lets go of everything."""
         self.drop()
+        self.release_buffers()
+
+    def release_buffers(self) -> None:
+        """Lets go of those that nothing is in; the next gradients make new ones."""
         self._staging.release()
 
     def drop_param(self, param: int) -> None:

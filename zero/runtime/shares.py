@@ -42,6 +42,7 @@ class GradientShares:
         settle = self._settler() if self._settler is not None else None
         if settle is None:
             raise ZeroError("A gradient was used, but its sharded optimizer is gone. Keep the optimizer while there are any.")
+        self.shard.check_here()
         used: int = settle(occasion)
         return used
 
