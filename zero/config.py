@@ -206,7 +206,7 @@ class ZeroConfig(Block):
     bucket_bytes: Count = DEFAULT_BUCKET_BYTES
     align_bytes: Annotated[int, Field(ge=16, le=4096)] = 64
     reduce: Literal["mean", "sum"] | Positive = "mean"
-    reduce_dtype: Dtype = "float32"
+    reduce_dtype: Dtype | None = None  # what wider gradients are rounded to before they travel; sums are fp32 all the same
     accumulation_dtype: Dtype = "float32"
     predivide: Literal["world"] | Positive = 1.0
     clip: Positive | None = None

@@ -217,7 +217,8 @@ def _assemble(
     def wire() -> Parts:
         staging = Staging(place.accelerator, lambda numel, dtype: group.staging(numel, dtype, place.device))
         gradients = Shard(line, place.device, host)
-        reducer = Reducer(line, forms, place.accelerator, staging, Flight(line, group, staging, gradients))
+        widest = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
+        reducer = Reducer(line, forms, place.accelerator, staging, Flight(line, group, staging, gradients, widest))
         shares = GradientShares(line, forms, group, gradients)
         boundary = Boundary(config.accumulation, stage_of(config.stage).accumulates_locally)
         aliases = Aliases(model, params, weights, forms, chosen.left_out)

@@ -148,7 +148,7 @@ def meaning(written: Written) -> ZeroConfig:
         offload=_offload(written),
         bucket_bytes=_bucket_bytes(written, dtype),
         reduce=_reduce(written),
-        reduce_dtype=written.choice("communication_data_type", _WIRE_DTYPES, "float32"),
+        reduce_dtype=written.choice("communication_data_type", _WIRE_DTYPES, None),
         accumulation_dtype=written.choice("data_types.grad_accum_dtype", _DTYPES, "float32"),
         predivide=_predivide(written),
         clip=clip or None,

@@ -15,8 +15,6 @@ def check_served(config: ZeroConfig) -> None:
     rules = (
         (config.accumulation_dtype != "float32", f"accumulation_dtype={config.accumulation_dtype!r}",
          "gradients are always added up in float32"),
-        (config.reduce_dtype not in ("float32", config.dtype), f"reduce_dtype={config.reduce_dtype!r}",
-         f"gradients travel in the dtype of their weights, {config.dtype or 'which keep their own'}, and are added in float32"),
         (config.first_step_timeout_s != ZeroConfig.model_fields["first_step_timeout_s"].default, "first_step_timeout_s",
          "no step waits for a compiler yet; use timeout_s"),
         (scale.refill_hysteresis, "refill_hysteresis", "hysteresis is refilled when the scale grows and not before"),
@@ -52,6 +50,6 @@ def _without_effect(config: ZeroConfig) -> list[str]:
     told = []
     if config.predivide != 1.0:
         told.append("predivide has no effect: sums are taken in float32, so nothing overflows before it is divided")
-    if config.reduce_dtype != "float32":
-        told.append(f"gradients travel in {config.reduce_dtype} as asked, and are still added in float32")
+    if config.reduce_dtype is not None:
+        told.append(f"gradients wider than {config.reduce_dtype} are rounded to it and travel so; all are added in float32")
     return told

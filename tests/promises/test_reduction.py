@@ -262,6 +262,28 @@ def test_a_parameter_of_three_buckets_is_summed_in_fp32_bit_for_bit(stage):
         assert torch.equal(masters, expected_masters)
 
 
+@pytest.mark.promise("R06")
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_shall_travel_in_bf16_are_rounded_to_it_and_summed_in_fp32(stage):
+    numel, world = 3 * 48, 3
+    gradients = [real_numbers((numel,), "R06", rank) * 2.0 ** (4 * rank) for rank in range(world)]
+    total = gradients[0].bfloat16().float()
+    for gradient in gradients[1:]:
+        total += gradient.bfloat16().float()
+
+    def program(group, model):
+        optimizer = shard(
+            model, sgd(model), stage=stage, reduce_dtype="bfloat16", reduce="sum", bucket_bytes=4 * 48, group=group
+        )
+        model([gradients[group.rank]]).backward()
+        optimizer.step()
+        return whole_master(optimizer, 0), optimizer.parts.window.reducer.flight.num_bytes
+
+    for masters, num_bytes in on_loopback(world, lambda: Filled(numel), program):
+        assert torch.equal(masters, -total)
+        assert num_bytes == 2 * numel  # per rank, for three buckets
+
+
 def sums_over_gloo(rank: int, world: int, stage: int) -> torch.Tensor:
     model = Filled(144)
     optimizer = shard(model, sgd(model), stage=stage, dtype=torch.bfloat16, bucket_bytes=96, group=gloo_group(), reduce="sum")

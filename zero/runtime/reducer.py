@@ -43,24 +43,36 @@ class _Round:
 
 
 class Flight:
-    """Rounds on their way, first in, first out, and the shard that they end in."""
+    """Rounds on their way, first in, first out, and the shard that they end in.
 
-    def __init__(self, line: Line, group: Group, staging: Staging, shard: Shard) -> None:
+    `widest` is the dtype that wider buckets are rounded to before they are sent; None rounds none.
+    """
+
+    def __init__(self, line: Line, group: Group, staging: Staging, shard: Shard, widest: torch.dtype | None = None) -> None:
         self.factor = 1.0  # what a sum is multiplied with when it is kept
         self.num_bytes = 0  # sent so far, by this rank
         self._reduce = group.all_reduce if line.layout.num_shares < group.size else group.reduce_scatter
         self._staging = staging
         self.shard = shard
+        self._widest = widest
         self._rounds: deque[tuple[int, torch.Tensor, Pending]] = deque()
 
     def __len__(self) -> int:
         return len(self._rounds)
 
     def send(self, bucket: int, buffer: torch.Tensor) -> None:
+        buffer, dtype = self._rounded(buffer), sum_dtype(buffer.dtype)
         self.num_bytes += buffer.nbytes
-        self._rounds.append((bucket, buffer, self._reduce(buffer, sum_dtype(buffer.dtype))))
+        self._rounds.append((bucket, buffer, self._reduce(buffer, dtype)))
         while self._rounds and self._rounds[0][2].done():
             self._land(keep=True)
+
+    def _rounded(self, buffer: torch.Tensor) -> torch.Tensor:
+        if self._widest is None or buffer.dtype.itemsize <= self._widest.itemsize:
+            return buffer
+        narrow = self._staging.borrow(buffer.numel(), self._widest).copy_(buffer)
+        self._staging.give_back(buffer)
+        return narrow
 
     def land_all(self, keep: bool) -> None:
         while self._rounds:
