@@ -166,14 +166,14 @@ NAMED = [
     ),
     Mutant(
         "keep a stale master",
-        R + "gatherer.py",
-        "                self._masters.adopt(block)",
-        "                pass",
+        R + "updater.py",
+        "            self._masters.adopt(block)\n",
+        "            pass\n",
     ),
     Mutant(
         "adopt every weight, edited or not",
         M + "masters.py",
-        "    if masters.is_cpu and torch.equal(weights, masters.to(weights.dtype)):\n"
+        "    if masters.is_cpu and _same_bits(weights, masters.to(weights.dtype)):\n"
         "        return  # as nearly always; a device is not asked, since its answer would have to be waited for\n",
         "    masters.copy_(weights)\n",
     ),
@@ -367,15 +367,15 @@ NAMED = [
     ),
     Mutant(
         "publish before the step is cast",
-        R + "gatherer.py",
-        "                self._masters.publish(block)\n",
-        "                pass\n",
+        R + "updater.py",
+        "            self._masters.publish(block)\n",
+        "            pass\n",
     ),
     Mutant(
         "the step moves what nobody used",
         "zero/optimizer.py",
-        "            parts.updater.step(batch, used, verdict.coefficient)\n",
-        "            parts.updater.step(batch, parts.params.all, verdict.coefficient)\n",
+        "            parts.updater.step(batch, used, coefficient)\n",
+        "            parts.updater.step(batch, parts.params.all, coefficient)\n",
     ),
     Mutant(
         "the loss scale is not divided out",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from zero.comm.group import Group, exchange_about
 from zero.errors import RanksDiffer
 from zero.lion import Lion
 from zero.memory.flat import DTYPES, overlapping
+from zero.runtime.one_pass import Kind, OnePass
 from zero.runtime.params import Params
 
 # Optimizers that treat every element by itself, so that a share of the elements steps as the whole would.
@@ -132,23 +134,46 @@ def _problem_of(tensor: nn.Parameter) -> str | None:
     return None
 
 
-def check_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch.device) -> None:
-    """Refuses a kernel of the step that there is none of, by trying it: torch has no list of where they run."""
-    if kernels == "torch":
-        return
-    kind: Any = type(optimizer)
-    reason = "no step is compiled yet" if kernels == "compiled" else None
-    if kernels == "fused" and "fused" not in optimizer.defaults:
-        reason = f"{kind.__name__} has no fused kernel"
-    elif kernels == "fused":
-        param = nn.Parameter(torch.zeros(1, device=device))
-        param.grad = torch.zeros_like(param)
-        try:
-            kind([param], lr=0.0, fused=True).step()
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            reason = f"the fused kernel of {kind.__name__} does not run on {device}: {error}"
+def check_kernels(
+    optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, kinds: Collection[Kind] = (), clips: bool = False
+) -> None:
+    """Refuses a kernel of the step that there is none of, by trying it: torch has no list of where they run. `kinds` are those
+    of the masters on the host."""
+    reason = None
+    if kernels == "fused":
+        reason = _why_not_fused(optimizer, device)
+    elif kernels == "compiled":
+        reason = _why_not_compiled(optimizer, kinds, clips)
     if reason is not None:
         raise ValueError(f"kernels={kernels!r} was asked for, but {reason}. Use kernels='torch'.")
+
+
+def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
+    kind: Any = type(optimizer)
+    if "fused" not in optimizer.defaults:
+        return f"{kind.__name__} has no fused kernel"
+    param = nn.Parameter(torch.zeros(1, device=device))
+    param.grad = torch.zeros_like(param)
+    try:
+        kind([param], lr=0.0, fused=True).step()
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return f"the fused kernel of {kind.__name__} does not run on {device}: {error}"
+    return None
+
+
+def _why_not_compiled(optimizer: torch.optim.Optimizer, kinds: Collection[Kind], clips: bool) -> str | None:
+    if type(optimizer) not in (_OPTIM.Adam, _OPTIM.AdamW):
+        return f"only Adam and AdamW have a compiled step, and not {type(optimizer).__name__}"
+    for name in ("amsgrad", "capturable", "differentiable"):
+        if any(group.get(name) for group in optimizer.param_groups):
+            return f"{name} has no compiled step"
+    if not kinds:
+        return "it is compiled for the host, where nothing is stepped here: nothing is offloaded"
+    try:
+        OnePass(optimizer).build(kinds, clips)
+    except (RuntimeError, OSError, ImportError, SubprocessError) as error:  # of torch's compiler, and of the one behind it
+        return f"the step could not be compiled: {error}"
+    return None
 
 
 def use_kernels(optimizer: torch.optim.Optimizer, kernels: str) -> None:

@@ -29,7 +29,7 @@ from zero.checks import (
 from zero.chosen import Chosen, choose, fp32_islands, ratio_of, specs_of
 from zero.comm.group import Group, exchange_texts, together
 from zero.config import Offload, ZeroConfig
-from zero.memory.flat import DTYPES, FlatBuffer, Form, Line, Shard
+from zero.memory.flat import DTYPES, FlatBuffer, Form, Line, Shard, sum_dtype
 from zero.memory.flatten import Place, unflatten
 from zero.memory.masters import Masters
 from zero.memory.offload import Host
@@ -42,6 +42,7 @@ from zero.runtime.boundary import Boundary
 from zero.runtime.gatherer import Gatherer
 from zero.runtime.hooks import GradHooks
 from zero.runtime.intake import Intake
+from zero.runtime.one_pass import Kind, OnePass
 from zero.runtime.params import Params
 from zero.runtime.reducer import Flight, Reducer
 from zero.runtime.settler import Settler
@@ -105,7 +106,9 @@ class Parts:
     def adopt(self) -> None:
         """Takes all edits of the weights over."""
         layout = self.line.layout
-        self.gatherer.adopt([block for bucket in range(len(layout.buckets)) for block in layout.blocks(bucket)])
+        for bucket in range(len(layout.buckets)):
+            for block in layout.blocks(bucket):
+                self.masters.adopt(block)
 
     def join(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:
         """Takes in parameters that lie nowhere yet, and will when some rank has a gradient for them."""
@@ -165,10 +168,21 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
                 f"Sharding was asked for, but parameter {name} is sharded already. Call close() on its optimizer first."
             )
     check_params(chosen.names, chosen.tensors)
-    accelerator = accelerators.get(_device_of(chosen.tensors).type)
-    check_dtypes(accelerator, set(chosen.dtypes))
-    check_kernels(optimizer, config.kernels, _device_of(chosen.tensors))
+    device = _device_of(chosen.tensors)
+    check_dtypes(accelerators.get(device.type), set(chosen.dtypes))
+    check_kernels(optimizer, config.kernels, device, _kinds_on_host(chosen, device), config.clip is not None)
     return chosen
+
+
+def _kinds_on_host(chosen: Chosen, device: torch.device) -> set[Kind]:
+    """Of masters that are stepped there."""
+    kinds = set[Kind]()
+    for dtype, ratio in zip(chosen.dtypes, chosen.offload, strict=True):
+        if device.type == "cpu":
+            kinds.add((sum_dtype(dtype), None if sum_dtype(dtype) == dtype else dtype, False))
+        elif ratio:
+            kinds.add((sum_dtype(dtype), dtype, True))
+    return kinds
 
 
 def _accelerator_of(optimizer: torch.optim.Optimizer) -> Accelerator:
@@ -224,7 +238,9 @@ def _assemble(
         aliases = Aliases(model, params, weights, forms, chosen.left_out)
         settler = Settler(group, params, line, config.digest, aliases, partial(settings_of, optimizer))
         window = Window(params, reducer, shares, boundary, settler, lay)
-        updater = Updater(params, shares, masters, optimizer, Rules(config.clip, config.on_nonfinite, ELEMENTWISE))
+        one_pass = OnePass(optimizer) if config.kernels == "compiled" else None
+        rules = Rules(config.clip, config.on_nonfinite, ELEMENTWISE)
+        updater = Updater(params, shares, masters, optimizer, rules, one_pass)
         gatherer = Gatherer(line, params, group, weights, masters)
         travel = Travel(model, place.accelerator, params, forms, weights, masters, gradients, optimizer)
         parts = Parts(place.accelerator, group, line, params, masters, window, hooks, updater, gatherer, intake, config, travel)

@@ -178,8 +178,8 @@ def effective(
     """The configuration as it will be: what was passed goes before what was written."""
     changes: dict[str, Any] = {}
     if given is not None:
-        fused = all(group.get("fused") for group in given.param_groups)
-        changes = {"optimizer": None, "kernels": "fused" if fused else "torch"}
+        own = "fused" if all(group.get("fused") for group in given.param_groups) else "torch"
+        changes = {"optimizer": None, "kernels": "compiled" if config.kernels == "compiled" else own}
     elif config.optimizer is None:
         raise ValueError("Training was asked for, but there is no optimizer. Pass optimizer=, or write one in config.")
     elif config.kernels == "fused" and not _has_fused(config.optimizer, accelerator):

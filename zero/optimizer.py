@@ -110,14 +110,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.skipped_steps += 1
             self._check_progress(verdict.grad_norm)
             return
+        self._update(used, verdict.coefficient)
+
+    def _update(self, used: int, coefficient: float) -> None:
+        """Stops 6 and 7 for what was used, on gradients that were judged."""
+        parts = self.parts
         layout = parts.line.layout
         buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
         batches = parts.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
         for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
             parts.gatherer.fetch((*batch, *following))  # weights on their way while this batch is stepped
-            parts.gatherer.adopt(batch)
-            parts.updater.step(batch, used, verdict.coefficient)
-            parts.gatherer.publish(batch)
+            parts.updater.step(batch, used, coefficient)
+            parts.gatherer.gather(batch)
         parts.window.shares.forget_norms()  # they are those of before clipping
         parts.gatherer.finish(used)
 

@@ -336,12 +336,13 @@ def test_300_steps_without_a_garbage_collector_leave_as_many_objects_as_there_we
         for step in range(60):
             vary(model, optimizer, group.rank, step)
         census(), process.memory_info()  # which leave something behind themselves the first time
-        before, rss = census(), [process.memory_info().rss]
-        for _ in range(5):
+        before, rss, took_more = census(), [process.memory_info().rss], True
+        while len(rss) <= 5 or (took_more and len(rss) <= 60):
             for step in range(60):
                 vary(model, optimizer, group.rank, step)
             rss.append(process.memory_info().rss)
-        return {kind.__name__: number - before[kind] for kind, number in census().items()}, rss
+            took_more = optimizer.any_rank(min(after - before for before, after in itertools.pairwise(rss)) > 0)
+        return {kind.__name__: number - before[kind] for kind, number in census().items()}, took_more
 
     gc.collect()
     gc.disable()
@@ -349,11 +350,12 @@ def test_300_steps_without_a_garbage_collector_leave_as_many_objects_as_there_we
         found = on_ranks(world, program, make=adamw, stage=stage, dtype=dtype, bucket_bytes=TINY)
     finally:
         gc.enable()
-    for grown, rss in found:
+    for grown, took_more in found:
         # a rank beside this one may be in the middle of something, which is a few objects; a leak is 300 of them
         assert max(grown.values()) <= (6 if world == 1 else 100), collections.Counter(grown).most_common(5)
-        # an allocator may take a little more at any time; a leak takes more each time
-        assert min(after - before for before, after in itertools.pairwise(rss)) <= 0
+        # an allocator may take a little more at any time, with plain torch too for some two thousand steps; a leak takes more
+        # each time, here sixty times
+        assert not took_more
 
 
 # M07: the end -----------------------------------------------------------------------------------------------------------

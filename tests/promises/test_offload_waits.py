@@ -170,6 +170,12 @@ def scenario(dtype, offload, make):
         found.append(grads(model, optimizer))
         optimizer.zero_grad()
     found.append(bits(model, optimizer))
+    send(model, optimizer, 0, 6)
+    optimizer.offload_states(non_blocking=True)
+    torch.empty(1 << 10, device="sim:0").zero_()  # takes over what went
+    optimizer.reload_states(non_blocking=True)
+    found.append(bits(model, optimizer))
+    optimizer.zero_grad()
     host, lent = optimizer.parts.masters.shard.host, []
     for step in range(2):
         send(model, optimizer, 0, 9, step)

@@ -18,7 +18,6 @@ from zero.engine import Engine
 from zero.memory.flat import Shard
 from zero.memory.masters import Masters
 from zero.optimizer import ShardedOptimizer
-from zero.runtime.gatherer import Gatherer
 from zero.runtime.updater import Updater
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -150,7 +149,7 @@ FAULTS = {
     "the engine divides once more": (
         Engine, "backward", lambda backward, engine, loss, **options: backward(engine, loss / 2, **options),
     ),
-    "nothing is published": (Gatherer, "publish", lambda publish, gatherer, *what: None),
+    "nothing is published": (Masters, "publish", lambda publish, masters, *what: None),
     "no step is taken": (Updater, "step", lambda step, updater, batch, used, coefficient: None),
     "only some are stepped": (
         Updater, "step", lambda step, updater, batch, used, coefficient: step(updater, batch, used & 0b1011, coefficient),

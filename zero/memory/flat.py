@@ -94,7 +94,8 @@ class FlatBuffer:
 
 
 class Shard:
-    """One rank's shares: a 1-D tensor a bucket in the dtype of sums, made when it is first needed.
+    """One rank's shares: a 1-D tensor a bucket in the dtype of sums, made when it is first needed. Host memory is kept for
+    the next time: nothing else keeps it ready, and the system would clear every page of it again.
 
     Those of offloaded buckets have their home on the host. What is added to them travels there while others go on;
     whoever looks at a share finds everything arrived, since looking waits for it.
@@ -106,6 +107,7 @@ class Shard:
         self.shares: dict[int, torch.Tensor] = {}
         self.away = False  # whether the shares were moved to the host for a while, where nothing is added to them
         self._line = line
+        self._kept: dict[int, torch.Tensor] = {}
         self._coming: deque[_Coming] = deque()
 
     def travels(self, bucket: int) -> bool:
@@ -177,7 +179,13 @@ class Shard:
 
     def clear(self) -> None:
         self._take_in()  # memory that a copy still writes must not be somebody else's
+        self._kept.update((bucket, share) for bucket, share in self.shares.items() if share.is_cpu)
         self.shares.clear()
+
+    def release(self) -> None:
+        """Lets go of everything."""
+        self.clear()
+        self._kept.clear()
 
     @property
     def num_bytes(self) -> int:
@@ -185,6 +193,8 @@ class Shard:
 
     def make(self, bucket: int) -> torch.Tensor:
         """Memory for the share of a bucket, with anything in it."""
+        if bucket in self._kept:
+            return self._kept.pop(bucket)
         dtype, numel = sum_dtype(self._line.dtype_of(bucket)), self._line.layout.buckets[bucket].share_numel
         if self.host is not None and self.travels(bucket):
             return self.host.empty(numel, dtype)

@@ -66,32 +66,50 @@ class Masters:
 
     def adopt(self, block: Block) -> None:
         """Takes over what was changed in the weights: wherever a weight is not its master's rounded value."""
+        if self.is_copy(block.bucket):
+            adopt(self.weights_of(block), self._cut(block))
+            self.compared(block)
+
+    def publish(self, block: Block) -> None:
+        """Rounds the masters of a block into this rank's share of the weights."""
+        if self.is_copy(block.bucket):
+            self.rounded_of(block).copy_(self._cut(block))
+            self.written(block)
+
+    def weights_of(self, block: Block) -> torch.Tensor:
+        """The weights of a block as they are, where its masters are; until `compared`."""
         self.fetch(block.bucket)
         crossing, weights = self._fetched.get(block.bucket, (None, self._weights.share(block.bucket, self.rank)))
         if crossing is not None:
             crossing.finish()
-        _adopt(_cut(weights, block), _cut(self.shard.share(block.bucket), block))
-        if crossing is not None and self.shard.host is not None and block.is_last:
-            del self._fetched[block.bucket]
-            self.shard.host.give_back(weights)
+        return weights[block.span.start : block.span.stop]
 
-    def publish(self, block: Block) -> None:
-        """Rounds the masters of a block into this rank's share of the weights. Where these are in other memory, they are
-        sent there with the last block of a bucket, and are there for whatever is issued next."""
-        host, weights, masters = self.shard.host, self._weights.share(block.bucket, self.rank), self.shard.share(block.bucket)
-        if host is None or not self.shard.travels(block.bucket):
-            _cut(weights, block).copy_(_cut(masters, block))
-            return
-        # A copy travels, even of masters that need no rounding: they may be written again at any time.
-        if block.bucket not in self._rounded:
-            self._get_back(_MOST_ON_THE_WAY - 1)
-            self._rounded[block.bucket] = host.borrow(weights.numel(), weights.dtype)
-        _cut(self._rounded[block.bucket], block).copy_(_cut(masters, block))
-        if block.is_last:
+    def compared(self, block: Block) -> None:
+        if self.shard.host is not None and block.is_last and block.bucket in self._fetched:
+            self.shard.host.give_back(self._fetched.pop(block.bucket)[1])
+
+    def rounded_of(self, block: Block) -> torch.Tensor:
+        """Where the new weights of a block are to be written, where its masters are; until `written`."""
+        host, rounded = self.shard.host, self._weights.share(block.bucket, self.rank)
+        if host is not None and self.shard.travels(block.bucket):
+            # A copy travels, even of masters that need no rounding: they may be written again at any time.
+            if block.bucket not in self._rounded:
+                self._get_back(_MOST_ON_THE_WAY - 1)
+                self._rounded[block.bucket] = host.borrow(rounded.numel(), rounded.dtype)
+            rounded = self._rounded[block.bucket]
+        return rounded[block.span.start : block.span.stop]
+
+    def written(self, block: Block) -> None:
+        """Where the weights are in other memory, they are sent there with the last block of a bucket, and are there for
+        whatever is issued next."""
+        if self.shard.host is not None and block.is_last and block.bucket in self._rounded:
             rounded = self._rounded.pop(block.bucket)
-            crossing = host.up(rounded, weights)
+            crossing = self.shard.host.up(rounded, self._weights.share(block.bucket, self.rank))
             crossing.wait()
             self._sent.append((crossing, rounded))
+
+    def _cut(self, block: Block) -> torch.Tensor:
+        return self.shard.share(block.bucket)[block.span.start : block.span.stop]
 
     def _get_back(self, most: int) -> None:
         """Waits until no more than so many copies are on their way to the device."""
@@ -113,20 +131,25 @@ class Masters:
         self._rounded.clear()
         self.pieces.clear()
         self._in_block.clear()
-        self.shard.clear()
+        self.shard.release()
         if self.shard.host is not None:
             self.shard.host.release()
 
 
-def _cut(share: torch.Tensor, block: Block) -> torch.Tensor:
-    return share[block.span.start : block.span.stop]
-
-
-def _adopt(weights: torch.Tensor, masters: torch.Tensor) -> None:
-    if masters.is_cpu and torch.equal(weights, masters.to(weights.dtype)):
+def adopt(weights: torch.Tensor, masters: torch.Tensor) -> None:
+    """Masters become what their weights are, wherever these are not their rounded values."""
+    if masters.is_cpu and _same_bits(weights, masters.to(weights.dtype)):
         return  # as nearly always; a device is not asked, since its answer would have to be waited for
     # a part at a time, since what this needs beside the two is several times the weights
     numel = max(_LEAST_NUMEL, masters.numel() // 16)
     for weight, master in zip(torch.split(weights, numel), torch.split(masters, numel), strict=True):
         changed = weight != master.to(weight.dtype)
         master.copy_(torch.where(changed, weight.to(master.dtype), master))
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compared eight bytes at a time where they lie so, which takes a fifth of the time of halves."""
+    item = one.element_size()
+    if not any(number * item % 8 for tensor in (one, other) for number in (tensor.numel(), tensor.storage_offset())):
+        one, other = one.view(torch.int64), other.view(torch.int64)
+    return torch.equal(one, other)

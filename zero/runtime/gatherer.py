@@ -30,17 +30,9 @@ class Gatherer:
         for block in batch:
             self._masters.fetch(block.bucket)
 
-    def adopt(self, batch: Sequence[Block]) -> None:
-        """Takes the user's edits of the weights over, before anything is made from the masters."""
+    def gather(self, batch: Sequence[Block]) -> None:
+        """Stop 7: sends the buckets that are complete with these blocks."""
         for block in batch:
-            if self._masters.is_copy(block.bucket):
-                self._masters.adopt(block)
-
-    def publish(self, batch: Sequence[Block]) -> None:
-        """Stop 7: casts these blocks, and gathers the buckets that are complete with them."""
-        for block in batch:
-            if self._masters.is_copy(block.bucket):
-                self._masters.publish(block)
             if block.is_last and self._line.layout.num_shares > 1:
                 self._on_their_way.append(self._group.all_gather(self._weights.bucket(block.bucket)))
 

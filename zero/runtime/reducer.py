@@ -261,6 +261,7 @@ class Reducer:
         """Lets go of everything."""
         self.drop()
         self.release_buffers()
+        self.flight.shard.release()
 
     def release_buffers(self) -> None:
         """Lets go of those that nothing is in; the next gradients make new ones."""

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from zero.errors import NonFinite
-from zero.memory.masters import Masters
+from zero.memory.masters import Masters, adopt
 from zero.plan.layout import Block
+from zero.runtime.one_pass import OnePass
 from zero.runtime.params import Params
 from zero.runtime.shares import GradientShares
 
@@ -45,13 +46,20 @@ class Updater:
     """
 
     def __init__(
-        self, params: Params, shares: GradientShares, masters: Masters, inner: torch.optim.Optimizer, rules: Rules
+        self,
+        params: Params,
+        shares: GradientShares,
+        masters: Masters,
+        inner: torch.optim.Optimizer,
+        rules: Rules,
+        one_pass: OnePass | None = None,
     ) -> None:
         self.rules = rules
         self._params = params
         self._shares = shares
         self._masters = masters
         self._inner = inner
+        self._one_pass = one_pass
         self._places: dict[int, tuple[int, int]] = {}  # of each parameter in the user's groups, during this step
 
     def group(self, number: int) -> dict[str, Any]:
@@ -80,11 +88,40 @@ class Updater:
         return [blocks]
 
     def step(self, batch: Sequence[Block], used: int, coefficient: float) -> None:
-        """Stop 6, on the masters of what was used; torch leaves a parameter without gradient alone, and its state."""
-        fed: list[tuple[tuple[int, int], nn.Parameter]] = []
+        """Stop 6: the user's edits of the weights are taken over before anything is made from the masters, those of what was
+        used are stepped, and all are rounded to weights."""
+        if self._one_pass is not None and len(batch) == 1 and self._masters.shard.share(batch[0].bucket).is_cpu:
+            self._step_in_one_pass(self._one_pass, batch[0], used, coefficient)
+            return
         for block in batch:
+            self._masters.adopt(block)
             if coefficient != 1.0:
                 self._shares.multiply(block, coefficient)
+        self._step_inner(batch, used)
+        for block in batch:
+            self._masters.publish(block)
+
+    def _step_in_one_pass(self, one_pass: OnePass, block: Block, used: int, coefficient: float) -> None:
+        masters, weights, rounded = self._masters, None, None
+        if masters.is_copy(block.bucket):
+            weights, rounded = masters.weights_of(block), masters.rounded_of(block)
+        for piece, master in masters.in_block(block):
+            at = slice(piece.in_share.start - block.span.start, piece.in_share.stop - block.span.start)
+            old, new = (None, None) if weights is None or rounded is None else (weights[at], rounded[at])
+            if used >> piece.param & 1 and piece.param in self._places:
+                group = self._inner.param_groups[self._places[piece.param][0]]
+                one_pass.step(group, master, self._shares.shard.piece(piece), old, new, coefficient)
+            elif old is not None and new is not None:
+                adopt(old, master.detach())
+                new.copy_(master)
+        if weights is not None:
+            masters.compared(block)
+            masters.written(block)
+
+    def _step_inner(self, batch: Sequence[Block], used: int) -> None:
+        """torch leaves a parameter without gradient alone, and its state."""
+        fed: list[tuple[tuple[int, int], nn.Parameter]] = []
+        for block in batch:
             for piece, master in self._masters.in_block(block):
                 if used >> piece.param & 1 and piece.param in self._places:
                     master.grad = self._shares.shard.piece(piece)
