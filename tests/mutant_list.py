@@ -173,9 +173,9 @@ NAMED = [
     Mutant(
         "adopt every weight, edited or not",
         M + "masters.py",
-        "    if masters.is_cpu and _same_bits(weights, masters.to(weights.dtype)):\n"
-        "        return  # as nearly always; a device is not asked, since its answer would have to be waited for\n",
-        "    masters.copy_(weights)\n",
+        "        if master.is_cpu and _same_bits(weight, master.to(weight.dtype)):\n"
+        "            continue  # as nearly always; a device is not asked, since its answer would have to be waited for\n",
+        "        master.copy_(weight)\n",
     ),
     Mutant(
         "no version bump",

@@ -135,7 +135,7 @@ def _problem_of(tensor: nn.Parameter) -> str | None:
 
 
 def check_kernels(
-    optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, kinds: Collection[Kind] = (), clips: bool = False
+    optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, kinds: Collection[Kind] = ()
 ) -> None:
     """Refuses a kernel of the step that there is none of, by trying it: torch has no list of where they run. `kinds` are those
     of the masters on the host."""
@@ -143,7 +143,7 @@ def check_kernels(
     if kernels == "fused":
         reason = _why_not_fused(optimizer, device)
     elif kernels == "compiled":
-        reason = _why_not_compiled(optimizer, kinds, clips)
+        reason = _why_not_compiled(optimizer, kinds)
     if reason is not None:
         raise ValueError(f"kernels={kernels!r} was asked for, but {reason}. Use kernels='torch'.")
 
@@ -161,7 +161,7 @@ def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> st
     return None
 
 
-def _why_not_compiled(optimizer: torch.optim.Optimizer, kinds: Collection[Kind], clips: bool) -> str | None:
+def _why_not_compiled(optimizer: torch.optim.Optimizer, kinds: Collection[Kind]) -> str | None:
     if type(optimizer) not in (_OPTIM.Adam, _OPTIM.AdamW):
         return f"only Adam and AdamW have a compiled step, and not {type(optimizer).__name__}"
     for name in ("amsgrad", "capturable", "differentiable"):
@@ -170,7 +170,7 @@ def _why_not_compiled(optimizer: torch.optim.Optimizer, kinds: Collection[Kind],
     if not kinds:
         return "it is compiled for the host, where nothing is stepped here: nothing is offloaded"
     try:
-        OnePass(optimizer).build(kinds, clips)
+        OnePass(optimizer).build(kinds)
     except (RuntimeError, OSError, ImportError, SubprocessError) as error:  # of torch's compiler, and of the one behind it
         return f"the step could not be compiled: {error}"
     return None

@@ -55,7 +55,10 @@ from zero.travel import Travel
 
 logger = logging.getLogger("zero")
 
-BLOCK_NUMEL = 2**18  # of a block on the host: with its gradient and moments 4 MiB, which stay in cache while it is stepped
+
+# Of a block on the host. What a step needs of it is 18 MiB, which stay in the last cache between two of torch's passes over it;
+# of smaller ones there are so many that the calls are what takes the time.
+BLOCK_NUMEL = 2**20
 
 # Parameters that are managed now, so that no two sharded optimizers ever send the same gradient. It keeps none of them alive.
 _managed: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
@@ -138,7 +141,8 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
         specs, latent = chosen.specs(), range(len(chosen.names))
         device = _device_of(chosen.tensors)
         offloads = any(chosen.offload)
-        block_numel = BLOCK_NUMEL if offloads or device.type == "cpu" else None
+        steps_by_blocks = (offloads or device.type == "cpu") and config.kernels != "compiled"  # one pass has no use for them
+        block_numel = BLOCK_NUMEL if steps_by_blocks else None
         layout = FlatLayout.build(specs, num_shares, config.bucket_bytes, config.align_bytes, latent, block_numel)
         agree_on_what_is_built(model, optimizer, chosen, config, group)
         place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
@@ -170,7 +174,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     check_params(chosen.names, chosen.tensors)
     device = _device_of(chosen.tensors)
     check_dtypes(accelerators.get(device.type), set(chosen.dtypes))
-    check_kernels(optimizer, config.kernels, device, _kinds_on_host(chosen, device), config.clip is not None)
+    check_kernels(optimizer, config.kernels, device, _kinds_on_host(chosen, device))
     return chosen
 
 

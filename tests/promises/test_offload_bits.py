@@ -11,7 +11,19 @@ import torch
 import accelerators
 from tests import ranks
 from tests.devices import needs_sim
-from tests.promises.offloads import DTYPES, SHARDED, bits, difference, in_threes, on_sim, pairs_in_turn, send, train_windows
+from tests.promises.loops import alone, one_step
+from tests.promises.offloads import (
+    DTYPES,
+    SHARDED,
+    adamw,
+    bits,
+    difference,
+    in_threes,
+    on_sim,
+    pairs_in_turn,
+    send,
+    train_windows,
+)
 from tests.promises.test_clipping import items, skips_of
 from tests.promises.trainings import loopback_traces, options_of, train_one
 from tests.traces import compare, copied
@@ -227,3 +239,16 @@ def test_state_saved_with_offload_goes_on_without_it_and_the_other_way_round(sta
         for of_rank in on_sim(2, partial(loaded_halfway, saved=saved), [other]):
             at_home, again = of_rank[0]
             assert at_home and difference(again, after) is None
+
+
+@pytest.mark.promise("H05")
+def test_no_training_changes_how_many_threads_there_are(monkeypatch):
+    """It is the launcher that knows how many ranks share a machine."""
+    asked, before = [], torch.get_num_threads()
+    for name in ("set_num_threads", "set_num_interop_threads"):
+        monkeypatch.setattr(torch, name, asked.append)
+    for kernels, offload in itertools.product(("torch", "fused"), (None, "cpu")):
+        model, optimizer = alone(make=adamw, stage=1, kernels=kernels, offload=offload)
+        one_step(model, optimizer)
+        optimizer.close()
+    assert torch.get_num_threads() == before and asked == []

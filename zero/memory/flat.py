@@ -108,6 +108,7 @@ class Shard:
         self.away = False  # whether the shares were moved to the host for a while, where nothing is added to them
         self._line = line
         self._kept: dict[int, torch.Tensor] = {}
+        self._owed: dict[int, float] = {}  # what shares are to be multiplied by when somebody looks at them
         self._coming: deque[_Coming] = deque()
 
     def travels(self, bucket: int) -> bool:
@@ -120,6 +121,7 @@ class Shard:
         self._take_in()
         if bucket not in self.shares:
             self.shares[bucket] = self.make(bucket).zero_()
+        self._pay(bucket)
         return self.shares[bucket]
 
     def add(self, bucket: int, values: torch.Tensor, factor: float) -> Crossing | None:
@@ -128,6 +130,7 @@ class Shard:
         Returns the crossing that still reads `values`, if there is one.
         """
         self.check_here()
+        self._pay(bucket)
         if self.travels(bucket):
             return self._send(bucket, values, factor)
         if bucket in self.shares:
@@ -157,6 +160,14 @@ class Shard:
                 self.shares[coming.bucket].add_(coming.landing, alpha=coming.factor)
                 self.host.give_back(coming.landing)
 
+    def owe(self, bucket: int, factor: float) -> None:
+        """Multiplies a share when it is next looked at: never, if it is cleared before."""
+        self._owed[bucket] = self._owed.get(bucket, 1.0) * factor
+
+    def _pay(self, bucket: int) -> None:
+        if bucket in self._owed:
+            self.shares[bucket].mul_(self._owed.pop(bucket))
+
     def check_here(self) -> None:
         """Raises while the shares are away."""
         if self.away:
@@ -173,14 +184,13 @@ class Shard:
                 torch._foreach_mul_([shares[index] for index in indices], factor)
 
     def present(self) -> list[torch.Tensor]:
-        self.check_here()
-        self._take_in()
-        return [self.shares[bucket] for bucket in sorted(self.shares)]
+        return [self.share(bucket) for bucket in sorted(self.shares)]
 
     def clear(self) -> None:
         self._take_in()  # memory that a copy still writes must not be somebody else's
         self._kept.update((bucket, share) for bucket, share in self.shares.items() if share.is_cpu)
         self.shares.clear()
+        self._owed.clear()
 
     def release(self) -> None:
         """Lets go of everything."""

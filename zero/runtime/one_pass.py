@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from zero.memory.masters import adopt
+from zero.plan.layout import Block, Piece
+from zero.plan.spans import Span
+
 # The dtypes of masters and of their weights, None where they are the same memory, and whether the new weights go elsewhere.
 Kind = tuple[torch.dtype, torch.dtype | None, bool]
-# Without it the compiler leaves out a rounding whose result is only compared, and takes every weight for an edit.
-_OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
-_LEAST_NUMEL = 2  # of what is compiled; the compiler would make a version of its own for a single element
+_LONG = 2**18
+# A master, and the group of its parameter; None where nobody used it.
+Member = tuple[Piece, torch.nn.Parameter, "dict[str, Any] | None"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,6 @@ class Variant:
     weights: torch.dtype | None
     apart: bool
     decoupled: bool  # weight decay that does not go through the moments, as in AdamW
-    clips: bool
 
 
 class OnePass:
@@ -35,52 +39,81 @@ class OnePass:
     The compiler keeps what it made with the code object that it was made from, checks all of it at every call, and refuses
     after some number. Each variant therefore has a code object of its own, shared by every optimizer of the process. Its
     numbers come in a tensor and its lengths are left open, so nothing that changes in a training builds another.
+
+    [Note: runs]
+    A call costs as much as some ten thousand elements. So what lies side by side with the same settings, which is nearly
+    always all of a block, is stepped in one call, with the gaps between. For that the moments lie as the masters do: the
+    optimizer's state of a parameter is a view of them.
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._inner = inner
+        self._moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by bucket
 
-    def build(self, kinds: Iterable[Kind], clips: bool) -> None:
+    def build(self, kinds: Iterable[Kind]) -> None:
         """Waits for the compiler, so that no step has to."""
         for masters, weights, apart in kinds:
             for decoupled in {self._is_decoupled(group) for group in self._inner.param_groups}:
-                for clipped in {False, clips}:
-                    _try(Variant(masters, weights, apart, decoupled, clipped))
+                _try(Variant(masters, weights, apart, decoupled))
+
+    def release(self) -> None:
+        self._moments.clear()
 
     @torch.no_grad()
     def step(
         self,
-        group: dict[str, Any],
-        master: torch.nn.Parameter,
-        grad: torch.Tensor,
+        block: Block,
+        members: Iterable[Member],
+        shares: tuple[torch.Tensor, torch.Tensor],
         weights: torch.Tensor | None,
         rounded: torch.Tensor | None,
         coefficient: float,
     ) -> None:
-        """Steps one master with `grad`, of which `coefficient` is taken. `weights` are compared with and `rounded` is written;
-        both None where the master is the weight itself."""
-        state = self._inner.state[master]
-        if not state:  # as torch makes it
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(master, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(master, requires_grad=False)
-        state["step"] += 1
-        numbers = torch.tensor(self._numbers(group, float(state["step"]), coefficient), dtype=master.dtype)
+        """Steps a block of `shares`, which are a bucket's masters and gradients. These are multiplied by `coefficient` on their
+        way and stay what they are. The block's `weights` are compared with and `rounded` written; both are None where the
+        masters are the weights themselves."""
+        if block.bucket not in self._moments:
+            self._moments[block.bucket] = torch.zeros_like(shares[0]), torch.zeros_like(shares[0])
+        moments = self._moments[block.bucket]
         apart = weights is not None and rounded is not None and weights.data_ptr() != rounded.data_ptr()
         dtype = None if weights is None else weights.dtype
-        variant = Variant(master.dtype, dtype, apart, self._is_decoupled(group), coefficient != 1.0)
-        run = _compiled(variant) if master.numel() >= _LEAST_NUMEL else _one_pass
-        run(
-            variant.decoupled,
-            variant.clips,
-            numbers,
-            master.detach(),
-            grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            weights,
-            rounded if apart else None,
-        )
+        for group, step, span in self._runs(block, members, moments):
+            there = slice(span.start - block.span.start, span.stop - block.span.start)
+            old = None if weights is None else weights[there]
+            new = None if rounded is None else rounded[there]
+            master, grad, mean, square = (whole[span.start : span.stop] for whole in (*shares, *moments))
+            if group is not None:
+                variant = Variant(master.dtype, dtype, apart, self._is_decoupled(group))
+                numbers = torch.tensor(self._numbers(group, step, coefficient), dtype=master.dtype)
+                _compiled(variant)(variant.decoupled, numbers, master, grad, mean, square, old, new if apart else None)
+            elif old is not None and new is not None:
+                adopt(old, master)
+                new.copy_(master)
+
+    def _runs(
+        self, block: Block, members: Iterable[Member], moments: tuple[torch.Tensor, torch.Tensor]
+    ) -> Iterator[tuple[dict[str, Any] | None, float, Span]]:
+        """Group, step and place of what is stepped alike, together all of the block."""
+        found: list[tuple[dict[str, Any] | None, float, int]] = []  # with where each begins
+        for piece, master, group in sorted(members, key=lambda member: member[0].in_share.start):
+            step = 0.0 if group is None else self._advance(piece, master, moments)
+            if not found or found[-1][0] is not group or found[-1][1] != step:
+                found.append((group, step, piece.in_share.start if found else block.span.start))
+        found = found or [(None, 0.0, block.span.start)]
+        for (group, step, begin), (_, _, end) in itertools.pairwise([*found, (None, 0.0, block.span.stop)]):
+            yield group, step, Span(begin, end)
+
+    def _advance(self, piece: Piece, master: torch.nn.Parameter, moments: tuple[torch.Tensor, torch.Tensor]) -> float:
+        """Counts a step in the state of a master, which is made as torch makes it, or taken over from where it was."""
+        state = self._inner.state[master]
+        for key, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+            own = moment[piece.in_share.start : piece.in_share.stop]
+            if key not in state:
+                state[key] = own.zero_()
+            elif state[key].data_ptr() != own.data_ptr():
+                state[key] = own.copy_(state[key])
+        state["step"] = state["step"] + 1 if "step" in state else torch.tensor(1.0)
+        return float(state["step"])
 
     def _is_decoupled(self, group: dict[str, Any]) -> bool:
         return bool(group.get("decoupled_weight_decay", isinstance(self._inner, torch.optim.AdamW)))
@@ -89,13 +122,12 @@ class OnePass:
         lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
         kept = 1.0 - lr * decay if self._is_decoupled(group) else decay
         rate, inverse_root = -lr / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5
-        sign = -1.0 if group["maximize"] else 1.0
-        return coefficient, sign, kept, 1.0 - beta1, beta2, 1.0 - beta2, rate, inverse_root, float(group["eps"])
+        factor = -coefficient if group["maximize"] else coefficient
+        return factor, kept, 1.0 - beta1, beta2, 1.0 - beta2, rate, inverse_root, float(group["eps"])
 
 
 def _one_pass(
     decoupled: bool,
-    clips: bool,
     numbers: torch.Tensor,
     master: torch.Tensor,
     grad: torch.Tensor,
@@ -104,14 +136,10 @@ def _one_pass(
     weights: torch.Tensor | None,
     rounded: torch.Tensor | None,
 ) -> None:
-    coefficient, sign, kept, new_mean, old_square, new_square, rate, inverse_root, eps = numbers.unbind()
-    value, slope = master, grad
+    factor, kept, new_mean, old_square, new_square, rate, inverse_root, eps = numbers.unbind()
+    value, slope = master, grad * factor
     if weights is not None:  # an edit is where a weight is not its master's rounded value
         value = torch.where(weights != master.to(weights.dtype), weights.to(master.dtype), master)
-    if clips:
-        slope = slope * coefficient
-        grad.copy_(slope)
-    slope = slope * sign
     if decoupled:
         value = value * kept
     else:
@@ -129,16 +157,19 @@ def _one_pass(
 @functools.cache
 def _compiled(variant: Variant) -> Callable[..., None]:
     name = "_".join(str(part).removeprefix("torch.") for part in vars(variant).values())
+    # Without the first, a rounding whose result is only compared is left out, and every weight is taken for an edit. Without
+    # the second, what a process with fewer threads left in the compiler's cache is taken, and runs with as few.
+    options: dict[str, Any] = {"emulate_precision_casts": True, "cpp.threads": torch.get_num_threads()}
     code = _one_pass.__code__.replace(co_name=f"one_pass_{name}")
-    return torch.compile(types.FunctionType(code, globals()), dynamic=True, fullgraph=True, options=_OPTIONS)
+    return torch.compile(types.FunctionType(code, globals()), dynamic=True, fullgraph=True, options=options)
 
 
 @functools.cache
 def _try(variant: Variant) -> None:
-    """Builds, by running: the compiler works at the first call."""
-    masters = [torch.zeros(64, dtype=variant.masters) for _ in range(4)]
-    weights = None if variant.weights is None else torch.zeros(64, dtype=variant.weights)
-    rounded = torch.zeros(64, dtype=variant.weights) if variant.apart else None
-    numbers = torch.zeros(9, dtype=variant.masters)
+    """Builds, by running: the compiler works at the first call, and makes one thread of what is short then."""
+    masters = [torch.zeros(_LONG, dtype=variant.masters) for _ in range(4)]
+    weights = None if variant.weights is None else torch.zeros(_LONG, dtype=variant.weights)
+    rounded = torch.zeros(_LONG, dtype=variant.weights) if variant.apart else None
+    numbers = torch.zeros(8, dtype=variant.masters)
     with torch.no_grad():
-        _compiled(variant)(variant.decoupled, variant.clips, numbers, *masters, weights, rounded)
+        _compiled(variant)(variant.decoupled, numbers, *masters, weights, rounded)

@@ -96,6 +96,11 @@ class GradientShares:
         """All of a block; norms that were asked for before are not those of what is there then."""
         self.shard.share(block.bucket)[block.span.start : block.span.stop].mul_(factor)
 
+    def owe(self, bucket: int, factor: float) -> None:
+        """The same for all of a bucket, when somebody looks at it."""
+        if factor != 1.0:
+            self.shard.owe(bucket, factor)
+
     def zero(self, param: int) -> None:
         for piece in self.pieces(param):
             if piece.bucket in self.shard.shares:

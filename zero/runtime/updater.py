@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zero.errors import NonFinite
-from zero.memory.masters import Masters, adopt
+from zero.memory.masters import Masters
 from zero.plan.layout import Block
 from zero.runtime.one_pass import OnePass
 from zero.runtime.params import Params
@@ -105,15 +105,14 @@ class Updater:
         masters, weights, rounded = self._masters, None, None
         if masters.is_copy(block.bucket):
             weights, rounded = masters.weights_of(block), masters.rounded_of(block)
-        for piece, master in masters.in_block(block):
-            at = slice(piece.in_share.start - block.span.start, piece.in_share.stop - block.span.start)
-            old, new = (None, None) if weights is None or rounded is None else (weights[at], rounded[at])
-            if used >> piece.param & 1 and piece.param in self._places:
-                group = self._inner.param_groups[self._places[piece.param][0]]
-                one_pass.step(group, master, self._shares.shard.piece(piece), old, new, coefficient)
-            elif old is not None and new is not None:
-                adopt(old, master.detach())
-                new.copy_(master)
+        groups, places, bucket = self._inner.param_groups, self._places, block.bucket
+        members = [
+            (piece, master, groups[places[piece.param][0]] if used >> piece.param & 1 and piece.param in places else None)
+            for piece, master in masters.in_block(block)
+        ]
+        shares = masters.shard.share(bucket), self._shares.shard.share(bucket)
+        one_pass.step(block, members, shares, weights, rounded, coefficient)
+        self._shares.owe(bucket, coefficient)
         if weights is not None:
             masters.compared(block)
             masters.written(block)
@@ -152,6 +151,8 @@ class Updater:
         for pieces in self._masters.pieces.values():
             for _, master in pieces:
                 self._inner.state.pop(master, None)
+        if self._one_pass is not None:
+            self._one_pass.release()
 
     def nonfinite(self, norm: float) -> NonFinite:
         """The error that names what is not finite."""

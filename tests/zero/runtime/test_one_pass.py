@@ -13,6 +13,8 @@ from torch._dynamo.utils import counters
 import zero
 from tests.zoo.case import backward, real_numbers
 from zero.checks import check_kernels
+from zero.plan.layout import Block, Piece
+from zero.plan.spans import Span, round_up
 from zero.runtime.one_pass import OnePass
 
 needs_compiler = pytest.mark.skipif(
@@ -30,31 +32,60 @@ ADAMS = (
 )
 
 
+LENGTHS = (1003, 1, 500)  # of parameters that lie side by side, each in a slot of 16 elements or more
+
+
+def pieces_of(lengths):
+    """Where they lie in the share of a bucket, and its length."""
+    pieces, start = [], 0
+    for param, length in enumerate(lengths):
+        pieces.append(Piece(param, 0, Span(start, start + length), Span(0, length)))
+        start = round_up(start + length, 16)
+    return pieces, start
+
+
 @needs_compiler
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_step_is_torchs_own_to_a_few_ulp_of_the_masters_not_of_the_weights(kind):
     _, dtype, apart = kind
-    for (adam, options), clip in itertools.product(ADAMS, (1.0, 0.5)):
-        value, grad = real_numbers((1003,), "value"), real_numbers((1003,), "grad")
-        ours, theirs = nn.Parameter(value.clone()), nn.Parameter(value.clone())
-        inner, plain = adam([ours], lr=1e-3, **options), adam([theirs], lr=1e-3, **options)
-        one_pass = OnePass(inner)
-        one_pass.build([kind], clips=True)
-        weights = None if dtype is None else value.to(dtype)
+    pieces, numel = pieces_of(LENGTHS)
+    block = Block(0, Span(0, numel), True)
+    for (adam, options), clip, unused in itertools.product(ADAMS, (1.0, 0.5), (None, 1, 2)):
+        share = torch.zeros(numel)
+        for piece in pieces:
+            share[piece.in_share.start : piece.in_share.stop] = real_numbers((piece.in_param.numel,), "value", piece.param)
+        masters = [nn.Parameter(share[piece.in_share.start : piece.in_share.stop]) for piece in pieces]
+        plain = [nn.Parameter(master.detach().clone()) for master in masters]
+        ours, theirs = (
+            adam([{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}], lr=1e-3, **options)
+            for params in (masters, plain)
+        )
+        one_pass = OnePass(ours)
+        one_pass.build([kind])
+        weights = None if dtype is None else share.to(dtype)
         for step in range(3):
-            if weights is not None and step == 1:  # an edit, beyond what rounding does
-                weights[5] = 9.0
-                theirs.data[5] = 9.0
+            if weights is not None and step == 1:  # edits, beyond what rounding does
+                for piece, other in zip(pieces, plain, strict=True):
+                    weights[piece.in_share.start] = other.data[0] = 9.0
+            grads = real_numbers((numel,), "grad", step)
+            used = [param for param in range(len(pieces)) if param != unused or step == 2]
+            for piece, other in zip(pieces, plain, strict=True):
+                other.grad = grads[piece.in_share.start : piece.in_share.stop] * clip if piece.param in used else None
             rounded = torch.empty_like(weights) if apart else weights
-            mine, theirs.grad = grad.clone(), grad * clip
-            one_pass.step(inner.param_groups[0], ours, mine, weights, rounded, clip)
-            plain.step()
-            assert torch.equal(mine, theirs.grad)
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
-            for key, moment in plain.state[theirs].items():
-                torch.testing.assert_close(inner.state[ours][key], moment, rtol=1e-6, atol=1e-8)  # an ulp of the terms
+            groups = [ours.param_groups[0], ours.param_groups[0], ours.param_groups[1]]
+            members = [
+                (piece, master, group if piece.param in used else None)
+                for piece, master, group in zip(pieces, masters, groups, strict=True)
+            ]
+            one_pass.step(block, members, (share, grads), weights, rounded, clip)
+            theirs.step()
+            for master, other in zip(masters, plain, strict=True):
+                torch.testing.assert_close(master, other, rtol=1e-6, atol=1e-8)
+                assert set(ours.state[master]) == set(theirs.state[other])
+                for key, moment in theirs.state[other].items():
+                    torch.testing.assert_close(ours.state[master][key], moment, rtol=1e-6, atol=1e-8)  # an ulp of the terms
             if rounded is not None:
-                assert torch.equal(rounded, ours.detach().to(dtype))
+                assert torch.equal(rounded, share.to(dtype))
                 weights = rounded
 
 
@@ -78,12 +109,16 @@ def trained(kernels, dtype, offload, clip):
             param.copy_(real_numbers(tuple(param.shape), "weights", index))
     inner = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     optimizer = zero.shard(model, inner, stage=2, dtype=dtype, offload=offload, clip=clip, kernels=kernels, bucket_bytes=64)
-    built = counters["stats"]["unique_graphs"]
+    built, grads = counters["stats"]["unique_graphs"], []
     for step in range(6):
         inputs = real_numbers((3, 4), "inputs", step).to(model.first.weight.dtype)
         backward(optimizer, model(inputs, step).float().pow(2).mean())
         inner.param_groups[0]["lr"] *= 0.9
         optimizer.step()
+        grads.append([optimizer.whole_grad(param) for param in (model.first.weight, model.scale)])  # as they were clipped
+        if step == 4:
+            backward(optimizer, model(inputs, step).float().pow(2).mean())  # on top of what was clipped
+            grads.append(model.first.weight.grad.norm())
         optimizer.zero_grad()
         if step == 2:
             with torch.no_grad():
@@ -91,7 +126,7 @@ def trained(kernels, dtype, offload, clip):
                 model.second.weight[0, 0] = 0.7
     assert counters["stats"]["unique_graphs"] == built
     saved = optimizer.state_dict()
-    return {name: param.detach().float() for name, param in model.named_parameters()}, saved["masters"], saved["state"]
+    return {name: param.detach().float() for name, param in model.named_parameters()}, saved["masters"], saved["state"], grads
 
 
 @needs_compiler
