@@ -49,6 +49,15 @@ assert saved.untyped_storage().nbytes() == saved.nbytes == model.weight.untyped_
     run("train.py", cwd=tmp_path)
 
 
+def test_states_leave_and_come_back_as_it_says(tmp_path):
+    (program,), (block,) = blocks("python"), blocks("python", section="## When the accelerator's memory")[:1]
+    offloaded = program.replace("stage=2)", 'stage=2, offload="cpu")')
+    assert offloaded != program
+    after = "model(x).sum().backward()\noptimizer.step()\nprint('went on')\n"
+    (tmp_path / "train.py").write_text(offloaded + block + after)
+    assert "went on" in run("train.py", cwd=tmp_path)
+
+
 def test_the_backend_of_at_most_30_lines_runs_and_keeps_the_contract(tmp_path):
     backend, test = blocks("python", section="## Bring your own accelerator")
     assert len(backend.splitlines()) <= 30

@@ -198,7 +198,7 @@ def test_the_fused_kernel_is_within_one_unit_of_the_default_at_each_step():
 @pytest.mark.promise("O15")
 def test_a_kernel_that_there_is_none_of_is_refused_with_the_reason_and_nothing_is_changed():
     for kernels, kind, words in (
-        ("compiled", OPTIM.AdamW, "no step is compiled yet"),
+        ("compiled", OPTIM.NAdam, "only Adam and AdamW have a compiled step, and not NAdam"),
         ("fused", OPTIM.RMSprop, "RMSprop has no fused kernel"),
     ):
         model = real_mlp()

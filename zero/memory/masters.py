@@ -10,7 +10,7 @@ from zero.memory.flat import FlatBuffer, Line, Shard, sum_dtype
 from zero.memory.offload import Crossing
 from zero.plan.layout import Block, Piece
 
-_LEAST_NUMEL = 2**18
+_LEAST_NUMEL, _LEAST_NUMEL_ON_HOST = 2**16, 2**18  # of what is compared at a time: on the host each call costs more
 _MOST_ON_THE_WAY = 2  # buckets that travel back to the device while the next one is stepped
 
 
@@ -139,7 +139,7 @@ class Masters:
 def adopt(weights: torch.Tensor, masters: torch.Tensor) -> None:
     """Masters become what their weights are, wherever these are not their rounded values."""
     # a part at a time, since what this needs beside the two is several times the weights
-    numel = max(_LEAST_NUMEL, masters.numel() // 16)
+    numel = max(_LEAST_NUMEL_ON_HOST if masters.is_cpu else _LEAST_NUMEL, masters.numel() // 16)
     for weight, master in zip(torch.split(weights, numel), torch.split(masters, numel), strict=True):
         if master.is_cpu and _same_bits(weight, master.to(weight.dtype)):
             continue  # as nearly always; a device is not asked, since its answer would have to be waited for
