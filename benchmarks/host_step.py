@@ -56,7 +56,7 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
 
     @torch.no_grad()
     def step() -> None:
-        optimizer._update(used, CLIP)
+        parts.update(used, CLIP)
 
     yield land
     yield step

@@ -350,8 +350,8 @@ NAMED = [
     Mutant(
         "what counts nothing brings its NaN",
         R + "window.py",
-        "        if multiplier == 0.0:\n            grad.zero_()",
-        "        if False:\n            grad.zero_()",
+        "        if multiplier == 0.0:\n            grad = torch.zeros_like(grad)",
+        "        if False:\n            grad = torch.zeros_like(grad)",
     ),
     Mutant(
         "masters from the rounded weights",
@@ -373,9 +373,9 @@ NAMED = [
     ),
     Mutant(
         "the step moves what nobody used",
-        "zero/optimizer.py",
-        "            parts.updater.step(batch, used, coefficient)\n",
-        "            parts.updater.step(batch, parts.params.all, coefficient)\n",
+        "zero/parts.py",
+        "                self.updater.step(batch, used, coefficient)\n",
+        "                self.updater.step(batch, self.params.all, coefficient)\n",
     ),
     Mutant(
         "the loss scale is not divided out",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from zero.engine import Engine as Engine
     from zero.engine_setup import initialize as initialize
     from zero.errors import ZeroError as ZeroError
+    from zero.graph.backend import compile as compile
     from zero.optimizer import ShardedOptimizer as ShardedOptimizer
     from zero.optimizer import shard as shard
     from zero.proof import verify as verify
@@ -45,12 +46,13 @@ _HOME = {
     "ShardedOptimizer": "optimizer",
     "ZeroConfig": "config",
     "ZeroError": "errors",
+    "compile": "graph.backend",
     "initialize": "engine_setup",
     "shard": "optimizer",
     "verify": "proof",
 }
 
-__all__ = ["Engine", "ShardedOptimizer", "ZeroConfig", "ZeroError", "initialize", "shard", "verify"]
+__all__ = ["Engine", "ShardedOptimizer", "ZeroConfig", "ZeroError", "compile", "initialize", "shard", "verify"]
 
 
 def __getattr__(name: str) -> object:

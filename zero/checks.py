@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from subprocess import SubprocessError
 from typing import Any
 
@@ -24,6 +24,7 @@ ELEMENTWISE = (
     _OPTIM.SGD, _OPTIM.Adam, _OPTIM.AdamW, _OPTIM.NAdam, _OPTIM.RAdam, _OPTIM.Adamax, _OPTIM.Adagrad, _OPTIM.Adadelta,
     _OPTIM.RMSprop, _OPTIM.Rprop, _OPTIM.ASGD, Lion,
 )  # fmt: skip
+KERNELS = ("fused", "foreach")  # what a group says of how its step is computed
 BITS = 16  # bytes that stand for the bits of one tensor
 WHOLE_TENSOR = {
     "LAMB", "Lamb", "FusedLamb", "LARS",
@@ -44,6 +45,12 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(
                 f"Sharding {type(model).__name__} was asked for, but {where} is a {path}, which distributes gradients itself. "
                 "Pass the plain model."
+            )
+        lazy = [param for param, tensor in module.named_parameters(name, recurse=False) if nn.parameter.is_lazy(tensor)]
+        if lazy:
+            raise ValueError(
+                f"Sharding was asked for, but {lazy[0]} has no shape yet. Run the model once, so that its lazy modules know "
+                "theirs, then make its optimizer."
             )
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(
@@ -119,6 +126,23 @@ def check_params(names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
         )
 
 
+def check_views(model: nn.Module, names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
+    """Refuses what looks at the memory of a parameter, which will be elsewhere."""
+    managed = {id(tensor) for tensor in tensors}
+    in_storage: dict[int, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(index)
+    for name, other in (*model.named_parameters(), *model.named_buffers()):
+        if id(other) in managed or other.layout != torch.strided or type(other.data) is not torch.Tensor:
+            continue
+        for index in in_storage.get(other.untyped_storage().data_ptr(), ()):
+            if overlapping([tensors[index], other]) is not None:
+                raise ValueError(
+                    f"Sharding was asked for, but {name} looks at the memory of parameter {names[index]}, which moves. "
+                    "Register such a view after sharding, or make it in forward."
+                )
+
+
 def _problem_of(tensor: nn.Parameter) -> str | None:
     if type(tensor) is not nn.Parameter or type(tensor.data) is not torch.Tensor:
         kind = type(tensor.data) if type(tensor) is nn.Parameter else type(tensor)
@@ -164,23 +188,45 @@ def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> st
 def _why_not_compiled(optimizer: torch.optim.Optimizer, kinds: Collection[Kind]) -> str | None:
     if type(optimizer) not in (_OPTIM.Adam, _OPTIM.AdamW):
         return f"only Adam and AdamW have a compiled step, and not {type(optimizer).__name__}"
-    for name in ("amsgrad", "capturable", "differentiable"):
-        if any(group.get(name) for group in optimizer.param_groups):
-            return f"{name} has no compiled step"
     if not kinds:
         return "it is compiled for the host, where nothing is stepped here: nothing is offloaded"
+    one_pass = OnePass(optimizer)
+    one_pass.check(optimizer.param_groups)
     try:
-        OnePass(optimizer).build(kinds)
+        one_pass.build(kinds)
     except (RuntimeError, OSError, ImportError, SubprocessError) as error:  # of torch's compiler, and of the one behind it
         return f"the step could not be compiled: {error}"
     return None
 
 
-def use_kernels(optimizer: torch.optim.Optimizer, kernels: str) -> None:
-    """Decides once how the step computes; 'torch' is whatever the user's optimizer does."""
-    if kernels == "fused":
+def use_kernels(optimizer: torch.optim.Optimizer, kernels: str) -> Callable[[], None]:
+    """Decides once how the step computes; 'torch' is whatever the user's optimizer does. Returns what undoes it."""
+    if kernels != "fused":
+        return lambda: None
+    before = {id(group): _kernels_of(group) for group in optimizer.param_groups}
+    usual = _kernels_of(optimizer.defaults)
+    for settings in (optimizer.defaults, *optimizer.param_groups):
+        settings.update(fused=True, foreach=False)
+
+    def undo() -> None:
         for settings in (optimizer.defaults, *optimizer.param_groups):
-            settings.update(fused=True, foreach=False)
+            settings.update(before.get(id(settings), usual))  # a group that came later has what is usual
+
+    return undo
+
+
+def _kernels_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: settings[name] for name in KERNELS if name in settings}
+
+
+def check_devices(names: Sequence[str], tensors: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Refuses to take in what lies elsewhere than the rest."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.device != device:
+            raise ValueError(
+                f"add_param_group was asked to take {name}, but it is on {tensor.device}, and what is sharded is on {device}. "
+                "Move it there first."
+            )
 
 
 def check_dtypes(accelerator: Accelerator, dtypes: Iterable[torch.dtype]) -> None:
@@ -190,6 +236,32 @@ def check_dtypes(accelerator: Accelerator, dtypes: Iterable[torch.dtype]) -> Non
             raise ValueError(
                 f"Weights in {dtype} were asked for, but {accelerator.name} does not compute in it. Supported here: {works}."
             )
+
+
+def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer, params: Params) -> None:
+    """Refuses what was done to the optimizer that was sharded, and not to the one that it became: both have their groups and
+    their state in common, and what one alone has got would be without effect."""
+    changed = "other state" if inner.state is not sharded.state else "other groups"
+    if inner.state is sharded.state and inner.param_groups is sharded.param_groups:
+        held = [param for group in inner.param_groups for param in group["params"] if id(param) not in params.index]
+        if not any(param.requires_grad for param in held):
+            return
+        changed = "parameters in its groups that were not added by add_param_group"
+    raise ValueError(
+        f"A step was asked for, but the {type(inner).__name__} that was sharded has got {changed} since. Use the sharded "
+        "optimizer for load_state_dict and add_param_group, and change its groups and its state in place."
+    )
+
+
+def check_used(params: Params, used: int) -> None:
+    """Refuses a step for which some trainable parameter has no gradient on any rank."""
+    named = enumerate(zip(params.names, params.tensors, strict=True))
+    idle = [name for index, (name, tensor) in named if tensor.requires_grad and not used >> index & 1]
+    if idle:
+        raise ValueError(
+            f"A step with on_unused='raise' was asked for, but no rank had a gradient for {', '.join(idle[:5])} "
+            f"({len(idle)} such parameters). Nothing was applied. Use them in the loss, freeze them, or omit on_unused."
+        )
 
 
 def check_weights(params: Params, group: Group) -> None:

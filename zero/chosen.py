@@ -46,10 +46,15 @@ def specs_of(
     ]
 
 
-def ratio_of(group: dict[str, Any], config: ZeroConfig) -> float:
-    """How much of a group's shares is to live on the host: its own "offload", else what the configuration says."""
-    own = Offload.of(group["offload"]) if "offload" in group else config.offload
-    return 0.0 if own is None else own.ratio
+def offload_of(group: dict[str, Any], config: ZeroConfig) -> Offload | None:
+    """Where a group's shares are to live: its own "offload", else what the configuration says."""
+    return Offload.of(group["offload"]) if "offload" in group else config.offload
+
+
+def ratio_of(group: dict[str, Any], config: ZeroConfig, device: torch.device) -> float:
+    """How much of a group's shares is to live on the host; nothing where the weights do, as there is no other memory."""
+    own = offload_of(group, config)
+    return 0.0 if own is None or device.type == "cpu" else own.ratio
 
 
 def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Chosen:
@@ -66,7 +71,8 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     islands = fp32_islands(model, config.keep_fp32)
     dtypes = [_dtype_for(name, param, config.dtype, id(param) in islands) for name, param in named]
     groups = [group_of[id(param)] for _, param in named]
-    offload = [ratio_of(optimizer.param_groups[group], config) for group in groups]
+    placed = zip(groups, (param.device for _, param in named), strict=True)
+    offload = [ratio_of(optimizer.param_groups[group], config, device) for group, device in placed]
     return Chosen([n for n, _ in named], [p for _, p in named], groups, dtypes, offload, left_out)
 
 

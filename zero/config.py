@@ -61,23 +61,39 @@ class LossScale(Block):
 class Offload(Block):
     """Where masters, optimizer state and gradient shares live when not on the accelerator, and how much of them."""
 
-    home: Literal["host"] = "host"
+    home: Annotated[Literal["host"], BeforeValidator(lambda given: _place(given))] = "host"
     pinned: bool | None = None  # None: where that works
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
 
-
     @classmethod
     def of(cls, given: object) -> Offload | None:
-        """From a name such as "cpu", from a dict, or from itself."""
-        found: Offload | None = cls.model_validate(_home(given)) if _home(given) is not None else None
-        return found
+        """From a name such as "cpu", from a dict of ours or of DeepSpeed's, or from itself."""
+        found = _offload(given)
+        return cls(**found) if isinstance(found, dict) else found
 
 
-_HOMES: dict[str, dict[str, str] | None] = {"cpu": {}, "none": None}  # what others call them
+def _offload(given: object) -> Offload | dict[str, Any] | None:
+    """What `given` says in our words: None for nowhere."""
+    if given is None or isinstance(given, Offload):
+        return given
+    named = dict(given) if isinstance(given, Mapping) else {"home": given}
+    if "device" in named:
+        named["home"] = named.pop("device")
+    if "pin_memory" in named:
+        named["pinned"] = True if named.pop("pin_memory") else None  # there it is what nobody asked for
+    return None if _name(named.get("home", "cpu")) in ("none", "None") else named
 
 
-def _home(given: object) -> object:
-    return _HOMES.get(given.strip().lower(), {"home": given}) if isinstance(given, str) else given
+def _name(place: object) -> object:
+    """Of an enum's member, or of a torch.device, what it is called."""
+    plain = getattr(place, "value", getattr(place, "type", place))
+    return plain.strip().lower() if isinstance(plain, str) else plain
+
+
+def _place(given: object) -> str:
+    if _name(given) not in ("cpu", "host"):
+        raise ValueError(f"offload to {brief(given)} was asked for, but there is no other home than host memory. Say 'cpu'.")
+    return "host"
 
 
 class Batch(Block):
@@ -202,7 +218,7 @@ class ZeroConfig(Block):
     keep_fp32: Names = ()
     autocast: Half | None = None
     cast_inputs: bool = False
-    offload: Annotated[Offload | None, BeforeValidator(_home)] = None
+    offload: Annotated[Offload | None, BeforeValidator(_offload)] = None
     bucket_bytes: Count = DEFAULT_BUCKET_BYTES
     align_bytes: Annotated[int, Field(ge=16, le=4096)] = 64
     reduce: Literal["mean", "sum"] | Positive = "mean"

@@ -12,6 +12,7 @@ from torch import nn
 from zero.accumulation import Accumulation
 from zero.answers import Answers
 from zero.calling import call
+from zero.graph.backend import compile
 from zero.optimizer import ShardedOptimizer
 from zero.progress import Progress
 
@@ -36,6 +37,7 @@ class Engine(Answers):
         self.global_samples = 0
         self.micro_steps = 0
         self._accumulation = Accumulation(self.config.accumulation or 1, self.config.count_micro_steps)
+        parts.window.boundary.counting = self._accumulation
         self._applied = False
         self._progress = Progress(self.config.report, parts.accelerator, parts.group.rank)
         self._announce_boundary()
@@ -59,8 +61,19 @@ class Engine(Answers):
         This is the only place that divides; `scale_wrt_gas=False` turns it off, and so does a `weight`, which is a
         mean of its own. `options` are those of `torch.autograd.backward`. No rank waits for another in here.
         """
-        accumulation = self._accumulation
-        divides = scale_wrt_gas and not self._is_weighted
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"engine.backward was asked for, but a {type(loss).__name__} was found where a loss should be. Pass the tensor "
+                "that the model's outputs were computed to."
+            )
+        accumulation, window = self._accumulation, self.optimizer.parts.window
+        is_weighted = window.scaling.weight is not None
+        if window.since.weights and not is_weighted:
+            raise ValueError(
+                "engine.backward was asked for without a weight, but other micro-batches of this window have one. Call "
+                "engine.weight(n) before each of them, or before none."
+            )
+        divides = scale_wrt_gas and not is_weighted
         if divides and accumulation.declared != 1:
             loss = loss / accumulation.declared
         self._announce_boundary()  # the user may have cleared the gradients, and with them what the optimizer was told
@@ -78,18 +91,21 @@ class Engine(Answers):
             self._take_step(lr_kwargs)
         else:
             accumulation.count()
+            self.optimizer.parts.window.scaling.weight = None  # it was this micro-batch's
             self._applied = False
         self.micro_steps += 1
         self._announce_boundary()
 
     def flush(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Steps on a window that is not full, dividing by the true number of its micro-batches; nothing where no rank has any.
-        A collective."""
-        counts = self._exchange(self._accumulation.num_micro_batches, self._accumulation.divided)
-        num_micro_batches = sum(count for count, _ in counts)
-        if not num_micro_batches:
+        """Steps on a window that is not full, dividing by the true number of its micro-batches; nothing where no rank has a
+        gradient. A collective."""
+        since = self.optimizer.parts.window.since
+        has_any = since.unsettled or since.settled  # by a backward of the caller's own, which is not counted
+        counts = self._exchange(self._accumulation.num_micro_batches, self._accumulation.divided, has_any)
+        num_micro_batches = sum(count for count, _, _ in counts)
+        if not num_micro_batches and not any(has_any for _, _, has_any in counts):
             return
-        if any(divided for _, divided in counts):
+        if any(divided for _, divided, _ in counts):
             self.settle()
             params = (param for group in self.optimizer.param_groups for param in group["params"])
             grads = [param.grad for param in params if param.grad is not None]
@@ -161,12 +177,8 @@ class Engine(Answers):
         """The engine knows which backward is the last one, so that the optimizer need not count."""
         self.optimizer.set_gradient_accumulation_boundary(self._accumulation.at_end)
 
-    @property
-    def _is_weighted(self) -> bool:
-        return self.optimizer.parts.window.scaling.weight is not None
-
-    def _exchange(self, count: int, flag: bool) -> list[tuple[float, ...]]:
-        return self.optimizer.parts.window.shares.exchange_numbers([count, flag])
+    def _exchange(self, *numbers: float) -> list[tuple[float, ...]]:
+        return self.optimizer.parts.window.shares.exchange_numbers(numbers)
 
     # looking -----------------------------------------------------------------------------------------------------
 
@@ -213,6 +225,15 @@ class Engine(Answers):
     def reload_states(self, non_blocking: bool = False) -> None:
         """Moves back what `offload_states` moved. No collective."""
         self.optimizer.reload_states(non_blocking)
+
+    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """Compiles the model in place, as `zero.compile` does. No collective."""
+        compile(self, backend, **{**(compile_kwargs or {}), **options})
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model's forward is compiled."""
+        return self.module._compiled_call_impl is not None
 
     def close(self) -> None:
         """Makes the model plain again. No collective."""

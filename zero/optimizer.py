@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.checks import check_params, check_weights
+from zero.checks import check_original, check_used, check_weights
 from zero.config import DEFAULT_BUCKET_BYTES, ZeroConfig
-from zero.construction import Parts, construct, reduction
+from zero.construction import construct, reduction
 from zero.loss_scaling import loaded_scale, loss_scale_of, with_loss_scale
-from zero.memory.flat import sum_dtype
+from zero.memory.flat import dtype_name, sum_dtype
+from zero.parts import Parts
 from zero.plan.loss_scale import LossScale
 from zero.served import check_plain, check_served
 from zero.state import load_state, whole_state, whole_state_dict
@@ -50,7 +50,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.model = model
         self.group = parts.group
         self._parts = parts
-        self._release = weakref.finalize(self, parts.release)
+        self._release = weakref.finalize(self, parts.release_anywhere)
         self._release.atexit = False
         parts.window.scaling.reduce = reduction(config, parts.group.size)
         self.loss_scale: LossScale | None = loss_scale_of(config)
@@ -75,30 +75,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Settles the window, judges it and updates the weights. A collective."""
         window = self.parts.window
         self.parts.travel.check("step")
+        check_original(self, self.inner, self.parts.params)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         window.settle("step")
+        window.settler.aliases.take_in()
         window.settler.step += 1
         if window.used:
-            self._check_unused(window.used)
+            if self.parts.config.on_unused == "raise":
+                check_used(self.parts.params, window.used)
             self._apply(window.used)
         elif self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(True)  # a step without any gradient counts as a finite one
         self._follow_loss_scale()
         return loss
-
-    def _check_unused(self, used: int) -> None:
-        params = self.parts.params
-        named = enumerate(zip(params.names, params.tensors, strict=True))
-        idle = [name for index, (name, tensor) in named if tensor.requires_grad and not used >> index & 1]
-        if idle and self.parts.config.on_unused == "raise":
-            raise ValueError(
-                f"A step with on_unused='raise' was asked for, but no rank had a gradient for {', '.join(idle[:5])} "
-                f"({len(idle)} such parameters). Nothing was applied. Use them in the loss, freeze them, or omit on_unused."
-            )
 
     def _apply(self, used: int) -> None:
         parts = self.parts
@@ -110,23 +103,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.skipped_steps += 1
             self._check_progress(verdict.grad_norm)
             return
-        self._update(used, verdict.coefficient)
-
-    def _update(self, used: int, coefficient: float) -> None:
-        """Stops 6 and 7 for what was used, on gradients that were judged."""
-        parts = self.parts
-        layout = parts.line.layout
-        buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
-        batches = parts.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
-        for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
-            parts.gatherer.fetch((*batch, *following))  # weights on their way while this batch is stepped
-            parts.updater.step(batch, used, coefficient)
-            parts.gatherer.gather(batch)
-        parts.window.shares.forget_norms()  # they are those of before clipping
-        parts.gatherer.finish(used)
+        parts.update(used, verdict.coefficient)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Ends the window. A collective, unless it was settled and nothing came since."""
+        if not set_to_none:
+            self.parts.travel.check("zero_grad", "weights", "gradients")
         self.parts.window.end(to_zeros=not set_to_none)
         self._follow_loss_scale()
 
@@ -163,18 +145,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.parts.window.boundary.override = bool(is_boundary)
 
     def weight(self, amount: float) -> None:
-        """The next micro-batch counts `amount`, its tokens for instance: the gradient becomes the mean over the weights of all
-        ranks and micro-batches. Zero is allowed. No collective."""
+        """The micro-batch to come, of as many backwards as it has, counts `amount`, its tokens for instance: the gradient
+        becomes the mean over the weights of all ranks and micro-batches. Zero is allowed. No collective."""
         window = self.parts.window
         if not 0 <= amount < float("inf"):
             raise ValueError(
                 f"weight({amount}) was asked for, but a weight is a finite number of 0 or more. Pass what the batch counts."
             )
         window.notice()
-        if window.since.settled:
+        since = window.since
+        unweighted = (since.touched or since.aside) and not since.weights
+        if since.settled or unweighted:
+            why = "was settled already, so its mean is taken" if since.settled else "has a gradient without a weight"
             raise ValueError(
-                f"weight({amount}) was asked for in a window that was settled already, so its mean is taken. "
-                "Give all weights before clipping, reading gradients or stepping."
+                f"weight({amount}) was asked for, but this window {why}. Give every micro-batch of a window its weight, before "
+                "clipping, reading gradients or stepping, or none."
             )
         window.since.weights.append(float(amount))
         window.scaling.weight = float(amount)
@@ -182,6 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def no_contribution(self) -> None:
         """This rank has nothing to send backward in this window; it counts as zeros. No collective."""
         window = self.parts.window
+        self.parts.travel.check("no_contribution", "weights", "gradients")
         window.notice()
         window.since.quiet = True
         if not window.since.placed:
@@ -189,7 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def settle(self) -> None:
         """Makes the gradients of this window final, as the first operation on one does. A collective."""
-        self.parts.travel.check("settle", "gradients")
+        self.parts.travel.check("settle", "weights", "gradients")
         self.parts.window.settle("settle")
 
     def discard(self) -> None:
@@ -206,7 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """The global gradient of a parameter, whole on every rank; None where no rank had one. A collective."""
         window, index = self.parts.window, self._index(param)
-        self.parts.travel.check("whole_grad", "gradients")
+        self.parts.travel.check("whole_grad", "weights", "gradients")
         window.settle("whole_grad")
         if not window.used >> index & 1:
             return None
@@ -259,16 +245,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Takes new parameters in, as torch does; they get memory when they are first used. All ranks add the same."""
+        """Takes new parameters in, as torch does; they get memory when they are first used. All ranks add the same. A group
+        that is refused leaves everything as it was."""
         parts = getattr(self, "parts", None)
         if parts is None:  # torch's constructor adds the groups that are there
             super().add_param_group(param_group)
             return
+        groups = self.inner.param_groups
         self.inner.add_param_group(param_group)
-        tensors = [param for param in self.inner.param_groups[-1]["params"] if id(param) not in parts.params.index]
-        names = self._names_of(tensors)
-        check_params(names, tensors)
-        parts.join(names, tensors, len(self.inner.param_groups) - 1)
+        try:
+            tensors = [param for param in groups[-1]["params"] if id(param) not in parts.params.index]
+            parts.join(self._names_of(tensors), tensors, len(groups) - 1)
+        except BaseException:
+            groups.pop()
+            raise
 
     # between phases ----------------------------------------------------------------------------------------------
 
@@ -277,20 +267,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
         """Moves masters, moments, gradients, weights and buffers, or some of them, to the host until `reload_states`; edits of
-        the weights are adopted first. Without weights nothing is forwarded, without all nothing stepped. No collective."""
+        the weights are adopted first. Without weights nothing is forwarded, without them or gradients nothing sent backward or
+        settled, without all nothing stepped. Where host memory does not suffice all stays as it was. No collective."""
         parts = self.parts
         if not parts.travel.is_away:
-            parts.window.settler.aliases.lost()
             parts.adopt()
-        if "buffers" in parts.travel.leave(include, device, pin_memory, non_blocking):
+        try:
+            names = parts.travel.leave(include, device, pin_memory, non_blocking)
+        finally:
+            parts.window.settler.aliases.moved()
+        if "buffers" in names:
             parts.window.reducer.release_buffers()
-        parts.window.settler.aliases.moved()
 
     @torch.no_grad()
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves back what `offload_states` moved. No collective."""
-        self.parts.travel.come_back(non_blocking)
-        self.parts.window.settler.aliases.moved()
+        """Moves back what `offload_states` moved. What does not fit the device stays, for another call. No collective."""
+        try:
+            self.parts.travel.come_back(non_blocking)
+        finally:
+            self.parts.window.settler.aliases.moved()
 
     def close(self) -> None:
         """Makes the model plain again: no hooks, storage of its own for every parameter, present values. No collective.
@@ -304,6 +299,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scale, given = self.loss_scale, self.parts.config.loss_scale
         if scale is not None and given is not None and scale.stuck >= given.max_skips:
             raise self.parts.updater.nonfinite(math.nan if norm is None else norm)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "A copy of a sharded optimizer was asked for, but it belongs to its model and to a group of ranks. Keep its "
+            "state_dict(), which loads at any number of ranks."
+        )
 
     def _names_of(self, tensors: list[nn.Parameter]) -> list[str]:
         by_id = {id(param): name for name, param in self.model.named_parameters()}
@@ -341,9 +342,9 @@ def shard(
     `offload="cpu"` keeps masters, optimizer state and gradient shares on the host; `bucket_bytes` are reduced at
     once. The other options are the fields of `zero.ZeroConfig`. Constructing is a collective.
     """
-    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    named = {"clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload, "bucket_bytes": bucket_bytes}
-    config = ZeroConfig(stage=stage, dtype=name, **named, **options)  # type: ignore[arg-type]
+    options |= {"dtype": dtype, "clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload}
+    options = {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in options.items()}
+    config = ZeroConfig(stage=stage, bucket_bytes=bucket_bytes, **options)
     check_served(config)
     check_plain(config)
     return ShardedOptimizer(model, optimizer, config, group)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 import accelerators
 from accelerators.memory import format_bytes
+from zero.checks import ELEMENTWISE
 from zero.config import Offload
 from zero.lion import Lion
 from zero.memory.flatten import Place
 from zero.memory.offload import Host
 from zero.plan.budget import budget_of
-from zero.plan.layout import FlatLayout
+from zero.plan.layout import ITEM_BYTES, FlatLayout
 
 _OPTIM = torch.optim
 # Values an element that an optimizer remembers, where it is not two.
@@ -28,25 +31,54 @@ def num_moments(optimizer: torch.optim.Optimizer) -> int:
     return known + sum(map(bool, more))
 
 
-def host_beside(
-    layout: FlatLayout, place: Place, offload: Offload, optimizer: torch.optim.Optimizer, ranks_here: int
-) -> Host | None:
-    """The host memory for what is offloaded; None where host and device are one. Raises where there is not enough."""
-    has_host = not place.is_host
-    budget = budget_of(layout, num_moments=num_moments(optimizer), has_host=has_host)
-    needed = budget.host_peak if has_host else budget.device.total
-    available = accelerators.get("cpu").memory().available
-    if available is not None and needed * ranks_here > available:
-        raise MemoryError(
-            f"Offloading to the host was asked for, which needs {needed} bytes ({format_bytes(needed)}) on each of "
-            f"{ranks_here} ranks of this machine, but {available} bytes ({format_bytes(available)}) are available to all of "
-            "them. Offload a smaller part with offload={'ratio': ...}, use more machines, or a smaller model."
-        )
-    if not has_host:
-        return None
-    if offload.pinned and not place.accelerator.can_pin:
-        raise ValueError(
-            f"Pinned host memory was asked for, {needed} bytes of it ({format_bytes(available)} of host memory are available), "
-            f"but none can be pinned for {place.accelerator.name}. Leave pinned out, and pageable memory serves."
-        )
-    return Host(place.accelerator, pinned=offload.pinned is not False)
+class Room:
+    """Host memory beside an accelerator, for what is offloaded there."""
+
+    def __init__(self, place: Place, optimizer: torch.optim.Optimizer, ranks_here: int) -> None:
+        self.host = None if place.is_host else Host(place.accelerator)  # which takes none before it is asked to
+        self._accelerator = place.accelerator
+        self._optimizer = optimizer
+        self._ranks_here = ranks_here
+
+    def take(self, offloads: Iterable[Offload | None], layout: FlatLayout, before: FlatLayout | None = None) -> None:
+        """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for; nothing is allocated yet.
+        `before` is what has its memory already."""
+        needed = self._needed(layout) - (0 if before is None else self._needed(before))
+        if self.host is None or not needed:
+            return
+        pinned = self._pinned([offload.pinned for offload in offloads if offload is not None and offload.ratio])
+        available = accelerators.get("cpu").memory().available
+        if available is not None and needed * self._ranks_here > available:
+            raise MemoryError(
+                f"Offloading to the host was asked for, which needs {needed} bytes ({format_bytes(needed)}) on each of "
+                f"{self._ranks_here} ranks of this machine, but {available} bytes ({format_bytes(available)}) are available to "
+                "all of them. Offload a smaller part with offload={'ratio': ...}, use more machines, or a smaller model."
+            )
+        # as much as there will be in one piece: that so much can be had is found out by trying
+        piece = max(bucket.share_numel for bucket in layout.buckets if bucket.offloaded) * ITEM_BYTES["float32"]
+        if pinned and not self._can_pin(piece):
+            raise ValueError(
+                f"Pinned host memory was asked for, {needed} bytes of it ({format_bytes(available)} of host memory are "
+                f"available), but no piece of {piece} bytes can be pinned for {self._accelerator.name}. Leave pinned out, and "
+                "pageable memory serves."
+            )
+        self.host.pinned = pinned
+
+    def _needed(self, layout: FlatLayout) -> int:
+        by_blocks = type(self._optimizer) in ELEMENTWISE
+        return budget_of(layout, num_moments=num_moments(self._optimizer), by_blocks=by_blocks).host_peak
+
+    def _pinned(self, asked: list[bool | None]) -> bool | None:
+        """What all say together."""
+        assert self.host is not None
+        said = {pinned for pinned in (*asked, self.host.pinned) if pinned is not None}
+        if len(said) > 1:
+            raise ValueError(
+                "Pinned host memory was asked for some groups and pageable memory for others, but one kind serves all of them. "
+                "Say the same for all, or leave pinned out of the others."
+            )
+        return said.pop() if said else None
+
+    def _can_pin(self, num_bytes: int) -> bool:
+        piece = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        return self._accelerator.can_pin and self._accelerator.pin(piece).is_pinned()

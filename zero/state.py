@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zero.checks import KERNELS
 from zero.comm.group import exchange_texts
 from zero.errors import ZeroError
 from zero.memory.flat import dtype_name, sum_dtype
 
 if TYPE_CHECKING:
-    from zero.construction import Parts
+    from zero.parts import Parts
     from zero.plan.layout import Piece
+
+logger = logging.getLogger("zero")
 
 _NOT_ELEMENTWISE = {"step", "eta", "mu", "mu_product"}  # 0-dim entries of torch's own optimizers
 
@@ -32,9 +36,9 @@ def whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> dict[
 
 def whole_state_dict(parts: Parts, inner: torch.optim.Optimizer) -> dict[str, Any]:
     """State by parameter name, which of its keys go with elements, the exact values of rounded weights, and the groups."""
-    parts.window.settler.aliases.lost()
     parts.adopt()
     states, elementwise, masters = {}, set(), {}
+    elsewhere = parts.window.settler.aliases.elsewhere()  # edited there, which `adopt` does not see
     for param, name in enumerate(parts.params.names):
         state, keys = _whole_state(parts, inner, param)
         if state:
@@ -43,12 +47,17 @@ def whole_state_dict(parts: Parts, inner: torch.optim.Optimizer) -> dict[str, An
         if _has_copy(parts, param):
             dtype = sum_dtype(parts.params.tensors[param].dtype)
             masters[name] = parts.at_home(param, parts.window.shares.whole(param, parts.masters.shard.piece, dtype))
+            if param in elsewhere:
+                weight = parts.params.tensors[param].detach().to(masters[name].device)
+                edited = weight != masters[name].to(weight.dtype)
+                masters[name] = torch.where(edited, weight.to(dtype), masters[name])
     index, names = parts.params.index, parts.params.names
     groups = []
     for group in inner.param_groups:
         named = [names[index[id(param)]] for param in group["params"] if id(param) in index]
         groups.append({**group, "params": named})
-    return {"state": states, "elementwise": sorted(elementwise), "masters": masters, "param_groups": groups}
+    found = {"state": states, "elementwise": sorted(elementwise), "masters": masters, "param_groups": groups}
+    return {**found, "kernels": parts.config.kernels}
 
 
 def _has_copy(parts: Parts, param: int) -> bool:
@@ -57,8 +66,12 @@ def _has_copy(parts: Parts, param: int) -> bool:
 
 @torch.no_grad()
 def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Checks everything, then changes the state. What torch's own optimizer saved, by number, is understood too."""
+    """Checks everything, then changes the state. What torch's own optimizer saved, by number, is understood too.
+
+    How the step is computed stays what it is.
+    """
     groups = state_dict["param_groups"]
+    parts.updater.check(groups)
     if len(groups) != len(inner.param_groups):
         raise ValueError(
             f"State of {len(groups)} parameter groups was passed to an optimizer of {len(inner.param_groups)}. "
@@ -85,8 +98,12 @@ def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[s
                     f"State {key} of {name} was passed with shape {tuple(state[key].shape)}, but the parameter has "
                     f"{tuple(shapes[name])}. Load it into the model that it was saved from."
                 )
+    kernels = state_dict.get("kernels", parts.config.kernels)
+    if kernels != parts.config.kernels:
+        logger.warning("State of a run with kernels=%r goes on with kernels=%r, as here.", kernels, parts.config.kernels)
     for group, saved in zip(inner.param_groups, groups, strict=True):
-        group.update({key: _setting(group.get(key), value) for key, value in saved.items() if key != "params"})
+        kept = {key: value for key, value in saved.items() if key != "params" and key not in KERNELS}
+        group.update({key: _setting(group.get(key), value) for key, value in kept.items()})
     for param, name in enumerate(parts.params.names):
         for owner in (parts.params.tensors[param], *(master for _, master in parts.masters.of(param))):
             inner.state.pop(owner, None)
@@ -148,14 +165,18 @@ def _give_pieces(
     parts: Parts, inner: torch.optim.Optimizer, param: int, state: Mapping[str, Any], elementwise: set[str]
 ) -> None:
     form = parts.window.shares.forms[param]
+    settings = inner.param_groups[parts.line.layout.params[param].group]
+    beside = settings.get("fused") or settings.get("capturable")  # then torch wants steps where the master is
     for piece, master in parts.masters.of(param):
         own: dict[str, Any] = {}
         for key, value in state.items():
             if key in elementwise:
                 line = form.line(value.to(master.device))
                 own[key] = line[piece.in_param.start : piece.in_param.stop].clone()
+            elif isinstance(value, torch.Tensor):
+                own[key] = value.to(master.device if beside else value.device, copy=True)
             else:
-                own[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                own[key] = value
         inner.state[master] = own
 
 
@@ -181,7 +202,7 @@ def _whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> tupl
             pieces = {piece: state[key] for piece, state in own}
             whole[key] = parts.at_home(param, parts.window.shares.whole(param, pieces.__getitem__, getattr(torch, dtype)))
         else:
-            whole[key] = value if kind == "value" else torch.tensor(value, dtype=getattr(torch, dtype))
+            whole[key] = value if kind == "value" else torch.tensor(value, dtype=getattr(torch, dtype), device="cpu")
     return whole, {key for key, (kind, _, _) in known.items() if kind == "elements"}
 
 

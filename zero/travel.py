@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ _ALSO = {
 }
 
 Bring = Callable[[Host], None]
+
+_WHAT_MODULES_DO = ("Forward", "state_dict", "load_state_dict")
 
 
 class Travel:
@@ -54,62 +56,85 @@ class Travel:
         self._masters = masters
         self._gradients = gradients
         self._state = inner.state
-        self._away: dict[str, list[Bring]] = {}  # by state: what brings it back
+        self._away: dict[str, list[Bring]] = {}  # by state: what brings each part of it back
         self._on_their_way: list[Crossing] = []
-        self._guards: list[Any] = []  # on the model, while its weights are away
+        self._guards: list[Any] = []  # on modules and parameters, while something is away that they cannot do without
 
     @property
     def is_away(self) -> bool:
         return bool(self._away)
 
     def leave(self, include: Iterable[Any] | None, device: Any, pinned: bool, non_blocking: bool) -> list[str]:
-        """Moves states to the host; those that are there already stay. Returns what was asked for."""
-        names = _names(include)
-        if str(device) != "cpu":
+        """Moves states to the host; those that are there already stay. Returns what was asked for.
+
+        What cannot go, as there is no memory for it, is an error, and then what went comes back.
+        """
+        names, place = _names(include), str(getattr(device, "value", device))
+        if place != "cpu":
             raise ValueError(
-                f"offload_states(device={str(device)!r}) was asked for, but states go to host memory only. Pass device='cpu'."
+                f"offload_states(device={place!r}) was asked for, but states go to host memory only. Pass device='cpu'."
             )
         if self._gradients.device.type == "cpu":
             return names
-        host = Host(self._accelerator, pinned)
+        host = Host(self._accelerator, None if pinned else False)
         ways = {
             "masters": self._leave_masters,
             "moments": self._leave_moments,
             "gradients": self._leave_gradients,
             "weights": self._leave_weights,
         }
-        for name in names:
-            if name in ways and name not in self._away:
-                self._away[name] = list(ways[name](host))  # also where this rank has none of it, as the others wait for it
-        self._gradients.away = "gradients" in self._away
-        if "weights" in self._away and not self._guards and (model := self._model()) is not None:
-            self._guards = [
-                model.register_forward_pre_hook(lambda *_: _refuse("forward")),
-                model.register_state_dict_pre_hook(lambda *_: _refuse("state_dict")),  # type: ignore[no-untyped-call]
-            ]
+        leaving = [name for name in names if name in ways and name not in self._away]
+        try:
+            for name in leaving:
+                brings = self._away[name] = []  # also where this rank has none of it, as the others wait for it
+                for bring in ways[name](host):
+                    brings.append(bring)  # one at a time: what comes after may fail
+        except BaseException:
+            self.come_back(False, leaving)
+            raise
+        self._guard()
         self._finish(non_blocking)
         return names
 
     def come_back(self, non_blocking: bool, names: Iterable[str] = STATES) -> None:
-        """Moves what is away to where it was."""
+        """Moves what is away to where it was. What does not fit the device stays, and can be brought by another call."""
         self._finish(False)
-        host = Host(self._accelerator, pinned=False)  # which has nothing to lend
-        for name in names:
-            for bring in self._away.pop(name, []):
-                bring(host)
-        self._gradients.away = "gradients" in self._away
-        while self._guards and "weights" not in self._away:
-            self._guards.pop().remove()
+        host = Host(self._accelerator)  # which has nothing to lend
+        try:
+            for name in names:
+                brings = self._away.get(name, [])
+                while brings:
+                    brings[0](host)
+                    del brings[0]
+                self._away.pop(name, None)
+        finally:
+            self._guard()
         self._finish(non_blocking)
 
     def check(self, what: str, *needed: str) -> None:
         """Raises where something is away that `what` needs."""
+        self._finish(True)
         away = [name for name in needed or STATES if name in self._away]
         if away:
-            raise ValueError(
-                f"{what}() was asked for, but {', '.join(away)} are on the host since offload_states. "
-                "Call reload_states() first."
-            )
+            raise ValueError(f"{what}() was asked for, but {_are_away(away)}")
+
+    def _guard(self) -> None:
+        """Whoever needs what is away is told, by whatever way he comes: a submodule, a copy, a graph from before."""
+        while self._guards:
+            self._guards.pop().remove()
+        self._gradients.away = tuple(name for name in ("weights", "gradients") if name in self._away)
+        if self._gradients.away:
+            guard: Any = _Guard("A backward", self._gradients.away)
+            trained: list[Any] = [param for param in self._params.tensors if param.requires_grad]
+            self._guards += [param.register_hook(guard) for param in trained]
+        model = self._model()
+        for module in model.modules() if model is not None and "weights" in self._away else ():
+            forward, saved, loaded = (_Guard(f"{what} of a module", ["weights"]) for what in _WHAT_MODULES_DO)
+            self._guards += [
+                module.register_forward_pre_hook(forward),
+                module.register_state_dict_pre_hook(saved),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(loaded),  # type: ignore[no-untyped-call]
+            ]
 
     # what goes ---------------------------------------------------------------------------------------------------
 
@@ -210,8 +235,32 @@ class Travel:
         return target
 
     def _finish(self, later: bool) -> None:
-        while self._on_their_way and not later:
-            self._on_their_way.pop().finish()
+        """Lets go of both ends of each copy, or of those that are done by now."""
+        for crossing in self._on_their_way:
+            if crossing.done() or not later:
+                crossing.finish()
+        self._on_their_way = [crossing for crossing in self._on_their_way if not crossing.done()]
+
+
+class _Guard:
+    """A hook that refuses. So does copying or pickling what it is on."""
+
+    def __init__(self, what: str, away: Sequence[str]) -> None:
+        self._what = what
+        self._away = away
+
+    def __call__(self, *_: Any) -> None:
+        raise ValueError(f"{self._what} was asked for, but {_are_away(self._away)}")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise ValueError(f"A copy of the model was asked for, but {_are_away(self._away)}")
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError(f"Pickling the model was asked for, but {_are_away(self._away)}")
+
+
+def _are_away(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} are on the host since offload_states. Call reload_states() first."
 
 
 def _names(include: Iterable[Any] | None) -> list[str]:
@@ -226,9 +275,3 @@ def _names(include: Iterable[Any] | None) -> list[str]:
             f"{', '.join(STATES)}, or what DeepSpeed calls them: {', '.join(_ALSO)}."
         )
     return list(dict.fromkeys(_ALSO.get(name, name) for name in names))
-
-
-def _refuse(what: str) -> None:
-    raise ValueError(
-        f"The model's {what} was asked for, but weights are on the host since offload_states. Call reload_states() first."
-    )

@@ -58,6 +58,15 @@ def test_states_leave_and_come_back_as_it_says(tmp_path):
     assert "went on" in run("train.py", cwd=tmp_path)
 
 
+def test_a_model_is_compiled_as_it_says(tmp_path):
+    (program,), (block,) = blocks("python"), blocks("python", section="## Compiled models")[:1]
+    loop = program.index("for _ in range")
+    (tmp_path / "train.py").write_text(program[:loop] + block + program[loop:] + "print(model._compiled_call_impl)\n")
+    out = run("train.py", cwd=tmp_path)
+    assert "_Call object" in out
+    assert float(re.search(r"loss ([\d.]+)", out)[1]) < 0.5
+
+
 def test_the_backend_of_at_most_30_lines_runs_and_keeps_the_contract(tmp_path):
     backend, test = blocks("python", section="## Bring your own accelerator")
     assert len(backend.splitlines()) <= 30

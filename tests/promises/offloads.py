@@ -1,4 +1,4 @@
-"""Trainings on the simulated device whose shares live on the host, beside the same ones without, in rank processes."""
+"""Trainings on a device whose shares live on the host, beside the same ones without, in rank processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import accelerators
 from tests import ranks
 from tests.promises.loops import weights
 from tests.traces import copied
@@ -34,21 +35,49 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def on_sim(
     world: int, program: Program, points: Iterable[Options], build: Callable[[], nn.Module] = real_mlp, order: str = "late"
 ) -> list[list[Any]]:
-    """By rank: what `program` gives at each point, which is a dict of options of `shard`."""
-    return ranks.run(world, train_points, program, list(points), build, order, apart="sim")
+    """By rank: what `program` gives at each point, which is a dict of options of `shard`, on the simulated device."""
+    return on_device("sim", world, program, points, build, order)
+
+
+def on_device(
+    device: str,
+    world: int,
+    program: Program,
+    points: Iterable[Options],
+    build: Callable[[], nn.Module] = real_mlp,
+    order: str = "late",
+) -> list[list[Any]]:
+    """The same on a device of any type."""
+    return ranks.run(world, train_points, program, list(points), build, device, order, apart=device)
+
+
+def place_of(rank: int, device: str, order: str = "late") -> torch.device:
+    """Where a rank trains: all of them on one simulated device, else each on one of its own while there are any."""
+    if device == "sim":
+        from accelerators import simulated
+
+        simulated.bring_up()
+        simulated.configure(order=order)
+        return torch.device("sim:0")
+    accelerator = accelerators.get(device)
+    if device != "cpu":
+        accelerator.set_index(rank % accelerator.device_count())
+    return accelerator.device()
 
 
 def train_points(
-    rank: int, world: int, program: Program, points: Sequence[Options], build: Callable[[], nn.Module], order: str
+    rank: int,
+    world: int,
+    program: Program,
+    points: Sequence[Options],
+    build: Callable[[], nn.Module],
+    device: str,
+    order: str,
 ) -> list[Any]:
-    from accelerators import simulated
-
-    simulated.bring_up()
-    simulated.configure(order=order)
-    found = []
+    place, found = place_of(rank, device, order), []
     for point in points:
         given = {"stage": 2, "bucket_bytes": SMALL, "timeout_s": 20.0, **point}
-        with torch.device("sim:0"):
+        with place:
             model = build()
         optimizer = shard(model, given.pop("make", adamw)(model), **given)
         try:
@@ -58,17 +87,20 @@ def train_points(
     return found
 
 
-def difference(one: Any, other: Any, where: str = "") -> str | None:
-    """The first place where a bit differs, NaN equal to NaN; None where there is none."""
+def difference(one: Any, other: Any, where: str = "", rtol: float = 0.0, atol: float = 0.0) -> str | None:
+    """The first place where a bit differs, or more than that is allowed, NaN equal to NaN; None where there is none."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         alike = one.dtype == other.dtype and one.shape == other.shape
-        wrong = 0 if not alike else int(((one != other) & ~((one != one) & (other != other))).sum())
+        wrong = 0 if not alike else int((~torch.isclose(one, other, rtol=rtol, atol=atol, equal_nan=True)).sum())
         return None if alike and not wrong else f"{where}: {wrong} elements of {one} are not those of {other}"
     if isinstance(one, dict) and isinstance(other, dict):
         one, other = [list(one), *one.values()], [list(other), *(other.get(key) for key in one)]
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
-        inside = (difference(mine, theirs, f"{where}[{at}]") for at, (mine, theirs) in enumerate(zip(one, other, strict=True)))
+        pairs_of_both = enumerate(zip(one, other, strict=True))
+        inside = (difference(mine, theirs, f"{where}[{at}]", rtol, atol) for at, (mine, theirs) in pairs_of_both)
         return next((found for found in inside if found is not None), None)
+    if isinstance(one, float) and isinstance(other, float) and abs(one - other) <= atol + rtol * abs(other):
+        return None
     return None if one == other or (one != one and other != other) else f"{where}: {one!r} is not {other!r}"
 
 

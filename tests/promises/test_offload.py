@@ -19,6 +19,7 @@ from tests.promises.offloads import (
     on_sim,
     pairs,
     pairs_in_turn,
+    place_of,
     send,
     train_windows,
 )
@@ -178,12 +179,7 @@ REACHED = set(ManyParameters.reached())
 
 
 def with_the_full_configuration(rank, world, device, stage):
-    if device != "cpu":
-        from accelerators import simulated
-
-        simulated.bring_up()
-        simulated.configure(order="late")
-    with torch.device("cpu" if device == "cpu" else "sim:0"):
+    with place_of(rank, device):
         model = filled(ManyParameters())
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()

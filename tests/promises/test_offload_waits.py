@@ -26,6 +26,7 @@ from zero.memory.masters import Masters
 from zero.memory.offload import Crossing, Host
 from zero.memory.staging import Staging
 from zero.optimizer import shard
+from zero.travel import Travel
 
 NUM_SEEDS = 50
 
@@ -62,8 +63,8 @@ def test_fifty_random_orders_of_late_copies_race_nowhere_and_give_the_bits_of_no
 
 # every wait in turn -----------------------------------------------------------------------------------------------------
 
-WAITS = {"wait", "finish", "wait_stream", "wait_event", "synchronize", "_take_in", "_get_back"}
-CLASSES = (Crossing, Host, Shard, Masters, Staging)
+WAITS = {"wait", "finish", "wait_stream", "wait_event", "synchronize", "_take_in", "_get_back", "_finish", "hand_over"}
+CLASSES = (Crossing, Host, Shard, Masters, Staging, Travel)
 
 
 def is_wait(statement):
@@ -72,7 +73,7 @@ def is_wait(statement):
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in WAITS:
         return False
     names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
-    return "returned_on" not in names and not any(word.arg == "wait" for word in call.keywords)  # that one waits for nothing
+    return "returned_on" not in names
 
 
 def methods():
@@ -154,6 +155,7 @@ def scenario(dtype, offload, make):
     for step, length in enumerate((1, 2, 3, 1)):
         for micro in range(length):
             send(model, optimizer, 0, step, micro)
+        found.append(len(optimizer.parts.window.shares.shard._coming) <= 2)  # of the six that were sent, at a time
         if step in (1, 2):
             model.layers[0].weight.grad.mul_(0.5)  # looks at a share that is still coming
         if step == 2:
@@ -170,12 +172,7 @@ def scenario(dtype, offload, make):
         found.append(grads(model, optimizer))
         optimizer.zero_grad()
     found.append(bits(model, optimizer))
-    send(model, optimizer, 0, 6)
-    optimizer.offload_states(non_blocking=True)
-    torch.empty(1 << 10, device="sim:0").zero_()  # takes over what went
-    optimizer.reload_states(non_blocking=True)
-    found.append(bits(model, optimizer))
-    optimizer.zero_grad()
+    found += moved(model, optimizer)
     host, lent = optimizer.parts.masters.shard.host, []
     for step in range(2):
         send(model, optimizer, 0, 9, step)
@@ -191,6 +188,32 @@ def scenario(dtype, offload, make):
     found.append(0 if host is None else host.num_lent_bytes)
     torch.empty(1 << 10, device="sim:0").zero_()  # takes over what was let go
     found.append(copied(weights(model)))
+    return found
+
+
+def moved(model, optimizer):
+    """States that leave and come back, waited for and not: what is read, what counts as free, and what is still held."""
+    from accelerators.simulated import pinned
+
+    device, found = accelerators.get("sim"), []
+    send(model, optimizer, 0, 6)
+    optimizer.settle()
+    on_host, main, side = pinned._watched.alive, device.current_stream(), device.new_stream()
+    optimizer.offload_states(non_blocking=True)
+    left = device.memory().allocated
+    torch.empty(1 << 10, device="sim:0").zero_()  # takes over what went
+    with device.in_stream(side):  # which nothing orders after what left
+        optimizer.reload_states(non_blocking=True)
+    main.wait_stream(side)
+    found.append(bits(model, optimizer))  # now that they were read, all of them came
+    optimizer.settle()
+    found.append(pinned._watched.alive - on_host)
+    optimizer.offload_states()
+    found.append(device.memory().allocated - left)  # as much went where nobody waited for it
+    found.append(copied([value for state in optimizer.state.values() for value in state.values()]))
+    optimizer.reload_states()
+    found += [pinned._watched.alive - on_host, bits(model, optimizer)]
+    optimizer.zero_grad()
     return found
 
 

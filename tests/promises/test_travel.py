@@ -1,9 +1,12 @@
 """States that leave the device between two phases and come back: the bits of never having moved, and bytes that really go."""
 
+import copy
 import enum
 import gc
 import itertools
+import pickle
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +15,11 @@ import accelerators
 import zero
 from tests.devices import needs_sim
 from tests.promises.loops import alone, one_step, same, weights
-from tests.promises.offloads import SHARDED, bits, difference, grads, on_sim, send
+from tests.promises.offloads import DTYPES, SHARDED, bits, difference, grads, on_sim, send
+from tests.zoo.case import draw, real_loss
 from zero.config import Offload
+from zero.memory.offload import Host
+from zero.travel import STATES, Travel
 
 DEEPSPEEDS = {
     "masters": "hp_params",
@@ -23,6 +29,8 @@ DEEPSPEEDS = {
     "buffers": "contiguous_grad_buffer",
 }
 Theirs = enum.Enum("Theirs", DEEPSPEEDS)
+MOVED = [name for name in DEEPSPEEDS if name != "buffers"]
+IS_AWAY = r"(?s)asked for, but .* on the host since offload_states\. Call reload_states\(\)"
 CHOICES = (None, *([name] for name in DEEPSPEEDS), ["hp_params", "optim_states"], [Theirs.weights, Theirs.gradients])
 
 
@@ -131,10 +139,9 @@ def used_while_away(model, optimizer, rank):
     said = {}
 
     def note(name, call):
-        with pytest.raises(
-            ValueError, match=r"(?s)asked for, but .* on the host since offload_states\. Call reload_states\(\)"
-        ):
-            call()
+        with mock.patch.object(optimizer.parts.window.settler, "agree", side_effect=AssertionError("something was sent")):
+            with pytest.raises(ValueError, match=IS_AWAY):
+                call()
         said[name] = True
 
     send(model, optimizer, rank, 0)
@@ -153,6 +160,24 @@ def used_while_away(model, optimizer, rank):
     note("step without gradients", optimizer.step)
     optimizer.reload_states()
     optimizer.zero_grad()
+    send(model, optimizer, rank, 1)
+    loss = model(torch.ones(2, 4).to(model[0].weight)).float().sum()
+    optimizer.offload_states(["weights"])
+    note("a backward from before", loss.backward)
+    note("a backward of the optimizer's", lambda: optimizer.backward(loss))
+    note("settle without weights", optimizer.settle)
+    note("a norm without weights", lambda: model[0].weight.grad.norm())
+    note("a whole gradient without weights", lambda: optimizer.whole_grad(model[0].weight))
+    note("no_contribution without weights", optimizer.no_contribution)
+    note("zeros without weights", lambda: optimizer.zero_grad(set_to_none=False))
+    note("state_dict of a module inside", model[0].state_dict)
+    note("load_state_dict of a module inside", lambda: model[0].load_state_dict({}))
+    note("forward of a module inside", lambda: model[0](torch.ones(2, 4, device="sim:0")))
+    note("a copy", lambda: copy.deepcopy(model))
+    note("a copy of a module inside", lambda: copy.deepcopy(model[0]))
+    note("pickling", lambda: pickle.dumps(model))
+    optimizer.reload_states()
+    optimizer.zero_grad()
     optimizer.offload_states()
     note("forward", lambda: model(torch.ones(2, 4, device="sim:0")))
     note("state_dict of the model", model.state_dict)
@@ -166,12 +191,14 @@ def used_while_away(model, optimizer, rank):
     optimizer.offload_states()
     last = found[-1]["weights"]
     optimizer.close()  # while everything is away
+    real_loss(model(draw(model, (3, 4), rank, 9, real=True))).backward()
+    copy.deepcopy(model).state_dict()
     return len(said), difference({name: weight.cpu() for name, weight in weights(model).items()}, last)
 
 
 @needs_sim
 def test_whoever_needs_what_is_away_is_told_to_reload_it_and_close_brings_the_weights_back():
-    assert on_sim(2, used_while_away, [{"dtype": dtype} for dtype in (None, "bfloat16")]) == [[(9, None)] * 2] * 2
+    assert on_sim(2, used_while_away, [{"dtype": dtype} for dtype in (None, "bfloat16")]) == [[(22, None)] * 2] * 2
 
 
 def test_on_the_cpu_nothing_moves_and_training_goes_on():
@@ -187,3 +214,143 @@ def test_on_the_cpu_nothing_moves_and_training_goes_on():
         engine.offload_states(["moment"])
     with pytest.raises(ValueError, match="Pass device='cpu'"):
         engine.offload_states(device="nvme")
+    engine.offload_states(device=enum.Enum("OffloadDeviceEnum", {"cpu": "cpu"}).cpu)  # DeepSpeed's own default
+    engine.reload_states()
+
+
+def thrown_away(model, optimizer, rank, states):
+    """Windows that end while something of them is away, settled or with rounds on their way."""
+    found = []
+    for settles in (True, False):
+        send(model, optimizer, rank, 0)
+        if settles:
+            optimizer.settle()
+        if states:
+            optimizer.offload_states(states)
+        optimizer.zero_grad()
+        if states:
+            optimizer.reload_states()
+        send(model, optimizer, rank, 1)
+        found.append(grads(model, optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, bits(model, optimizer)
+
+
+@needs_sim
+@SHARDED
+def test_a_window_may_end_while_its_gradients_or_the_weights_are_away(stage):
+    points = [{"stage": stage, "offload": offload} for offload in (None, Offload(ratio=0.5))]
+    expected = on_sim(2, partial(thrown_away, states=()), points)
+    for states in (["gradients"], ["weights"], STATES):
+        assert difference(on_sim(2, partial(thrown_away, states=states), points), expected) is None, states
+
+
+def ends_kept(model, optimizer, rank):
+    """Pinned buffers, and bytes of the device, that are there after two steps, beyond those of a move that is waited for."""
+    device, found = accelerators.get("sim"), []
+    for non_blocking in (False, True):
+        send(model, optimizer, rank, 0)
+        optimizer.settle()
+        optimizer.offload_states(non_blocking=non_blocking)
+        optimizer.reload_states(non_blocking)
+        for step in range(2):
+            optimizer.step()
+            optimizer.zero_grad()
+            send(model, optimizer, rank, step)
+        optimizer.zero_grad()
+        gc.collect()
+        device.synchronize()
+        found.append((device.memory().allocated, simulated_pinned()))
+    return found
+
+
+def simulated_pinned():
+    from accelerators.simulated import pinned
+
+    return pinned._watched.alive
+
+
+@needs_sim
+def test_a_move_that_nobody_waits_for_lets_go_of_both_ends_when_it_is_done():
+    for [(waited, later)] in on_sim(1, ends_kept, [{"dtype": "bfloat16"}]):
+        assert later == waited
+
+
+# memory that does not suffice -------------------------------------------------------------------------------------------
+
+
+def fail_at(owner, name, number):
+    """That method, which has no memory at the call of that number."""
+    calls, real = itertools.count(1), getattr(owner, name)
+
+    def call(*arguments, **options):
+        if next(calls) == number:
+            raise torch.OutOfMemoryError("full")
+        return real(*arguments, **options)
+
+    return mock.patch.object(owner, name, call)
+
+
+def fail_half_way(model, optimizer, rank, fails):
+    """Each state fails to leave, and then to come back, after its first part moved; twice the second."""
+    for state in (*([name] for name in MOVED), None):
+        send(model, optimizer, rank, 0, 0)
+        optimizer.settle()
+        before = bits(model, optimizer)
+        if fails:
+            try:
+                with fail_at(Host, "empty", 2):
+                    optimizer.offload_states(state)
+            except torch.OutOfMemoryError:
+                assert not optimizer.parts.travel.is_away
+                assert difference(bits(model, optimizer), before) is None
+            optimizer.offload_states(state)
+            for number in (2, 1):
+                try:
+                    with fail_at(Travel, "_up", number):
+                        optimizer.reload_states()
+                except torch.OutOfMemoryError:
+                    assert optimizer.parts.travel.is_away
+                    with pytest.raises(ValueError, match=IS_AWAY):
+                        optimizer.step()
+            optimizer.reload_states()
+        assert difference(bits(model, optimizer), before) is None
+        optimizer.step()
+        optimizer.zero_grad()
+    return bits(model, optimizer)
+
+
+@needs_sim
+def test_what_finds_no_memory_on_its_way_out_comes_back_and_what_finds_none_on_its_way_in_can_be_brought_later():
+    points = [{"dtype": dtype, "offload": offload} for dtype in DTYPES for offload in (None, Offload(ratio=0.5))]
+    expected = on_sim(1, partial(fail_half_way, fails=False), points)
+    assert difference(on_sim(1, partial(fail_half_way, fails=True), points), expected) is None
+
+
+def fills_the_device(model, optimizer, rank):
+    """What another user of the device took while the weights were away is not there for them."""
+    from accelerators import simulated
+
+    device = accelerators.get("sim")
+    before = weights(model)
+    used, total = device.memory().allocated, device.memory().total
+    optimizer.offload_states(["weights"])
+    cache = torch.empty(40, device="sim:0")
+    simulated.configure(memory_bytes=used)
+    try:
+        for call in (optimizer.reload_states, optimizer.close):
+            with pytest.raises(torch.OutOfMemoryError):
+                call()
+        with pytest.raises(ValueError, match=IS_AWAY):
+            model.state_dict()
+        del cache
+        optimizer.reload_states()
+    finally:
+        simulated.configure(memory_bytes=total)
+    return same(before, weights(model))
+
+
+@needs_sim
+def test_a_device_that_is_full_when_the_weights_come_back_loses_none_of_them():
+    assert on_sim(1, fills_the_device, [{"dtype": None}]) == [[True]]

@@ -139,7 +139,7 @@ def test_the_first_difference_is_named_with_both_values():
         (lambda: ZeroConfig(stage=1, clip=float("nan")), "clip was given nan"),
         (lambda: ZeroConfig(stage=1, reduce="avg"), "reduce was given 'avg'"),
         (lambda: ZeroConfig(stage=1, reduce=0), "reduce was given 0"),
-        (lambda: ZeroConfig(stage=1, offload="disk"), "home was given 'disk'"),
+        (lambda: ZeroConfig(stage=1, offload="disk"), "offload to 'disk' was asked for.*Say 'cpu'"),
         (lambda: ZeroConfig(stage=1, timeout_s=0), "timeout_s was given 0"),
         (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), dtype="bfloat16"), "Leave loss_scale out"),
         (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), on_nonfinite="propagate"), "Use 'skip'"),

@@ -332,6 +332,16 @@ def test_a_window_that_is_not_full_is_flushed_discarded_or_stepped(stage, end):
         assert same_bits(found, weights(plain.model))
 
 
+def test_flush_steps_on_a_backward_of_the_callers_own():
+    engine, plain = engine_of(solo(), accumulation=4), Plain(1)
+    linear_loss(engine.module, 0, 0, 1).backward()
+    linear_loss(plain.model, 0, 0, 1).backward()
+    engine.flush()
+    plain.optimizer.step()
+    assert same_bits(weights(engine.module), weights(plain.model))
+    assert engine.global_steps == 1
+
+
 def test_flush_counts_the_micro_batches_of_all_ranks_and_does_nothing_without_any():
     def train(group):
         engine = engine_of(group, 2, accumulation=4)

@@ -190,7 +190,7 @@ class TorchGroup:
 
     def _gather(self, message: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        everyone = torch.empty(self.size * len(message), dtype=torch.uint8)
+        everyone = torch.empty(self.size * len(message), dtype=torch.uint8, device="cpu")
         self.guarded(lambda: _gather_into(everyone, mine, group=self._messages))
         whole = everyone.numpy().tobytes()
         return [whole[start : start + len(message)] for start in range(0, len(whole), len(message))]

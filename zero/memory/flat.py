@@ -14,6 +14,8 @@ from zero.memory.offload import Crossing, Host
 from zero.plan.layout import FlatLayout, Piece
 from zero.plan.spans import Span
 
+_MOST_ON_THE_WAY = 2  # sums that travel to the host while the next one is made; each keeps its memory on the device
+
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
@@ -105,7 +107,7 @@ class Shard:
         self.device = device  # where weights are, and what is added comes from
         self.host = host
         self.shares: dict[int, torch.Tensor] = {}
-        self.away = False  # whether the shares were moved to the host for a while, where nothing is added to them
+        self.away: Sequence[str] = ()  # what gradients cannot do without and was moved to the host for a while
         self._line = line
         self._kept: dict[int, torch.Tensor] = {}
         self._owed: dict[int, float] = {}  # what shares are to be multiplied by when somebody looks at them
@@ -114,6 +116,9 @@ class Shard:
     def travels(self, bucket: int) -> bool:
         """Whether the share of a bucket lives in other memory than its weights."""
         return self.host is not None and self._line.layout.buckets[bucket].offloaded
+
+    def _lives_on_host(self, bucket: int) -> bool:
+        return self.device.type == "cpu" or self.travels(bucket)
 
     def share(self, bucket: int) -> torch.Tensor:
         """The share of a bucket; zeros when nothing was added to it yet."""
@@ -141,7 +146,7 @@ class Shard:
 
     def _send(self, bucket: int, values: torch.Tensor, factor: float) -> Crossing:
         assert self.host is not None
-        self._take_in(wait=False)
+        self._take_in(most=_MOST_ON_THE_WAY - 1)  # a host that is ahead waits here, for a copy and never for another rank
         if bucket in self.shares:
             landing = self.host.borrow(values.numel(), values.dtype)
             coming = _Coming(bucket, self.host.down(values, landing), landing, factor)
@@ -151,9 +156,9 @@ class Shard:
         self._coming.append(coming)
         return coming.crossing
 
-    def _take_in(self, wait: bool = True) -> None:
-        """Adds what has arrived on the host, in the order in which it was sent."""
-        while self._coming and (wait or self._coming[0].crossing.done()):
+    def _take_in(self, most: int = 0) -> None:
+        """Adds what has arrived on the host, in the order in which it was sent, until no more than so many are on their way."""
+        while self._coming and (len(self._coming) > most or self._coming[0].crossing.done()):
             coming = self._coming.popleft()
             coming.crossing.finish()
             if coming.landing is not None and self.host is not None:
@@ -169,10 +174,11 @@ class Shard:
             self.shares[bucket].mul_(self._owed.pop(bucket))
 
     def check_here(self) -> None:
-        """Raises while the shares are away."""
+        """Raises while there is something away that whoever uses gradients needs."""
         if self.away:
             raise ValueError(
-                "Gradients were asked for, but they are on the host since offload_states. Call reload_states() first."
+                f"Gradients were asked for, but {', '.join(self.away)} are on the host since offload_states. "
+                "Call reload_states() first."
             )
 
     def piece(self, piece: Piece) -> torch.Tensor:
@@ -188,7 +194,8 @@ class Shard:
 
     def clear(self) -> None:
         self._take_in()  # memory that a copy still writes must not be somebody else's
-        self._kept.update((bucket, share) for bucket, share in self.shares.items() if share.is_cpu)
+        at_home = {bucket: share for bucket, share in self.shares.items() if self._lives_on_host(bucket)}
+        self._kept.update(at_home)  # and not those that are there for a while
         self.shares.clear()
         self._owed.clear()
 

@@ -118,8 +118,8 @@ class Masters:
             crossing.finish()
             self.shard.host.give_back(rounded)
 
-    def release(self) -> None:
-        """Lets go of everything."""
+    def give_up(self) -> None:
+        """Lets go of what a step that failed had on its way: the weights may be others before the next one."""
         if self.shard.host is not None:
             for crossing, landing in self._fetched.values():
                 crossing.finish()
@@ -129,6 +129,10 @@ class Masters:
         self._get_back(0)
         self._fetched.clear()
         self._rounded.clear()
+
+    def release(self) -> None:
+        """Lets go of everything."""
+        self.give_up()
         self.pieces.clear()
         self._in_block.clear()
         self.shard.release()

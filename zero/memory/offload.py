@@ -47,34 +47,51 @@ class Crossing:
 class Host:
     """Host memory for one device: made, lent for a while, and reached."""
 
-    def __init__(self, accelerator: Accelerator, pinned: bool) -> None:
+    def __init__(self, accelerator: Accelerator, pinned: bool | None = None) -> None:
+        self.pinned = pinned  # None: where that works
         self.num_lent_bytes = 0  # that exist for lending, lent or not
         self._accelerator = accelerator
-        self._pinned = pinned
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._largest = 0  # bytes that anybody borrowed so far: all that is lent has as many, so that any serves the next
+        self._free: list[torch.Tensor] = []
+        self._lent: dict[int, torch.Tensor] = {}  # what was lent a part of, by its address
         self._streams: dict[str, Stream] = {}  # by direction, made when first used
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        memory = torch.empty(numel, dtype=dtype)
-        return self._accelerator.pin(memory) if self._pinned else memory
+        memory = torch.empty(numel, dtype=dtype, device="cpu")
+        if self.pinned is False:
+            return memory
+        memory = self._accelerator.pin(memory)
+        if self.pinned and numel and not memory.is_pinned():
+            raise MemoryError(
+                f"Pinned host memory was asked for, but {memory.nbytes} bytes of it could not be had. Leave pinned out, and "
+                "pageable memory serves."
+            )
+        return memory
 
     def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory that nobody is using: what is given back was waited for."""
-        free = self._free.get((numel, dtype))
-        if free:
-            return free.pop()
-        memory = self.empty(numel, dtype)
-        self.num_lent_bytes += memory.nbytes
-        return memory
+        if numel * dtype.itemsize > self._largest:
+            self._largest = numel * dtype.itemsize
+            self.release()  # too small from now on
+        if self._free:
+            memory = self._free.pop()
+        else:
+            memory = self.empty(self._largest, torch.uint8)
+            self.num_lent_bytes += memory.nbytes
+        self._lent[memory.data_ptr()] = memory
+        return memory[: numel * dtype.itemsize].view(dtype)
 
-    def give_back(self, memory: torch.Tensor) -> None:
+    def give_back(self, part: torch.Tensor) -> None:
         """The host has waited for every copy that uses it."""
-        self._free.setdefault((memory.numel(), memory.dtype), []).append(memory)
+        memory = self._lent.pop(part.data_ptr())
+        if memory.nbytes == self._largest:
+            self._free.append(memory)
+        else:
+            self.num_lent_bytes -= memory.nbytes
 
     def release(self) -> None:
         """Lets the memory go that nobody has borrowed."""
-        for free in self._free.values():
-            self.num_lent_bytes -= sum(memory.nbytes for memory in free)
+        self.num_lent_bytes -= sum(memory.nbytes for memory in self._free)
         self._free.clear()
 
     def down(self, source: torch.Tensor, target: torch.Tensor) -> Crossing:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero.plan.layout import ITEM_BYTES, FlatLayout
 
-_TRAVELLING = 5  # shares of a bucket's weights on the host: two that come, one that is made, two that go
+_KEPT = 2  # buckets of a dtype that are kept for the next window: one to fill while another is sent
+_ON_THE_WAY = 2  # copies between the device and the host that may be on their way in one direction
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,15 @@ class Shares:
 @dataclass(frozen=True)
 class Budget:
     """Bytes of one rank: on the device of the weights, and on a host beside it. What the user's own graph and batch need
-    comes on top."""
+    comes on top, and so do gradients that wait whole on a rank until a later backward sends them."""
 
     weights: int
     device: Shares
-    staging: int  # buckets being filled and sent; kept for the next window
-    exchanged: int = 0  # what the ranks' buckets become, until it is kept, and the gradient that has just come
-    stepping: int = 0  # what the optimizer needs beside its states while it steps on the device
+    staging: int  # buckets that are kept for the next window
+    filling: int = 0  # while gradients come, beside the states: their shares so far, buckets, and what these become
+    stepping: int = 0  # while the optimizer steps, beside the states: gradient shares, and what it needs itself
     host: Shares = Shares()
-    in_transit: int = 0  # weights on the host, on their way to be compared or back
+    in_transit: int = 0  # host memory for what is on its way: weights to be compared and back, gradients to be added
 
     @property
     def states(self) -> int:
@@ -44,7 +46,7 @@ class Budget:
     @property
     def peak(self) -> int:
         """The most on the device at one time, while a window is being filled or stepped on."""
-        return self.states + self.device.gradients + max(self.exchanged, self.stepping)
+        return self.states + max(self.filling, self.stepping)
 
     @property
     def host_peak(self) -> int:
@@ -52,43 +54,94 @@ class Budget:
 
 
 def budget_of(
-    layout: FlatLayout, rank: int = 0, num_moments: int = 2, num_in_flight: int = 2, has_host: bool = False
+    layout: FlatLayout, rank: int = 0, num_moments: int = 2, num_backwards: int | None = None, by_blocks: bool = True
 ) -> Budget:
-    """The cost of `layout` with an optimizer of `num_moments` values an element, and so many buckets in flight at a time.
+    """The cost of `layout` with an optimizer of `num_moments` values an element. `num_backwards` are sent in a window; None
+    for any number. `by_blocks`: whether the optimizer is given one block after the other.
 
-    A bucket in flight is there as this rank filled it, as the pieces of all ranks that it received in exchange, and as their
-    sum, which is apart unless a single rank has it in the right dtype already. On its way to the host the sum stays until
-    the next one comes. `has_host`: offloaded shares are in other memory than the weights.
+    [Note: pace]
+    This is what a rank needs that keeps pace with the others, once the order of its gradients is known: a bucket is full
+    when the one before it was exchanged. What a rank that is ahead needs beside it depends on how far. Copies to and from
+    the host are taken to be as late as they may.
     """
-    found = {False: Counter[str](), True: Counter[str]()}
-    filled, received, coming, stepped, share_bytes = [0], [0], [0], [0], [0]
-    for bucket in layout.buckets:
-        item = ITEM_BYTES[layout.chunks[bucket.chunk].dtype]
-        wide = max(item, ITEM_BYTES["float32"])
-        there = bucket.offloaded and has_host
-        share = bucket.share_numel * wide
-        found[there]["gradients"] += share
-        found[there]["masters"] += share if item < wide or there else 0
-        filled.append(bucket.span.numel * item)
-        pieces = bucket.span.numel * item if layout.num_shares > 1 else 0
-        total = share if pieces or item < wide else 0
-        received.append(pieces + total)
-        coming.append(total if there else 0)
-        stepped.append(0 if there else share)
-        share_bytes.append(bucket.share_numel * item if there else 0)
+    shares = {False: Counter[str](), True: Counter[str]()}  # by whether they live on the host
+    rounds = [_Round.of(layout, index) for index in range(len(layout.buckets))]
+    for bucket, round_ in zip(layout.buckets, rounds, strict=True):
+        shares[bucket.offloaded]["gradients"] += round_.share
+        shares[bucket.offloaded]["masters"] += round_.share if bucket.offloaded or round_.narrow else 0
     for param, spec in enumerate(layout.params):
         wide = max(ITEM_BYTES[spec.dtype], ITEM_BYTES["float32"])
         # The optimizer sees pieces, never the padding between them.
         for piece in layout.pieces(param, rank if layout.num_shares > 1 else 0):
-            there = layout.buckets[piece.bucket].offloaded and has_host
-            found[there]["moments"] += num_moments * wide * piece.in_param.numel
-    gradients = [spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params]
+            shares[layout.buckets[piece.bucket].offloaded]["moments"] += num_moments * wide * piece.in_param.numel
+    at_once = max((len(layout.buckets_of(param)) for param in range(len(layout.params))), default=0)  # filled by one gradient
+    sent_before = 1 if layout.num_shares > 1 else 0  # and not landed yet
+    repeats = 1 + _ON_THE_WAY if num_backwards is None else num_backwards  # more of them meet no more of each other
+    buffers = min(at_once + sent_before, len(rounds) * repeats)
+    kept = _staging_of(layout, rounds, min(_KEPT, buffers))
+    latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)
+    stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0) if num_moments else 0
     return Budget(
         weights=sum(chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks),
-        device=Shares(**found[False]),
-        staging=num_in_flight * max(filled),
-        exchanged=num_in_flight * max(received) + max(coming) + max(gradients, default=0),
-        stepping=max(stepped),
-        host=Shares(**found[True]),
-        in_transit=sum(sorted([*share_bytes, *share_bytes])[-_TRAVELLING:]),  # of one bucket one that comes and one that goes
+        device=Shares(**shares[False]),
+        staging=kept,
+        filling=_staging_of(layout, rounds, buffers) - kept + _exchanged(rounds, repeats) + latest,
+        stepping=shares[False]["gradients"] + stepped,
+        host=Shares(**shares[True]),
+        in_transit=_in_transit([round_ for round_ in rounds if round_.offloaded], repeats, by_blocks),
     )
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Bytes of what one bucket becomes."""
+
+    filled: int
+    pieces: int  # of all ranks, received in exchange
+    total: int  # their sum, which is apart unless a single rank has it in the right dtype already
+    share: int
+    weights: int  # this rank's share of the weights
+    narrow: bool  # whether weights are narrower than sums
+    offloaded: bool
+
+    @staticmethod
+    def of(layout: FlatLayout, index: int) -> _Round:
+        bucket = layout.buckets[index]
+        item = ITEM_BYTES[layout.chunks[bucket.chunk].dtype]
+        wide = max(item, ITEM_BYTES["float32"])
+        filled, share = bucket.span.numel * item, bucket.share_numel * wide
+        pieces = filled if layout.num_shares > 1 else 0
+        total = share if pieces or item < wide else 0
+        return _Round(filled, pieces, total, share, bucket.share_numel * item, item < wide, bucket.offloaded)
+
+
+def _staging_of(layout: FlatLayout, rounds: Sequence[_Round], most: int) -> int:
+    """So many buffers of each dtype, in one size."""
+    largest = Counter[str]()
+    for bucket, round_ in zip(layout.buckets, rounds, strict=True):
+        dtype = layout.chunks[bucket.chunk].dtype
+        largest[dtype] = max(largest[dtype], round_.filled)
+    return most * sum(largest.values())
+
+
+def _exchanged(rounds: Sequence[_Round], repeats: int) -> int:
+    """The most of shares on the device and of what lands in them, at the landing of any round. What travels to the host stays
+    until its copy is waited for."""
+    most, kept, all_ = 0, 0, [*rounds] * repeats
+    travelling = deque[int](maxlen=_ON_THE_WAY)
+    for at, round_ in enumerate(all_):
+        kept += round_.share if at < len(rounds) and not round_.offloaded else 0
+        pieces = sum(other.pieces for other in all_[at : at + 2])  # the next one was sent before this one is looked at
+        most = max(most, kept + pieces + round_.total + sum(travelling))
+        if round_.offloaded:
+            travelling.append(round_.total)
+    return most
+
+
+def _in_transit(rounds: Sequence[_Round], repeats: int, by_blocks: bool) -> int:
+    """What is lent is of one size. Weights of a bucket and of the next one come, and as many go as may be on their way, those
+    that are being made among them; what goes may still do so when gradients come again."""
+    coming = min(2, len(rounds)) if by_blocks else len(rounds)
+    landings = min(_ON_THE_WAY, (repeats - 1) * len(rounds))  # the first of a bucket lands in its share
+    largest = max((max(round_.weights, round_.share if landings else 0) for round_ in rounds), default=0)
+    return largest * (max(coming, landings) + _ON_THE_WAY) if rounds else 0

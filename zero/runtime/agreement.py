@@ -15,7 +15,7 @@ from zero.errors import RankFailed, RanksDiffer, ZeroError
 # What a rank was asked to do. Ranks that settle for different reasons have lost each other.
 OCCASIONS = ("step", "zero_grad", "an operation on .grad", "unscale_", "settle", "whole_grad", "save")
 
-_HEAD = struct.Struct("<BQQ8s8sQIdB")
+_HEAD = struct.Struct("<BQQ8s8sQIdIIB")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Counts:
     weighted: bool = False
     contributed: bool = False  # had a gradient, or said that it has none
     failed: bool = False
+    changes: int = 0  # digest of what the user did to settled gradients
+    micro_steps: int = 0  # that whoever counts them has counted of this window
     used: int = 0  # parameters: had a gradient here
     put: int = 0  # parameters: a stand-in was put in .grad
     trained: int = 0  # parameters: require a gradient
@@ -59,6 +61,7 @@ class Agreement:
     weight: float | None  # of all ranks, where the window is weighted
     order: tuple[int, ...]  # for the rounds after this settling
     error: ZeroError | None  # why nothing may be applied; raised once every round is in, so that ranks can go on
+    starts_over: bool = False  # ranks are at different micro-steps, or would be: all begin a window
 
 
 def set_bits(mask: int) -> list[int]:
@@ -78,12 +81,13 @@ class Codec:
         self._param_bytes = num_params // 8 + 1
         self._bucket_bytes = num_buckets // 8 + 1
         self._order = struct.Struct(f"<{num_buckets}i")
+        self._num_bytes = _HEAD.size + 6 * self._param_bytes + 3 * self._bucket_bytes + self._order.size
 
     def pack(self, counts: Counts) -> bytes:
         flags = counts.weighted | counts.contributed << 1 | counts.failed << 2
         head = _HEAD.pack(
             OCCASIONS.index(counts.occasion), counts.step, counts.settles, counts.digest, counts.settings, counts.sent,
-            counts.clears, counts.weight, flags,
+            counts.clears, counts.weight, counts.changes, counts.micro_steps, flags,
         )  # fmt: skip
         of_params = (counts.used, counts.put, counts.trained, counts.removed, counts.replaced, counts.lost)
         of_buckets = (counts.open, counts.wide, counts.later)
@@ -94,7 +98,9 @@ class Codec:
         return b"".join((head, *masks, self._order.pack(*order)))
 
     def unpack(self, message: bytes) -> Counts:
-        code, step, settles, digest, settings, sent, clears, weight, flags = _HEAD.unpack_from(message)
+        code, step, settles, digest, settings, sent, clears, weight, changes, micro_steps, flags = _HEAD.unpack_from(message)
+        if len(message) != self._num_bytes:  # of a rank with another layout, which its digest says
+            return Counts(OCCASIONS[code], step, settles, digest)
         masks, at = [], _HEAD.size
         for size in (self._param_bytes,) * 6 + (self._bucket_bytes,) * 3:
             masks.append(int.from_bytes(message[at : at + size], "little"))
@@ -102,7 +108,8 @@ class Codec:
         used, put, trained, removed, replaced, lost, open_, wide, later = masks
         return Counts(
             OCCASIONS[code], step, settles, digest, settings, sent, clears, weight,
-            bool(flags & 1), bool(flags & 2), bool(flags & 4), used, put, trained, removed, replaced, lost, open_, wide, later,
+            bool(flags & 1), bool(flags & 2), bool(flags & 4), changes, micro_steps,
+            used, put, trained, removed, replaced, lost, open_, wide, later,
             order=tuple(bucket for bucket in self._order.unpack_from(message, at) if bucket >= 0),
         )  # fmt: skip
 
@@ -120,8 +127,10 @@ def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str]
         or _different_freezing(everyone, names)
         or _different_contributions(everyone)
         or _different_edits(everyone, names)
+        or _different_changes(everyone)
     )
     clearing = any(counts.occasion == "zero_grad" for counts in everyone)
+    apart = clearing and len({counts.micro_steps for counts in everyone}) > 1
     rounds = max(counts.sent for counts in everyone)
     wide = _union([counts.wide for counts in everyone])
     used = _union([counts.used for counts in everyone])
@@ -137,6 +146,7 @@ def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str]
         weight=sum(counts.weight for counts in everyone) if any(counts.weighted for counts in everyone) else None,
         order=everyone[0].order,
         error=error,
+        starts_over=error is not None or apart,
     )
 
 
@@ -269,6 +279,18 @@ def _different_edits(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroEr
             return RanksDiffer(
                 f"Rank {one} removed or replaced the gradient of {names[differ[0]]}, rank {other} kept it. "
                 "Edit gradients on all ranks alike."
+            )
+    return None
+
+
+def _different_changes(everyone: Sequence[Counts]) -> ZeroError | None:
+    first = everyone[0]
+    for rank, counts in enumerate(everyone):
+        if counts.changes != first.changes and counts.occasion != "zero_grad":
+            return RanksDiffer(
+                f"Rank {rank} came to {first.occasion} with gradients changed otherwise than on rank 0: multiplied by another "
+                "number, or by none. Change them on all ranks alike. (A norm over parameters of which some are in no group of "
+                "the optimizer is a rank's own: freeze those, or clip with clip=.)"
             )
     return None
 

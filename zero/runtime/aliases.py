@@ -23,6 +23,9 @@ class Aliases:
     `module.weight = nn.Parameter(...)` and `model.half()` leave the optimizer with memory that the model no longer reads:
     training would go on, without effect. So each settling looks, at a cost of two comparisons a parameter: is every
     module's table of parameters and of children the one of last time, and does each parameter lie where it was put.
+
+    What was assigned to `.data` and fits is an edit, which a step takes in. Before, it is left where it is: who exchanges
+    memory to evaluate with averaged weights holds our place meanwhile, and exchanges back.
     """
 
     def __init__(
@@ -64,14 +67,26 @@ class Aliases:
         """The parameters, as bits, that the model has in another place by now, or has no longer."""
         if self._model_changed():
             self._look_through_the_model()
-        lost = self._replaced
+        return self._replaced | sum(1 << index for index in self.elsewhere() if not self._fits(index))
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Copies what was assigned to `.data` to where the parameter lies."""
+        for index in self.elsewhere():
+            tensor, place = self._params.tensors[index], self._place_of(index)
+            place.copy_(tensor)
+            tensor.data = place
+
+    def elsewhere(self) -> list[int]:
+        """Parameters that do not lie where they were put."""
+        found = []
         for index, tensor in enumerate(self._params.tensors):
             address = self._addresses.get(index)
             if address is None:
                 address = self._address_of(index)
-            if address and tensor.data_ptr() != address and not self._taken_in(index, tensor):
-                lost |= 1 << index
-        return lost
+            if address and tensor.data_ptr() != address:
+                found.append(index)
+        return found
 
     def _model_changed(self) -> bool:
         return not all(len(table) == len(kept) and all(map(is_, table.values(), kept)) for table, kept in self._tables)
@@ -104,12 +119,9 @@ class Aliases:
             return 0
         return self._addresses.setdefault(index, self._weights.slot(index).data_ptr())
 
-    def _taken_in(self, index: int, tensor: nn.Parameter) -> bool:
-        """Copies what was assigned to `.data` to where the parameter lies, if it fits there: an edit like any other."""
-        place = self._forms[index].shaped(self._weights.slot(index))
-        if (tensor.shape, tensor.dtype, tensor.device) != (place.shape, place.dtype, place.device):
-            return False
-        with torch.no_grad():
-            place.copy_(tensor)
-            tensor.data = place
-        return True
+    def _place_of(self, index: int) -> torch.Tensor:
+        return self._forms[index].shaped(self._weights.slot(index))
+
+    def _fits(self, index: int) -> bool:
+        tensor, place = self._params.tensors[index], self._place_of(index)
+        return (tensor.shape, tensor.dtype, tensor.device) == (place.shape, place.dtype, place.device)

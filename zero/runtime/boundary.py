@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Protocol
+
+
+class Counting(Protocol):
+    """Who counts the micro-steps of a window, so that ranks stay at the same one when a window was lost."""
+
+    micro_steps: int
+
+    def begin(self) -> None: ...
 
 
 class Boundary:
@@ -13,6 +22,7 @@ class Boundary:
         self.accumulation = accumulation
         self.override: bool | None = None  # set_gradient_accumulation_boundary, until the window ends
         self.backwards = 0
+        self.counting: Counting | None = None
         self._accumulates_locally = accumulates_locally
         self._no_sync_depth = 0
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
+
+
+@dataclass
+class _Attached:
+    param: torch.nn.Parameter
+    before: Callable[[int], None]
+    ready: Callable[[int], None]
+    node: Node
+    address: int
 
 
 class GradHooks:
@@ -16,50 +27,63 @@ class GradHooks:
     [Note: which hook]
     They sit on the parameter's AccumulateGrad node. A hook there runs after all hooks of the user on the
     parameter, whenever those were registered, and not under `autograd.grad`, which writes no `.grad`. Torch
-    holds the node only weakly; we keep it, or our hooks would be gone with it.
+    holds the node only weakly; we keep it, or our hooks would be gone with it. A parameter gets another node where
+    its dtype or device changes through `.data`, as in `model.half(); model.float()`. What survives that is a hook on
+    the parameter itself, which runs just before those of the node: it looks whether the memory is another one.
     """
 
     def __init__(self) -> None:
-        self._nodes: list[Node] = []
         self._handles: list[Any] = []
-        self._at_work = threading.RLock()  # backwards of several threads may meet here
-        self._attached: list[tuple[int, torch.nn.Parameter, Callable[[int], None], Callable[[int], None]]] = []
+        self._attached: dict[int, _Attached] = {}
 
     def attach(
         self, index: int, param: torch.nn.Parameter, before: Callable[[int], None], ready: Callable[[int], None]
     ) -> None:
-        self._attached.append((index, param, before, ready))
-        self._sit_on(self._node_of(param), index, before, ready)
+        ours = weakref.ref(self)  # the parameter keeps its hooks alive, and with us itself
+
+        def follow(_: torch.Tensor) -> None:
+            hooks = ours()
+            if hooks is not None:
+                hooks._follow(index)
+
+        with _training(param):
+            self._attached[index] = _Attached(param, before, ready, get_gradient_edge(param).node, param.data_ptr())
+            self._handles.append(param.register_hook(follow))  # type: ignore[no-untyped-call]
+        self._sit_on(index)
 
     def renew(self) -> None:
-        """Attaches anew where a parameter has another node by now, as one has whose memory was set or dtype changed."""
-        known = set(map(id, self._nodes))
-        for index, param, before, ready in self._attached:
-            node = self._node_of(param)
-            if id(node) not in known:
-                self._sit_on(node, index, before, ready)
+        """Attaches anew where a parameter has another node by now."""
+        for index, attached in self._attached.items():
+            with _training(attached.param):
+                node = get_gradient_edge(attached.param).node
+            attached.address = attached.param.data_ptr()
+            if node is not attached.node:
+                attached.node = node
+                self._sit_on(index)
 
-    def _node_of(self, param: torch.nn.Parameter) -> Node:
-        trainable = param.requires_grad
-        if not trainable:  # frozen for now: it has no node before it requires a gradient
-            param.requires_grad_(True)
-        node = get_gradient_edge(param).node
-        if not trainable:
-            param.requires_grad_(False)
-        return node
+    def _follow(self, index: int) -> None:
+        attached = self._attached[index]
+        if attached.param.data_ptr() != attached.address:
+            self.renew()
 
-    def _sit_on(self, node: Node, index: int, before: Callable[[int], None], ready: Callable[[int], None]) -> None:
-        self._nodes.append(node)
-        self._handles.append(node.register_prehook(lambda _: self._call(before, index)))
-        self._handles.append(node.register_hook(lambda _, __: self._call(ready, index)))
-
-    def _call(self, what: Callable[[int], None], index: int) -> None:
-        with self._at_work:
-            what(index)
+    def _sit_on(self, index: int) -> None:
+        attached = self._attached[index]
+        self._handles.append(attached.node.register_prehook(lambda _: attached.before(index)))
+        self._handles.append(attached.node.register_hook(lambda _, __: attached.ready(index)))
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._nodes.clear()
         self._attached.clear()
+
+
+@contextlib.contextmanager
+def _training(param: torch.nn.Parameter) -> Iterator[None]:
+    """A parameter that is frozen for now has no node, and takes no hook, before it requires a gradient."""
+    trainable = param.requires_grad
+    param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        param.requires_grad_(trainable)

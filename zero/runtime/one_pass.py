@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from zero.plan.spans import Span
 # The dtypes of masters and of their weights, None where they are the same memory, and whether the new weights go elsewhere.
 Kind = tuple[torch.dtype, torch.dtype | None, bool]
 _LONG = 2**18
+_NOT_COMPILED = ("amsgrad", "capturable", "differentiable")  # settings of a group
 # A master, and the group of its parameter; None where nobody used it.
 Member = tuple[Piece, torch.nn.Parameter, "dict[str, Any] | None"]
 
@@ -38,7 +39,9 @@ class OnePass:
     [Note: one code, several compilations]
     The compiler keeps what it made with the code object that it was made from, checks all of it at every call, and refuses
     after some number. Each variant therefore has a code object of its own, shared by every optimizer of the process. Its
-    numbers come in a tensor and its lengths are left open, so nothing that changes in a training builds another.
+    numbers come in a tensor and its lengths are left open, so nothing that changes in a training would give another code.
+    The compiler checks more than that, such as whether autocast is on where a step is called, and would build within that
+    step; so it is told to check nothing (torch 2.8 and later can be).
 
     [Note: runs]
     A call costs as much as some ten thousand elements. So what lies side by side with the same settings, which is nearly
@@ -55,6 +58,16 @@ class OnePass:
         for masters, weights, apart in kinds:
             for decoupled in {self._is_decoupled(group) for group in self._inner.param_groups}:
                 _try(Variant(masters, weights, apart, decoupled))
+
+    def check(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Raises where a group has a setting that the compiled step knows nothing of."""
+        for group in groups:
+            for name in _NOT_COMPILED:
+                if group.get(name):
+                    raise ValueError(
+                        f"kernels='compiled' was asked for, but {name} has no compiled step, and a group of the optimizer sets "
+                        "it. Use kernels='torch'."
+                    )
 
     def release(self) -> None:
         self._moments.clear()
@@ -84,7 +97,7 @@ class OnePass:
             master, grad, mean, square = (whole[span.start : span.stop] for whole in (*shares, *moments))
             if group is not None:
                 variant = Variant(master.dtype, dtype, apart, self._is_decoupled(group))
-                numbers = torch.tensor(self._numbers(group, step, coefficient), dtype=master.dtype)
+                numbers = torch.tensor(self._numbers(group, step, coefficient), dtype=master.dtype, device="cpu")
                 _compiled(variant)(variant.decoupled, numbers, master, grad, mean, square, old, new if apart else None)
             elif old is not None and new is not None:
                 adopt(old, master)
@@ -112,7 +125,7 @@ class OnePass:
                 state[key] = own.zero_()
             elif state[key].data_ptr() != own.data_ptr():
                 state[key] = own.copy_(state[key])
-        state["step"] = state["step"] + 1 if "step" in state else torch.tensor(1.0)
+        state["step"] = state["step"] + 1 if "step" in state else torch.tensor(1.0, device="cpu")
         return float(state["step"])
 
     def _is_decoupled(self, group: dict[str, Any]) -> bool:
@@ -160,6 +173,8 @@ def _compiled(variant: Variant) -> Callable[..., None]:
     # Without the first, a rounding whose result is only compared is left out, and every weight is taken for an edit. Without
     # the second, what a process with fewer threads left in the compiler's cache is taken, and runs with as few.
     options: dict[str, Any] = {"emulate_precision_casts": True, "cpp.threads": torch.get_num_threads()}
+    if hasattr(torch.compiler, "skip_guard_on_globals_unsafe"):  # so there is also this option
+        options["guard_filter_fn"] = lambda checks: [False for _ in checks]
     code = _one_pass.__code__.replace(co_name=f"one_pass_{name}")
     return torch.compile(types.FunctionType(code, globals()), dynamic=True, fullgraph=True, options=options)
 
@@ -167,9 +182,9 @@ def _compiled(variant: Variant) -> Callable[..., None]:
 @functools.cache
 def _try(variant: Variant) -> None:
     """Builds, by running: the compiler works at the first call, and makes one thread of what is short then."""
-    masters = [torch.zeros(_LONG, dtype=variant.masters) for _ in range(4)]
-    weights = None if variant.weights is None else torch.zeros(_LONG, dtype=variant.weights)
-    rounded = torch.zeros(_LONG, dtype=variant.weights) if variant.apart else None
-    numbers = torch.zeros(8, dtype=variant.masters)
-    with torch.no_grad():
+    with torch.no_grad(), torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+        masters = [torch.zeros(_LONG, dtype=variant.masters) for _ in range(4)]
+        weights = None if variant.weights is None else torch.zeros(_LONG, dtype=variant.weights)
+        rounded = torch.zeros(_LONG, dtype=variant.weights) if variant.apart else None
+        numbers = torch.zeros(8, dtype=variant.masters)
         _compiled(variant)(variant.decoupled, numbers, *masters, weights, rounded)

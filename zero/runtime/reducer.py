@@ -60,12 +60,12 @@ class Flight:
     def __len__(self) -> int:
         return len(self._rounds)
 
-    def send(self, bucket: int, buffer: torch.Tensor) -> None:
+    def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True) -> None:
         buffer, dtype = self._rounded(buffer), sum_dtype(buffer.dtype)
         self.num_bytes += buffer.nbytes
         self._rounds.append((bucket, buffer, self._reduce(buffer, dtype)))
         while self._rounds and self._rounds[0][2].done():
-            self._land(keep=True)
+            self._land(keep)
 
     def _rounded(self, buffer: torch.Tensor) -> torch.Tensor:
         if self._widest is None or buffer.dtype.itemsize <= self._widest.itemsize:
@@ -82,7 +82,7 @@ class Flight:
         bucket, buffer, pending = self._rounds.popleft()
         total = pending.wait()
         crossing = self.shard.add(bucket, total, self.factor) if keep else None
-        self._staging.give_back(buffer, crossing)  # which alone may be the total, so the copy may still read it
+        self._staging.give_back(buffer, crossing if total is buffer else None)  # which the copy may still read
 
 
 class Reducer:
@@ -179,10 +179,10 @@ class Reducer:
                 return
             self._send_next()
 
-    def _send_next(self) -> None:
+    def _send_next(self, keep: bool = True) -> None:
         index = self.order[self.sent % len(self.order)]
         self.sent += 1
-        self.flight.send(index, self._close(index))
+        self.flight.send(index, self._close(index), keep)
 
     def _close(self, index: int) -> torch.Tensor:
         """The bucket's round, ready to be sent: zeros where nothing arrived."""
@@ -219,7 +219,7 @@ class Reducer:
     def catch_up(self, agreement: Agreement) -> None:
         """Sends the rounds that other ranks have sent and this one has not, and lands all of them."""
         while self.sent < agreement.rounds:
-            self._send_next()
+            self._send_next(keep=not agreement.discard)
         self.flight.land_all(keep=not agreement.discard)
 
     def send_rest(self, buckets: Sequence[int], wide: int) -> None:

@@ -38,10 +38,15 @@ class Since:
     over: bool = False  # an error ended the window, which the other ranks know of
 
     @property
+    def broken_off(self) -> bool:
+        """True when a backward has ended by an exception, which nobody else may have seen."""
+        return self.in_backward and torch._C._current_graph_task_id() == -1
+
+    @property
     def unsettled(self) -> bool:
         """True when other ranks must hear of it before it can be used, or thrown away."""
         gradients = self.touched or self.aside or self.own or self.removed or self.replaced
-        return bool(gradients or self.clears or self.weights or self.quiet or self.failed)
+        return bool(gradients or self.clears or self.weights or self.quiet or self.failed or self.broken_off)
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,9 @@ class Settler:
             weight=sum(since.weights),
             weighted=bool(since.weights),
             contributed=bool(since.touched or local or since.quiet or since.weights),
-            failed=since.failed,
+            failed=since.failed or since.broken_off,
+            changes=window.shares.changes,
+            micro_steps=0 if window.boundary.counting is None else window.boundary.counting.micro_steps,
             used=since.touched | local,
             put=window.put,
             trained=sum(1 << index for index, tensor in enumerate(self._params.tensors) if tensor.requires_grad),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ class GradientShares:
         self._sharded = line.layout.num_shares > 1
         self._rank = group.rank if self._sharded else 0
         self._norms: dict[float, dict[int, float]] = {}
+        self._changes: dict[int, int] = {}  # digest of what the user did to each, in its order
+        self._factor: tuple[torch.Tensor, int, float] | None = None  # the last that was read
 
     def settle_through(self, settle: Callable[[str], int]) -> None:
         """Who settles the window before a stand-in is used, and says who has a gradient; held weakly, since he holds us."""
@@ -64,10 +67,30 @@ class GradientShares:
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
         if not self._settle("an operation on .grad") >> param & 1:
             return  # it stood for a gradient that turned out to be none
+        self._note_change(param, operator, (*arguments, *keywords.values()))
         for piece in self.pieces(param):
             own = [self._cut(argument, piece) for argument in arguments]
             operator(self.shard.piece(piece), *own, **{name: self._cut(value, piece) for name, value in keywords.items()})
         self.forget_norms(param)
+
+    @property
+    def changes(self) -> int:
+        """A digest of what the user did to gradients, by which ranks find that they did not do the same. 0 for nothing."""
+        return zlib.crc32(repr(sorted(self._changes.items())).encode()) if self._changes else 0
+
+    def _note_change(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        told = f"{operator} {[self._told(argument) for argument in arguments]}"
+        self._changes[param] = zlib.crc32(told.encode(), self._changes.get(param, 0))
+
+    def _told(self, argument: Any) -> Any:
+        """A number by its value, in whatever it comes; of a tensor of more, where each rank uses its own part, the shape."""
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        if argument.numel() != 1 or isinstance(argument, StandIn):
+            return tuple(argument.shape)
+        if self._factor is None or self._factor[0] is not argument or self._factor[1] != argument._version:
+            self._factor = argument, argument._version, float(argument)  # read once for all that it multiplies
+        return self._factor[2]
 
     def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
         """Divides by a GradScaler's scale; what one rank finds infinite, all ranks are told."""
@@ -110,6 +133,8 @@ class GradientShares:
     def clear(self) -> None:
         self.shard.clear()
         self._norms.clear()
+        self._changes.clear()
+        self._factor = None
 
     def forget_norms(self, param: int | None = None) -> None:
         for known in self._norms.values():

@@ -76,6 +76,12 @@ class StandIn(torch.Tensor):
         raise _refusal("pickling", self)
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A graph of what is done to a gradient would be kept by the stand-in, from window to window.
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         _check_windows((*args, *kwargs.values()))

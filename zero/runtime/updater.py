@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +62,19 @@ class Updater:
         self._one_pass = one_pass
         self._places: dict[int, tuple[int, int]] = {}  # of each parameter in the user's groups, during this step
 
-    def group(self, number: int) -> dict[str, Any]:
-        """One of the user's own groups."""
-        return self._inner.param_groups[number]
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The user's own."""
+        return self._inner
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises where these settings of groups are none that the step can be computed with."""
+        if self._one_pass is not None:
+            self._one_pass.check(groups)
 
     def judge(self) -> Verdict:
         """Finite or not, and how long: from the settled sums, with the same answer on every rank."""
+        self.check(self._inner.param_groups)  # which belong to the user, who may have changed them
         norm = self._shares.total_norm()
         if not math.isfinite(norm) and self.rules.on_nonfinite != "propagate":
             if self.rules.on_nonfinite == "raise":
@@ -90,9 +97,11 @@ class Updater:
     def step(self, batch: Sequence[Block], used: int, coefficient: float) -> None:
         """Stop 6: the user's edits of the weights are taken over before anything is made from the masters, those of what was
         used are stepped, and all are rounded to weights."""
-        if self._one_pass is not None and len(batch) == 1 and self._masters.shard.share(batch[0].bucket).is_cpu:
-            self._step_in_one_pass(self._one_pass, batch[0], used, coefficient)
-            return
+        if self._one_pass is not None and not _has_step_of_its_own(self._inner):
+            [block] = batch
+            if self._masters.shard.share(block.bucket).is_cpu:
+                self._step_in_one_pass(self._one_pass, block, used, coefficient)
+                return
         for block in batch:
             self._masters.adopt(block)
             if coefficient != 1.0:

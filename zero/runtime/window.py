@@ -18,6 +18,7 @@ tensor of the user's own replaces what was there, is this rank's local gradient,
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,7 +26,7 @@ import torch
 from zero.errors import RanksDiffer
 from zero.memory.flat import sum_dtype
 from zero.plan.scaling import Scaling
-from zero.runtime.agreement import set_bits
+from zero.runtime.agreement import Agreement, set_bits
 from zero.runtime.boundary import Boundary
 from zero.runtime.params import Params
 from zero.runtime.reducer import Reducer
@@ -36,6 +37,7 @@ from zero.runtime.standin import StandIn
 _HELD_BY_US = 2  # references: the table's, and that of the question
 
 Lay = Callable[[Sequence[int]], Sequence[int]]  # gives parameters a place on the line, and returns their new buckets
+
 
 
 class Window:
@@ -53,6 +55,7 @@ class Window:
         self.since = Since()
         self._lay = lay
         self._stand_ins: list[StandIn] = []
+        self._at_work = threading.RLock()  # backwards of several threads may meet here
         shares.settle_through(self.settle_once)
 
     def welcome(self) -> None:
@@ -67,9 +70,10 @@ class Window:
 
     def before(self, index: int) -> None:
         """Autograd is about to write a gradient; it finds nothing to add to, so that what it writes is that and no more."""
-        self._note_backward()
-        self._find(index)
-        self.params.set_grad(index, None)
+        with self._at_work:
+            self._find(index)
+            self._note_backward()
+            self.params.set_grad(index, None)
 
     def notice(self) -> None:
         """Looks whether the user cleared the window, before something that belongs to the next one is noted."""
@@ -78,10 +82,21 @@ class Window:
 
     def ready(self, index: int) -> None:
         """Stop 1: autograd and the user's hooks are done with a gradient."""
-        since, grad = self.since, self.params.tensors[index].grad
-        if grad is None or isinstance(grad, StandIn):  # an undefined gradient, or another thread's backward took it
-            self.params.set_grad(index, self._stand_ins[index] if self.put >> index & 1 else None)
-            return
+        with self._at_work:
+            grad = self.params.tensors[index].grad
+            if grad is None or isinstance(grad, StandIn):  # an undefined gradient, or another thread's backward took it
+                self.params.set_grad(index, self._stand_ins[index] if self.put >> index & 1 else None)
+            else:
+                self._take(index, grad.detach())
+
+    def hand_over(self, index: int, grad: torch.Tensor) -> None:
+        """The same, for one that does not come by way of `.grad`, and is lent for the length of this call."""
+        with self._at_work:
+            self.before(index)
+            self._take(index, grad.detach(), lent=True)
+
+    def _take(self, index: int, grad: torch.Tensor, lent: bool = False) -> None:
+        since = self.since
         if grad.layout != torch.strided:
             since.failed = True
             raise ValueError(
@@ -92,9 +107,9 @@ class Window:
             self.put_stand_ins(index)
         self.params.set_grad(index, self._stand_ins[index])
         self.put |= 1 << index
-        grad, multiplier = grad.detach(), self.scaling.multiplier
+        multiplier = self.scaling.multiplier
         if multiplier == 0.0:
-            grad.zero_()  # what counts nothing adds nothing, not even the NaN of a mean over no tokens
+            grad = torch.zeros_like(grad)  # what counts nothing adds nothing, not even the NaN of a mean over no tokens
         edited = (since.removed | since.replaced) >> index & 1
         leaves = self.boundary.synchronises and not edited and not since.clears and self._laid_out(index)
         waiting = since.aside.pop(index, None)
@@ -105,7 +120,7 @@ class Window:
             self.reducer.collect(index, grad, multiplier)
             self.reducer.advance()
         else:  # it waits in the dtype of sums, so that adding to it loses nothing
-            wide = grad.to(sum_dtype(grad.dtype))
+            wide = grad.to(sum_dtype(grad.dtype), copy=lent)
             since.aside[index] = wide if multiplier is None else wide * multiplier
 
     def _find(self, index: int) -> None:
@@ -143,8 +158,11 @@ class Window:
         [Note: no end of backward] The callback runs when the innermost backward ends, and never after an exception: good
         enough to count with, since a wrong count moves a communication to another time and changes no result.
         """
+        if self.since.in_backward and not self.put:  # another one broke off at its first gradient
+            self.since.failed |= not self._everything_cleared()
+            self.since.in_backward = False
         if not self.since.in_backward:
-            self.since.in_backward = True
+            self.since.in_backward, self.since.placed = True, False  # some may have become trainable since the last one
             self.settler.aliases.notice()
             self.boundary.backwards += 1
             torch.autograd.Variable._execution_engine.queue_callback(self._note_backward_end)
@@ -175,6 +193,7 @@ class Window:
             reducer.catch_up(agreement)
             if agreement.error is not None:
                 reducer.learn(agreement, used_here)
+                self._follow(agreement)
                 self.forget()
                 self.since.over = True
                 raise agreement.error
@@ -196,6 +215,7 @@ class Window:
         self.shares.forget_norms()
         self.used = self.used & ~agreement.removed | agreement.used
         self.since = Since(in_backward=since.in_backward, settled=bool(self.used))
+        self.scaling.weight = None  # what comes now is no part of that mean
         self.reducer.flight.factor = self.scaling.at_keeping(self.since.settled)
         self._put_where_used()
 
@@ -219,6 +239,7 @@ class Window:
             with torch.no_grad():
                 self.reducer.catch_up(agreement)
             self.reducer.learn(agreement, self.since.touched)
+            self._follow(agreement)
             kept = self.used & ~agreement.removed | agreement.used
             error = agreement.error
         self.forget()
@@ -227,6 +248,10 @@ class Window:
         if to_zeros:
             self.used = kept
             self._put_where_used()
+
+    def _follow(self, agreement: Agreement) -> None:
+        if agreement.starts_over and self.boundary.counting is not None:
+            self.boundary.counting.begin()
 
     def forget(self) -> None:
         """Forgets every gradient of this window on this rank."""
@@ -242,7 +267,7 @@ class Window:
         """
         unsettled = self.since.touched or self.since.quiet or self.since.aside
         clears = self.since.clears + 1 if unsettled else self.since.clears
-        self._begin(Since(clears=clears, in_backward=self.since.in_backward))
+        self._begin(Since(clears=clears))
 
     def _begin(self, since: Since) -> None:
         """A new window, once every .grad is None."""

@@ -1,5 +1,6 @@
 """Adam's compiled step: torch's own to a few ulp, built once and before the first step, refused where it cannot be had."""
 
+import contextlib
 import itertools
 import shutil
 import subprocess
@@ -11,8 +12,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import zero
+from tests.promises.loops import same, weights
 from tests.zoo.case import backward, real_numbers
 from zero.checks import check_kernels
+from zero.comm.loopback import solo
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span, round_up
 from zero.runtime.one_pass import OnePass
@@ -160,6 +163,144 @@ def test_what_was_trained_with_one_kernel_goes_on_with_another():
     expected = train("torch", "torch")
     for phases in (("torch", "compiled"), ("compiled", "torch")):
         torch.testing.assert_close(train(*phases), expected, rtol=1e-5, atol=1e-7)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_any_length_is_stepped_as_part_of_a_longer_one(kind):
+    dtype, numel = kind[1], 4000
+
+    def stepped(lengths):
+        share, grads = (real_numbers((numel,), name) for name in ("value", "grad"))
+        master = nn.Parameter(share)
+        one_pass = OnePass(torch.optim.AdamW([master], lr=1e-3))
+        one_pass.build([kind])
+        weights = None if dtype is None else share.to(dtype)
+        rounded, start = torch.empty_like(weights) if kind[2] else weights, 0
+        for bucket, length in enumerate(lengths):
+            here, span = slice(start, start + length), Span(0, length)
+            piece = Piece(0, bucket, span, span)
+            old, new = (None if whole is None else whole[here] for whole in (weights, rounded))
+            members = [(piece, nn.Parameter(share[here]), one_pass._inner.param_groups[0])]
+            one_pass.step(Block(bucket, span, True), members, (share[here], grads[here]), old, new, 0.5)
+            start += length
+        assert start == numel
+        return share
+
+    short = [1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 1, 63, 65, 127, 129, 1]
+    torch.testing.assert_close(stepped([*short, numel - sum(short)]), stepped([numel]), rtol=1e-6, atol=1e-9)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def of_more_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 2)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+MODES = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "a device": lambda: torch.device("cpu"),
+    "another device": lambda: torch.device("meta"),
+    "deterministic": deterministic,
+    "inference": torch.inference_mode,
+    "gradients": torch.enable_grad,
+    "threads": of_more_threads,
+    "default dtype": in_float64,
+}
+CHECKS_NOTHING = hasattr(torch.compiler, "skip_guard_on_globals_unsafe")
+
+
+@needs_compiler
+@pytest.mark.skipif(not CHECKS_NOTHING, reason=f"the compiler of torch {torch.__version__} cannot be told to check nothing")
+def test_nothing_is_built_within_a_step_in_whatever_mode_it_is_called():
+    found = {}
+    for mode in (None, *MODES):
+        model = nn.Linear(4, 3).bfloat16()
+        with torch.no_grad():
+            model.weight.copy_(real_numbers((3, 4), "weights"))
+            model.bias.zero_()
+        inner = torch.optim.AdamW(model.parameters(), lr=0.02)
+        optimizer = zero.shard(model, inner, stage=1, kernels="compiled", group=solo())
+        built = counters["stats"]["unique_graphs"]
+        backward(optimizer, model(real_numbers((2, 4), 0).bfloat16()).float().pow(2).sum())
+        optimizer.step()
+        with MODES[mode]() if mode else contextlib.nullcontext():
+            optimizer.step()
+        found[mode] = weights(model)
+        assert counters["stats"]["unique_graphs"] == built, mode
+        optimizer.close()
+    assert [mode for mode in MODES if not same(found[mode], found[None])] == []
+
+
+@needs_compiler
+def test_a_dtype_that_comes_later_is_built_for_when_it_comes():
+    first, second = nn.Linear(4, 3), nn.Linear(3, 2).double()
+    model = nn.ModuleList([first, second])
+    optimizer = zero.shard(model, torch.optim.AdamW(first.parameters()), stage=2, kernels="compiled", group=solo())
+    optimizer.add_param_group({"params": list(second.parameters())})
+    built, before = counters["stats"]["unique_graphs"], second.weight.detach().clone()
+    backward(optimizer, second(first(real_numbers((2, 4), 0)).double()).pow(2).sum())
+    optimizer.step()
+    assert counters["stats"]["unique_graphs"] == built and not torch.equal(second.weight, before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["amsgrad", "capturable", "differentiable"])
+def test_a_setting_that_has_no_compiled_step_is_refused_however_it_comes(name):
+    words = rf"kernels='compiled' was asked for, but {name} has no compiled step.*Use kernels='torch'"
+    model = nn.Linear(4, 3)
+    inner = torch.optim.AdamW([model.weight], lr=0.02)
+    optimizer = zero.shard(model, inner, stage=1, kernels="compiled", group=solo())
+    saved = optimizer.state_dict()
+    with pytest.raises(ValueError, match=words):
+        optimizer.add_param_group({"params": [model.bias], name: True})
+    assert len(inner.param_groups) == 1
+    saved["param_groups"][0] = {**saved["param_groups"][0], name: True, "lr": 1.0}
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(saved)
+    assert inner.param_groups[0]["lr"] == 0.02 and not inner.param_groups[0][name]
+    backward(optimizer, model(real_numbers((2, 4), 0)).pow(2).sum())
+    before, inner.param_groups[0][name] = weights(model), True
+    with pytest.raises(ValueError, match=words):
+        optimizer.step()
+    assert same(weights(model), before) and not inner.state
+    inner.param_groups[0][name] = False
+    optimizer.step()
+    assert not same(weights(model), before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bucket_bytes", [16, 2**20])
+def test_a_step_of_the_users_own_is_called_and_not_the_compiled_one(bucket_bytes):
+    model, calls = nn.Linear(4, 3), []
+    inner = torch.optim.AdamW(model.parameters(), lr=0.02)
+    optimizer = zero.shard(model, inner, stage=2, kernels="compiled", bucket_bytes=bucket_bytes, group=solo())
+    inner.step = lambda *arguments: (calls.append(1), torch.optim.AdamW.step(inner, *arguments))[1]
+    backward(optimizer, model(real_numbers((2, 4), 0)).pow(2).sum())
+    optimizer.step()
+    assert calls == [1]
 
 
 def test_who_has_no_compiled_step_is_told_why():

@@ -1,0 +1,386 @@
+"""Gradients handed over inside the compiled backward give what the ordinary way gives, and nothing outlives its use."""
+
+from __future__ import annotations
+
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import zero
+from tests import ranks
+from tests.promises.trainings import gloo_group
+from tests.zero.graph.models import WIDTH, adamw, batch, build, compiled, same, train
+from zero.graph import operators
+from zero.optimizer import shard
+from zero.runtime.window import Window
+
+
+def backward(model, step=0):
+    model(batch("mlp", 0, step)).square().mean().backward()
+
+
+def twins(**options):
+    """A model that is compiled, and one that is not, with their optimizers."""
+    both = []
+    for compile_it in (True, False):
+        model = build("mlp")
+        optimizer = shard(model, adamw(model), **{"stage": 2, "bucket_bytes": 256, **options})
+        both.append((zero.compile(model, "aot_eager") if compile_it else model, optimizer))
+    return both
+
+
+def are_equal(both):
+    (one, _), (other, _) = both
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_windows_that_are_read_skipped_and_not_synchronised_are_those_of_the_eager_model(offload):
+    both = twins(stage=1, offload=offload)
+    norms = []
+    for model, optimizer in both:
+        norms.append([])
+        for step in range(3):
+            with optimizer.no_sync():
+                backward(model, 3 * step)
+            backward(model, 3 * step + 1)
+            norms[-1].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            backward(model, 3 * step + 2)
+            norms[-1].append(model.layers[0].weight.grad.norm())
+            assert torch.isfinite(optimizer.whole_grad(model.layers[2].bias)).all()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 1)
+    assert norms[0] == norms[1]
+    assert are_equal(both)
+
+
+def test_a_weight_of_zero_drops_even_a_nan():
+    both = twins()
+    for one, its in both:
+        its.weight(0.0)
+        (one(batch("mlp", 0, 0)).square().mean() * float("nan")).backward()
+        its.weight(2.0)
+        backward(one, 1)
+        its.step()
+    assert are_equal(both)
+    assert all(torch.isfinite(param).all() for param in both[0][0].parameters())
+
+
+# hooks, gradients of the user's own, and other ways to ask for gradients ------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_the_users_sees_the_gradient_whenever_it_was_registered(when, kind):
+    both, seen = twins(), []
+    for model, optimizer in both:
+        if when == "after":
+            backward(model)
+            optimizer.zero_grad()
+        weight, own = model.layers[0].weight, []
+        hook = (lambda grad: grad * 2) if kind == "register_hook" else (lambda param, own=own: own.append(param.grad.clone()))
+        getattr(weight, kind)(hook)
+        backward(model, 1)
+        optimizer.step()
+        seen.append(own)
+    assert are_equal(both)
+    assert len(seen[0]) == len(seen[1])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*seen, strict=True))
+
+
+def test_a_hook_that_comes_between_forward_and_backward_is_refused():
+    (model, optimizer), _ = twins()
+    backward(model)
+    optimizer.step()
+    loss = model(batch("mlp", 0, 1)).square().mean()
+    model.layers[0].weight.register_hook(lambda grad: grad)
+    with pytest.raises(RuntimeError, match="registered on it after the forward"):
+        loss.backward()
+
+
+def test_a_gradient_that_the_user_has_set_is_kept():
+    both = twins()
+    for model, optimizer in both:
+        for step in range(2):
+            model.layers[0].weight.grad = torch.ones_like(model.layers[0].weight)
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert are_equal(both)
+
+
+def test_what_is_asked_of_autograd_is_not_collected_and_a_parameters_gradient_is_refused():
+    (model, optimizer), _ = twins()
+    x = batch("mlp", 0, 0).requires_grad_()
+    (inputs_gradient,) = torch.autograd.grad(model(x).sum(), x)
+    assert inputs_gradient.shape == x.shape
+    model(x).sum().backward(inputs=[x])
+    assert not optimizer.parts.window.since.unsettled
+    assert all(param.grad is None for param in model.parameters())
+    with pytest.raises(RuntimeError, match="returns none"):
+        torch.autograd.grad(model(x).sum(), list(model.parameters()))
+
+
+@pytest.mark.promise("D06", "P06")
+def test_a_gradient_that_comes_in_fp32_for_a_bf16_parameter_is_rounded_as_autograd_rounds_it():
+    class Widened(torch.autograd.Function):
+        @staticmethod
+        def forward(context, weight, x):
+            context.save_for_backward(weight, x)
+            return x @ weight
+
+        @staticmethod
+        def backward(context, grad):
+            weight, x = context.saved_tensors
+            return x.float().t() @ grad.float(), grad @ weight.t()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, 3, generator=torch.Generator().manual_seed(0)))
+
+        def forward(self, x):
+            return Widened.apply(self.weight, x)
+
+    found = []
+    for compile_it in (True, False):
+        model = Model()
+        optimizer = shard(model, adamw(model), stage=2, dtype="bfloat16")
+        if compile_it:
+            zero.compile(model, "aot_eager")
+        for step in range(5):
+            model(batch("mlp", 0, step).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(optimizer.state_dict()["masters"]["weight"])
+    assert torch.equal(*found)
+
+
+def test_a_closed_optimizer_leaves_a_compiled_model_that_trains_on_as_a_plain_one():
+    both, plain = twins(), []
+    for model, optimizer in both:
+        backward(model)
+        optimizer.step()
+        optimizer.close()
+        inner = adamw(model)
+        backward(model, 1)
+        plain.append([param.grad.clone() for param in model.parameters()])
+        inner.step()
+    assert are_equal(both)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*plain, strict=True))
+
+
+def test_a_model_sharded_anew_hands_over_to_whom_it_belongs_by_then():
+    both = twins()
+    for model, optimizer in both:
+        backward(model)
+        optimizer.close()
+        model.zero_grad()
+        again = shard(model, adamw(model), stage=1)
+        backward(model, 1)
+        assert all(isinstance(param.grad, zero.runtime.standin.StandIn) for param in model.parameters())
+        again.step()
+    assert are_equal(both)
+
+
+# compilations -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("P02")
+def test_nothing_is_compiled_again_in_a_training_that_goes_its_way():
+    (model, optimizer), _ = twins(accumulation=2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    def step(number):
+        for micro_step in range(2):
+            optimizer.set_gradient_accumulation_boundary(number % 3 == 0 or micro_step == 1)
+            model.train(number % 2 == 0)
+            backward(model, 2 * number + micro_step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=number % 4 != 0)
+        schedule.step()
+
+    for number in range(2):
+        step(number)
+    compilations = dict(counters["stats"])
+    for number in range(2, 22):
+        step(number)
+    assert dict(counters["stats"]) == compilations
+
+
+@pytest.mark.promise("P03")
+def test_nothing_of_ours_breaks_a_graph():
+    model = build("mlp")
+    optimizer = shard(model, adamw(model), stage=2)
+    zero.compile(model, "aot_eager", fullgraph=True)
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not counters["graph_break"]
+    assert torch._dynamo.explain(build("mlp"))(batch("mlp", 0, 0)).graph_break_count == 0
+
+
+@pytest.mark.promise("P04")
+def test_edits_show_at_once_and_parameters_stay_where_they_are():
+    (model, optimizer), _ = twins()
+    places = [(param, param.data_ptr()) for param in model.parameters()]
+    for step in range(10):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert [(id(param), param.data_ptr()) for param in model.parameters()] == [(id(param), place) for param, place in places]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert (model(batch("mlp", 0, 0)) == 0).all()
+
+
+@pytest.mark.promise("P12")
+def test_no_setting_of_the_compiler_is_left_changed():
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    def settings():
+        return [
+            {name: value for name, value in config.get_config_copy().items() if "dynamic_shapes" not in name}
+            for config in (torch._dynamo.config, torch._functorch.config, torch._inductor.config)
+        ]
+
+    before = settings()
+    train("mlp", compiled("inductor"), stage=2, steps=2)
+    assert settings() == before
+
+
+# lifetimes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("P05")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_gradient_is_gone_when_the_next_one_comes_and_nothing_is_kept_into_the_step(backend, monkeypatch):
+    alive, most = [], []
+
+    def hand_over(window, index, grad, original=Window.hand_over):
+        original(window, index, grad)
+        alive.append(weakref.ref(grad))
+        most.append(sum(ref() is not None for ref in alive))
+
+    monkeypatch.setattr(Window, "hand_over", hand_over)
+    model = build("gpt")
+    optimizer = shard(model, adamw(model), stage=2, bucket_bytes=256)
+    zero.compile(model, backend)
+    for step in range(3):
+        backward(model, step)
+        assert not any(ref() is not None for ref in alive)
+        optimizer.settle()
+        reducer = optimizer.parts.window.reducer
+        assert not reducer.open_buckets and not len(reducer.flight)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.parts.window.shares.shard.num_bytes == 0
+    assert max(most) <= 8  # of 14: what one operator makes together
+
+
+@pytest.mark.promise("P05")
+def test_what_a_graph_does_with_its_memory_afterwards_does_not_reach_a_gradient(monkeypatch):
+    def poisoned(window, index, grad, original=Window.hand_over):
+        original(window, index, grad)
+        grad.fill_(float("nan"))
+
+    expected = train("mlp", None, stage=2, micro_steps=2)
+    monkeypatch.setattr(Window, "hand_over", poisoned)
+    for stage in (0, 1, 2):
+        assert same(train("mlp", compiled("aot_eager"), stage=stage, micro_steps=2), expected)
+
+
+def test_a_graph_keeps_no_parameter_and_no_optimizer_alive():
+    model = build("mlp")
+    optimizer = shard(model, adamw(model), stage=2)
+    zero.compile(model, "aot_eager")
+    backward(model)
+    gone = [weakref.ref(optimizer), weakref.ref(optimizer.parts.window), weakref.ref(model.layers[0].weight)]
+    optimizer.close()
+    del optimizer, model
+    torch.compiler.reset()
+    import gc
+
+    gc.collect()
+    assert not any(ref() for ref in gone)
+
+
+# what cannot be ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_backend_that_does_not_let_us_in_compiles_in_the_ordinary_way_with_one_warning(caplog, handed_over):
+    model = build("mlp")
+    optimizer = shard(model, adamw(model), stage=2, clip=0.5, bucket_bytes=256)
+    zero.compile(model, "eager")
+    assert [record.message.startswith("Gradients take the ordinary way") for record in caplog.records].count(True) == 1
+    for step in range(20):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not handed_over
+    assert same({name: param.detach() for name, param in model.named_parameters()}, train("mlp", None, stage=2))
+
+
+def test_a_torch_that_lacks_what_is_needed_compiles_in_the_ordinary_way(monkeypatch, caplog, handed_over):
+    import torch._dynamo.backends.debugging as debugging
+
+    original = debugging.aot_eager
+    monkeypatch.setattr(debugging, "aot_eager", lambda graph, inputs, **options: original(graph, inputs))
+    found = train("mlp", compiled("aot_eager"), stage=2)
+    assert "does not take a compiler of ours" in caplog.text
+    assert not handed_over
+    assert same(found, train("mlp", None, stage=2))
+
+
+def test_recorded_replays_are_refused_where_the_operator_cannot_be_kept_out_of_them(monkeypatch):
+    assert torch.Tag.cudagraph_unsafe in operators.OPERATOR.tags
+    monkeypatch.setattr("zero.graph.backend.cudagraph_unsafe", tuple)
+    with pytest.raises(ValueError, match="mode='reduce-overhead' was asked for, but torch"):
+        zero.compile(build("mlp"), "inductor", mode="reduce-overhead")
+
+
+# ranks, and the engine --------------------------------------------------------------------------------------------------
+
+
+def compile_late(rank: int, world: int) -> list[torch.Tensor]:
+    model = build("mlp")
+    optimizer = shard(model, adamw(model), stage=2, group=gloo_group())
+    zero.compile(model, "aot_eager")
+    if rank == 1:
+        time.sleep(3.0)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.check()
+    return [param.detach() for param in model.parameters()]
+
+
+def test_ranks_that_compile_at_different_speeds_wait_for_each_other():
+    ranks.run(2, compile_late, timeout=60.0)
+
+
+def test_an_engine_compiles_its_model_in_place(handed_over):
+    engine, *_ = zero.initialize(
+        model=build("mlp"), config={"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2},
+                                    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}},
+    )  # fmt: skip
+    assert not engine.is_compiled
+    engine.compile("aot_eager")
+    assert engine.is_compiled
+    names = list(engine.module.state_dict())
+    for step in range(3):
+        engine.backward(engine(batch("mlp", 0, step)).square().mean())
+        engine.step()
+    assert engine.global_steps == 3
+    assert len(handed_over) == 18
+    assert list(engine.module.state_dict()) == names

@@ -1,0 +1,1 @@
+"""Gradients handed over inside the compiled backward."""

@@ -1,0 +1,99 @@
+"""torch.compile with gradients handed over inside the compiled backward."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import fx, nn
+
+import accelerators
+from zero.graph.operators import has_hooks, number_of
+from zero.graph.passes import PASSES, Backward, check
+from zero.graph.queries import parameters_in
+from zero.graph.torch_private import (
+    compile_with,
+    cudagraph_unsafe,
+    has_cuda_graphs,
+    inner_call,
+    replace_call,
+    why_not,
+)
+
+logger = logging.getLogger("zero")
+
+
+class HasModule(Protocol):
+    @property
+    def module(self) -> nn.Module: ...
+
+
+Compiled = TypeVar("Compiled", bound=nn.Module | HasModule)
+
+
+class HandingOver:
+    """A backend for torch.compile: another one's, but for what becomes of the gradients of sharded parameters.
+
+    [Note: handed over]
+    All gradients of a compiled graph come out at its end, alive together, when nothing of the backward is left that their
+    reduction could overlap. Here each is passed to an operator where it is made, which does with it what the hooks of a
+    parameter do otherwise: a graph says which parameter, and the parameter's window, asked at that moment, where it goes.
+    So nothing of a step is known to a graph, and no graph keeps anything of a step.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.handed_over: dict[int, weakref.ref[nn.Parameter]] = {}  # by number
+        check(PASSES)
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None = None) -> Callable[..., Any]:
+        params = parameters_in(graph.graph)
+
+        def rewrite(module: fx.GraphModule) -> None:
+            backward = Backward(module.graph, params)
+            for each in PASSES:
+                each.run(backward)
+            self.handed_over.update((number_of(param), weakref.ref(param)) for param in backward.gradients.values())
+            module.recompile()
+
+        return compile_with(self.backend, mode, graph, inputs, rewrite)
+
+
+def compile(model_or_engine: Compiled, backend: Any = None, mode: str | None = None, **options: Any) -> Compiled:
+    """Compiles a model, or a part of one, or an engine's, as torch.compile does, and hands the gradients of sharded parameters
+    over as its backward makes them. It is compiled in place: what is returned is what was passed. `options` are torch's."""
+    module = model_or_engine if isinstance(model_or_engine, nn.Module) else model_or_engine.module
+    device = next((param.device for param in module.parameters()), torch.device("cpu"))
+    backend = backend or accelerators.get(device.type).compile_backend
+    reason = why_not(backend, mode) if isinstance(backend, str) else f"{backend!r} is a backend of its own"
+    if reason is None and has_cuda_graphs(mode) and not cudagraph_unsafe():
+        raise ValueError(
+            f"mode={mode!r} was asked for, but torch {torch.__version__} would replay gradients that are handed over without "
+            "handing them over. Use another mode, or a torch whose operators can be tagged cudagraph_unsafe."
+        )
+    if reason is not None:
+        logger.warning("Gradients take the ordinary way, at the end of each compiled backward: %s.", reason)
+        replace_call(module, torch.compile(inner_call(module), backend=backend, mode=mode, **options))
+    else:
+        replace_call(module, _Call(inner_call(module), backend, mode=mode, **options))
+    return model_or_engine
+
+
+class _Call:
+    """A compiled call, made anew when a parameter has got a hook that its graphs know nothing of."""
+
+    def __init__(self, call: Callable[..., Any], backend: str, **options: Any) -> None:
+        self._call = call
+        self._options = options
+        self._backend = HandingOver(backend)
+        self._compiled = torch.compile(call, backend=self._backend, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        params = (ref() for ref in self._backend.handed_over.values())
+        if any(has_hooks(param) for param in params if param is not None):
+            self._backend = HandingOver(self._backend.backend)
+            self._compiled = torch.compile(self._call, backend=self._backend, **self._options)
+        return self._compiled(*args, **kwargs)

@@ -1,0 +1,73 @@
+"""What is done to a backward graph, one thing after the other; each says what it needs and leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx, nn
+
+from zero.graph.operators import OPERATOR, has_hooks, number_of
+from zero.graph.queries import Known, gradients_in
+from zero.runtime.managed import window_of
+
+
+@dataclass
+class Backward:
+    """A backward graph, and what is known of it."""
+
+    graph: fx.Graph
+    params: Sequence[Known]  # by input of the forward graph
+    gradients: dict[int, nn.Parameter] = field(default_factory=dict)  # by output, those that are to be handed over
+
+
+@dataclass(frozen=True)
+class Pass:
+    run: Callable[[Backward], None]
+    provides: frozenset[str] = frozenset()
+    requires: frozenset[str] = frozenset()
+    conflicts: frozenset[str] = frozenset()
+
+
+def check(passes: Sequence[Pass], given: Iterable[str] = ()) -> None:
+    """Refuses passes that cannot run one after the other, before any of them has."""
+    there = set(given)
+    for number, each in enumerate(passes):
+        name = each.run.__name__
+        if missing := each.requires - there:
+            raise ValueError(f"Pass {number}, {name}, needs {_words(missing)}, which none before it provides. Reorder them.")
+        if unwanted := each.conflicts & there:
+            raise ValueError(f"Pass {number}, {name}, cannot follow what provides {_words(unwanted)}. Leave one of them out.")
+        there |= each.provides
+
+
+def _words(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def find_gradients(backward: Backward) -> None:
+    """Those of parameters that are sharded and that nobody else waits for."""
+    found = gradients_in(backward.graph, backward.params)
+    backward.gradients = {
+        number: param for number, param in found.items() if window_of(param) is not None and not has_hooks(param)
+    }
+
+
+def hand_over(backward: Backward) -> None:
+    """Hands each gradient over right after it is made, and returns nothing in its place, so that nothing keeps it."""
+    output = backward.graph.output_node()
+    outputs = list(output.args[0])  # type: ignore[arg-type]
+    for number, param in backward.gradients.items():
+        made = outputs[number]
+        assert isinstance(made, fx.Node)
+        with backward.graph.inserting_after(made):
+            backward.graph.call_function(OPERATOR, (made, number_of(param)))
+        outputs[number] = None
+    output.args = (tuple(outputs),)
+
+
+_FOUND, _HANDED_OVER = frozenset({"gradients"}), frozenset({"gradients handed over"})
+PASSES = (
+    Pass(find_gradients, provides=_FOUND),
+    Pass(hand_over, provides=_HANDED_OVER, requires=_FOUND, conflicts=_HANDED_OVER),
+)

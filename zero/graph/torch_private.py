@@ -1,0 +1,126 @@
+"""All of torch's compiler that is no public interface, and what is done where a version lacks it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+# Changes a backward graph, of which it is told how many inputs the forward graph had.
+Rewrite = Callable[[torch.fx.GraphModule], None]
+
+
+def why_not(backend: str, mode: str | None) -> str | None:
+    """Why gradients cannot be handed over inside the graphs of a backend; None where they can."""
+    if backend not in _COMPILERS:
+        return f"only {' and '.join(sorted(_COMPILERS))} let us at the backward graph, and not {backend}"
+    try:
+        compiler = _COMPILERS[backend][0]()
+    except ImportError as error:
+        return f"torch {torch.__version__} has no {backend} that we know: {error}"
+    if _COMPILERS[backend][1] not in inspect.signature(compiler).parameters:
+        return f"the {backend} of torch {torch.__version__} does not take a compiler of ours"
+    if not hasattr(torch._C, "_will_engine_execute_node"):
+        return f"torch {torch.__version__} does not tell which gradients are wanted"
+    return None
+
+
+def has_cuda_graphs(mode: str | None) -> bool:
+    """Whether a mode may replay what it recorded, in which an operator of ours is not called."""
+    return mode in ("reduce-overhead", "max-autotune")
+
+
+def cudagraph_unsafe() -> tuple[Any, ...]:
+    """The tag of an operator that must not be recorded; nothing where torch has none."""
+    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+    return () if tag is None else (tag,)
+
+
+def compile_with(
+    backend: str, mode: str | None, graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: Rewrite
+) -> Callable[..., Any]:
+    """Compiles as the backend of that name does, but for what `rewrite` does to the backward graph."""
+    from torch._functorch import config
+
+    # What is cached there are graphs as they were before `rewrite`, or after somebody else's.
+    with config.patch(enable_autograd_cache=False):
+        compiled: Callable[..., Any] = _COMPILERS[backend][2](mode, graph, inputs, rewrite)
+        return compiled
+
+
+def inner_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """What is to be compiled of a module. `module.compile` compiles nothing of a module of torch's own, such as a Sequential:
+    only frames of others are looked into, and what they call."""
+    call_impl: Callable[..., Any] = module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return call_impl(*args, **kwargs)
+
+    return call
+
+
+def replace_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Calls of the module become calls of this, as after `module.compile`; copies of the module and its state know nothing."""
+    module._compiled_call_impl = call
+
+
+def is_wanted(param: torch.nn.Parameter) -> bool:
+    """Whether the backward going on accumulates the gradient of a parameter; an error where it is to be returned instead."""
+    node: Any = get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError as error:
+        raise RuntimeError(
+            "torch.autograd.grad was asked for the gradient of a parameter, through a graph that hands gradients over as they "
+            "are made and returns none. Call it on a model compiled by torch.compile, or not compiled."
+        ) from error
+
+
+def _inductor() -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx
+
+
+def _with_inductor(
+    mode: str | None, graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: Rewrite
+) -> Callable[..., Any]:
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner(module: torch.fx.GraphModule, examples: Sequence[Any], **options: Any) -> Any:
+        if options.get("is_backward"):
+            rewrite(module)
+        return compile_fx_inner(module, examples, **options)
+
+    patches = list_mode_options(mode) if mode else None
+    return compile_fx(graph, inputs, inner_compile=inner, config_patches=patches)  # type: ignore[return-value]
+
+
+def _aot_eager() -> Callable[..., Any]:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    return aot_eager
+
+
+def _with_aot_eager(
+    mode: str | None, graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: Rewrite
+) -> Callable[..., Any]:
+    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+
+    def backward(module: torch.fx.GraphModule, examples: list[Any]) -> Any:
+        rewrite(module)
+        return boxed_nop(module, examples)
+
+    compiled: Callable[..., Any] = aot_eager(graph, list(inputs), bw_compiler=backward)
+    return compiled
+
+
+# By name: how it is found, the argument without which it is of no use, and how it is called.
+_COMPILERS = {
+    "inductor": (_inductor, "inner_compile", _with_inductor),
+    "aot_eager": (_aot_eager, "bw_compiler", _with_aot_eager),
+}

@@ -1,0 +1,155 @@
+"""What a sharded optimizer consists of."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from accelerators import Accelerator
+from zero.checks import check_devices, check_dtypes, check_kernels, check_params
+from zero.chosen import offload_of, ratio_of, specs_of
+from zero.comm.group import Group
+from zero.config import ZeroConfig
+from zero.memory.flat import DTYPES, Form, Line, sum_dtype
+from zero.memory.flatten import unflatten
+from zero.memory.masters import Masters
+from zero.plan.layout import ParamSpec
+from zero.room import Room
+from zero.runtime.gatherer import Gatherer
+from zero.runtime.hooks import GradHooks
+from zero.runtime.intake import Intake
+from zero.runtime.managed import leave, manage, window_of
+from zero.runtime.one_pass import Kind
+from zero.runtime.params import Params
+from zero.runtime.updater import Updater
+from zero.runtime.window import Window
+from zero.travel import Travel
+
+
+@dataclass
+class Parts:
+    """The rooms of one sharded optimizer, wired."""
+
+    accelerator: Accelerator
+    group: Group
+    line: Line
+    params: Params
+    masters: Masters
+    window: Window
+    hooks: GradHooks
+    updater: Updater
+    gatherer: Gatherer
+    intake: Intake
+    config: ZeroConfig
+    travel: Travel
+    room: Room
+    restore_kernels: Callable[[], None] = lambda: None
+    owns_group: bool = False
+    closed: bool = False
+
+    def release(self) -> None:
+        """Makes the model plain: no hooks, storage of its own for every parameter, and nothing of ours kept alive."""
+        if self.closed:
+            return
+        self.travel.come_back(False, ["weights"])  # first of all: it may fail, and be tried again
+        self.closed = True
+        self.hooks.detach()
+        self.window.forget()
+        self.travel.come_back(False, ["gradients"])  # of which there are none by now
+        leave(self.params.tensors)
+        lost = self.window.settler.aliases.lost()
+        unflatten([param for param in self.intake.laid_out() if not lost >> self.params.index[id(param)] & 1])
+        self.updater.forget_state()
+        self.restore_kernels()
+        self.intake.release()
+        self.window.reducer.release()
+        if self.owns_group:
+            self.group.close()
+
+    def release_anywhere(self) -> None:
+        """The same, also where garbage is collected in the middle of somebody's tracing, where nothing real may be touched."""
+        with _disable_current_modes():
+            self.release()
+
+    def at_home(self, param: int, whole: torch.Tensor) -> torch.Tensor:
+        """Something whole of a parameter, in the memory where its shares live."""
+        travels = any(self.masters.shard.travels(bucket) for bucket in self.line.layout.buckets_of(param))
+        return whole.cpu() if travels else whole
+
+    def adopt(self) -> None:
+        """Takes all edits of the weights over."""
+        layout = self.line.layout
+        for bucket in range(len(layout.buckets)):
+            for block in layout.blocks(bucket):
+                self.masters.adopt(block)
+
+    def join(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:
+        """Takes in parameters that lie nowhere yet, and will when some rank has a gradient for them; or refuses all of them."""
+        first, inner, device = len(self.params.tensors), self.updater.inner, self.masters.shard.device
+        ratio = ratio_of(inner.param_groups[group], self.config, device)
+        dtypes = [tensor.dtype for tensor in tensors]
+        specs = specs_of(names, tensors, [group] * len(names), dtypes, [ratio] * len(names))
+        check_unmanaged(names, tensors)
+        check_params(names, tensors)
+        check_devices(names, tensors, device)
+        check_dtypes(self.accelerator, set(dtypes))
+        layout = self.line.layout.joined(specs)
+        check_kernels(inner, self.config.kernels, device, kinds_on_host(layout.params, device))
+        waiting = [index for index, tensor in enumerate((*self.params.tensors, *tensors))
+                   if tensor.requires_grad and layout.slots[index] is None]  # fmt: skip
+        self.room.take([offload_of(inner.param_groups[group], self.config)], layout.extended(waiting), self.line.layout)
+        self.line.layout = layout
+        self.params.add(tensors, names)
+        self.window.shares.forms.extend(Form.of(tensor) for tensor in tensors)
+        self.window.welcome()
+        self.window.settler.aliases.welcome()
+        for index in range(first, len(self.params.tensors)):
+            self.hooks.attach(index, self.params.tensors[index], self.window.before, self.window.ready)
+        manage(tensors, self.window)
+
+    def update(self, used: int, coefficient: float) -> None:
+        """Stops 6 and 7 for what was used, on gradients that were judged."""
+        layout = self.line.layout
+        buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
+        batches = self.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
+        waiting = collections.deque(batches)
+        try:
+            for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
+                self.gatherer.fetch((*batch, *following))  # weights on their way while this batch is stepped
+                self.updater.step(batch, used, coefficient)
+                self.gatherer.gather(waiting.popleft())
+        except BaseException:
+            self.window.since.failed = True  # which the others hear when they next settle; until then they gather
+            self.masters.give_up()
+            for batch in waiting:
+                self.gatherer.gather(batch)
+            raise
+        finally:
+            self.window.shares.forget_norms()  # they are those of before clipping
+            self.gatherer.finish(used)
+
+
+def check_unmanaged(names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
+        if window_of(tensor) is not None:
+            raise ValueError(
+                f"Sharding was asked for, but parameter {name} is sharded already. Call close() on its optimizer first."
+            )
+
+
+def kinds_on_host(specs: Iterable[ParamSpec], device: torch.device) -> set[Kind]:
+    """Of masters that are stepped there."""
+    kinds = set[Kind]()
+    for spec in specs:
+        dtype = DTYPES[spec.dtype]
+        if device.type == "cpu":
+            kinds.add((sum_dtype(dtype), None if sum_dtype(dtype) == dtype else dtype, False))
+        elif spec.offload:
+            kinds.add((sum_dtype(dtype), dtype, True))
+    return kinds

@@ -1,0 +1,28 @@
+"""Whose gradients a parameter's are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import nn
+
+from zero.runtime.window import Window
+
+_windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
+
+
+def window_of(param: nn.Parameter) -> Window | None:
+    """The window that its gradients belong to; None for a parameter that is not sharded."""
+    window = _windows.get(id(param))
+    return window if window is not None and id(param) in window.params.index else None
+
+
+def manage(params: Iterable[nn.Parameter], window: Window) -> None:
+    """No two windows ever send the same gradient. None of this keeps anything alive."""
+    _windows.update((id(param), window) for param in params)
+
+
+def leave(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        _windows.pop(id(param), None)
