@@ -212,7 +212,7 @@ NAMED = [
     Mutant(
         "no catch-up rounds",
         R + "reducer.py",
-        "        while self.sent < agreement.rounds:\n            self._send_next()\n",
+        "        while self.sent < agreement.rounds:\n            self._send_next(keep=not agreement.discard)\n",
         "",
     ),
     Mutant(

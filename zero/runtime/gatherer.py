@@ -11,6 +11,7 @@ from zero.memory.flat import FlatBuffer, Line
 from zero.memory.masters import Masters
 from zero.plan.layout import Block
 from zero.runtime.agreement import set_bits
+from zero.runtime.labels import stop
 from zero.runtime.params import Params
 
 
@@ -30,6 +31,7 @@ class Gatherer:
         for block in batch:
             self._masters.fetch(block.bucket)
 
+    @stop("publish")
     def gather(self, batch: Sequence[Block]) -> None:
         """Stop 7: sends the buckets that are complete with these blocks."""
         for block in batch:

@@ -26,6 +26,7 @@ from zero.comm.group import Group, Pending
 from zero.memory.flat import Form, Line, Shard, sum_dtype
 from zero.memory.staging import Staging
 from zero.runtime.agreement import Agreement
+from zero.runtime.labels import stop
 
 _KEPT = 2  # staging buffers that wait for the next window: one to fill while another is sent
 _FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
@@ -60,6 +61,7 @@ class Flight:
     def __len__(self) -> int:
         return len(self._rounds)
 
+    @stop("reduce")
     def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True) -> None:
         buffer, dtype = self._rounded(buffer), sum_dtype(buffer.dtype)
         self.num_bytes += buffer.nbytes
@@ -78,6 +80,7 @@ class Flight:
         while self._rounds:
             self._land(keep)
 
+    @stop("keep")
     def _land(self, keep: bool) -> None:
         bucket, buffer, pending = self._rounds.popleft()
         total = pending.wait()
@@ -103,6 +106,7 @@ class Reducer:
 
     # stop 2: collect ---------------------------------------------------------------------------------------------
 
+    @stop("collect")
     def collect(self, param: int, grad: torch.Tensor, multiplier: float | None = None) -> None:
         """Copies a gradient into its slot; the caller may free it."""
         self.flight.shard.check_here()  # now, and not when the sum comes, which depends on the other ranks

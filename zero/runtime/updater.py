@@ -14,6 +14,7 @@ from torch import nn
 from zero.errors import NonFinite
 from zero.memory.masters import Masters
 from zero.plan.layout import Block
+from zero.runtime.labels import stop
 from zero.runtime.one_pass import OnePass
 from zero.runtime.params import Params
 from zero.runtime.shares import GradientShares
@@ -94,6 +95,7 @@ class Updater:
             return [(block,) for block in blocks]
         return [blocks]
 
+    @stop("step")
     def step(self, batch: Sequence[Block], used: int, coefficient: float) -> None:
         """Stop 6: the user's edits of the weights are taken over before anything is made from the masters, those of what was
         used are stepped, and all are rounded to weights."""

@@ -28,6 +28,7 @@ from zero.memory.flat import sum_dtype
 from zero.plan.scaling import Scaling
 from zero.runtime.agreement import Agreement, set_bits
 from zero.runtime.boundary import Boundary
+from zero.runtime.labels import stop
 from zero.runtime.params import Params
 from zero.runtime.reducer import Reducer
 from zero.runtime.settler import Found, Settler, Since
@@ -80,6 +81,7 @@ class Window:
         if self.put and self._everything_cleared():
             self._forget_cleared()
 
+    @stop("ready")
     def ready(self, index: int) -> None:
         """Stop 1: autograd and the user's hooks are done with a gradient."""
         with self._at_work:
@@ -89,6 +91,7 @@ class Window:
             else:
                 self._take(index, grad.detach())
 
+    @stop("ready")
     def hand_over(self, index: int, grad: torch.Tensor) -> None:
         """The same, for one that does not come by way of `.grad`, and is lent for the length of this call."""
         with self._at_work:
@@ -183,6 +186,7 @@ class Window:
 
     # settling ----------------------------------------------------------------------------------------------------
 
+    @stop("settle")
     def settle(self, occasion: str) -> None:
         """Makes the sums final; a collective."""
         found = self._look()

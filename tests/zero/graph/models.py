@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from zero.optimizer import ShardedOptimizer, shard
+from zero.optimizer import shard
 
 WIDTH, VOCABULARY, LENGTH = 8, 11, 5
 
@@ -127,9 +127,9 @@ def compiled(backend: str, **options: Any) -> Compile:
 
 def train(
     name: str, compile_it: Compile | None, rank: int = 0, *, steps: int = 20, micro_steps: int = 1, group: Any = None,
-    watch: Callable[[nn.Module, ShardedOptimizer, int], None] = lambda *_: None, **options: Any,
+    watch: Callable[[float], None] = lambda loss: None, **options: Any,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """The weights after so many steps."""
+    """The weights after so many steps; every loss is shown to `watch`."""
     model = build(name)
     optimizer = shard(model, adamw(model), group=group, bucket_bytes=256, clip=0.5, **options)
     if compile_it is not None:
@@ -137,10 +137,11 @@ def train(
     for step in range(steps):
         for micro_step in range(micro_steps):
             x = batch(name, rank, step * micro_steps + micro_step).to(next(model.parameters()).dtype)
-            model(x).float().square().mean().backward()
+            loss = model(x).float().square().mean()
+            loss.backward()
+            watch(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-        watch(model, optimizer, step)
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     optimizer.close()
     torch.compiler.reset()
