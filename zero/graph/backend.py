@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from torch import fx, nn
 
 import accelerators
 from zero.graph.operators import has_hooks, number_of
-from zero.graph.passes import PASSES, Backward, check
+from zero.graph.passes import ON_TRIAL, PASSES, Backward, Pass, check
 from zero.graph.queries import parameters_in
 from zero.graph.torch_private import (
     compile_with,
@@ -44,17 +45,18 @@ class HandingOver:
     So nothing of a step is known to a graph, and no graph keeps anything of a step.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, passes: Sequence[Pass] = PASSES) -> None:
         self.backend = backend
         self.handed_over: dict[int, weakref.ref[nn.Parameter]] = {}  # by number
-        check(PASSES)
+        self._passes = passes
+        check(passes)
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None = None) -> Callable[..., Any]:
         params = parameters_in(graph.graph)
 
         def rewrite(module: fx.GraphModule) -> None:
             backward = Backward(module.graph, params)
-            for each in PASSES:
+            for each in self._passes:
                 each.run(backward)
             self.handed_over.update((number_of(param), weakref.ref(param)) for param in backward.gradients.values())
             module.recompile()
@@ -68,7 +70,9 @@ def compile(model_or_engine: Compiled, backend: Any = None, mode: str | None = N
     module = model_or_engine if isinstance(model_or_engine, nn.Module) else model_or_engine.module
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
     backend = backend or accelerators.get(device.type).compile_backend
-    reason = why_not(backend, mode) if isinstance(backend, str) else f"{backend!r} is a backend of its own"
+    reason = why_not(backend) if isinstance(backend, str) else f"{backend!r} is a backend of its own"
+    if reason is None and _loses_gradients(backend):
+        reason = f"the {backend} of torch {torch.__version__} leaves out what hands them over"
     if reason is None and has_cuda_graphs(mode) and not cudagraph_unsafe():
         raise ValueError(
             f"mode={mode!r} was asked for, but torch {torch.__version__} would replay gradients that are handed over without "
@@ -80,6 +84,15 @@ def compile(model_or_engine: Compiled, backend: Any = None, mode: str | None = N
     else:
         replace_call(module, _Call(inner_call(module), backend, mode=mode, **options))
     return model_or_engine
+
+
+@functools.cache
+def _loses_gradients(backend: str) -> bool:
+    """Tried, once: a compiler that takes an operator without a result for a useless one would lose every gradient silently."""
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    torch.compile(inner_call(model), backend=HandingOver(backend, ON_TRIAL))(x).sum().backward()
+    found = [param.grad for param in (model.weight, model.bias)]
+    return any(grad is None or not torch.equal(grad, torch.ones_like(grad)) for grad in found)
 
 
 class _Call:

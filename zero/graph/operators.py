@@ -29,7 +29,8 @@ def has_hooks(param: nn.Parameter) -> bool:
     return len(param._backward_hooks or ()) > ours or bool(param._post_accumulate_grad_hooks)
 
 
-torch.library.define("zero::hand_over", "(Tensor grad, int number) -> ()", tags=cudagraph_unsafe())
+# That it changes the gradient is true of whoever takes it, and without being said so inductor has dropped it (torch 2.8).
+torch.library.define("zero::hand_over", "(Tensor(a!) grad, int number) -> ()", tags=cudagraph_unsafe())
 
 
 @torch.library.impl("zero::hand_over", "CompositeExplicitAutograd")

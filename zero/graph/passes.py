@@ -47,10 +47,15 @@ def _words(names: Iterable[str]) -> str:
 
 def find_gradients(backward: Backward) -> None:
     """Those of parameters that are sharded and that nobody else waits for."""
-    found = gradients_in(backward.graph, backward.params)
-    backward.gradients = {
-        number: param for number, param in found.items() if window_of(param) is not None and not has_hooks(param)
-    }
+    find_all_gradients(backward)
+    for number, param in list(backward.gradients.items()):
+        if window_of(param) is None or has_hooks(param):
+            del backward.gradients[number]
+
+
+def find_all_gradients(backward: Backward) -> None:
+    """Those of all parameters, whoever waits for them."""
+    backward.gradients = gradients_in(backward.graph, backward.params)
 
 
 def hand_over(backward: Backward) -> None:
@@ -67,7 +72,6 @@ def hand_over(backward: Backward) -> None:
 
 
 _FOUND, _HANDED_OVER = frozenset({"gradients"}), frozenset({"gradients handed over"})
-PASSES = (
-    Pass(find_gradients, provides=_FOUND),
-    Pass(hand_over, provides=_HANDED_OVER, requires=_FOUND, conflicts=_HANDED_OVER),
-)
+_HAND_OVER = Pass(hand_over, provides=_HANDED_OVER, requires=_FOUND, conflicts=_HANDED_OVER)
+PASSES = (Pass(find_gradients, provides=_FOUND), _HAND_OVER)
+ON_TRIAL = (Pass(find_all_gradients, provides=_FOUND), _HAND_OVER)

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 Rewrite = Callable[[torch.fx.GraphModule], None]
 
 
-def why_not(backend: str, mode: str | None) -> str | None:
+def why_not(backend: str) -> str | None:
     """Why gradients cannot be handed over inside the graphs of a backend; None where they can."""
     if backend not in _COMPILERS:
         return f"only {' and '.join(sorted(_COMPILERS))} let us at the backward graph, and not {backend}"

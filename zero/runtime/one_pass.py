@@ -181,10 +181,20 @@ def _compiled(variant: Variant) -> Callable[..., None]:
 
 @functools.cache
 def _try(variant: Variant) -> None:
-    """Builds, by running: the compiler works at the first call, and makes one thread of what is short then."""
-    with torch.no_grad(), torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        masters = [torch.zeros(_LONG, dtype=variant.masters) for _ in range(4)]
-        weights = None if variant.weights is None else torch.zeros(_LONG, dtype=variant.weights)
-        rounded = torch.zeros(_LONG, dtype=variant.weights) if variant.apart else None
-        numbers = torch.zeros(8, dtype=variant.masters)
-        _compiled(variant)(variant.decoupled, numbers, *masters, weights, rounded)
+    """Builds, by running: the compiler works at the first call, and makes one thread of what is short then. What it made is
+    compared with what it was made from: some leave out a rounding whatever they are told (torch 2.8)."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with torch.device("cpu"):  # and no longer: the compiler would take it for a part of what it compiles
+            master = torch.linspace(-1.0, 1.0, _LONG, dtype=variant.masters)
+            numbers = torch.full((8,), 0.5, dtype=variant.masters)
+            weights = None if variant.weights is None else master.to(variant.weights)
+            rounded = torch.zeros(_LONG, dtype=variant.weights) if variant.apart else None
+        given = [master, master.flip(0), master * 0.1, master.square(), weights, rounded]
+        twins = [None if tensor is None else tensor.clone() for tensor in given]
+        _compiled(variant)(variant.decoupled, numbers, *given)
+        _one_pass(variant.decoupled, numbers, *twins)  # type: ignore[arg-type]
+        for found, expected in zip(given, twins, strict=True):
+            if found is not None and expected is not None and not torch.allclose(found, expected, rtol=1e-2, atol=1e-5):
+                raise RuntimeError(f"what torch {torch.__version__} compiles is not what it was given")
+        if not torch.allclose(master, twins[0], rtol=1e-5, atol=1e-6):  # type: ignore[arg-type]
+            raise RuntimeError(f"torch {torch.__version__} takes every rounded weight for an edit")

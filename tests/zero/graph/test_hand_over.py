@@ -15,7 +15,7 @@ import zero
 from tests import ranks
 from tests.promises.trainings import gloo_group
 from tests.zero.graph.models import WIDTH, adamw, batch, build, compiled, same, train
-from zero.graph import operators
+from zero.graph import backend, operators, torch_private
 from zero.optimizer import shard
 from zero.runtime.window import Window
 
@@ -350,6 +350,27 @@ def test_a_torch_that_lacks_what_is_needed_compiles_in_the_ordinary_way(monkeypa
     assert "does not take a compiler of ours" in caplog.text
     assert not handed_over
     assert same(found, train("mlp", None, stage=2))
+
+
+def test_a_compiler_that_drops_the_operator_is_found_out_before_a_gradient_is_lost(monkeypatch, caplog, handed_over):
+    found, argument, compile_graph = torch_private._COMPILERS["aot_eager"]
+
+    def dropping(mode, graph, inputs, rewrite):
+        def rewrite_and_drop(module):
+            rewrite(module)
+            for node in [node for node in module.graph.nodes if node.target is operators.OPERATOR]:
+                module.graph.erase_node(node)
+            module.recompile()
+
+        return compile_graph(mode, graph, inputs, rewrite_and_drop)
+
+    monkeypatch.setitem(torch_private._COMPILERS, "aot_eager", (found, argument, dropping))
+    backend._loses_gradients.cache_clear()
+    weights = train("mlp", compiled("aot_eager"), stage=2)
+    backend._loses_gradients.cache_clear()
+    assert "leaves out what hands them over" in caplog.text
+    assert not handed_over
+    assert same(weights, train("mlp", None, stage=2))
 
 
 def test_recorded_replays_are_refused_where_the_operator_cannot_be_kept_out_of_them(monkeypatch):
