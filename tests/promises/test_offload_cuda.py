@@ -38,7 +38,7 @@ WORLDS = pytest.mark.parametrize(
     [
         1,
         pytest.param(
-            2, marks=pytest.mark.skipif(accelerators.get(DEVICE).device_count() < 2, reason=f"there are not two of {DEVICE}")
+            2, marks=pytest.mark.skipif(accelerators.get(DEVICE).device_count() < 2, reason=f"two ranks need two of {DEVICE}")
         ),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import fx, nn
 
 Known = Callable[[], "nn.Parameter | None"]
@@ -37,8 +36,3 @@ def gradients_in(graph: fx.Graph, params: Sequence[Known]) -> dict[int, nn.Param
             return {}
         found[number] = param
     return found
-
-
-def handed_over(graph: fx.Graph, operator: torch._ops.OpOverload) -> int:
-    """How many gradients a graph hands over."""
-    return sum(node.op == "call_function" and node.target is operator for node in graph.nodes)

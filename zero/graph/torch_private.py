@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-# Changes a backward graph, of which it is told how many inputs the forward graph had.
+# Changes a backward graph in place.
 Rewrite = Callable[[torch.fx.GraphModule], None]
 
 

@@ -40,14 +40,16 @@ LENGTHS = (1003, 1, 500)  # of parameters that lie side by side, each in a slot 
 
 @pytest.fixture(autouse=True)
 def _rounding(request):
-    """Where this torch compiles no step of rounded weights, tests of one are skipped, in its words."""
+    """torch 2.8 compiles a step of rounded weights wrongly, and it is refused. Elsewhere a refusal fails these tests."""
     given = vars(request.node).get("callspec")
     if "float16" not in str(given and given.params) and request.function is not test_nothing_is_built_within_a_step_in_any_mode:
         return
     try:
         OnePass(torch.optim.AdamW([nn.Parameter(torch.zeros(1))])).build([(torch.float32, torch.bfloat16, False)])
     except RuntimeError as error:
-        pytest.skip(str(error))
+        if not torch.__version__.startswith("2.8."):
+            raise
+        pytest.skip(f"this compiler leaves roundings out, so kernels='compiled' is refused for rounded weights: {error}")
 
 
 def pieces_of(lengths):
