@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,7 +135,6 @@ class _Replica:
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._weight: float | None = None  # of the backwards since it was last said, in a window where somebody says it
         self._total_weight = 0.0
-        self._holds_back = 0  # depth of no_sync
         self._settled = False
         self.finite = True  # what was last settled
         self._cast(DTYPES[dtype], case.keep_fp32)
@@ -159,8 +158,7 @@ class _Replica:
 
     def _collect_in_fp32(self, parameter: nn.Parameter) -> None:
         def take(parameter: nn.Parameter) -> None:
-            # Where torch lets `.grad` be wider than its parameter (2.10 on), what waits there is added in fp32 as well.
-            if parameter.grad is not None and (hasattr(parameter, "grad_dtype") or not self._holds_back):
+            if parameter.grad is not None:
                 self._add(parameter, parameter.grad)
                 parameter.grad = None
 
@@ -172,7 +170,7 @@ class _Replica:
 
     def _extend(self, optimizer: Any, loss_scale: DynamicScale | StaticScale | None) -> None:
         """Give the plain optimizer the calls that the sharded one has beside torch's."""
-        optimizer.no_sync = self._no_sync
+        optimizer.no_sync = contextlib.nullcontext
         optimizer.weight = self._begin_weight
         optimizer.no_contribution = lambda: None
         optimizer.settle = lambda: None
@@ -193,14 +191,6 @@ class _Replica:
             self.forget()
 
         return zero_and_forget
-
-    @contextlib.contextmanager
-    def _no_sync(self) -> Iterator[None]:
-        self._holds_back += 1
-        try:
-            yield
-        finally:
-            self._holds_back -= 1
 
     def _begin_weight(self, weight: float) -> None:
         self._fold()

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from tests import ranks
-from tests.devices import needs_wide_grads
 from tests.instruments import Ledger, poison
 from tests.oracle import reference
 from tests.promises.trainings import STAGES, gloo_group, loopback_traces, on_loopback, what_differs, what_differs_over_gloo
@@ -441,10 +440,7 @@ def test_a_discarded_window_leaves_no_bit_behind(stage, settled, dtype):
 
 @pytest.mark.promise("A11")
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    "how",
-    ["synchronised", pytest.param("no_sync", marks=needs_wide_grads), pytest.param("declared", marks=needs_wide_grads)],
-)
+@pytest.mark.parametrize("how", ["synchronised", "no_sync", "declared"])
 def test_256_micro_steps_in_bf16_lose_nothing_that_fp32_keeps(stage, how):
     """In bf16 a thousandth added to one is one."""
 

@@ -30,6 +30,8 @@ class Params:
 
     def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
         param = self.tensors[index]
+        if grad is not None and grad.dtype != param.dtype and not hasattr(param, "grad_dtype"):
+            grad = None  # exchanged behind our back, as settling will find; torch before 2.10 cannot hold it
         if grad is None:
             param.grad = None
             self.restore(index)
