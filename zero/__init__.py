@@ -32,14 +32,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zero.checkpoint.exporting import export as export
+    from zero.checkpoint.exporting import read_export as read_export
     from zero.config import ZeroConfig as ZeroConfig
     from zero.engine import Engine as Engine
     from zero.engine_setup import initialize as initialize
     from zero.errors import ZeroError as ZeroError
     from zero.graph.backend import compile as compile
+    from zero.loading import latest as latest
+    from zero.loading import load as load
     from zero.optimizer import ShardedOptimizer as ShardedOptimizer
     from zero.optimizer import shard as shard
     from zero.proof import verify as verify
+    from zero.saving import save as save
 
 _HOME = {
     "Engine": "engine",
@@ -47,12 +52,20 @@ _HOME = {
     "ZeroConfig": "config",
     "ZeroError": "errors",
     "compile": "graph.backend",
+    "export": "checkpoint.exporting",
     "initialize": "engine_setup",
+    "latest": "loading",
+    "load": "loading",
+    "read_export": "checkpoint.exporting",
+    "save": "saving",
     "shard": "optimizer",
     "verify": "proof",
 }
 
-__all__ = ["Engine", "ShardedOptimizer", "ZeroConfig", "ZeroError", "compile", "initialize", "shard", "verify"]
+__all__ = [
+    "Engine", "ShardedOptimizer", "ZeroConfig", "ZeroError", "compile", "export", "initialize", "latest", "load",
+    "read_export", "save", "shard", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -12,12 +12,15 @@ from torch import nn
 from zero.accumulation import Accumulation
 from zero.answers import Answers
 from zero.calling import call
+from zero.engine_checkpoints import Checkpoints
 from zero.graph.backend import compile
 from zero.optimizer import ShardedOptimizer
 from zero.progress import Progress
 
+_COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
-class Engine(Answers):
+
+class Engine(Answers, Checkpoints):
     """A model and its sharded optimizer behind `engine(x)`, `engine.backward(loss)` and `engine.step()`.
 
     It is no module itself: `engine.module` is the plain model, and what an engine does not have (`state_dict`,
@@ -157,6 +160,11 @@ class Engine(Answers):
         self._accumulation.override = bool(is_boundary)
         self._announce_boundary()
 
+    @property
+    def in_window(self) -> bool:
+        """Whether a window has begun that no step has ended. No collective."""
+        return self._accumulation.num_micro_batches > 0
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Gradients of backwards inside wait on this rank until the window is settled. No collective."""
         return self.optimizer.no_sync()
@@ -234,6 +242,18 @@ class Engine(Answers):
     def is_compiled(self) -> bool:
         """Whether the model's forward is compiled."""
         return self.module._compiled_call_impl is not None
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What the engine has counted; a checkpoint keeps it."""
+        return {name: getattr(self, name) for name in _COUNTERS}
+
+    def restart(self, counters: Mapping[str, int]) -> None:
+        """Counts on from there, at the beginning of a window."""
+        for name in _COUNTERS:
+            setattr(self, name, counters[name])
+        self._accumulation.begin()
+        self._announce_boundary()
 
     def close(self) -> None:
         """Makes the model plain again. No collective."""

@@ -4,6 +4,8 @@ ZeroError                 the world is not as training needs it
 |-- RanksDiffer           ranks disagree in model, configuration, place or what they did
 |-- RankFailed            another rank reported an error of its own
 |-- GroupLost             a collective failed or timed out; the group is of no use any more
+|-- BadCheckpoint         a checkpoint lacks something, or is damaged
+|-- SaveFailed            a checkpoint could not be written; the ones before it are as they were
 `-- NonFinite             gradients are not finite, and the policy is to raise
 
 A caller's mistake is a ValueError or a TypeError, as everywhere in Python.
@@ -26,6 +28,14 @@ class RankFailed(ZeroError):
 
 class GroupLost(ZeroError):
     """A collective failed or timed out; the group is of no use any more."""
+
+
+class BadCheckpoint(ZeroError):
+    """A checkpoint lacks something, or is damaged."""
+
+
+class SaveFailed(ZeroError):
+    """A checkpoint could not be written; the ones before it are as they were."""
 
 
 class NonFinite(ZeroError):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.checkpoint.writing import Saving
 from zero.checks import check_original, check_used, check_weights
 from zero.config import DEFAULT_BUCKET_BYTES, ZeroConfig
 from zero.construction import construct, reduction
@@ -56,6 +57,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.loss_scale: LossScale | None = loss_scale_of(config)
         self.skipped_steps = 0
         self.grad_norm: float | None = None  # of the last window that was judged by its norm
+        self.saving: Saving | None = None  # a checkpoint that is being written in the background
         self._follow_loss_scale()
 
     @property
@@ -91,6 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         elif self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(True)  # a step without any gradient counts as a finite one
         self._follow_loss_scale()
+        window.since.stepped = True
         return loss
 
     def _apply(self, used: int) -> None:
@@ -255,7 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
         try:
             tensors = [param for param in groups[-1]["params"] if id(param) not in parts.params.index]
-            parts.join(self._names_of(tensors), tensors, len(groups) - 1)
+            parts.join(parts.params.names_in(self.model, tensors), tensors, len(groups) - 1)
         except BaseException:
             groups.pop()
             raise
@@ -305,11 +308,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "A copy of a sharded optimizer was asked for, but it belongs to its model and to a group of ranks. Keep its "
             "state_dict(), which loads at any number of ranks."
         )
-
-    def _names_of(self, tensors: list[nn.Parameter]) -> list[str]:
-        by_id = {id(param): name for name, param in self.model.named_parameters()}
-        extra = sum(name.startswith("optimizer.") for name in self.parts.params.names)
-        return [by_id.get(id(tensor), f"optimizer.{extra + index}") for index, tensor in enumerate(tensors)]
 
     def _index(self, param: nn.Parameter) -> int:
         index = self.parts.params.index.get(id(param))

@@ -48,9 +48,7 @@ def whole_state_dict(parts: Parts, inner: torch.optim.Optimizer) -> dict[str, An
             dtype = sum_dtype(parts.params.tensors[param].dtype)
             masters[name] = parts.at_home(param, parts.window.shares.whole(param, parts.masters.shard.piece, dtype))
             if param in elsewhere:
-                weight = parts.params.tensors[param].detach().to(masters[name].device)
-                edited = weight != masters[name].to(weight.dtype)
-                masters[name] = torch.where(edited, weight.to(dtype), masters[name])
+                masters[name] = _with_edits(masters[name], parts.params.tensors[param])
     index, names = parts.params.index, parts.params.names
     groups = []
     for group in inner.param_groups:
@@ -58,6 +56,18 @@ def whole_state_dict(parts: Parts, inner: torch.optim.Optimizer) -> dict[str, An
         groups.append({**group, "params": named})
     found = {"state": states, "elementwise": sorted(elementwise), "masters": masters, "param_groups": groups}
     return {**found, "kernels": parts.config.kernels}
+
+
+def _with_edits(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The exact value of a weight: its master, except where it is not that one's rounded value."""
+    weight = weight.detach().to(master.device)
+    return torch.where(weight != master.to(weight.dtype), weight.to(master.dtype), master)
+
+
+def edited(parts: Parts, param: int, piece: Piece, master: torch.Tensor) -> torch.Tensor:
+    """The same of one piece, for a parameter that lies elsewhere than it was put."""
+    line = parts.window.shares.forms[param].line(parts.params.tensors[param].detach())
+    return _with_edits(master, line[piece.in_param.start : piece.in_param.stop])
 
 
 def _has_copy(parts: Parts, param: int) -> bool:
@@ -90,7 +100,7 @@ def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[s
     elementwise = state_dict.get("elementwise")
     if elementwise is None:
         pairs = [(key, value, shapes[name]) for name, state in states.items() for key, value in state.items()]
-        elementwise = {key for key, value, shape in pairs if _goes_with_elements(key, value, shape)}
+        elementwise = {key for key, value, shape in pairs if goes_with_elements(key, value, shape)}
     for name, state in (*states.items(), *((name, {"master": master}) for name, master in masters.items())):
         for key in {*elementwise, "master"}.intersection(state):
             if isinstance(state[key], torch.Tensor) and state[key].shape != shapes[name]:
@@ -101,16 +111,14 @@ def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[s
     kernels = state_dict.get("kernels", parts.config.kernels)
     if kernels != parts.config.kernels:
         logger.warning("State of a run with kernels=%r goes on with kernels=%r, as here.", kernels, parts.config.kernels)
-    for group, saved in zip(inner.param_groups, groups, strict=True):
-        kept = {key: value for key, value in saved.items() if key != "params" and key not in KERNELS}
-        group.update({key: _setting(group.get(key), value) for key, value in kept.items()})
+    take_settings(inner, groups)
     for param, name in enumerate(parts.params.names):
         for owner in (parts.params.tensors[param], *(master for _, master in parts.masters.of(param))):
             inner.state.pop(owner, None)
-        if name in states and _lies_nowhere(parts, param):
+        if name in states and lies_nowhere(parts, param):
             inner.state[parts.params.tensors[param]] = copy.deepcopy(dict(states[name]))
         elif name in states:
-            _give_pieces(parts, inner, param, states[name], set(elementwise))
+            give_pieces(parts, inner, param, states[name], set(elementwise))
         if name in masters and _has_copy(parts, param):
             line = parts.window.shares.forms[param].line(masters[name])
             for piece, master in parts.masters.of(param):
@@ -133,6 +141,13 @@ def _names_in_groups(parts: Parts, inner: torch.optim.Optimizer, groups: Sequenc
     return names
 
 
+def take_settings(inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """The saved settings of each group; how the step is computed stays what it is."""
+    for group, saved in zip(inner.param_groups, groups, strict=True):
+        kept = {key: value for key, value in saved.items() if key != "params" and key not in KERNELS}
+        group.update({key: _setting(group.get(key), value) for key, value in kept.items()})
+
+
 def _setting(now: Any, saved: Any) -> Any:
     """A saved setting of a group; a rate that is a tensor is filled, since schedules and captured graphs know the tensor."""
     if not isinstance(saved, torch.Tensor):
@@ -145,28 +160,33 @@ def _setting(now: Any, saved: Any) -> Any:
 def adopt_state(parts: Parts, inner: torch.optim.Optimizer) -> None:
     """Hands what an optimizer that has stepped already knows about the parameters to their masters."""
     for param, tensor in enumerate(parts.params.tensors):
-        if _lies_nowhere(parts, param):
+        if lies_nowhere(parts, param):
             continue  # it keeps its state itself until it is trained
         state = inner.state.pop(tensor, None)
         if state:
-            keys = {key for key, value in state.items() if _goes_with_elements(key, value, tensor.shape)}
-            _give_pieces(parts, inner, param, state, keys)
+            keys = {key for key, value in state.items() if goes_with_elements(key, value, tensor.shape)}
+            give_pieces(parts, inner, param, state, keys)
 
 
-def _lies_nowhere(parts: Parts, param: int) -> bool:
+def lies_nowhere(parts: Parts, param: int) -> bool:
     return parts.line.layout.slots[param] is None
 
 
-def _goes_with_elements(key: str, value: Any, shape: torch.Size) -> bool:
+def goes_with_elements(key: str, value: Any, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == shape and key not in _NOT_ELEMENTWISE
 
 
-def _give_pieces(
+def stands_beside(parts: Parts, inner: torch.optim.Optimizer, param: int) -> bool:
+    """Whether torch wants what goes with no element, such as a step count, where the parameter is."""
+    settings = inner.param_groups[parts.line.layout.params[param].group]
+    return bool(settings.get("fused") or settings.get("capturable"))
+
+
+def give_pieces(
     parts: Parts, inner: torch.optim.Optimizer, param: int, state: Mapping[str, Any], elementwise: set[str]
 ) -> None:
     form = parts.window.shares.forms[param]
-    settings = inner.param_groups[parts.line.layout.params[param].group]
-    beside = settings.get("fused") or settings.get("capturable")  # then torch wants steps where the master is
+    beside = stands_beside(parts, inner, param)
     for piece, master in parts.masters.of(param):
         own: dict[str, Any] = {}
         for key, value in state.items():
@@ -181,10 +201,10 @@ def _give_pieces(
 
 
 def _whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> tuple[dict[str, Any], set[str]]:
-    if _lies_nowhere(parts, param):
+    if lies_nowhere(parts, param):
         kept = copy.deepcopy(inner.state.get(parts.params.tensors[param], {}))
         shape = parts.params.tensors[param].shape
-        return kept, {key for key, value in kept.items() if _goes_with_elements(key, value, shape)}
+        return kept, {key for key, value in kept.items() if goes_with_elements(key, value, shape)}
     own = [(piece, inner.state[master]) for piece, master in parts.masters.of(param) if master in inner.state]
     name = parts.params.names[param]
     known: dict[str, list[Any]] = {}

@@ -28,6 +28,12 @@ class Params:
             self.tensors.append(tensor)
             self.names.append(name)
 
+    def names_in(self, model: torch.nn.Module, tensors: Sequence[torch.nn.Parameter]) -> list[str]:
+        """What to call parameters that are new; those that are not the model's get a number."""
+        by_id = {id(param): name for name, param in model.named_parameters()}
+        extra = sum(name.startswith("optimizer.") for name in self.names)
+        return [by_id.get(id(tensor), f"optimizer.{extra + index}") for index, tensor in enumerate(tensors)]
+
     def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
         param = self.tensors[index]
         if grad is not None and grad.dtype != param.dtype and not hasattr(param, "grad_dtype"):

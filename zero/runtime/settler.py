@@ -34,6 +34,7 @@ class Since:
     failed: bool = False
     placed: bool = False  # every trainable parameter's .grad holds a stand-in
     in_backward: bool = False
+    stepped: bool = False  # nothing came since a step has used what there is
     settled: bool = False  # gradients of the window were made final before, so what comes now is added to final sums
     over: bool = False  # an error ended the window, which the other ranks know of
 

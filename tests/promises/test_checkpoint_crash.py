@@ -1,0 +1,131 @@
+"""Whoever is killed at whatever moment of a save leaves a checkpoint that loads: the one before, or the new one, whole.
+
+Rank processes stop before or after one call of the system, say so, and are killed from outside.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import zero
+from tests import ranks
+from tests.promises.checkpoints import everything, first_difference, sharded, train
+from zero.comm.loopback import solo
+
+WORLD = 2
+CALLS = ("open", "write", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir")
+NEVER = -1
+
+
+class Stopper:
+    """Counts the calls of the system that a save makes, and stops for ever at one of them."""
+
+    def __init__(self, folder: str, at: int, after: bool) -> None:
+        self.folder = folder
+        self.at = at
+        self.after = after
+        self.calls: list[str] = []
+        self._real = {name: getattr(os, name) for name in CALLS}
+
+    def __enter__(self) -> "Stopper":
+        for name in CALLS:
+            setattr(os, name, self._wrapped(name))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self._real.items():
+            setattr(os, name, function)
+
+    def _wrapped(self, name):
+        def call(*arguments, **options):
+            here = len(self.calls)
+            self.calls.append(name)
+            if here == self.at and not self.after:
+                self._stop()
+            try:
+                return self._real[name](*arguments, **options)
+            finally:  # also where the call failed
+                if here == self.at and self.after:
+                    self._stop()
+
+        return call
+
+    def _stop(self) -> None:
+        self.__exit__()
+        Path(f"{self.folder}.stopped").write_text(str(os.getpid()))
+        time.sleep(60)
+
+
+def save_and_stop(rank, world, folder, tag, stopping_rank, at, after, in_background):
+    """The calls of a save that takes the place of one of the same tag, or comes beside it."""
+    optimizer = sharded(timeout_s=5.0)
+    train(optimizer, [0], rank, world)
+    zero.save(folder, optimizer, "a")
+    train(optimizer, [1], rank, world)
+    with Stopper(folder, at if rank == stopping_rank else NEVER, after) as stopper:
+        zero.save(folder, optimizer, tag, keep_last=1, async_save=in_background).wait()
+    return stopper.calls
+
+
+def kill_who_stops(folder, done):
+    path = Path(f"{folder}.stopped")
+    while not done.wait(0.005):
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
+            return
+
+
+def both_states(rank, world):
+    """What the two checkpoints of `save_and_stop` hold."""
+    optimizer = sharded()
+    found = []
+    for step in (0, 1):
+        train(optimizer, [step], rank, world)
+        found.append(everything(optimizer))
+    optimizer.close()
+    return found
+
+
+def which_is_loaded(folder, states):
+    """0 for the checkpoint before, 1 for the new one; any mixture fails."""
+    optimizer = sharded(solo())
+    try:
+        zero.load(folder, optimizer)
+        found = everything(optimizer)
+        matching = [number for number, state in enumerate(states) if first_difference(state, found) is None]
+        assert len(matching) == 1, "neither the one nor the other"
+        zero.save(folder, optimizer, "next", keep_last=1)
+        assert sorted(os.listdir(folder)) == ["latest", "next"], "debris"
+        return matching[0]
+    finally:
+        optimizer.close()
+
+
+@pytest.mark.promise("C01")
+@pytest.mark.parametrize("tag", ["b", "a"], ids=["beside the one before", "in its place"])
+def test_a_rank_that_is_killed_before_or_after_any_call_of_a_save_leaves_a_whole_checkpoint(tag, tmp_path):
+    expected = ranks.run(WORLD, both_states)[0]
+    calls = ranks.run(WORLD, save_and_stop, str(tmp_path / "traced"), tag, 0, NEVER, False, False)
+    assert which_is_loaded(str(tmp_path / "traced"), expected) == 1
+    assert {"open", "write", "fsync", "rename", "replace", "unlink", "mkdir"} <= set(calls[0])
+    points = [(rank, at, after) for rank in range(WORLD) for at in range(len(calls[rank])) for after in (False, True)]
+    assert len(points) >= 50
+    found = []
+    for number, (rank, at, after) in enumerate(points):
+        folder, done = str(tmp_path / str(number)), threading.Event()
+        killer = threading.Thread(target=kill_who_stops, args=(folder, done))
+        killer.start()
+        outcomes = ranks.outcomes(WORLD, save_and_stop, folder, tag, rank, at, after, False, timeout=20.0, apart="crash")
+        done.set()
+        killer.join()
+        assert outcomes[rank].kind == "died", (rank, at, after, ranks.describe(outcomes))
+        found.append(which_is_loaded(folder, expected))
+    # the new one from some moment on
+    of_rank_0 = [state for (rank, _, _), state in zip(points, found, strict=True) if rank == 0]
+    assert of_rank_0 == sorted(of_rank_0)
+    assert {0, 1} == set(of_rank_0)

@@ -1,0 +1,131 @@
+"""A directory of checkpoints: how one appears in it, is found, and goes."""
+
+import os
+
+import pytest
+
+from zero.checkpoint import disk
+from zero.checkpoint.folder import LATEST, MANIFEST, Folder, check_tag, read_manifest
+from zero.errors import BadCheckpoint
+from zero.plan.manifest import File, Manifest, Outline, Part, Stored, Stretch, merged
+
+NOTHING = Manifest((), {}, {})
+
+
+def saved(folder, tag, manifest=NOTHING, **options):
+    return folder.commit(folder.begin(tag), tag, manifest, **options)
+
+
+def test_a_checkpoint_is_found_by_its_tag_and_the_newest_without_one(tmp_path):
+    folder = Folder(tmp_path / "new" / "one")
+    assert folder.latest() is None
+    with pytest.raises(FileNotFoundError, match="Save one first"):
+        folder.find(None)
+    first, second = saved(folder, "a"), saved(folder, "b")
+    assert (folder.find(None), folder.find("a"), folder.find("b")) == (second, first, second)
+    assert read_manifest(first) == NOTHING
+    with pytest.raises(FileNotFoundError, match=r"no folder of that name has a manifest\.json\. There are: a, b"):
+        folder.find("c")
+
+
+def test_one_that_is_not_to_be_the_latest_is_found_by_its_tag_only(tmp_path):
+    folder = Folder(tmp_path)
+    saved(folder, "a")
+    saved(folder, "best", is_latest=False)
+    assert folder.latest() == "a"
+    assert folder.find("best").name == "best"
+
+
+def test_a_tag_may_be_saved_again_and_leaves_one_folder(tmp_path):
+    folder = Folder(tmp_path)
+    saved(folder, "a")
+    saved(folder, "a", Manifest((), {}, {}, {"x": "y"}))
+    assert read_manifest(folder.find(None)).aliases == {"x": "y"}
+    assert sorted(os.listdir(tmp_path)) == ["a", LATEST]
+
+
+@pytest.mark.parametrize("stopped_before", ["the new one took its place", "the one before went"])
+def test_who_was_stopped_while_one_takes_the_place_of_another_leaves_one_of_the_two(tmp_path, stopped_before):
+    folder = Folder(tmp_path)
+    old = saved(folder, "a")
+    written = folder.begin("a")
+    disk.write(written / MANIFEST, [Manifest((), {}, {}, {"x": "y"}).text().encode()])
+    os.rename(old, tmp_path / ".a.replaced")
+    if stopped_before == "the one before went":
+        os.rename(written, tmp_path / "a")
+    found = {} if stopped_before == "the new one took its place" else {"x": "y"}
+    assert read_manifest(folder.find(None)).aliases == found
+    saved(folder, "b")
+    assert read_manifest(folder.find("a")).aliases == found
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", LATEST]
+
+
+def test_something_of_another_kind_is_never_taken_away(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "precious").write_text("x")
+    with pytest.raises(FileExistsError, match="something else has that name"):
+        Folder(tmp_path).begin("a")
+    folder = Folder(tmp_path)
+    saved(folder, "b")
+    saved(folder, "c")
+    folder.prune(1)
+    assert sorted(os.listdir(tmp_path)) == ["a", "c", LATEST]
+
+
+def test_pruning_keeps_the_newest_and_the_one_that_the_pointer_names(tmp_path):
+    folder = Folder(tmp_path)
+    for number, tag in enumerate("abcd"):
+        path = saved(folder, tag, is_latest=tag == "a")
+        os.utime(path / MANIFEST, ns=(number, number))
+    folder.prune(2)
+    assert sorted(os.listdir(tmp_path)) == ["a", "c", "d", LATEST]
+
+
+@pytest.mark.parametrize("tag", ["", ".hidden", "a/b", "..", "latest", "a\n", None, 3, "x" * 300])
+def test_what_cannot_name_a_folder_is_no_tag(tag):
+    with pytest.raises(ValueError, match="a tag names a folder"):
+        check_tag(tag)
+
+
+def test_a_pointer_that_names_no_tag_is_a_bad_checkpoint(tmp_path):
+    (tmp_path / LATEST).write_text("../elsewhere")
+    with pytest.raises(BadCheckpoint, match="names no checkpoint"):
+        Folder(tmp_path).latest()
+
+
+STORED = Stored((2, 3), None, "bfloat16", "float32", {"exp_avg": "float32"}, {"step": 3}, (Stretch(0, 0, 4), Stretch(1, 4, 6)))
+FULL = Manifest((File("a", 10, "ab"), File("b", 0, "cd")), {"w": STORED}, {}, {"x": "w"}, {"t": [1]}, None)
+
+
+def test_a_manifest_is_read_as_it_was_written():
+    assert Manifest.read(FULL.text().encode(), "it") == FULL
+    assert STORED.covers()
+
+
+def test_any_bit_of_a_manifest_that_flips_is_noticed():
+    text = FULL.text().encode()
+    for at in range(8 * len(text)):
+        flipped = bytearray(text)
+        flipped[at // 8] ^= 1 << at % 8
+        with pytest.raises(BadCheckpoint, match="it"):
+            Manifest.read(bytes(flipped), "it")
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"format": "another"}', b"\xff\xfe"])
+def test_what_is_no_manifest_of_ours_is_told_so(text):
+    with pytest.raises(BadCheckpoint, match="it was to be read"):
+        Manifest.read(text, "it")
+
+
+def test_stretches_that_overlap_or_leave_a_gap_do_not_cover():
+    for stretches in ((Stretch(0, 0, 4),), (Stretch(0, 0, 4), Stretch(1, 3, 6)), (Stretch(0, 1, 6),)):
+        assert not Stored((6,), None, "float32", "float32", {}, {}, stretches).covers()
+
+
+def test_twelve_parts_are_put_together_by_their_numbers():
+    """Files of rank 10 and 11 come before that of rank 2 in the order of their names."""
+    outline = Outline((24,), None, "float32", "float32")
+    parts = [Part(None, {"w": [(2 * rank, 2 * rank + 2)]}, {"w": {}}, {"w": {"step": 1}}) for rank in range(12)]
+    found = merged({"w": outline}, parts)["w"]
+    assert [stretch.file for stretch in found.stretches] == list(range(12))
+    assert found.covers()

@@ -1,0 +1,73 @@
+"""`python -m zero export` and `inspect`, without ranks and without the model."""
+
+import json
+import os
+
+import pytest
+import torch
+
+import zero
+from tests.promises.checkpoints import build, sharded, train
+from zero.__main__ import main
+from zero.comm.loopback import solo
+
+
+@pytest.fixture
+def folder(tmp_path):
+    optimizer = sharded(solo(), dtype=torch.bfloat16)
+    train(optimizer, [0], 0, 1)
+    zero.save(tmp_path / "c", optimizer, "a", {"note": 1})
+    weights = {name: tensor.detach().clone() for name, tensor in optimizer.model.state_dict().items()}
+    optimizer.close()
+    return tmp_path / "c", weights
+
+
+def test_inspect_shows_what_a_checkpoint_holds(folder, capsys):
+    path, weights = folder
+    assert main(["inspect", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["ranks_that_saved"], told["optimizer"], told["extra"]) == (1, 1, "AdamW", "yes")
+    assert told["elements"] == sum(param.numel() for param in build().parameters())
+    assert told["state"] == "exp_avg, exp_avg_sq"
+    assert told["parameters"].keys() == weights.keys()
+    assert told["parameters"]["first.weight"] == "bfloat16 [7, 5]"
+    assert main(["inspect", str(path), "--parameters", "--tag", "a"]) == 0
+    text = capsys.readouterr().out
+    assert "1 files, 0 of them damaged" in text
+    assert "shared.weight" in text
+    assert "is second.weight" in text
+
+
+def test_inspect_names_the_file_that_is_damaged(folder, capsys):
+    path, _ = folder
+    file = path / "a" / "rank-00000.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    assert main(["inspect", str(path)]) == 1
+    told = capsys.readouterr()
+    assert "1 files, 1 of them damaged" in told.out
+    assert "rank-00000.safetensors" in told.err
+    assert main(["inspect", str(path), "--no-check"]) == 0
+    assert "not checked" in capsys.readouterr().out
+    assert main(["inspect", str(path / "nowhere")]) == 1
+    assert "Save one first" in capsys.readouterr().err
+
+
+def test_export_writes_what_it_names(folder, tmp_path, capsys):
+    path, weights = folder
+    out, optimizer = tmp_path / "m.safetensors", tmp_path / "o.pt"
+    assert main(["export", str(path), str(out), "--optimizer", str(optimizer)]) == 0
+    assert capsys.readouterr().out.split() == [str(out), str(optimizer)]
+    found = zero.read_export(out)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    assert main(["export", str(path), str(tmp_path / "s"), "--shard-size", "1K", "--dtype", "float32"]) == 0
+    exact = zero.read_export(tmp_path / "s")
+    assert exact["first.weight"].dtype == torch.float32
+    assert torch.equal(exact["first.weight"].bfloat16(), weights["first.weight"])
+    assert not torch.equal(exact["first.weight"], weights["first.weight"].float())
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "five", "5T"])
+def test_a_size_that_is_none_is_refused(size, folder, tmp_path, capsys):
+    assert main(["export", str(folder[0]), str(tmp_path / "s"), f"--shard-size={size}"]) == 1
+    assert "Try 5G" in capsys.readouterr().err

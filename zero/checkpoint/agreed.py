@@ -1,0 +1,27 @@
+"""What all ranks do, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from zero.comm.group import Group, exchange_texts
+from zero.errors import SaveFailed, ZeroError
+
+Result = TypeVar("Result")
+
+
+def agreed(group: Group, what: str, act: Callable[[], Result]) -> Result:
+    """What `act` gives. Where it fails on some ranks all of them raise, and say the same."""
+    error, result = None, None
+    try:
+        result = act()
+    except Exception as raised:  # noqa: BLE001 - whatever it is, the others are waiting to hear of it
+        error = raised
+    texts = exchange_texts(group, "" if error is None else f"{type(error).__name__}: {error}")
+    told = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+    if isinstance(error, (ValueError, TypeError, FileNotFoundError, ZeroError)) and len(told) == len(texts):
+        raise error  # which all of them see
+    if told:
+        raise SaveFailed(f"{what} was asked for, but it failed on {'; '.join(told)}. Nothing was changed by it.") from error
+    return result  # type: ignore[return-value]

@@ -1,0 +1,47 @@
+"""How far a save, a load or an export is, for somebody who waits at a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+_AFTER_S = 2.0  # what is done by then needs no bar
+
+
+class Bar:
+    """Shows nothing in the first seconds, and nothing where nobody looks."""
+
+    def __init__(self, what: str, num_bytes: int, wanted: bool = True) -> None:
+        self._what = what
+        self._num_bytes = num_bytes
+        self._wanted = wanted and sys.stderr.isatty()
+        self._begun = time.monotonic()
+        self._so_far = 0
+        self._shown: Any = None
+        self._task: Any = None
+
+    def advance(self, num_bytes: int) -> None:
+        self._so_far += num_bytes
+        if not self._wanted:
+            return
+        if self._shown is None and time.monotonic() - self._begun > _AFTER_S:
+            self._show()
+        if self._shown is not None:
+            self._shown.update(self._task, completed=self._so_far)
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+        columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self._shown = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._shown.add_task(self._what, total=self._num_bytes)
+        self._shown.start()
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown is not None:
+            self._shown.stop()

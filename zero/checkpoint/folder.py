@@ -1,0 +1,149 @@
+"""The directory that checkpoints lie in: how one appears there, is found, and goes.
+
+[Note: commit] A checkpoint is written beside the others, in a hidden folder, and renamed into its place when every file of it
+is synced; the pointer to the latest comes last. Whatever is stopped at whatever moment, the pointer names something
+complete. Where the tag exists already, the one before is renamed away first: whoever comes between the two renames
+finds it under its other name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero.checkpoint import disk
+from zero.errors import BadCheckpoint
+from zero.plan.manifest import ANOTHER, Manifest
+
+LATEST, MANIFEST = "latest", "manifest.json"
+_TAG = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]{0,199}")  # it becomes the name of a folder, on any system
+_HIDDEN = re.compile(r"\.(?P<tag>.+)\.(saving-[0-9a-z]+|replaced)")
+
+
+def file_of(rank: int) -> str:
+    return f"rank-{rank:05}.safetensors"
+
+
+def check_tag(tag: object) -> str:
+    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST:
+        raise ValueError(
+            f"A checkpoint with the tag {tag!r} was asked for, but a tag names a folder. Use letters, digits and any of "
+            f"_ . + = @ , - in it, no dot in front, which would hide it, and not {LATEST!r}."
+        )
+    return tag
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A directory of checkpoints."""
+
+    path: Path
+
+    # finding -----------------------------------------------------------------------------------------------------
+
+    def latest(self) -> str | None:
+        """The tag that the pointer names; None where there is none."""
+        try:
+            return check_tag((self.path / LATEST).read_text(encoding="utf-8").strip())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError as error:
+            raise BadCheckpoint(f"{self.path / LATEST} was to be read, but it names no checkpoint: {error}") from error
+
+    def find(self, tag: str | None) -> Path:
+        """The folder of a checkpoint, the latest where no tag is given."""
+        wanted = self.latest() if tag is None else check_tag(tag)
+        if wanted is None:
+            raise FileNotFoundError(
+                f"The latest checkpoint in {self.path} was asked for, but there is no file {LATEST!r} that names one. Save one "
+                "first, or give a tag."
+            )
+        for found in (self.path / wanted, self._replaced(wanted)):
+            if (found / MANIFEST).is_file():
+                return found
+        raise FileNotFoundError(
+            f"Checkpoint {wanted} in {self.path} was asked for, but no folder of that name has a {MANIFEST}. There are: "
+            f"{', '.join(self.tags()) or 'none'}."
+        )
+
+    def tags(self) -> list[str]:
+        """Of all checkpoints, the oldest first."""
+        folders = [path for path in self._folders() if not path.name.startswith(".") and (path / MANIFEST).is_file()]
+        return [path.name for path in sorted(folders, key=lambda path: ((path / MANIFEST).stat().st_mtime_ns, path.name))]
+
+    def _folders(self) -> Iterator[Path]:
+        if self.path.is_dir():
+            yield from (path for path in self.path.iterdir() if path.is_dir() and not path.is_symlink())
+
+    def _replaced(self, tag: str) -> Path:
+        return self.path / f".{tag}.replaced"
+
+    # appearing ---------------------------------------------------------------------------------------------------
+
+    def begin(self, tag: str) -> Path:
+        """A hidden folder to write to; what others left who were stopped goes."""
+        target = self.path / tag
+        if target.exists() and not (target / MANIFEST).is_file():
+            raise FileExistsError(f"A checkpoint {target} was asked for, but something else has that name. Choose another tag.")
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path in list(self._folders()):
+            hidden = _HIDDEN.fullmatch(path.name)
+            if hidden is None:
+                continue
+            if path.name.endswith(".replaced") and not (self.path / hidden["tag"] / MANIFEST).is_file():
+                disk.rename(path, self.path / hidden["tag"])  # stopped between the two renames: the one before is the one
+            else:
+                shutil.rmtree(path)
+        made = self.path / f".{tag}.saving-{secrets.token_hex(4)}"
+        os.mkdir(made)
+        return made
+
+    def commit(self, written: Path, tag: str, manifest: Manifest, is_latest: bool = True) -> Path:
+        """Makes what was written a checkpoint, and the pointer name it."""
+        disk.write(written / MANIFEST, [manifest.text().encode()])
+        disk.sync_folder(written)
+        target, replaced = self.path / tag, self._replaced(tag)
+        if target.exists():
+            os.rename(target, replaced)
+        disk.rename(written, target)
+        if is_latest:
+            disk.replace(self.path / LATEST, f"{tag}\n")
+        if replaced.exists():
+            disk.remove_folder(replaced)
+        return target
+
+    def prune(self, keep: int) -> None:
+        """Takes away all but the newest, and never the one that the pointer names."""
+        tags, latest = self.tags(), self.latest()
+        for tag in tags[: max(0, len(tags) - keep)]:
+            if tag != latest:
+                disk.remove_folder(self.path / tag)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise BadCheckpoint(f"{path} was to be read, but that failed: {error}. {ANOTHER}") from error
+    return Manifest.read(text, str(path))
+
+
+def check_file(folder: Path, manifest: Manifest, number: int, read: disk.Written = lambda _: None) -> None:
+    """Raises unless a file is, bit for bit, the one that was saved."""
+    told = manifest.files[number]
+    path = folder / told.name
+    try:
+        found = path.stat().st_size
+        wrong = None if found == told.num_bytes else f"it has {found} bytes and had {told.num_bytes}"
+        if wrong is None and disk.hash_of(path, read) != told.sha256:
+            wrong = "its content has not the hash that the manifest gives"
+    except OSError as error:
+        wrong = str(error)
+    if wrong is not None:
+        raise BadCheckpoint(f"{path} was to be read, but {wrong}. {ANOTHER}")
