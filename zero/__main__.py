@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from zero.tools import config_command, export_command, inspect_command, verify_command
+from zero.tools import config_command, export_command, import_command, inspect_command, verify_command
 
 # Each has add_parser(subparsers), which sets `run`, a function of the parsed arguments that returns the exit status.
-COMMANDS = (config_command, export_command, inspect_command, verify_command)
+COMMANDS = (config_command, export_command, import_command, inspect_command, verify_command)
 
 
 def main(argv: list[str] | None = None) -> int:

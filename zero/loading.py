@@ -79,7 +79,7 @@ def load_from(
         loading.publish()
         if counters:
             _take_counters(about, loading.training)
-            _take_random_numbers(lines, manifest, about)
+            _take_random_numbers(lines, loading.training["ranks"], about)
     if about.scheduler is not None and scheduler_states and loading.training["scheduler"] is not None:
         about.scheduler.load_state_dict(loading.training["scheduler"])
     return found, loading.extra
@@ -159,7 +159,7 @@ class _Loading:
             raise ValueError(
                 f"A load into {type(inner).__name__} was asked for, but the state is {self.training['optimizer']}'s. {hint}"
             )
-        own = [set(map(self._source, group["params"])) for group in about.training()["groups"]]
+        own = [set(map(self._source, group["params"])) for group in about.groups()]
         theirs = [set(group["params"]) for group in saved]
         if own != theirs:
             number = next((n for n, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b), min(len(own), len(theirs)))
@@ -177,14 +177,16 @@ class _Loading:
         """Changes weights, masters, state and buffers; nothing is expected to fail from here on."""
         about, parts = self._about, self._about.parts
         parts.window.settler.aliases.take_in()  # what lies elsewhere is overwritten like the rest
-        for index, name in enumerate(about.managed):
-            if lies_nowhere(parts, index):
-                self._fill_whole(name, parts.params.tensors[index])
-            else:
-                self._fill_pieces(index, name)
-        for name, param in about.named.parameters.items():
-            if name not in about.managed:
-                param.copy_(self._lines.whole(self._source(name), VALUE))
+        total = sum(tensor.numel() for tensor in parts.params.tensors)
+        with Bar("loading", total, parts.group.rank == 0, "elements") as bar:
+            for index, name in enumerate(about.managed):
+                if lies_nowhere(parts, index):
+                    self._fill_whole(name, parts.params.tensors[index])
+                else:
+                    self._fill_pieces(index, name)
+                bar.advance(parts.params.tensors[index].numel())
+        for name, param in about.unmanaged():
+            param.copy_(self._lines.whole(self._source(name), VALUE))
         for name, buffer in about.named.buffers.items():
             buffer.copy_(self._lines.buffer(self._source(name)))
         for name, module in about.named.modules.items():
@@ -255,11 +257,11 @@ def _take_counters(about: Shown, training: Mapping[str, Any]) -> None:
         about.engine.restart(about.engine.counters if counters is None else counters)
 
 
-def _take_random_numbers(lines: Lines, manifest: Manifest, about: Shown) -> None:
+def _take_random_numbers(lines: Lines, num_ranks: int, about: Shown) -> None:
     group = about.parts.group
-    if len(manifest.files) == group.size:
+    if num_ranks == group.size:
         put_back(about.parts.accelerator, lines.random_bytes(group.rank))
     elif group.rank == 0:
         logger.info(
-            "Random numbers of %d ranks were saved, and there are %d: they go on as they are.", len(manifest.files), group.size
+            "Random numbers of %d ranks were saved, and there are %d: they go on as they are.", num_ranks, group.size
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from zero.checkpoint import typed
 from zero.checkpoint.agreed import agreed
@@ -188,6 +189,10 @@ class Shown:
     def step(self) -> int:
         return self.parts.window.settler.step if self.engine is None else self.engine.global_steps
 
+    def unmanaged(self) -> list[tuple[str, nn.Parameter]]:
+        managed = set(self.managed)
+        return [(name, param) for name, param in self.named.parameters.items() if name not in managed]
+
     def check(self) -> None:
         """Raises where a window is open: its gradients would be lost."""
         parts, since = self.parts, self.parts.window.since
@@ -204,16 +209,20 @@ class Shown:
         if gone:
             raise ValueError(f"A save was asked for, but {gone[0]} was replaced in the model after sharding. Shard it again.")
 
+    def groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer, with names for their parameters."""
+        index = self.parts.params.index
+        return [
+            {**group, "params": [self.managed[index[id(param)]] for param in group["params"] if id(param) in index]}
+            for group in self.optimizer.inner.param_groups
+        ]
+
     def training(self) -> dict[str, Any]:
+        """What is no tensor of a parameter."""
         optimizer, engine, parts = self.optimizer, self.engine, self.parts
-        names = {id(tensor): name for name, tensor in zip(self.managed, parts.params.tensors, strict=True)}
-        groups = []
-        for group in optimizer.inner.param_groups:
-            listed = [names[id(param)] for param in group["params"] if id(param) in names]
-            groups.append({**group, "params": listed})
         return {
             "optimizer": type(optimizer.inner).__name__,
-            "groups": groups,
+            "groups": self.groups(),
             "step": parts.window.settler.step,
             "skipped_steps": optimizer.skipped_steps,
             "loss_scale": None if optimizer.loss_scale is None else optimizer.loss_scale.progress,
@@ -221,18 +230,21 @@ class Shown:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "modules": {name: module.get_extra_state() for name, module in self.named.modules.items()},
             "config": parts.config.model_dump(),
+            "ranks": parts.group.size,  # whose random numbers are there
         }
 
     def outlines(self) -> dict[str, Outline]:
-        found = {}
-        forms = dict(zip(self.managed, self.parts.window.shares.forms, strict=True))
-        tensors = {**self.named.parameters, **dict(zip(self.managed, self.parts.params.tensors, strict=True))}
-        for name, tensor in tensors.items():
-            laid_out = name in forms and not lies_nowhere(self.parts, self.managed.index(name))
-            order = forms[name].order if name in forms else None
-            value = sum_dtype(tensor.dtype) if laid_out else tensor.dtype
-            found[name] = Outline(tuple(tensor.shape), order, dtype_name(tensor.dtype), dtype_name(value))
+        """Every parameter that is saved, as all ranks know it."""
+        found = {name: _outline(tensor, None, tensor.dtype) for name, tensor in self.named.parameters.items()}
+        forms = self.parts.window.shares.forms
+        for index, (name, tensor) in enumerate(zip(self.managed, self.parts.params.tensors, strict=True)):
+            value = tensor.dtype if lies_nowhere(self.parts, index) else sum_dtype(tensor.dtype)
+            found[name] = _outline(tensor, forms[index].order, value)
         return found
+
+
+def _outline(tensor: torch.Tensor, order: tuple[int, ...] | None, value: torch.dtype) -> Outline:
+    return Outline(tuple(tensor.shape), order, dtype_name(tensor.dtype), dtype_name(value))
 
 
 @torch.no_grad()
@@ -252,9 +264,8 @@ def _cargo(about: Shown, kept: Mapping[str, torch.Tensor], copied: bool) -> Carg
             _add(cargo, name, tensor, about.optimizer.inner.state.get(tensor, {}), None, form)
     tensors: Any = cargo.tensors
     if parts.group.rank == 0:
-        for name, tensor in about.named.parameters.items():
-            if name not in about.managed:
-                _add(cargo, name, tensor, {}, None)
+        for name, tensor in about.unmanaged():
+            _add(cargo, name, tensor, {}, None)
         tensors.update({buffer_key(name): buffer for name, buffer in about.named.buffers.items()})
         tensors.update(kept)
     tensors["random"] = random_bytes(parts.accelerator)

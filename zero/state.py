@@ -138,6 +138,9 @@ def _names_in_groups(parts: Parts, inner: torch.optim.Optimizer, groups: Sequenc
         for number, param in zip(numbers, group["params"], strict=False):
             if id(param) in parts.params.index:
                 names[number] = parts.params.names[parts.params.index[id(param)]]
+    if names:
+        told = [f"{number} as {name}" for number, name in names.items()]
+        logger.warning("State of a plain optimizer is taken by position: %s", ", ".join(told))
     return names
 
 

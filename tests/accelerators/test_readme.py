@@ -49,6 +49,16 @@ assert saved.untyped_storage().nbytes() == saved.nbytes == model.weight.untyped_
     run("train.py", cwd=tmp_path)
 
 
+def test_a_checkpoint_is_saved_loaded_inspected_and_exported_as_it_says(tmp_path):
+    (program,), section = blocks("python"), "## Checkpoints"
+    (block,), (commands,) = blocks("python", section=section)[:1], blocks("bash", section=section)[:1]
+    (tmp_path / "train.py").write_text(program + block + 'assert extra == {"epoch": 1}\n')
+    run("train.py", cwd=tmp_path)
+    found = [run(*line.partition("#")[0].split()[1:], cwd=tmp_path) for line in commands.splitlines()]
+    assert "1 files, 0 of them damaged" in found[0]
+    assert (tmp_path / "model.safetensors").is_file()
+
+
 def test_states_leave_and_come_back_as_it_says(tmp_path):
     (program,), (block,) = blocks("python"), blocks("python", section="## When the accelerator's memory")[:1]
     offloaded = program.replace("stage=2)", 'stage=2, offload="cpu")')

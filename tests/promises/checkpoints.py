@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,13 @@ class Net(nn.Module):
         return image.flatten(1)
 
 
+_building = threading.Lock()  # ranks that are threads share torch's random numbers
+
+
 def build() -> Net:
-    torch.manual_seed(7)
-    return Net()
+    with _building:
+        torch.manual_seed(7)
+        return Net()
 
 
 def batch(step: int, rank: int, size: int, dtype: torch.dtype) -> Tensor:

@@ -12,17 +12,18 @@ _AFTER_S = 2.0  # what is done by then needs no bar
 class Bar:
     """Shows nothing in the first seconds, and nothing where nobody looks."""
 
-    def __init__(self, what: str, num_bytes: int, wanted: bool = True) -> None:
+    def __init__(self, what: str, total: int, wanted: bool = True, unit: str = "bytes") -> None:
         self._what = what
-        self._num_bytes = num_bytes
+        self._total = total
+        self._unit = unit
         self._wanted = wanted and sys.stderr.isatty()
         self._begun = time.monotonic()
         self._so_far = 0
         self._shown: Any = None
         self._task: Any = None
 
-    def advance(self, num_bytes: int) -> None:
-        self._so_far += num_bytes
+    def advance(self, amount: int) -> None:
+        self._so_far += amount
         if not self._wanted:
             return
         if self._shown is None and time.monotonic() - self._begun > _AFTER_S:
@@ -32,11 +33,12 @@ class Bar:
 
     def _show(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-        columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        amount = DownloadColumn() if self._unit == "bytes" else MofNCompleteColumn()
+        columns = ("{task.description}", BarColumn(), amount, TimeRemainingColumn())
         self._shown = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._shown.add_task(self._what, total=self._num_bytes)
+        self._task = self._shown.add_task(self._what, total=self._total)
         self._shown.start()
 
     def __enter__(self) -> Bar:

@@ -109,7 +109,7 @@ class Manifest:
             )
         if body.pop("sha256", None) != _hash_of(body):
             raise BadCheckpoint(f"{where} was to be read, but its content has not the hash that it gives. {ANOTHER}")
-        return Manifest(
+        manifest = Manifest(
             files=tuple(File(**file) for file in body["files"]),
             parameters={name: _stored(entry) for name, entry in body["parameters"].items()},
             buffers={name: Buffer(tuple(entry["shape"]), entry["dtype"]) for name, entry in body["buffers"].items()},
@@ -117,6 +117,11 @@ class Manifest:
             training=body["training"],
             extra=body["extra"],
         )
+        wrong = [name for name, stored in manifest.parameters.items() if not stored.covers()]
+        wrong += [file.name for file in manifest.files if "/" in file.name or "\\" in file.name]  # of elsewhere
+        if wrong:
+            raise BadCheckpoint(f"{where} was to be read, but what it says of {wrong[0]} cannot be. {ANOTHER}")
+        return manifest
 
 
 ANOTHER = "Load another checkpoint."

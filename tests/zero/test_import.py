@@ -1,0 +1,208 @@
+"""What DeepSpeed 0.19.8 and plain torch saved becomes a checkpoint that loads, and no code of theirs runs.
+
+The files of DeepSpeed were written by its own engine, on two ranks at stage 1 and on three at stage 2, in bf16 with fp32
+masters, from a model with a tied, two frozen and five other parameters in two groups, after three steps of AdamW.
+"""
+
+import os
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from zero.__main__ import main
+from zero.checkpoint.importing import import_checkpoint
+from zero.comm.loopback import run_ranks, solo
+from zero.engine import Engine
+from zero.errors import BadCheckpoint
+from zero.optimizer import shard
+
+DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
+FOLDERS = ("stage1_two_ranks", "stage2_three_ranks")
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.l, self.bn, self.frozen = nn.Embedding(11, 6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.emb.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens):
+        return self.head(self.frozen(self.bn(self.l(self.emb(tokens)))))
+
+
+def sharded(group, **options):
+    model = Tied()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    wide, flat = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() == 1]
+    inner = torch.optim.AdamW([{"params": wide}, {"params": flat}], lr=1.0)
+    return model, shard(model, inner, group=group, **{"stage": 2, **options})
+
+
+def as_saved(folder):
+    """Masters and moments by name: the ranks' lines one behind the other, cut at the shapes, and the weights of the model."""
+    files = sorted((DATA / folder / "global_step3").glob("*optim_states.pt"))
+    ranks = [torch.load(file, weights_only=False, pickle_module=_tolerant())["optimizer_state_dict"] for file in files]
+    model = torch.load(DATA / folder / "global_step3" / "mp_rank_00_model_states.pt", weights_only=True)
+    found = {}
+    for group, shapes in enumerate(model["param_shapes"]):
+        state = [rank["base_optimizer_state"]["state"][group] for rank in ranks]
+        lines = {
+            "value": torch.cat([rank["single_partition_of_fp32_groups"][group] for rank in ranks]),
+            "exp_avg": torch.cat([one["exp_avg"] for one in state]),
+            "exp_avg_sq": torch.cat([one["exp_avg_sq"] for one in state]),
+        }
+        at = 0
+        for name, shape in shapes.items():
+            numel = torch.Size(shape).numel()
+            found[name] = {key: line[at : at + numel].reshape(shape) for key, line in lines.items()}
+            at += numel
+    return found, model["module"]
+
+
+def _tolerant():
+    """A pickle module for which unknown classes are empty ones; these files are ours."""
+    import pickle
+    import types
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module, name):
+            if module.startswith("deepspeed"):
+                return type(name, (), {"__init__": lambda self, *_: None})
+            return super().find_class(module, name)
+
+    return types.SimpleNamespace(Unpickler=Unpickler, load=pickle.load, __name__="tolerant")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("dtype", ["bfloat16", None])
+def test_a_checkpoint_of_deepspeed_goes_on_on_any_number_of_ranks(folder, dtype, tmp_path):
+    made = import_checkpoint(DATA / folder, tmp_path)
+    assert made == tmp_path / "global_step3"
+    expected, module = as_saved(folder)
+
+    def program(group):
+        model, optimizer = sharded(group, dtype=dtype)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer.inner, 2)
+        engine = Engine(optimizer, schedule)
+        path, client = engine.load_checkpoint(tmp_path)
+        assert (path, client) == (str(made), {"note": "mine"})
+        assert (engine.global_steps, engine.global_samples, schedule.last_epoch) == (3, 18, 3)
+        assert engine.get_lr() == pytest.approx([1e-3, 1e-3])
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+        state = optimizer.state_dict()
+        for name, param in model.named_parameters():
+            if name not in expected:
+                assert torch.equal(param.bfloat16(), module[name]), name
+                continue
+            exact = state["masters"].get(name, param.detach())
+            assert torch.equal(exact, expected[name]["value"]), name
+            assert torch.equal(exact.bfloat16(), module[name]), name
+            assert state["state"][name]["step"] == 3
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(state["state"][name][key], expected[name][key]), (name, key)
+        assert model.head.weight is model.emb.weight
+        assert model.seen.tolist() == [0, 1, 2]
+        engine.backward(model(torch.arange(11)).float().square().mean())
+        engine.step()
+        assert engine.global_steps == 4
+        optimizer.close()
+
+    run_ranks(4, program, 30.0)
+
+
+def test_a_rank_of_deepspeed_that_is_missing_or_another_kind_of_training_is_named(tmp_path):
+    import shutil
+
+    shutil.copytree(DATA / FOLDERS[0], tmp_path / "ds")
+    here = tmp_path / "ds" / "global_step3"
+    (here / "expp_rank_0_mp_rank_00_model_states.pt").touch()
+    with pytest.raises(BadCheckpoint, match=r"there is expp_rank_0_mp_rank_00_model_states\.pt, of another kind"):
+        import_checkpoint(tmp_path / "ds", tmp_path / "out")
+    (here / "expp_rank_0_mp_rank_00_model_states.pt").unlink()
+    (here / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(BadCheckpoint, match="states of ranks 0 of 2"):
+        import_checkpoint(tmp_path / "ds", tmp_path / "out")
+    (here / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(BadCheckpoint, match=r"no mp_rank_00_model_states\.pt"):
+        import_checkpoint(tmp_path / "ds", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+class Dangerous:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def test_a_file_that_needs_code_to_be_read_is_refused_by_name_and_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(OrderedDict(a=torch.ones(1), b=Dangerous()), "m.pt")
+    with pytest.raises(BadCheckpoint, match=r"it needs posix\.mkdir"):
+        import_checkpoint("m.pt", "out")
+    assert os.listdir(tmp_path) == ["m.pt"]
+
+
+def plain_training(folder):
+    """Two steps in plain torch, saved as people save it; the model and the optimizer."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+    step(model, optimizer, 0)
+    step(model, optimizer, 1)
+    torch.save(model.state_dict(), folder / "m.pt")
+    torch.save(optimizer.state_dict(), folder / "o.pt")
+    return model, optimizer
+
+
+def step(model, optimizer, number):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_plain_state_dicts_of_a_model_and_its_optimizer_go_on_as_if_they_had_stayed(tmp_path, capsys, caplog):
+    plain, optimizer = plain_training(tmp_path)
+    assert main(["import", str(tmp_path / "m.pt"), str(tmp_path / "c"), "--optimizer", str(tmp_path / "o.pt")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "c" / "global_step0")
+    assert "0 as 0.weight, 1 as 0.bias, 2 as 1.weight" in caplog.text
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 1))
+    ours = shard(model, torch.optim.Adam(model.parameters(), lr=1.0), stage=2, group=solo())
+    zero.load(tmp_path / "c", ours)
+    for number in (2, 3):
+        step(plain, optimizer, number)
+        step(model, ours, number)
+    assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), model.state_dict().values(), strict=True))
+    ours.close()
+
+
+def test_a_state_of_other_parameters_is_refused_with_what_does_not_fit(tmp_path, capsys):
+    plain_training(tmp_path)
+    other = torch.optim.Adam([nn.Parameter(torch.ones(3))])
+    torch.save(other.state_dict(), tmp_path / "other.pt")
+    assert main(["import", str(tmp_path / "m.pt"), str(tmp_path / "c"), "--optimizer", str(tmp_path / "other.pt")]) == 1
+    assert "it has 1 parameters, and the model 8" in capsys.readouterr().err
+    torch.save({"a": 3}, tmp_path / "no.pt")
+    assert main(["import", str(tmp_path / "no.pt"), str(tmp_path / "c")]) == 1
+    assert "a in it is a int" in capsys.readouterr().err
+    assert main(["import", str(tmp_path / "nowhere.pt"), str(tmp_path / "c")]) == 1
+    assert "nowhere.pt" in capsys.readouterr().err
+
+
+def test_a_plain_state_dict_is_taken_by_position_with_a_warning_that_names_the_mapping(tmp_path, caplog):
+    plain, optimizer = plain_training(tmp_path)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 1))
+    model.load_state_dict(plain.state_dict())
+    ours = shard(model, torch.optim.Adam(model.parameters(), lr=1.0), stage=2, group=solo())
+    ours.load_state_dict(optimizer.state_dict())
+    assert "taken by position: 0 as 0.weight, 1 as 0.bias" in caplog.text
+    step(plain, optimizer, 2)
+    step(model, ours, 2)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    ours.close()
