@@ -32,3 +32,12 @@ def test_an_offloaded_step_is_timed_beside_one_on_the_device_and_what_bounds_it(
     assert found.returncode == 0, found.stderr
     for line in ("plain torch", "ours, on device", f"offloaded, {kernels}", "crossing takes", "memory takes"):
         assert line in found.stdout, found.stdout
+
+
+def test_a_checkpoint_is_timed_beside_plain_files(tmp_path):
+    environment = {**os.environ, "ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options = ["--params", "2000000", "--rounds", "1", "--folder", str(tmp_path)]
+    command = [sys.executable, "benchmarks/checkpoint.py", *options]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr
+    assert "save" in found.stdout and "plain read" in found.stdout, found.stdout

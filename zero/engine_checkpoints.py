@@ -7,15 +7,18 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zero.checkpoint.agreed import agreed
+from zero.checkpoint.agreed import agreed, asked_alike
 from zero.loading import latest, load_from
-from zero.saving import save, shown
+from zero.optimizer import ShardedOptimizer
+from zero.saving import finish_saving, save, shown
 
 logger = logging.getLogger("zero")
 
 
 class Checkpoints:
     """Methods only: what they save belongs to the engine."""
+
+    optimizer: ShardedOptimizer
 
     def save_checkpoint(
         self,
@@ -47,9 +50,14 @@ class Checkpoints:
                 "load_checkpoint(load_module_strict=False) was asked for, but what is matched by half cannot go on as it was. "
                 "Export the checkpoint, and load what fits into the model before it is sharded."
             )
-        if tag is None and agreed(about.parts.group, "A load", lambda: latest(load_dir)) is None:
+        finish_saving(self.optimizer)  # or the first one, which is still being written, would not be there
+        tag = None if tag is None else str(tag)
+        if tag is None:
+            tag = agreed(about.parts.group, "A load", lambda: latest(load_dir))
+            asked_alike(about.parts.group, "A load", latest=tag)
+        if tag is None:
             logger.warning("There is no checkpoint in %s yet, so nothing was loaded.", load_dir)
             return None, None
         states, schedule = load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only
-        path, extra = load_from(load_dir, about, None if tag is None else str(tag), states, schedule, not load_module_only)
+        path, extra = load_from(load_dir, about, tag, states, schedule, not load_module_only)
         return str(path), extra

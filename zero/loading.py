@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zero.checkpoint import typed
-from zero.checkpoint.agreed import agreed
+from zero.checkpoint.agreed import agreed, asked_alike
 from zero.checkpoint.bar import Bar
 from zero.checkpoint.folder import Folder, check_file, read_manifest
 from zero.checkpoint.lines import Lines
+from zero.checkpoint.names import num_wrappers, rewrapped
 from zero.checkpoint.random_state import put_back
-from zero.comm.group import exchange_texts
-from zero.errors import RanksDiffer
+from zero.errors import BadCheckpoint
 from zero.loss_scaling import loaded_scale
-from zero.plan.manifest import VALUE, Buffer, Manifest, Stored
+from zero.plan.manifest import ANOTHER, VALUE, Buffer, Manifest, Stored
 from zero.saving import Shown, finish_saving, shown
 from zero.state import lies_nowhere, stands_beside, take_settings
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zero")
 
 _MOST_NAMED = 5
+TRAINING = {"optimizer", "groups", "step", "skipped_steps", "loss_scale", "engine", "schedule", "scheduler", "modules", "ranks"}
 
 
 def load(
@@ -62,26 +64,23 @@ def load_from(
     optimizer, group = about.optimizer, about.parts.group
     finish_saving(optimizer)
     found, manifest = agreed(group, "A load", lambda: _found(directory, tag, about))
-    texts = exchange_texts(group, manifest.digest)
-    if len(set(texts)) != 1:
-        raise RanksDiffer(
-            f"A load of {found} was asked for, but ranks see different checkpoints there. Give them one that they share."
-        )
+    has_schedule = about.scheduler is not None and bool(scheduler_states)
+    flags = {"optimizer_states": bool(optimizer_states), "schedule": has_schedule, "counters": bool(counters)}
+    asked_alike(group, "A load", checkpoint=manifest.digest, tag=found.name, **flags)
     agreed(group, "A load", lambda: _verify(found, manifest, group.rank, group.size))
     with contextlib.closing(Lines(found, manifest)) as lines:
-        loading = _Loading(about, manifest, lines, optimizer_states)
-        agreed(group, "A load", loading.check)
+        loading = _Loading(about, manifest, lines, bool(optimizer_states), has_schedule)
+        agreed(group, "A load", lambda: loading.check(range(group.rank, len(manifest.files), group.size)))
         agreed(group, "A load", loading.read_plain)
-        if about.scheduler is not None and scheduler_states and loading.training["scheduler"] is None:
-            logger.warning("The checkpoint %s has no schedule; this training's begins anew.", found)
+        loading.take_plain()
         optimizer.zero_grad()
         loading.fill()
         loading.publish()
         if counters:
             _take_counters(about, loading.training)
             _take_random_numbers(lines, loading.training["ranks"], about)
-    if about.scheduler is not None and scheduler_states and loading.training["scheduler"] is not None:
-        about.scheduler.load_state_dict(loading.training["scheduler"])
+        if about.engine is not None:
+            about.engine.restart((counters and loading.training["engine"]) or about.engine.counters)
     return found, loading.extra
 
 
@@ -107,17 +106,23 @@ def _verify(folder: Path, manifest: Manifest, rank: int, size: int) -> None:
 class _Loading:
     """One checkpoint on its way into one training."""
 
-    def __init__(self, about: Shown, manifest: Manifest, lines: Lines, optimizer_states: bool) -> None:
+    def __init__(self, about: Shown, manifest: Manifest, lines: Lines, optimizer_states: bool, schedule: bool) -> None:
         self._about = about
         self._manifest = manifest
         self._lines = lines
         self._states = optimizer_states
+        self._schedule = schedule
+        there = [*manifest.parameters, *manifest.buffers, *manifest.aliases]
+        here = [*about.named.parameters, *about.named.buffers, *about.named.aliases]
+        self._wrappers = num_wrappers(here), num_wrappers(there)
         self._plain: dict[str, dict[str, Any]] = {}  # by parameter
         self.training: dict[str, Any] = {}
         self.extra: Any = None
 
-    def check(self) -> None:
-        """Raises unless everything that the model has is in the checkpoint, and everything that is in it has a place."""
+    def check(self, files: Collection[int]) -> None:
+        """Raises unless everything that the model has is in the checkpoint, and everything that is in it has a place; of its
+        files this rank looks at some."""
+        self._lines.check(files)
         wrong = self._differing("", self._tensors(), self._manifest.parameters)
         wrong += self._differing("buffer ", self._about.named.buffers, self._manifest.buffers)
         if wrong:
@@ -141,12 +146,23 @@ class _Loading:
         """Reads what is no tensor of a parameter, and raises unless the optimizer is the one whose state was saved."""
         self.training = typed.decode(self._manifest.training, self._lines.extra)
         self.extra = typed.decode(self._manifest.extra, self._lines.extra)
-        modules = self.training["modules"]
-        if modules.keys() != self._about.named.modules.keys():
+        lacking = TRAINING - self.training.keys()
+        if lacking:
+            raise BadCheckpoint(f"A load was asked for, but the manifest lacks {', '.join(sorted(lacking))}. {ANOTHER}")
+        modules, own = self.training["modules"], self._about.named.modules
+        if set(modules) != set(map(self._source, own)):
             raise ValueError(
                 f"A load was asked for, but modules with extra state are {', '.join(modules) or 'none'} in the checkpoint and "
-                f"{', '.join(self._about.named.modules) or 'none'} in the model. Build the model that was saved."
+                f"{', '.join(own) or 'none'} in the model. Build the model that was saved."
             )
+        kind, saved = type(self._about.scheduler).__name__, self.training["schedule"]
+        if self._schedule and saved not in (None, kind):
+            raise ValueError(
+                f"A load into the schedule {kind} was asked for, but {saved} was saved. Make the schedule that was saved, or "
+                "load with scheduler_states=False."
+            )
+        if self._schedule and self.training["scheduler"] is None:
+            logger.warning("The checkpoint has no schedule, so this training's stays as it is.")
         if self._states:
             self._check_optimizer()
             self._plain = {name: typed.decode(its.plain) for name, its in self._manifest.parameters.items()}
@@ -172,11 +188,43 @@ class _Loading:
             )
         about.parts.updater.check(saved)
 
+    def take_plain(self) -> None:
+        """Gives the schedule and the modules what they saved. They are other people's code: where one refuses, all of them get
+        back what they had, on all ranks."""
+        about, saved = self._about, self.training
+        schedule = about.scheduler if self._schedule and saved["scheduler"] is not None else None
+        before = None if schedule is None else copy.deepcopy(schedule.state_dict())
+        changed: list[tuple[Any, Any]] = []  # modules, and what they had
+
+        def take() -> None:
+            if schedule is not None:
+                schedule.load_state_dict(copy.deepcopy(saved["scheduler"]))
+            for name, module in about.named.modules.items():
+                had = copy.deepcopy(module.get_extra_state())
+                module.set_extra_state(saved["modules"][self._source(name)])
+                changed.append((module, had))
+
+        try:
+            agreed(about.parts.group, "A load", take)
+        except BaseException:
+            if schedule is not None:
+                schedule.load_state_dict(before)
+            for module, had in changed:
+                module.set_extra_state(had)
+            raise
+        rates = None if schedule is None or self._states else saved["scheduler"].get("_last_lr")
+        for group, rate in zip(about.optimizer.inner.param_groups, rates or (), strict=False):
+            # which a schedule goes on from; with the optimizer's state it comes from there
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
+
     @torch.no_grad()
     def fill(self) -> None:
         """Changes weights, masters, state and buffers; nothing is expected to fail from here on."""
         about, parts = self._about, self._about.parts
         parts.window.settler.aliases.take_in()  # what lies elsewhere is overwritten like the rest
+        late = [index for index, name in enumerate(about.managed) if lies_nowhere(parts, index) and self._had_master(name)]
+        if late:
+            parts.window.lay(late)  # or the exact value would be rounded
         total = sum(tensor.numel() for tensor in parts.params.tensors)
         with Bar("loading", total, parts.group.rank == 0, "elements") as bar:
             for index, name in enumerate(about.managed):
@@ -189,8 +237,6 @@ class _Loading:
             param.copy_(self._lines.whole(self._source(name), VALUE))
         for name, buffer in about.named.buffers.items():
             buffer.copy_(self._lines.buffer(self._source(name)))
-        for name, module in about.named.modules.items():
-            module.set_extra_state(self.training["modules"][name])
         if self._states:
             take_settings(about.optimizer.inner, self.training["groups"])
 
@@ -240,8 +286,13 @@ class _Loading:
         managed = zip(self._about.managed, self._about.parts.params.tensors, strict=True)
         return {**self._about.named.parameters, **dict(managed)}
 
+    def _had_master(self, name: str) -> bool:
+        stored = self._manifest.parameters[self._source(name)]
+        return stored.value_dtype != stored.dtype
+
     def _source(self, name: str) -> str:
-        """What a parameter or buffer is stored by: of tied ones another name may have been the first."""
+        """What a parameter or buffer is stored by: in other wrappers, and of tied ones another name may have been the first."""
+        name = rewrapped(name, *self._wrappers)
         return self._manifest.aliases.get(name, name)
 
 
@@ -252,9 +303,6 @@ def _take_counters(about: Shown, training: Mapping[str, Any]) -> None:
     if training["loss_scale"] is not None:
         optimizer.loss_scale = loaded_scale(optimizer.loss_scale, training, False)
     optimizer.zero_grad()  # which also makes the window follow the loss scale
-    if about.engine is not None:
-        counters = training["engine"]
-        about.engine.restart(about.engine.counters if counters is None else counters)
 
 
 def _take_random_numbers(lines: Lines, num_ranks: int, about: Shown) -> None:

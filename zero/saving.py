@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,17 +13,17 @@ import torch
 from torch import nn
 
 from zero.checkpoint import typed
-from zero.checkpoint.agreed import agreed
+from zero.checkpoint.agreed import agreed, asked_alike
 from zero.checkpoint.folder import Folder, check_tag
 from zero.checkpoint.names import Named
 from zero.checkpoint.random_state import random_bytes
 from zero.checkpoint.writing import Cargo, Plan, Saving, Writer
 from zero.comm.group import Group, exchange_texts
-from zero.errors import RanksDiffer, ZeroError
-from zero.memory.flat import Form, dtype_name, sum_dtype
+from zero.errors import ZeroError
+from zero.memory.flat import Form, dtype_name, goes_with_elements, sum_dtype
 from zero.plan.layout import Piece
 from zero.plan.manifest import VALUE, Buffer, Manifest, Outline, Part, buffer_key, key_of
-from zero.state import edited, goes_with_elements, lies_nowhere
+from zero.state import edited, lies_nowhere
 
 if TYPE_CHECKING:
     from zero.engine import Engine
@@ -58,13 +57,7 @@ def save(
     folder, kept, rest = agreed(
         parts.group, "A save", lambda: _checked(directory, tag, extra, keep_last, about, parts.group.rank == 0)
     )
-    asked = exchange_texts(parts.group, json.dumps([tag, keep_last, async_save, is_latest]))
-    for rank, text in enumerate(asked):
-        if text != asked[0]:
-            raise RanksDiffer(
-                f"A save was asked for, but rank 0 with {asked[0]} (tag, keep_last, async_save, is_latest) and rank "
-                f"{rank} with {text}. Call it alike on all ranks."
-            )
+    asked_alike(parts.group, "A save", tag=tag, keep_last=keep_last, async_save=bool(async_save), is_latest=bool(is_latest))
     place = _meet_in(folder, tag, parts.group)
     writer = Writer(folder, tag, place, parts.group.rank, parts.group.size, parts.config.timeout_s)
     plan = Plan(about.outlines(), rest, keep_last, is_latest)
@@ -113,7 +106,7 @@ def shown(target: Any, scheduler: Any) -> Shown:
 def finish_saving(optimizer: ShardedOptimizer) -> None:
     """Waits for what is being written in the background, and says where it failed. A collective, if there is any."""
     saving, optimizer.saving = optimizer.saving, None
-    if saving is not None:
+    if saving is not None and not saving.told:
         saving.wait()
 
 
@@ -138,7 +131,7 @@ def _meet_in(folder: Folder, tag: str, group: Group) -> Path:
 def _clear(place: Path | None, group: Group) -> None:
     """Rank 0 takes away what was written, and nobody goes on before it is gone."""
     if group.rank == 0 and place is not None:
-        shutil.rmtree(place, ignore_errors=True)
+        Folder(place.parent).give_up(place)
     with contextlib.suppress(ZeroError):
         group.exchange(b"")
 
@@ -227,6 +220,7 @@ class Shown:
             "skipped_steps": optimizer.skipped_steps,
             "loss_scale": None if optimizer.loss_scale is None else optimizer.loss_scale.progress,
             "engine": None if engine is None else engine.counters,
+            "schedule": None if self.scheduler is None else type(self.scheduler).__name__,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "modules": {name: module.get_extra_state() for name, module in self.named.modules.items()},
             "config": parts.config.model_dump(),

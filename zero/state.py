@@ -18,16 +18,13 @@ import torch
 from zero.checks import KERNELS
 from zero.comm.group import exchange_texts
 from zero.errors import ZeroError
-from zero.memory.flat import dtype_name, sum_dtype
+from zero.memory.flat import dtype_name, goes_with_elements, sum_dtype
 
 if TYPE_CHECKING:
     from zero.parts import Parts
     from zero.plan.layout import Piece
 
 logger = logging.getLogger("zero")
-
-_NOT_ELEMENTWISE = {"step", "eta", "mu", "mu_product"}  # 0-dim entries of torch's own optimizers
-
 
 def whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> dict[str, Any]:
     """One parameter's state as plain torch would hold it; a collective. Empty where no rank has any."""
@@ -146,18 +143,21 @@ def _names_in_groups(parts: Parts, inner: torch.optim.Optimizer, groups: Sequenc
 
 def take_settings(inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """The saved settings of each group; how the step is computed stays what it is."""
+    filled: set[int] = set()
     for group, saved in zip(inner.param_groups, groups, strict=True):
         kept = {key: value for key, value in saved.items() if key != "params" and key not in KERNELS}
-        group.update({key: _setting(group.get(key), value) for key, value in kept.items()})
+        group.update({key: _setting(group.get(key), value, filled) for key, value in kept.items()})
 
 
-def _setting(now: Any, saved: Any) -> Any:
-    """A saved setting of a group; a rate that is a tensor is filled, since schedules and captured graphs know the tensor."""
+def _setting(now: Any, saved: Any, filled: set[int]) -> Any:
+    """A saved setting of a group; a rate that is a tensor is filled, since schedules and captured graphs know the tensor. Where
+    several groups have one tensor, it is the first one's."""
     if not isinstance(saved, torch.Tensor):
         return copy.deepcopy(saved)
-    if isinstance(now, torch.Tensor) and now.shape == saved.shape:
+    if isinstance(now, torch.Tensor) and now.shape == saved.shape and id(now) not in filled:
+        filled.add(id(now))
         return now.copy_(saved)
-    return saved.clone()
+    return saved.to(now.device if isinstance(now, torch.Tensor) else saved.device, copy=True)
 
 
 def adopt_state(parts: Parts, inner: torch.optim.Optimizer) -> None:
@@ -173,10 +173,6 @@ def adopt_state(parts: Parts, inner: torch.optim.Optimizer) -> None:
 
 def lies_nowhere(parts: Parts, param: int) -> bool:
     return parts.line.layout.slots[param] is None
-
-
-def goes_with_elements(key: str, value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == shape and key not in _NOT_ELEMENTWISE
 
 
 def stands_beside(parts: Parts, inner: torch.optim.Optimizer, param: int) -> bool:

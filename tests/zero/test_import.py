@@ -206,3 +206,51 @@ def test_a_plain_state_dict_is_taken_by_position_with_a_warning_that_names_the_m
     step(model, ours, 2)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
     ours.close()
+
+
+def test_views_of_one_memory_are_parameters_of_their_own_and_what_is_no_number_of_elements_is_no_moment(tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.scale = nn.Parameter(torch.arange(9.0).reshape(3, 3)), nn.Parameter(torch.tensor(2.0))
+            self.t = nn.Parameter(torch.zeros(3, 3))
+
+        def forward(self, x):
+            return (x @ self.w @ self.t).sum() * self.scale
+
+    plain = Scaled()
+    with torch.no_grad():
+        plain.t.copy_(plain.w.t())
+    inner = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    plain(torch.ones(1, 3)).backward()
+    inner.step()
+    inner.zero_grad()
+    torch.save({**plain.state_dict(), "t": plain.w.detach().t()}, tmp_path / "m.pt")
+    torch.save(inner.state_dict(), tmp_path / "o.pt")
+    import_checkpoint(tmp_path / "m.pt", tmp_path / "c", optimizer=tmp_path / "o.pt")
+    model = Scaled()
+    ours = shard(model, torch.optim.AdamW(model.parameters(), lr=1.0), stage=2, group=solo())
+    zero.load(tmp_path / "c", ours)
+    assert torch.equal(model.t, plain.w.t())
+    with torch.no_grad():
+        plain.t.copy_(plain.w.t())
+    for m, o in ((plain, inner), (model, ours)):
+        m(torch.ones(1, 3)).backward()
+        o.step()
+        o.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    ours.close()
+
+
+def test_groups_whose_numbers_say_nothing_of_names_are_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    inner = torch.optim.SGD([{"params": model[1].parameters()}, {"params": model[0].parameters()}], lr=0.1)
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    torch.save(inner.state_dict(), tmp_path / "o.pt")
+    with pytest.raises(ValueError, match="2 groups, which say nothing of the model's order"):
+        import_checkpoint(tmp_path / "m.pt", tmp_path / "c", optimizer=tmp_path / "o.pt")
+    with pytest.raises(BadCheckpoint, match="no 'state' with 'param_groups'"):
+        import_checkpoint(tmp_path / "m.pt", tmp_path / "c", optimizer=tmp_path / "m.pt")
+    torch.save(torch.ones(1), tmp_path / "t.pt")
+    with pytest.raises(BadCheckpoint, match="it is a Tensor"):
+        import_checkpoint(tmp_path / "t.pt", tmp_path / "c")

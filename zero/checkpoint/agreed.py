@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from zero.comm.group import Group, exchange_texts
-from zero.errors import SaveFailed, ZeroError
+from zero.errors import RanksDiffer, SaveFailed, ZeroError
 
 Result = TypeVar("Result")
 
@@ -25,3 +26,13 @@ def agreed(group: Group, what: str, act: Callable[[], Result]) -> Result:
     if told:
         raise SaveFailed(f"{what} was asked for, but it failed on {'; '.join(told)}. Nothing was changed by it.") from error
     return result  # type: ignore[return-value]
+
+
+def asked_alike(group: Group, what: str, **asked: Any) -> None:
+    """Raises on all ranks where they call it with different arguments."""
+    texts = exchange_texts(group, json.dumps(asked))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise RanksDiffer(
+                f"{what} was asked for, but by rank 0 with {texts[0]} and by rank {rank} with {text}. Call it alike on all."
+            )

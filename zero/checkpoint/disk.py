@@ -13,6 +13,7 @@ from pathlib import Path
 
 Written = Callable[[int], None]  # told of every so many bytes
 
+_replacing = threading.Lock()
 _AT_ONCE = 8 * 2**20  # bytes that are read or written by one call
 _AHEAD = 2  # such parts that wait to be hashed while the next one is written
 
@@ -67,10 +68,11 @@ def write(path: Path, parts: Iterable[bytes | memoryview], written: Written = la
 def replace(path: Path, text: str) -> None:
     """Gives a small file another content: readers see the old one or the new one."""
     beside = path.with_name(f".{path.name}.saving")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(beside)  # of somebody who was stopped
-    write(beside, [text.encode()])
-    os.replace(beside, path)
+    with _replacing:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(beside)  # of somebody who was stopped
+        write(beside, [text.encode()])
+        os.replace(beside, path)
     sync_folder(path.parent)
 
 

@@ -21,6 +21,7 @@ from zero.checkpoint.tensors import write_stream
 from zero.plan.manifest import VALUE, Manifest
 
 INDEX = "model.safetensors.index.json"
+_ALIASES = "zero.aliases"
 _MODULES = "zero.modules"  # in a file's metadata: what modules keep beside tensors, typed
 
 
@@ -71,7 +72,7 @@ def read_export(out: str | os.PathLike[str]) -> dict[str, Any]:
             metadata.update(tensors.metadata() or {})
     modules = typed.decode(json.loads(metadata.pop(_MODULES, "{}")))
     found.update({f"{name}._extra_state" if name else "_extra_state": state for name, state in modules.items()})
-    found.update({alias: found[name] for alias, name in metadata.items() if name in found})
+    found.update({alias: found[name] for alias, name in json.loads(metadata.get(_ALIASES, "{}")).items()})
     return found
 
 
@@ -83,7 +84,8 @@ class _Exporting:
 
     def write_weights(self, out: Path, shard_bytes: int | None) -> list[Path]:
         sizes = self._sizes()
-        metadata = {"format": "pt", **self.manifest.aliases}
+        aliases = self.manifest.aliases  # by themselves as safetensors' own `load_model` wants them
+        metadata = {"format": "pt", **aliases, _ALIASES: json.dumps(aliases)}
         modules = typed.decode(self.manifest.training, self.lines.extra)["modules"]
         if modules:
             metadata[_MODULES] = json.dumps(typed.encode(modules, "modules"))
@@ -131,6 +133,7 @@ class _Exporting:
 
     def write_optimizer(self, out: Path) -> Path:
         """Tensors pass through files of their own: torch.save wants all of them at once, and reads them from there."""
+        out.parent.mkdir(parents=True, exist_ok=True)
         training = typed.decode(self.manifest.training, self.lines.extra)
         numbers: dict[str, int] = {}
         for group in training["groups"]:

@@ -8,6 +8,7 @@ finds it under its other name.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -18,10 +19,11 @@ from pathlib import Path
 
 from zero.checkpoint import disk
 from zero.errors import BadCheckpoint
-from zero.plan.manifest import ANOTHER, Manifest
+from zero.plan.manifest import ANOTHER, MARK, Manifest
 
 LATEST, MANIFEST = "latest", "manifest.json"
 _TAG = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]{0,199}")  # it becomes the name of a folder, on any system
+_being_written: set[Path] = set()  # by this process, which may train several models into one directory
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(saving-[0-9a-z]+|replaced)")
 
 
@@ -73,7 +75,7 @@ class Folder:
 
     def tags(self) -> list[str]:
         """Of all checkpoints, the oldest first."""
-        folders = [path for path in self._folders() if not path.name.startswith(".") and (path / MANIFEST).is_file()]
+        folders = [path for path in self._folders() if not path.name.startswith(".") and _is_checkpoint(path)]
         return [path.name for path in sorted(folders, key=lambda path: ((path / MANIFEST).stat().st_mtime_ns, path.name))]
 
     def _folders(self) -> Iterator[Path]:
@@ -88,12 +90,12 @@ class Folder:
     def begin(self, tag: str) -> Path:
         """A hidden folder to write to; what others left who were stopped goes."""
         target = self.path / tag
-        if target.exists() and not (target / MANIFEST).is_file():
+        if target.is_symlink() or (target.exists() and not _is_checkpoint(target)):
             raise FileExistsError(f"A checkpoint {target} was asked for, but something else has that name. Choose another tag.")
         self.path.mkdir(parents=True, exist_ok=True)
         for path in list(self._folders()):
             hidden = _HIDDEN.fullmatch(path.name)
-            if hidden is None:
+            if hidden is None or path in _being_written:
                 continue
             if path.name.endswith(".replaced") and not (self.path / hidden["tag"] / MANIFEST).is_file():
                 disk.rename(path, self.path / hidden["tag"])  # stopped between the two renames: the one before is the one
@@ -101,7 +103,13 @@ class Folder:
                 shutil.rmtree(path)
         made = self.path / f".{tag}.saving-{secrets.token_hex(4)}"
         os.mkdir(made)
+        _being_written.add(made)
         return made
+
+    def give_up(self, written: Path) -> None:
+        """Takes away what was written and not committed; nothing where it was."""
+        shutil.rmtree(written, ignore_errors=True)
+        _being_written.discard(written)
 
     def commit(self, written: Path, tag: str, manifest: Manifest, is_latest: bool = True) -> Path:
         """Makes what was written a checkpoint, and the pointer name it."""
@@ -110,9 +118,16 @@ class Folder:
         target, replaced = self.path / tag, self._replaced(tag)
         if target.exists():
             os.rename(target, replaced)
-        disk.rename(written, target)
-        if is_latest:
-            disk.replace(self.path / LATEST, f"{tag}\n")
+        try:
+            disk.rename(written, target)
+            if is_latest:
+                disk.replace(self.path / LATEST, f"{tag}\n")
+        except OSError:
+            with contextlib.suppress(OSError):  # all as it was, as far as that can be had
+                os.rename(target, written)
+            with contextlib.suppress(OSError):
+                os.rename(replaced, target)
+            raise
         if replaced.exists():
             disk.remove_folder(replaced)
         return target
@@ -123,6 +138,14 @@ class Folder:
         for tag in tags[: max(0, len(tags) - keep)]:
             if tag != latest:
                 disk.remove_folder(self.path / tag)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint of ours, damaged or not; whatever else is in the directory is never taken away."""
+    try:
+        return MARK.encode() in (path / MANIFEST).read_bytes()
+    except OSError:
+        return False
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -10,7 +10,6 @@ import fnmatch
 import logging
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from zero.checkpoint import typed
 from zero.checkpoint.folder import LATEST, Folder, file_of
 from zero.checkpoint.tensors import write_tensors
 from zero.errors import BadCheckpoint
-from zero.memory.flat import dtype_name
+from zero.memory.flat import dtype_name, goes_with_elements
 from zero.plan.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
 
 logger = logging.getLogger("zero")
@@ -79,7 +78,7 @@ def _write(found: _Found, folder: Folder, tag: str) -> Path:
         part, tensors, outlines = Part(), dict[str, torch.Tensor](), dict[str, Outline]()
         for name, value in found.values.items():
             state = found.state.get(name, {})
-            entries = {VALUE: value} | {key: entry for key, entry in state.items() if _goes_along(entry, value)}
+            entries = {VALUE: value} | {k: entry for k, entry in state.items() if goes_with_elements(k, entry, value.shape)}
             tensors.update({key_of(name, key, 0): entry.reshape(-1) for key, entry in entries.items()})
             part.stretches[name] = [(0, value.numel())]
             part.state[name] = {key: dtype_name(entry.dtype) for key, entry in entries.items() if key != VALUE}
@@ -92,19 +91,15 @@ def _write(found: _Found, folder: Folder, tag: str) -> Path:
             tensors[key] = tensor
             return key
 
-        nothing = {"optimizer": None, "step": 0, "skipped_steps": 0, "loss_scale": None, "engine": None, "scheduler": None}
-        training = {**nothing, "groups": found.groups, "modules": {}, "config": {}, "ranks": 0, **found.more}
+        nothing = {"optimizer": None, "step": 0, "skipped_steps": 0, "loss_scale": None, "engine": None, "schedule": None}
+        training = {**nothing, "scheduler": None, "groups": found.groups, "modules": {}, "config": {}, "ranks": 0, **found.more}
         coded = [typed.encode(value, what, keep) for value, what in ((training, "training"), (found.extra, "extra"))]
         part.file = File(file_of(0), *write_tensors(place / file_of(0), tensors))
         buffers = {name: Buffer(tuple(buffer.shape), dtype_name(buffer.dtype)) for name, buffer in found.buffers.items()}
         manifest = Manifest((part.file,), merged(outlines, [part]), buffers, found.aliases, *coded)
         return folder.commit(place, tag, manifest)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _goes_along(entry: Any, value: torch.Tensor) -> bool:
-    return isinstance(entry, torch.Tensor) and entry.dim() > 0 and entry.shape == value.shape
+        folder.give_up(place)
 
 
 # DeepSpeed's ------------------------------------------------------------------------------------------------------------
@@ -208,11 +203,15 @@ def _scale_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _from_torch(path: Path, optimizer: Any, patterns: Sequence[str]) -> _Found:
-    found, first = _Found(), dict[tuple[int, int], str]()
-    for name, tensor in _load(path).items():
+    found, first = _Found(), dict[Any, str]()
+    loaded = _load(path)
+    if not isinstance(loaded, Mapping):
+        raise BadCheckpoint(f"{path} was to be read as a model's state dict, but it is a {type(loaded).__name__}.")
+    for name, tensor in loaded.items():
         if not isinstance(tensor, torch.Tensor):
             raise BadCheckpoint(f"{path} was to be read, but {name} in it is a {type(tensor).__name__}, and not a tensor.")
-        one = first.setdefault((tensor.data_ptr(), tensor.numel()), name) if tensor.numel() else name
+        place = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+        one = first.setdefault(place, name) if tensor.numel() else name
         if one != name:
             found.aliases[name] = one
         elif not tensor.is_floating_point() or any(fnmatch.fnmatchcase(name, p) for p in (*_USUAL_BUFFERS, *patterns)):
@@ -225,11 +224,14 @@ def _from_torch(path: Path, optimizer: Any, patterns: Sequence[str]) -> _Found:
 
 
 def _take_numbered(found: _Found, state_dict: Mapping[str, Any]) -> None:
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    order = sorted(numbers)
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise BadCheckpoint("An optimizer's state dict was to be read, but there is no 'state' with 'param_groups' in it.")
+    order = sorted(number for group in state_dict["param_groups"] for number in group["params"])
     names = dict(zip(order, found.values, strict=False))
     wrong = None
-    if len(order) != len(found.values):
+    if len(state_dict["param_groups"]) > 1:  # torch numbers parameters group by group
+        wrong = f"it has {len(state_dict['param_groups'])} groups, which say nothing of the model's order"
+    elif len(order) != len(found.values):
         wrong = f"it has {len(order)} parameters, and the model {len(found.values)} that may be ones"
     for number, entries in state_dict["state"].items():
         shapes = {entry.shape for entry in entries.values() if isinstance(entry, torch.Tensor) and entry.dim() > 0}

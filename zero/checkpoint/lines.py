@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
 from zero.checkpoint.tensors import TensorFiles
-from zero.memory.flat import Form
-from zero.plan.manifest import VALUE, Manifest, buffer_key, key_of
+from zero.errors import BadCheckpoint
+from zero.memory.flat import Form, dtype_named
+from zero.plan.manifest import ANOTHER, VALUE, Manifest, buffer_key, key_of
 from zero.plan.spans import Span
 
 
@@ -33,6 +36,20 @@ class Lines:
                 here, there = found.shifted(-span.start), found.shifted(-stretch.start)
                 target[here.start : here.stop].copy_(source[there.start : there.stop])
 
+    def check(self, files: Collection[int]) -> None:
+        """Raises unless all that is said to lie in these files does, as what it is said to be. Reads no values."""
+        for name, stored in self._manifest.parameters.items():
+            for what in (VALUE, *stored.state):
+                dtype = self._dtype_of(name, what)
+                for stretch in stored.stretches:
+                    if stretch.file in files or stretch.file >= len(self._manifest.files):
+                        found = self._files.get(stretch.file, key_of(name, what, stretch.start), dtype).numel()
+                        if found != stretch.span.numel:
+                            raise BadCheckpoint(f"{what} of {name} has {found} elements from {stretch.start} on. {ANOTHER}")
+        for name, told in self._manifest.buffers.items():
+            if 0 in files and self._files.get(0, buffer_key(name), _dtype(told.dtype)).numel() != math.prod(told.shape):
+                raise BadCheckpoint(f"Buffer {name} has not the shape {told.shape} that the manifest gives. {ANOTHER}")
+
     def whole(self, name: str, what: str) -> torch.Tensor:
         """All of a parameter, or of an entry of its state, in its shape."""
         stored = self._manifest.parameters[name]
@@ -43,7 +60,7 @@ class Lines:
 
     def buffer(self, name: str) -> torch.Tensor:
         told = self._manifest.buffers[name]
-        return self._files.get(0, buffer_key(name), getattr(torch, told.dtype)).reshape(told.shape)
+        return self._files.get(0, buffer_key(name), _dtype(told.dtype)).reshape(told.shape)
 
     def extra(self, key: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
         """A tensor of the caller's own; a copy, as the file may go."""
@@ -57,5 +74,11 @@ class Lines:
 
     def _dtype_of(self, name: str, what: str) -> torch.dtype:
         stored = self._manifest.parameters[name]
-        found: torch.dtype = getattr(torch, stored.value_dtype if what == VALUE else stored.state[what])
-        return found
+        return _dtype(stored.value_dtype if what == VALUE else stored.state[what])
+
+
+def _dtype(name: str) -> torch.dtype:
+    try:
+        return dtype_named(name)
+    except ValueError as error:
+        raise BadCheckpoint(f"{error} {ANOTHER}") from error

@@ -17,6 +17,7 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 class Named:
     """A model by canonical names. What has several is listed by the first one; the others are its aliases."""
 
+
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent ones
     modules: dict[str, nn.Module] = field(default_factory=dict)  # that keep more than tensors
@@ -25,11 +26,9 @@ class Named:
     @staticmethod
     def of(model: nn.Module) -> Named:
         named = Named()
-        found = [(_unwrapped(name), tensor) for name, tensor in _tensors_of(model)]
-        inner = _common_wrapper([name for name, _ in found])
         first: dict[int, str] = {}
-        for name, tensor in found:
-            name = _within(name, inner)
+        for name, tensor in _tensors_of(model):
+            name = _unwrapped(name)
             if first.setdefault(id(tensor), name) != name:
                 named.aliases[name] = first[id(tensor)]
             elif isinstance(tensor, nn.Parameter):
@@ -38,7 +37,7 @@ class Named:
                 named.buffers[name] = tensor
         for name, module in model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
-                named.modules[_within(_unwrapped(name), inner)] = module
+                named.modules[_unwrapped(name)] = module
         return named
 
 
@@ -51,8 +50,8 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
         yield from ((before + name, buffer) for name, buffer in kept if buffer is not None)
 
 
-def _common_wrapper(names: Collection[str]) -> int:
-    """How many times everything lies in one attribute `module`, as what parallel wrappers call what they wrap."""
+def num_wrappers(names: Collection[str]) -> int:
+    """How many times everything lies in one attribute `module`, as what people write around a model calls it."""
     depth = 0
     parts = [name.split(".") for name in names]
     while parts and all(len(path) > depth + 1 and path[depth] == "module" for path in parts):
@@ -64,5 +63,6 @@ def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _within(name: str, inner: int) -> str:
-    return ".".join(name.split(".")[inner:])
+def rewrapped(name: str, before: int, after: int) -> str:
+    """A name in so many wrappers as it is in so many others."""
+    return ".".join(["module"] * after + name.split(".")[before:])

@@ -67,7 +67,7 @@ def _bytes(
 
 
 def _host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    line = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    line = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
     for part in torch.split(line, max(1, _MOST_ON_HOST // line.dtype.itemsize)) if not line.is_cpu else (line,):
         if part.numel():
             host: Any = part.cpu().view(torch.uint8).numpy()
@@ -84,6 +84,8 @@ class TensorFiles:
 
     def get(self, file: int, key: str, dtype: torch.dtype) -> torch.Tensor:
         """A whole tensor of a file, flat."""
+        if not 0 <= file < len(self._names):
+            raise BadCheckpoint(f"{key} was to be read from file {file} of {len(self._names)} in {self._folder}. {ANOTHER}")
         path = self._folder / self._names[file]
         try:
             if file not in self._open:
@@ -93,12 +95,11 @@ class TensorFiles:
         except (SafetensorError, OSError) as error:
             raise BadCheckpoint(f"{key} was to be read from {path}, but that failed: {error}. {ANOTHER}") from error
         flat = found.reshape(-1)
-        return flat if flat.dtype == dtype else flat.view(torch.uint8).view(dtype)
-
-    def keys(self, file: int) -> list[str]:
-        path = self._folder / self._names[file]
-        with safe_open(path, framework="pt", device="cpu") as opened:
-            return list(opened.keys())
+        if flat.dtype == dtype:
+            return flat
+        if dtype in _NAMES or flat.dtype != torch.uint8:  # only what the format has no name for lies as bytes
+            raise BadCheckpoint(f"{key} was to be read from {path} as {dtype}, but it is {flat.dtype}. {ANOTHER}")
+        return flat.view(dtype)
 
     def close(self) -> None:
         for opened in self._open.values():

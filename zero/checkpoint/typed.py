@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from zero.memory.flat import dtype_named
+
 _INLINE_BYTES = 1024  # of a tensor; a larger one goes to a file
 _CONTAINERS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
 _MAPPINGS: dict[type, str] = {dict: "dict", collections.OrderedDict: "ordered", collections.Counter: "counter"}
@@ -112,11 +114,13 @@ def _simple(value: Any) -> dict[str, Any] | None:
     if isinstance(value, pathlib.PurePath) and kind is type(pathlib.Path()):
         return _tagged("path", str(value))
     if kind in (datetime.datetime, datetime.date, datetime.time):
-        return _tagged(kind.__name__, value.isoformat())
+        zone, fold = getattr(value, "tzinfo", None), getattr(value, "fold", 0)
+        return None if fold or type(zone) not in (type(None), datetime.timezone) else _tagged(kind.__name__, value.isoformat())
     if kind is datetime.timedelta:
         return _tagged("timedelta", [value.days, value.seconds, value.microseconds])
     if kind in (range, slice):
-        return _tagged(kind.__name__, [value.start, value.stop, value.step])
+        parts = [value.start, value.stop, value.step]
+        return _tagged(kind.__name__, parts) if all(part is None or type(part) is int for part in parts) else None
     if kind.__module__ == "numpy" and hasattr(value, "dtype"):
         return _numpy(value)
     return None
@@ -124,7 +128,7 @@ def _simple(value: Any) -> dict[str, Any] | None:
 
 def _numpy(value: Any) -> dict[str, Any] | None:
     name, is_array = value.dtype.str, type(value).__name__ == "ndarray"
-    if value.dtype.hasobject or value.dtype.fields is not None or not (is_array or value.shape == ()):
+    if value.dtype.kind not in "biufc" or not (is_array or value.shape == ()):
         return None
     return _tagged("array" if is_array else "scalar", [name, list(value.shape), base64.b64encode(value.tobytes()).decode()])
 
@@ -152,7 +156,7 @@ def decode(coded: Any, fetch: Fetch | None = None) -> Any:
         return collections.deque([decode(item, fetch) for item in value[0]], value[1])
     if name == "tensor in a file" and fetch is not None:
         dtype, shape, key = value
-        return fetch(key, getattr(torch, dtype), shape)
+        return fetch(key, dtype_named(dtype), shape)
     make = _MADE.get(name)
     if make is None:
         raise ValueError(f"A value of type {name!r} was to be read, which no version of this format has. {value!r:.60}")
@@ -161,7 +165,7 @@ def decode(coded: Any, fetch: Fetch | None = None) -> Any:
 
 def _tensor_from(value: Any) -> torch.Tensor:
     dtype, shape, data = value
-    kind: torch.dtype = getattr(torch, dtype)
+    kind = dtype_named(dtype)
     flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=kind) if data else torch.empty(0, dtype=kind)
     return flat.reshape(shape)
 
@@ -178,7 +182,7 @@ _MADE: dict[str, Callable[[Any], Any]] = {
     "complex": lambda value: complex(*struct.unpack("<dd", bytes.fromhex(value))),
     "bytes": base64.b64decode,
     "bytearray": lambda value: bytearray(base64.b64decode(value)),
-    "dtype": lambda value: getattr(torch, value),
+    "dtype": dtype_named,
     "device": torch.device,
     "path": pathlib.Path,
     "datetime": datetime.datetime.fromisoformat,
@@ -205,7 +209,8 @@ def first_difference(one: Any, other: Any, path: str) -> str | None:
             return path
         pairs = zip(one.items(), other.items(), strict=True)
         keys = (first_difference(a, c, f"{path} (a key)") for (a, _), (c, _) in pairs)
-        values = (first_difference(value, other[key], f"{path}[{key!r}]") for key, value in one.items())
+        both = zip(one.items(), other.values(), strict=True)
+        values = (first_difference(value, theirs, f"{path}[{key!r}]") for (key, value), theirs in both)
         return next((at for at in itertools.chain(list(keys), values) if at is not None), None)
     if isinstance(one, (list, tuple, collections.deque)):
         if len(one) != len(other) or getattr(one, "maxlen", None) != getattr(other, "maxlen", None):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -109,7 +108,7 @@ class Writer:
 
     def give_up(self) -> None:
         if self.rank == 0:
-            shutil.rmtree(self.place, ignore_errors=True)
+            self.folder.give_up(self.place)
 
     def _await(self, rank: int) -> str:
         deadline = time.monotonic() + self.timeout_s
@@ -140,7 +139,8 @@ class Saving:
         self._group = group
         self._work = work
         self._error: Exception | None = None
-        self._told = False
+        self.told = False  # on all ranks, how it went
+        self._failure: SaveFailed | None = None
         self._thread: threading.Thread | None = None
         if in_background:
             self._thread = threading.Thread(target=self._run, name="zero.save")
@@ -163,17 +163,20 @@ class Saving:
     def wait(self) -> Path:
         """Where the checkpoint lies, once it is complete; raises on all ranks where one of them could not write. A collective,
         the first time."""
-        if self._told:
+        if self._failure is not None:
+            raise self._failure
+        if self.told:
             return self.path
         if self._thread is not None:
             self._thread.join()
         error = self._error
         texts = exchange_texts(self._group, "" if error is None else f"{type(error).__name__}: {error}")
-        self._told = True
+        self.told = True
         told = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
         if told:
-            raise SaveFailed(
+            self._failure = SaveFailed(
                 f"Checkpoint {self.path} was to be written, but that failed on {'; '.join(told)}. The checkpoints before it "
                 "are as they were. Save again when there is room and leave to write."
-            ) from error
+            )
+            raise self._failure from error
         return self.path

@@ -28,6 +28,22 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+_NOT_ELEMENTWISE = {"step", "eta", "mu", "mu_product"}  # 0-dim entries of torch's own optimizers
+
+
+def goes_with_elements(key: str, value: object, shape: torch.Size) -> bool:
+    """Whether an entry of the optimizer's state has a number for every element; of 0-dim parameters the shape does not tell."""
+    return isinstance(value, torch.Tensor) and value.shape == shape and key not in _NOT_ELEMENTWISE
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """What `dtype_name` gave, of any dtype."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"A tensor of dtype {name!r} was to be read, but torch has none of that name.")
+    return found
+
+
 @dataclass(frozen=True)
 class Form:
     """How a parameter's elements lie in its slot: dense, in the order of its own strides, so that a channels-last

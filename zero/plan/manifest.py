@@ -18,6 +18,7 @@ from zero.errors import BadCheckpoint, SaveFailed
 from zero.plan.spans import Span
 
 FORMAT, VERSION = "zero checkpoint", 1
+MARK = f'"format":"{FORMAT}"'  # in the text of every manifest
 VALUE = "value"  # what a parameter's own elements are called, beside the entries of its state
 
 

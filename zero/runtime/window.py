@@ -54,7 +54,7 @@ class Window:
         self.used = 0  # parameters that some rank had a gradient for, as agreed when the window last settled
         self.put = 0  # parameters whose .grad holds a stand-in of ours
         self.since = Since()
-        self._lay = lay
+        self.lay = lay
         self._stand_ins: list[StandIn] = []
         self._at_work = threading.RLock()  # backwards of several threads may meet here
         shares.settle_through(self.settle_once)
@@ -208,7 +208,7 @@ class Window:
             for index in set_bits(agreement.removed | agreement.replaced):
                 self.shares.zero(index)
             fresh = [index for index in set_bits(agreement.used) if not self._laid_out(index)]
-            new = self._lay(fresh) if fresh else ()
+            new = self.lay(fresh) if fresh else ()
             wide = agreement.wide | sum(1 << bucket for bucket in new) & reducer.line.narrow_buckets
             for index in set_bits(found.local):
                 self._collect_local(index, agreement.weight)

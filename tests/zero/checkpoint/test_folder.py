@@ -5,7 +5,7 @@ import os
 import pytest
 
 from zero.checkpoint import disk
-from zero.checkpoint.folder import LATEST, MANIFEST, Folder, check_tag, read_manifest
+from zero.checkpoint.folder import LATEST, MANIFEST, Folder, _being_written, check_tag, read_manifest
 from zero.errors import BadCheckpoint
 from zero.plan.manifest import File, Manifest, Outline, Part, Stored, Stretch, merged
 
@@ -53,6 +53,7 @@ def test_who_was_stopped_while_one_takes_the_place_of_another_leaves_one_of_the_
     os.rename(old, tmp_path / ".a.replaced")
     if stopped_before == "the one before went":
         os.rename(written, tmp_path / "a")
+    _being_written.clear()  # by nobody who lives
     found = {} if stopped_before == "the new one took its place" else {"x": "y"}
     assert read_manifest(folder.find(None)).aliases == found
     saved(folder, "b")
@@ -65,11 +66,34 @@ def test_something_of_another_kind_is_never_taken_away(tmp_path):
     (tmp_path / "a" / "precious").write_text("x")
     with pytest.raises(FileExistsError, match="something else has that name"):
         Folder(tmp_path).begin("a")
+    (tmp_path / "a" / MANIFEST).write_text('{"name": "a web page"}')
+    with pytest.raises(FileExistsError, match="something else has that name"):
+        Folder(tmp_path).begin("a")
+    os.symlink(tmp_path / "a", tmp_path / "link")
+    with pytest.raises(FileExistsError, match="something else has that name"):
+        Folder(tmp_path).begin("link")
     folder = Folder(tmp_path)
     saved(folder, "b")
     saved(folder, "c")
     folder.prune(1)
-    assert sorted(os.listdir(tmp_path)) == ["a", "c", LATEST]
+    assert sorted(os.listdir(tmp_path)) == ["a", "c", LATEST, "link"]
+
+
+@pytest.mark.parametrize("tag", ["a", "b"])
+def test_a_pointer_that_cannot_be_written_leaves_all_as_it_was(tag, tmp_path, monkeypatch):
+    folder = Folder(tmp_path)
+    saved(folder, "a")
+    written = folder.begin(tag)
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(disk, "replace", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        folder.commit(written, tag, Manifest((), {}, {}, {"x": "y"}))
+    folder.give_up(written)
+    assert sorted(os.listdir(tmp_path)) == ["a", LATEST]
+    assert read_manifest(folder.find(None)) == NOTHING
 
 
 def test_pruning_keeps_the_newest_and_the_one_that_the_pointer_names(tmp_path):
