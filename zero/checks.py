@@ -14,7 +14,7 @@ from accelerators import Accelerator
 from zero.comm.group import Group, exchange_about
 from zero.errors import RanksDiffer
 from zero.lion import Lion
-from zero.memory.flat import DTYPES, overlapping
+from zero.memory.flat import DTYPES, bytes_of, overlapping
 from zero.runtime.one_pass import Kind, OnePass
 from zero.runtime.params import Params
 
@@ -280,4 +280,4 @@ def check_weights(params: Params, group: Group) -> None:
 
 def bits_of(tensor: torch.Tensor) -> bytes:
     """A digest of the values."""
-    return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()[:BITS]
+    return hashlib.sha256(bytes_of(tensor)).digest()[:BITS]

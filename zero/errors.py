@@ -5,7 +5,7 @@ ZeroError                 the world is not as training needs it
 |-- RankFailed            another rank reported an error of its own
 |-- GroupLost             a collective failed or timed out; the group is of no use any more
 |-- BadCheckpoint         a checkpoint lacks something, or is damaged
-|-- SaveFailed            a checkpoint could not be written; the ones before it are as they were
+|-- CheckpointFailed      a save or a load failed on some rank; what was there before it is as it was
 `-- NonFinite             gradients are not finite, and the policy is to raise
 
 A caller's mistake is a ValueError or a TypeError, as everywhere in Python.
@@ -34,8 +34,8 @@ class BadCheckpoint(ZeroError):
     """A checkpoint lacks something, or is damaged."""
 
 
-class SaveFailed(ZeroError):
-    """A checkpoint could not be written; the ones before it are as they were."""
+class CheckpointFailed(ZeroError):
+    """A save or a load failed on some rank; what was there before it is as it was."""
 
 
 class NonFinite(ZeroError):

@@ -21,9 +21,10 @@ from zero.checkpoint.names import num_wrappers, rewrapped
 from zero.checkpoint.random_state import put_back
 from zero.errors import BadCheckpoint
 from zero.loss_scaling import loaded_scale
+from zero.memory.flat import dtype_named
 from zero.plan.manifest import ANOTHER, VALUE, Buffer, Manifest, Stored
 from zero.saving import Shown, finish_saving, shown
-from zero.state import lies_nowhere, stands_beside, take_settings
+from zero.state import lies_nowhere, plain_entry, take_settings
 
 if TYPE_CHECKING:
     from zero.engine import Engine
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zero")
 
 _MOST_NAMED = 5
-TRAINING = {"optimizer", "groups", "step", "skipped_steps", "loss_scale", "engine", "schedule", "scheduler", "modules", "ranks"}
+_TRAINING = {
+    "optimizer", "groups", "step", "skipped_steps", "loss_scale", "engine", "schedule", "scheduler", "modules", "ranks",
+}  # fmt: skip
 
 
 def load(
@@ -146,7 +149,7 @@ class _Loading:
         """Reads what is no tensor of a parameter, and raises unless the optimizer is the one whose state was saved."""
         self.training = typed.decode(self._manifest.training, self._lines.extra)
         self.extra = typed.decode(self._manifest.extra, self._lines.extra)
-        lacking = TRAINING - self.training.keys()
+        lacking = _TRAINING - self.training.keys()
         if lacking:
             raise BadCheckpoint(f"A load was asked for, but the manifest lacks {', '.join(sorted(lacking))}. {ANOTHER}")
         modules, own = self.training["modules"], self._about.named.modules
@@ -253,22 +256,20 @@ class _Loading:
     def _fill_pieces(self, index: int, name: str) -> None:
         parts, inner, source = self._about.parts, self._about.optimizer.inner, self._source(name)
         form, stored = parts.window.shares.forms[index], self._manifest.parameters[source]
-        beside = stands_beside(parts, inner, index)
         for piece, master in parts.masters.of(index):
             self._lines.copy(source, VALUE, form, piece.in_param, master.detach())
             if not self._states:
                 continue
             before, entries = inner.state.pop(master, {}), {}
             for key, dtype in stored.state.items():
-                wide = getattr(torch, dtype)
+                wide = dtype_named(dtype)
                 wide = master.dtype if wide.is_floating_point else wide
                 held = before.get(key)
                 fits = isinstance(held, torch.Tensor) and held.shape == master.shape and held.dtype == wide
                 entries[key] = held if fits else torch.empty_like(master, dtype=wide)
                 self._lines.copy(source, key, form, piece.in_param, entries[key].detach())
             for key, value in self._plain[source].items():
-                is_tensor = isinstance(value, torch.Tensor)
-                entries[key] = value.to(master.device if beside else value.device, copy=True) if is_tensor else value
+                entries[key] = plain_entry(parts, inner, index, value)
             if entries:
                 inner.state[master] = entries
 

@@ -6,12 +6,11 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zero.checkpoint.writing import Saving
 from zero.checks import check_original, check_used, check_weights
 from zero.config import DEFAULT_BUCKET_BYTES, ZeroConfig
 from zero.construction import construct, reduction
@@ -21,6 +20,9 @@ from zero.parts import Parts
 from zero.plan.loss_scale import LossScale
 from zero.served import check_plain, check_served
 from zero.state import load_state, whole_state, whole_state_dict
+
+if TYPE_CHECKING:
+    from zero.checkpoint.writing import Saving
 
 _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",

@@ -23,7 +23,7 @@ from zero.config import ZeroConfig
 from zero.deepspeed_meaning import Implied
 from zero.engine import Engine
 from zero.engine_setup import Source, effective, given_optimizer, move, own_optimizer, read_config
-from zero.memory.flat import dtype_name, sum_dtype
+from zero.memory.flat import bytes_of, dtype_name, sum_dtype
 from zero.optimizer import ShardedOptimizer
 from zero.reference import PlainRun, callable_of
 from zero.served import check_served
@@ -131,7 +131,7 @@ class _Subject:
             state.update({key: value.to(param.device) for key, value in state.items() if _is_elementwise(value, param)})
         for tensor in (*own.parameters(), *own.buffers()):
             if tensor.numel():
-                first = group.exchange(_bytes_of(tensor))[0]
+                first = group.exchange(bytes_of(tensor))[0]
                 tensor.data.copy_(torch.frombuffer(bytearray(first), dtype=tensor.dtype).reshape(tensor.shape))
         return _Subject(own, given, None if is_made else optimizer, config, group)
 
@@ -283,8 +283,3 @@ def _first_of_all(mine: tuple[int, Difference] | None, group: Group) -> Differen
 
 def _is_elementwise(value: Any, param: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    found: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return found

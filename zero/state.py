@@ -19,12 +19,14 @@ from zero.checks import KERNELS
 from zero.comm.group import exchange_texts
 from zero.errors import ZeroError
 from zero.memory.flat import dtype_name, goes_with_elements, sum_dtype
+from zero.memory.masters import exact
 
 if TYPE_CHECKING:
     from zero.parts import Parts
     from zero.plan.layout import Piece
 
 logger = logging.getLogger("zero")
+
 
 def whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> dict[str, Any]:
     """One parameter's state as plain torch would hold it; a collective. Empty where no rank has any."""
@@ -45,7 +47,7 @@ def whole_state_dict(parts: Parts, inner: torch.optim.Optimizer) -> dict[str, An
             dtype = sum_dtype(parts.params.tensors[param].dtype)
             masters[name] = parts.at_home(param, parts.window.shares.whole(param, parts.masters.shard.piece, dtype))
             if param in elsewhere:
-                masters[name] = _with_edits(masters[name], parts.params.tensors[param])
+                masters[name] = exact(parts.params.tensors[param].detach().to(masters[name].device), masters[name])
     index, names = parts.params.index, parts.params.names
     groups = []
     for group in inner.param_groups:
@@ -55,16 +57,10 @@ def whole_state_dict(parts: Parts, inner: torch.optim.Optimizer) -> dict[str, An
     return {**found, "kernels": parts.config.kernels}
 
 
-def _with_edits(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The exact value of a weight: its master, except where it is not that one's rounded value."""
-    weight = weight.detach().to(master.device)
-    return torch.where(weight != master.to(weight.dtype), weight.to(master.dtype), master)
-
-
 def edited(parts: Parts, param: int, piece: Piece, master: torch.Tensor) -> torch.Tensor:
-    """The same of one piece, for a parameter that lies elsewhere than it was put."""
+    """The exact value of one piece, for a parameter that lies elsewhere than it was put."""
     line = parts.window.shares.forms[param].line(parts.params.tensors[param].detach())
-    return _with_edits(master, line[piece.in_param.start : piece.in_param.stop])
+    return exact(line[piece.in_param.start : piece.in_param.stop].to(master.device), master)
 
 
 def _has_copy(parts: Parts, param: int) -> bool:
@@ -115,7 +111,7 @@ def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[s
         if name in states and lies_nowhere(parts, param):
             inner.state[parts.params.tensors[param]] = copy.deepcopy(dict(states[name]))
         elif name in states:
-            give_pieces(parts, inner, param, states[name], set(elementwise))
+            _give_pieces(parts, inner, param, states[name], set(elementwise))
         if name in masters and _has_copy(parts, param):
             line = parts.window.shares.forms[param].line(masters[name])
             for piece, master in parts.masters.of(param):
@@ -168,34 +164,34 @@ def adopt_state(parts: Parts, inner: torch.optim.Optimizer) -> None:
         state = inner.state.pop(tensor, None)
         if state:
             keys = {key for key, value in state.items() if goes_with_elements(key, value, tensor.shape)}
-            give_pieces(parts, inner, param, state, keys)
+            _give_pieces(parts, inner, param, state, keys)
 
 
 def lies_nowhere(parts: Parts, param: int) -> bool:
     return parts.line.layout.slots[param] is None
 
 
-def stands_beside(parts: Parts, inner: torch.optim.Optimizer, param: int) -> bool:
-    """Whether torch wants what goes with no element, such as a step count, where the parameter is."""
+def plain_entry(parts: Parts, inner: torch.optim.Optimizer, param: int, value: Any) -> Any:
+    """A copy of what goes with no element, such as a step count, where torch wants it."""
+    if not isinstance(value, torch.Tensor):
+        return value
     settings = inner.param_groups[parts.line.layout.params[param].group]
-    return bool(settings.get("fused") or settings.get("capturable"))
+    beside = settings.get("fused") or settings.get("capturable")
+    return value.to(parts.masters.of(param)[0][1].device if beside else value.device, copy=True)
 
 
-def give_pieces(
+def _give_pieces(
     parts: Parts, inner: torch.optim.Optimizer, param: int, state: Mapping[str, Any], elementwise: set[str]
 ) -> None:
     form = parts.window.shares.forms[param]
-    beside = stands_beside(parts, inner, param)
     for piece, master in parts.masters.of(param):
         own: dict[str, Any] = {}
         for key, value in state.items():
             if key in elementwise:
                 line = form.line(value.to(master.device))
                 own[key] = line[piece.in_param.start : piece.in_param.stop].clone()
-            elif isinstance(value, torch.Tensor):
-                own[key] = value.to(master.device if beside else value.device, copy=True)
             else:
-                own[key] = value
+                own[key] = plain_entry(parts, inner, param, value)
         inner.state[master] = own
 
 

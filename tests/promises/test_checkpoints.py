@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -37,7 +38,7 @@ from zero.checkpoint import disk
 from zero.checks import ELEMENTWISE
 from zero.comm.loopback import run_ranks, solo
 from zero.engine import Engine
-from zero.errors import BadCheckpoint, RanksDiffer, SaveFailed
+from zero.errors import BadCheckpoint, CheckpointFailed, RanksDiffer
 from zero.lion import Lion
 from zero.optimizer import shard
 
@@ -314,7 +315,6 @@ def test_a_compiled_training_goes_on_eagerly_and_the_other_way_round(tmp_path):
 
 
 def test_random_numbers_of_python_numpy_and_torch_go_on(tmp_path):
-    numpy = pytest.importorskip("numpy")
     with training() as optimizer:
         zero.save(tmp_path, optimizer)
         first = random.random(), numpy.random.rand(), torch.rand(3).tolist()
@@ -344,7 +344,8 @@ def test_a_save_in_the_middle_of_a_window_is_refused_on_all_ranks_and_leaves_not
                 nn.utils.clip_grad_norm_(optimizer.model.parameters(), 1.0)
             if how == "between micro-steps":
                 target.step()
-            with pytest.raises((ValueError, SaveFailed), match=r"in the middle of an accumulation.*no step has used") as caught:
+            refused = r"in the middle of an accumulation.*no step has used"
+            with pytest.raises((ValueError, CheckpointFailed), match=refused) as caught:
                 zero.save(tmp_path, target)
             if how == "on one rank":
                 assert "rank 1: " in str(caught.value)
@@ -661,7 +662,7 @@ def full_disk_on(rank_of_trouble, rank, world, folder, how):
     try:
         zero.save(target, optimizer, "after", extra=torch.zeros(10**4))
         told = None
-    except SaveFailed as error:
+    except CheckpointFailed as error:
         told = type(error).__name__, str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -688,7 +689,7 @@ def test_a_rank_that_cannot_write_is_named_on_all_and_nothing_is_left_of_it(trou
     told = {told for told, _ in found}
     assert len(told) == 1
     kind, message = told.pop()
-    assert kind == "SaveFailed"
+    assert kind == "CheckpointFailed"
     named = 1 if how == "another place" else trouble  # of two places, rank 1's is not the one that rank 0 made
     assert f"rank {named}: " in message
     assert [there for _, there in found] == [["before", "latest"]] * 2
@@ -729,7 +730,7 @@ def test_a_damaged_file_is_named_on_all_ranks_and_the_training_stays_as_it_was(n
         with training(group) as optimizer:
             train(optimizer, [7, 8], group.rank, group.size)
             before, drawn = everything(optimizer), torch.get_rng_state()
-            with pytest.raises((BadCheckpoint, SaveFailed, FileNotFoundError), match=name.replace(".", r"\.")):
+            with pytest.raises((BadCheckpoint, CheckpointFailed, FileNotFoundError), match=name.replace(".", r"\.")):
                 zero.load(tmp_path, optimizer)
             assert first_difference(before, everything(optimizer)) is None
             assert torch.equal(drawn, torch.get_rng_state())
@@ -784,7 +785,7 @@ def test_a_schedule_or_a_module_that_refuses_what_was_saved_leaves_all_ranks_as_
                 real(state)
 
             schedule.load_state_dict = refuse_once
-        with pytest.raises((ValueError, SaveFailed), match=asked):
+        with pytest.raises((ValueError, CheckpointFailed), match=asked):
             zero.load(tmp_path, optimizer, scheduler=loading)
         optimizer.model[0].refuses = False
         vars(schedule).pop("load_state_dict", None)
@@ -884,10 +885,10 @@ def test_a_save_that_only_one_rank_calls_is_told_so_within_seconds(tmp_path):
 
 BAD_ON_RANK_1 = {
     "another tag": ({"tag": "b"}, RanksDiffer, r"rank 1 with {\"tag\": \"b\""),
-    "no directory": ({"directory": None}, SaveFailed, "rank 1: TypeError"),
-    "a bad tag": ({"tag": "b/c"}, SaveFailed, "rank 1: ValueError: A checkpoint with the tag 'b/c'"),
+    "no directory": ({"directory": None}, CheckpointFailed, "rank 1: TypeError"),
+    "a bad tag": ({"tag": "b/c"}, CheckpointFailed, "rank 1: ValueError: A checkpoint with the tag 'b/c'"),
     "another number to keep": ({"keep_last": 3}, RanksDiffer, "rank 1 with"),
-    "nothing to keep": ({"keep_last": 0}, SaveFailed, "rank 1: ValueError: keep_last=0"),
+    "nothing to keep": ({"keep_last": 0}, CheckpointFailed, "rank 1: ValueError: keep_last=0"),
 }
 
 
@@ -914,7 +915,7 @@ def test_a_bad_argument_on_one_rank_is_told_on_all_before_anything_is_written(ba
 def test_what_cannot_be_stored_is_refused_at_save_with_the_path_to_it(extra, path, tmp_path):
     def program(group):
         with training(group) as optimizer:
-            with pytest.raises((ValueError, SaveFailed), match=path):
+            with pytest.raises((ValueError, CheckpointFailed), match=path):
                 zero.save(tmp_path, optimizer, extra=extra)
 
     on_threads(2, program)
@@ -974,7 +975,7 @@ def test_old_checkpoints_go_only_when_the_new_one_is_complete(tmp_path, monkeypa
             zero.save(tmp_path, optimizer, keep_last=2)
         assert sorted(os.listdir(tmp_path)) == ["global_step2", "global_step3", "latest"]
         monkeypatch.setattr(disk, "sync_folder", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-        with pytest.raises(SaveFailed, match="Input/output error"):
+        with pytest.raises(CheckpointFailed, match="Input/output error"):
             zero.save(tmp_path, optimizer, "broken", keep_last=1)
         assert sorted(os.listdir(tmp_path)) == ["global_step2", "global_step3", "latest"]
 
@@ -1081,9 +1082,9 @@ def test_a_writer_that_fails_in_the_background_is_told_on_all_ranks_at_the_next_
                 "save": lambda: zero.save(tmp_path, optimizer, "next"),
                 "load": lambda: zero.load(tmp_path, optimizer),
             }[then]
-            with pytest.raises(SaveFailed, match=rf"broken was to be written.*rank {trouble}: .*No space left on device"):
+            with pytest.raises(CheckpointFailed, match=rf"broken was to be written.*rank {trouble}: .*No space left on device"):
                 call()
-            with pytest.raises(SaveFailed, match="broken was to be written"):
+            with pytest.raises(CheckpointFailed, match="broken was to be written"):
                 saving.wait()  # as often as somebody asks
             zero.load(tmp_path, optimizer, "good")
 

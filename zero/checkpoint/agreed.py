@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from zero.comm.group import Group, exchange_texts
-from zero.errors import RanksDiffer, SaveFailed, ZeroError
+from zero.errors import CheckpointFailed, RanksDiffer, ZeroError
 
 Result = TypeVar("Result")
 
@@ -24,7 +24,8 @@ def agreed(group: Group, what: str, act: Callable[[], Result]) -> Result:
     if isinstance(error, (ValueError, TypeError, FileNotFoundError, ZeroError)) and len(told) == len(texts):
         raise error  # which all of them see
     if told:
-        raise SaveFailed(f"{what} was asked for, but it failed on {'; '.join(told)}. Nothing was changed by it.") from error
+        where = "; ".join(told)
+        raise CheckpointFailed(f"{what} was asked for, but it failed on {where}. Nothing was changed by it.") from error
     return result  # type: ignore[return-value]
 
 

@@ -18,6 +18,7 @@ from zero.checkpoint.bar import Bar
 from zero.checkpoint.folder import Folder, check_file, read_manifest
 from zero.checkpoint.lines import Lines
 from zero.checkpoint.tensors import write_stream
+from zero.memory.flat import bytes_of
 from zero.plan.manifest import VALUE, Manifest
 
 INDEX = "model.safetensors.index.json"
@@ -152,7 +153,7 @@ class _Exporting:
         for key in stored.state:
             tensor = self.lines.whole(name, key).contiguous()
             file = scratch.with_name(f"{scratch.name}.{len(found)}")
-            file.write_bytes(typed.bytes_of(tensor))
+            file.write_bytes(bytes_of(tensor))
             mapped = torch.from_file(str(file), size=tensor.numel(), dtype=tensor.dtype) if tensor.numel() else tensor
             found[key] = mapped.reshape(tensor.shape)
         return found

@@ -21,12 +21,15 @@ class Lines:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._manifest = manifest
         self._files = TensorFiles(folder, [file.name for file in manifest.files])
+        self._turned: tuple[tuple[str, str, Form] | None, torch.Tensor] = None, torch.empty(0)  # what was last asked for so
 
     def copy(self, name: str, what: str, form: Form, span: Span, target: torch.Tensor) -> None:
         """Copies a stretch of a parameter, or of an entry of its state, as it lies in a slot of this form."""
         stored = self._manifest.parameters[name]
         if stored.order != form.order:
-            target.copy_(form.line(self.whole(name, what))[span.start : span.stop])
+            if self._turned[0] != (name, what, form):  # once for all of its pieces
+                self._turned = (name, what, form), form.line(self.whole(name, what))
+            target.copy_(self._turned[1][span.start : span.stop])
             return
         dtype = self._dtype_of(name, what)
         for stretch in stored.stretches:

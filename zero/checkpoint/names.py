@@ -17,7 +17,6 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 class Named:
     """A model by canonical names. What has several is listed by the first one; the others are its aliases."""
 
-
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent ones
     modules: dict[str, nn.Module] = field(default_factory=dict)  # that keep more than tensors

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zero.memory.flat import dtype_named
+from zero.memory.flat import bytes_of, dtype_name, dtype_named
 
 _INLINE_BYTES = 1024  # of a tensor; a larger one goes to a file
 _CONTAINERS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
@@ -86,8 +86,8 @@ class _Encoder:
         if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
             raise ValueError(f"A checkpoint of {path} was asked for, but it is no dense tensor with values. Make it one.")
         if self._keep is not None and value.nbytes > _INLINE_BYTES:
-            return _tagged("tensor in a file", [_name_of(value.dtype), list(value.shape), self._keep(value.detach())])
-        return _tagged("tensor", [_name_of(value.dtype), list(value.shape), base64.b64encode(bytes_of(value)).decode()])
+            return _tagged("tensor in a file", [dtype_name(value.dtype), list(value.shape), self._keep(value.detach())])
+        return _tagged("tensor", [dtype_name(value.dtype), list(value.shape), base64.b64encode(bytes_of(value)).decode()])
 
 
 def _keeps(value: dict[str, Any]) -> bool:
@@ -97,10 +97,6 @@ def _keeps(value: dict[str, Any]) -> bool:
 
 def _tagged(name: str, value: Any) -> dict[str, Any]:
     return {"$": name, "v": value}
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _simple(value: Any) -> dict[str, Any] | None:
@@ -131,12 +127,6 @@ def _numpy(value: Any) -> dict[str, Any] | None:
     if value.dtype.kind not in "biufc" or not (is_array or value.shape == ()):
         return None
     return _tagged("array" if is_array else "scalar", [name, list(value.shape), base64.b64encode(value.tobytes()).decode()])
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    found: bytes = flat.view(torch.uint8).numpy().tobytes()
-    return found
 
 
 def decode(coded: Any, fetch: Fetch | None = None) -> Any:

@@ -22,7 +22,7 @@ from zero.checkpoint.bar import Bar
 from zero.checkpoint.folder import Folder, file_of
 from zero.checkpoint.tensors import write_tensors
 from zero.comm.group import Group, exchange_texts
-from zero.errors import SaveFailed
+from zero.errors import CheckpointFailed
 from zero.plan.manifest import File, Manifest, Outline, Part, merged
 
 logger = logging.getLogger("zero")
@@ -102,7 +102,7 @@ class Writer:
         """Rank 0, which could not write its own part: whoever still writes would leave something behind."""
         if self.rank == 0:
             for rank in range(1, self.size):
-                with contextlib.suppress(SaveFailed):
+                with contextlib.suppress(CheckpointFailed):
                     self._await(rank)
             self.give_up()
 
@@ -116,9 +116,10 @@ class Writer:
             with contextlib.suppress(FileNotFoundError):
                 return self._part_of(rank).read_text(encoding="utf-8")
             with contextlib.suppress(FileNotFoundError):
-                raise SaveFailed(f"rank {rank} could not write its part: {self._failure_of(rank).read_text(encoding='utf-8')}")
+                told = self._failure_of(rank).read_text(encoding="utf-8")
+                raise CheckpointFailed(f"rank {rank} could not write its part: {told}")
             time.sleep(_LOOK_EVERY_S)
-        raise SaveFailed(f"rank {rank} had not written its part {self.timeout_s:g} s after rank 0")
+        raise CheckpointFailed(f"rank {rank} had not written its part {self.timeout_s:g} s after rank 0")
 
     def _part_of(self, rank: int) -> Path:
         return self.place / f"rank-{rank:05}.part.json"
@@ -137,10 +138,10 @@ class Saving:
     def __init__(self, path: Path, group: Group, work: Callable[[], None], in_background: bool) -> None:
         self.path = path
         self._group = group
-        self._work = work
+        self._work: Callable[[], None] | None = work
         self._error: Exception | None = None
         self.told = False  # on all ranks, how it went
-        self._failure: SaveFailed | None = None
+        self._failure: CheckpointFailed | None = None
         self._thread: threading.Thread | None = None
         if in_background:
             self._thread = threading.Thread(target=self._run, name="zero.save")
@@ -149,8 +150,10 @@ class Saving:
             self._run()
 
     def _run(self) -> None:
+        work, self._work = self._work, None  # which holds what is written, a copy of it in the background
+        assert work is not None
         try:
-            self._work()
+            work()
         except Exception as error:  # noqa: BLE001 - whatever it is, `wait` says it on every rank
             self._error = error
             if self._thread is not None:
@@ -174,7 +177,7 @@ class Saving:
         self.told = True
         told = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
         if told:
-            self._failure = SaveFailed(
+            self._failure = CheckpointFailed(
                 f"Checkpoint {self.path} was to be written, but that failed on {'; '.join(told)}. The checkpoints before it "
                 "are as they were. Save again when there is room and leave to write."
             )

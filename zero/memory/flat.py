@@ -36,6 +36,13 @@ def goes_with_elements(key: str, value: object, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == shape and key not in _NOT_ELEMENTWISE
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The bits of a tensor, element by element."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    found: bytes = flat.view(torch.uint8).numpy().tobytes()
+    return found
+
+
 def dtype_named(name: str) -> torch.dtype:
     """What `dtype_name` gave, of any dtype."""
     found = getattr(torch, name, None)

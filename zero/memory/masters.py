@@ -147,8 +147,12 @@ def adopt(weights: torch.Tensor, masters: torch.Tensor) -> None:
     for weight, master in zip(torch.split(weights, numel), torch.split(masters, numel), strict=True):
         if master.is_cpu and _same_bits(weight, master.to(weight.dtype)):
             continue  # as nearly always; a device is not asked, since its answer would have to be waited for
-        changed = weight != master.to(weight.dtype)
-        master.copy_(torch.where(changed, weight.to(master.dtype), master))
+        master.copy_(exact(weight, master))
+
+
+def exact(weights: torch.Tensor, masters: torch.Tensor) -> torch.Tensor:
+    """The exact values of weights: their masters, except where a weight is not its master's rounded value."""
+    return torch.where(weights != masters.to(weights.dtype), weights.to(masters.dtype), masters)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from zero.errors import BadCheckpoint, SaveFailed
+from zero.errors import BadCheckpoint, CheckpointFailed
 from zero.plan.spans import Span
 
 FORMAT, VERSION = "zero checkpoint", 1
@@ -165,7 +165,7 @@ def merged(outlines: Mapping[str, Outline], parts: Sequence[Part]) -> dict[str, 
         stretches.sort(key=lambda stretch: stretch.start)
         kinds = {_dumped([part.state.get(name, {}), part.plain.get(name, {})]) for _, part in having}
         if len(kinds) > 1:
-            raise SaveFailed(
+            raise CheckpointFailed(
                 f"The state of {name} was to be saved, but what goes with no element differs between ranks: "
                 f"{' and '.join(sorted(kinds))[:200]}. Only what treats every element by itself can be sharded."
             )
