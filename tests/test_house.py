@@ -49,6 +49,8 @@ FLOORS = (
             "zero.room",
             "zero.served",
             "zero.optimizer",
+            "zero.rebuilding",
+            "zero.windows",
             "zero.parts",
             "zero.construction",
             "zero.bystanders",

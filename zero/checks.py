@@ -264,12 +264,12 @@ def check_used(params: Params, used: int) -> None:
         )
 
 
-def check_weights(params: Params, group: Group) -> None:
-    """Raises on every rank unless all have the same bits in every parameter; a collective."""
-    mine = b"".join(bits_of(tensor) for tensor in params.tensors)
+def check_weights(named: Mapping[str, torch.Tensor], group: Group) -> None:
+    """Raises on every rank unless all have the same bits in every one of them; a collective."""
+    mine = b"".join(map(bits_of, named.values()))
     everyone = exchange_about(group, "check", mine)
     for rank, theirs in enumerate(everyone):
-        for index, name in enumerate(params.names):
+        for index, name in enumerate(named):
             here = slice(index * BITS, (index + 1) * BITS)
             if theirs[here] != everyone[0][here]:
                 raise RanksDiffer(

@@ -229,11 +229,12 @@ class ZeroConfig(Block):
     accumulation: Count | None = None
     count_micro_steps: bool = True
     on_nonfinite: Literal["skip", "raise", "propagate"] = "propagate"
+    check_weights_every: Count | None = None  # so many steps, all ranks compare their weights
     on_unused: Literal["leave", "raise"] = "leave"
     kernels: Kernels = "torch"
     elementwise: bool | None = None
     start: Literal["broadcast", "verify"] = "broadcast"
-    timeout_s: Positive = 600.0
+    timeout_s: Positive = 60.0
     first_step_timeout_s: Positive = 1800.0
     drop_last: bool = False
     batch: Batch | None = None

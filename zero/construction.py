@@ -28,7 +28,7 @@ from zero.checks import (
     use_kernels,
 )
 from zero.chosen import Chosen, choose, offload_of
-from zero.comm.group import Group, exchange_texts, together
+from zero.comm.group import Group, TimeLimits, exchange_texts, together
 from zero.config import ZeroConfig
 from zero.memory.flat import DTYPES, FlatBuffer, Form, Line, Shard
 from zero.memory.flatten import Place
@@ -67,7 +67,7 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
     """A collective. Whatever fails, on whichever rank, the model is as plain as it was before and all ranks raise."""
     from zero.comm.torch_group import connect  # torch.distributed is not imported before somebody trains
 
-    group = connect(_accelerator_of(optimizer), given, config.timeout_s)
+    group = connect(_accelerator_of(optimizer), given, TimeLimits(config.first_step_timeout_s, config.timeout_s))
     try:
         chosen = together(group, lambda: _check(model, optimizer, config))
         stage = stage_of(config.stage)
@@ -151,15 +151,20 @@ def _assemble(
         adopt_state(parts, optimizer)
         return new
 
+    def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        with room.explaining("A buffer to send gradients from", line):
+            return group.staging(numel, dtype, place.device)
+
     def wire() -> Parts:
-        staging = Staging(place.accelerator, lambda numel, dtype: group.staging(numel, dtype, place.device))
+        staging = Staging(place.accelerator, allocate)
         gradients = Shard(line, place.device, room.host)
         widest = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
-        reducer = Reducer(line, forms, place.accelerator, staging, Flight(line, group, staging, gradients, widest))
-        shares = GradientShares(line, forms, group, gradients)
+        flight = Flight(line, group, staging, gradients, widest, looks=config.on_nonfinite == "raise")
+        reducer = Reducer(line, forms, place.accelerator, staging, flight)
+        shares = GradientShares(line, forms, group, flight)
         boundary = Boundary(config.accumulation, stage_of(config.stage).accumulates_locally)
         aliases = Aliases(model, params, weights, forms, chosen.left_out)
-        settler = Settler(group, params, line, config.digest, aliases, partial(settings_of, optimizer))
+        settler = Settler(group, params, line, config.text(), aliases, partial(settings_of, optimizer))
         window = Window(params, reducer, shares, boundary, settler, lay)
         one_pass = OnePass(optimizer) if config.kernels == "compiled" else None
         rules = Rules(config.clip, config.on_nonfinite, ELEMENTWISE)
@@ -180,7 +185,8 @@ def _assemble(
     with _restoring(optimizer), contextlib.ExitStack() as on_failure:
         on_failure.callback(intake.undo, dtypes)
         on_failure.callback(hooks.detach)
-        intake.lay([index for index in range(len(chosen.names)) if index not in latent])
+        with room.explaining("Sharding", line):
+            intake.lay([index for index in range(len(chosen.names)) if index not in latent])
         share_the_rest(model, chosen, group)
         parts = together(group, wire)
         on_failure.pop_all()

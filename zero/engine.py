@@ -49,8 +49,12 @@ class Engine(Answers, Checkpoints):
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward, with the casts and the autocast of the configuration. No collective."""
+        settler = self.optimizer.parts.window.settler
+        settler.note("in the forward")
         with self._progress.timing("forward"):
-            return call(self.module, self.config, self.device, inputs, named)
+            outputs = call(self.module, self.config, self.device, inputs, named)
+        settler.note("after the forward")
+        return outputs
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """As calling the engine."""

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 import accelerators
 from accelerators import Accelerator
 from zero.checks import check_kernels
-from zero.comm.group import Group
+from zero.comm.group import Group, TimeLimits
 from zero.config import OptimizerSpec, ZeroConfig
 from zero.deepspeed_json import read_deepspeed
 from zero.deepspeed_meaning import Implied
@@ -77,8 +77,9 @@ def initialize(
     accelerator = accelerators.current()
     from zero.comm.torch_group import connect  # torch.distributed is not imported before somebody trains
 
-    timeout_s = source.timeout_s if isinstance(source, ZeroConfig) else ZeroConfig(stage=0).timeout_s
-    group = connect(accelerator, None, timeout_s, may_start=dist_init_required is not False)
+    waits = source if isinstance(source, ZeroConfig) else ZeroConfig(stage=0)
+    limits = TimeLimits(waits.first_step_timeout_s, waits.timeout_s)
+    group = connect(accelerator, None, limits, may_start=dist_init_required is not False)
     try:
         return _build(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, source, accelerator, group)
     except BaseException:

@@ -30,8 +30,8 @@ class GroupLost(ZeroError):
     """A collective failed or timed out; the group is of no use any more."""
 
 
-class BadCheckpoint(ZeroError):
-    """A checkpoint lacks something, or is damaged."""
+class BadCheckpoint(ZeroError, ValueError):
+    """A checkpoint lacks something, or is damaged: of the world where it was there, and a bad value for who passes it."""
 
 
 class CheckpointFailed(ZeroError):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +17,10 @@ from zero.loss_scaling import loaded_scale, loss_scale_of, with_loss_scale
 from zero.memory.flat import dtype_name, sum_dtype
 from zero.parts import Parts
 from zero.plan.loss_scale import LossScale
+from zero.rebuilding import rebuild
 from zero.served import check_plain, check_served
 from zero.state import load_state, whole_state, whole_state_dict
+from zero.windows import Windows
 
 if TYPE_CHECKING:
     from zero.checkpoint.writing import Saving
@@ -30,7 +31,7 @@ _HOOKS = (
 )  # fmt: skip
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(Windows, torch.optim.Optimizer):
     """Steps as the optimizer it was made from would on the global batch.
 
     `param_groups` are that optimizer's own dicts, so a learning rate schedule made before or after works on
@@ -86,6 +87,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         window.settle("step")
+        self.group.hurry()
+        window.settler.note("in the update")
         window.settler.aliases.take_in()
         window.settler.step += 1
         if window.used:
@@ -96,6 +99,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.loss_scale = self.loss_scale.after(True)  # a step without any gradient counts as a finite one
         self._follow_loss_scale()
         window.since.stepped = True
+        every = self.parts.config.check_weights_every
+        if every is not None and window.settler.step % every == 0:
+            self.check()
+        window.settler.note("before a backward")
         return loss
 
     def _apply(self, used: int) -> None:
@@ -137,61 +144,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         window.scaling.lacking = window.scaling.loss_scale = scale
         window.reducer.flight.factor = window.scaling.at_keeping(window.since.settled)
 
-    # windows -----------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradients of backwards inside wait on this rank until the window is settled. No collective."""
-        with self.parts.window.boundary.no_sync():
-            yield
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says whether the backwards to come end the accumulation, until the window ends. No collective."""
-        self.parts.window.boundary.override = bool(is_boundary)
-
-    def weight(self, amount: float) -> None:
-        """The micro-batch to come, of as many backwards as it has, counts `amount`, its tokens for instance: the gradient
-        becomes the mean over the weights of all ranks and micro-batches. Zero is allowed. No collective."""
-        window = self.parts.window
-        if not 0 <= amount < float("inf"):
-            raise ValueError(
-                f"weight({amount}) was asked for, but a weight is a finite number of 0 or more. Pass what the batch counts."
-            )
-        window.notice()
-        since = window.since
-        unweighted = (since.touched or since.aside) and not since.weights
-        if since.settled or unweighted:
-            why = "was settled already, so its mean is taken" if since.settled else "has a gradient without a weight"
-            raise ValueError(
-                f"weight({amount}) was asked for, but this window {why}. Give every micro-batch of a window its weight, before "
-                "clipping, reading gradients or stepping, or none."
-            )
-        window.since.weights.append(float(amount))
-        window.scaling.weight = float(amount)
-
-    def no_contribution(self) -> None:
-        """This rank has nothing to send backward in this window; it counts as zeros. No collective."""
-        window = self.parts.window
-        self.parts.travel.check("no_contribution", "weights", "gradients")
-        window.notice()
-        window.since.quiet = True
-        if not window.since.placed:
-            window.put_stand_ins()  # what all ranks clip by is global, here too
-
-    def settle(self) -> None:
-        """Makes the gradients of this window final, as the first operation on one does. A collective."""
-        self.parts.travel.check("settle", "weights", "gradients")
-        self.parts.window.settle("settle")
-
-    def discard(self) -> None:
-        """Throws this window's gradients away. A collective, unless the window was settled and nothing came since."""
-        self.zero_grad()
-
-    def flush(self) -> None:
-        """Steps on what there is and clears it. A collective."""
-        self.step()
-        self.zero_grad()
-
     # looking -----------------------------------------------------------------------------------------------------
 
     def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
@@ -214,9 +166,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return any(numbers[0] for numbers in self.parts.window.shares.exchange_numbers([float(bool(flag))], "any_rank"))
 
     def check(self) -> None:
-        """Raises, with the name of the first parameter, unless all ranks have the same weights. A collective."""
+        """Raises, with the name of the first parameter, unless all ranks have the same weights, frozen too. A collective."""
         self.parts.travel.check("check", "weights")
-        check_weights(self.parts.params, self.parts.group)
+        params = self.parts.params
+        named = dict(zip(params.names, params.tensors, strict=True))
+        named |= {name: param for name, param in self.model.named_parameters() if not param.requires_grad}
+        check_weights(named, self.parts.group)
 
     def state_dict(self) -> dict[str, Any]:
         """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective."""
@@ -291,6 +246,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.parts.travel.come_back(non_blocking)
         finally:
             self.parts.window.settler.aliases.moved()
+
+    def rebuild(self, group: Any = None) -> None:
+        """Goes on after a lost collective where every rank is still there: over new connections, with `group` in place of the
+        one before where that is gone. The window is thrown away. A collective."""
+        rebuild(self, group)
 
     def close(self) -> None:
         """Makes the model plain again: no hooks, storage of its own for every parameter, present values. No collective.

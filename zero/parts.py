@@ -51,6 +51,7 @@ class Parts:
     room: Room
     restore_kernels: Callable[[], None] = lambda: None
     owns_group: bool = False
+    torn: bool = False  # an update has begun that did not end
     closed: bool = False
 
     def release(self) -> None:
@@ -119,10 +120,12 @@ class Parts:
         buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
         batches = self.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
         waiting = collections.deque(batches)
+        self.torn = True
         try:
             for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
                 self.gatherer.fetch((*batch, *following))  # weights on their way while this batch is stepped
-                self.updater.step(batch, used, coefficient)
+                with self.room.explaining("A step", self.line):
+                    self.updater.step(batch, used, coefficient)
                 self.gatherer.gather(waiting.popleft())
         except BaseException:
             self.window.since.failed = True  # which the others hear when they next settle; until then they gather
@@ -133,6 +136,7 @@ class Parts:
         finally:
             self.window.shares.forget_norms()  # they are those of before clipping
             self.gatherer.finish(used)
+        self.torn = False
 
 
 def check_unmanaged(names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:

@@ -1,8 +1,10 @@
-"""Whether what is offloaded fits the host, asked before anything is allocated."""
+"""Room for what training needs: on the host asked for before anything is allocated, on the device explained when it ran out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +13,7 @@ from accelerators.memory import format_bytes
 from zero.checks import ELEMENTWISE
 from zero.config import Offload
 from zero.lion import Lion
+from zero.memory.flat import Line
 from zero.memory.flatten import Place
 from zero.memory.offload import Host
 from zero.plan.budget import budget_of
@@ -36,9 +39,33 @@ class Room:
 
     def __init__(self, place: Place, optimizer: torch.optim.Optimizer, ranks_here: int) -> None:
         self.host = None if place.is_host else Host(place.accelerator)  # which takes none before it is asked to
-        self._accelerator = place.accelerator
+        self._place = place
         self._optimizer = optimizer
         self._ranks_here = ranks_here
+
+    @contextlib.contextmanager
+    def explaining(self, asked: str, line: Line) -> Iterator[None]:
+        """Where memory runs out inside, the error says what there is, what is predicted and which setting fits."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise type(error)(f"{asked} was asked for, but memory ran out. {self._shortage(line.layout)} ({error})") from error
+
+    def _shortage(self, layout: FlatLayout) -> str:
+        reading = self._place.accelerator.memory(self._place.device.index)
+        free = reading.available or 0
+        reachable = (free + (reading.allocated or 0)) // self._place.num_ranks
+        moments = num_moments(self._optimizer)
+        needed = budget_of(layout, num_moments=moments).peak
+        said = (
+            f"{free} bytes ({format_bytes(free)}) are free; what is kept and sent for training needs {needed} at its peak, "
+            f"beside activations, and {reachable} can be had."
+        )
+        for setting, other in _settings_beside(layout):
+            peak = budget_of(other, num_moments=moments).peak
+            if peak < min(needed, reachable):
+                return f"{said} With {setting} it would need {peak}."
+        return f"{said} No setting makes that fit: use more ranks, a narrower dtype, or a smaller model or batch."
 
     def take(self, offloads: Iterable[Offload | None], layout: FlatLayout, before: FlatLayout | None = None) -> None:
         """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for; nothing is allocated yet.
@@ -59,8 +86,8 @@ class Room:
         if pinned and not self._can_pin(piece):
             raise ValueError(
                 f"Pinned host memory was asked for, {needed} bytes of it ({format_bytes(available)} of host memory are "
-                f"available), but no piece of {piece} bytes can be pinned for {self._accelerator.name}. Leave pinned out, and "
-                "pageable memory serves."
+                f"available), but no piece of {piece} bytes can be pinned for {self._place.accelerator.name}. Leave pinned "
+                "out, and pageable memory serves."
             )
         self.host.pinned = pinned
 
@@ -81,4 +108,17 @@ class Room:
 
     def _can_pin(self, num_bytes: int) -> bool:
         piece = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        return self._accelerator.can_pin and self._accelerator.pin(piece).is_pinned()
+        return self._place.accelerator.can_pin and self._place.accelerator.pin(piece).is_pinned()
+
+
+def _settings_beside(layout: FlatLayout) -> Iterator[tuple[str, FlatLayout]]:
+    """What one could have asked for instead, the mildest first."""
+    slotted = [index for index, slot in enumerate(layout.slots) if slot is not None]
+    bare = replace(layout, slots=(None,) * len(layout.slots), chunks=(), buckets=())
+    smaller = replace(bare, bucket_bytes=max(1, layout.bucket_bytes // 8))
+    away = replace(smaller, params=tuple(replace(spec, offload=1.0) for spec in layout.params))
+    yield f"bucket_bytes={smaller.bucket_bytes}", smaller.extended(slotted)
+    if layout.num_shares == 1:
+        yield "stage=2 on 2 ranks", replace(smaller, num_shares=2, bucket_bytes=layout.bucket_bytes).extended(slotted)
+    yield "offload='cpu'", replace(away, bucket_bytes=layout.bucket_bytes).extended(slotted)
+    yield f"offload='cpu' and bucket_bytes={smaller.bucket_bytes}", away.extended(slotted)

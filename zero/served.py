@@ -15,8 +15,6 @@ def check_served(config: ZeroConfig) -> None:
     rules = (
         (config.accumulation_dtype != "float32", f"accumulation_dtype={config.accumulation_dtype!r}",
          "gradients are always added up in float32"),
-        (config.first_step_timeout_s != ZeroConfig.model_fields["first_step_timeout_s"].default, "first_step_timeout_s",
-         "no step waits for a compiler yet; use timeout_s"),
         (scale.refill_hysteresis, "refill_hysteresis", "hysteresis is refilled when the scale grows and not before"),
     )  # fmt: skip
     _refuse(rules, "Take it out of the configuration.")

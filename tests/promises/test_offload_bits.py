@@ -28,6 +28,7 @@ from tests.promises.test_clipping import items, skips_of
 from tests.promises.trainings import loopback_traces, options_of, train_one
 from tests.traces import compare, copied
 from tests.zoo import CASES
+from zero.comm.group import TimeLimits
 from zero.comm.torch_group import connect
 from zero.config import LossScale, Offload
 from zero.memory.offload import Host
@@ -163,7 +164,7 @@ def train_cases(rank, world, names, stage):
     found = []
     for number, name in enumerate(names):
         dtype = "bf16" if (number + stage) % 2 and "bf16" in CASES[name].dtypes else "fp32"
-        group = connect(accelerators.get("sim"), None, 20.0)
+        group = connect(accelerators.get("sim"), None, TimeLimits(20.0, 20.0))
         for offload in (None, "cpu"):
             with torch.device("sim:0"):
                 model = CASES[name].build()

@@ -538,7 +538,7 @@ def with_collectives_of_the_users(rank: int, world: int, stage: int) -> Any:
     return [p.detach().clone() for p in model.parameters()], seen
 
 
-@pytest.mark.promise("R12")
+@pytest.mark.promise("R12", "L06")
 @pytest.mark.parametrize("stage", STAGES)
 def test_collectives_of_the_users_in_between_pair_with_each_other_only(stage):
     plain = filled(TwoBranches(), high=1)
@@ -626,12 +626,13 @@ class Slow(Ledger):
 def waits_of_backward(rank: int, world: int, stage: int) -> Any:
     import accelerators
     from accelerators import simulated
+    from zero.comm.group import TimeLimits
     from zero.comm.torch_group import connect
 
     simulated.bring_up()
     with torch.device("sim:0"):
         model = filled(TwoBranches(), high=1)
-    ledger = Slow(connect(accelerators.get("sim"), None, 20.0))
+    ledger = Slow(connect(accelerators.get("sim"), None, TimeLimits(20.0, 20.0)))
     optimizer = shard(model, sgd(model, 1e-3), stage=stage, bucket_bytes=1024, group=ledger)
     found = []
     for step in range(3):

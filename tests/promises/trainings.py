@@ -16,6 +16,7 @@ from tests.grid import BUCKET_NUMEL
 from tests.oracle import DynamicScale, StaticScale, Trace, compare, reference, train
 from tests.zoo import CASES
 from tests.zoo.case import Case
+from zero.comm.group import TimeLimits
 from zero.comm.loopback import LoopbackGroup, run_ranks
 from zero.comm.torch_group import connect
 from zero.config import LossScale
@@ -167,7 +168,7 @@ def _train_over_gloo(rank: int, world: int, wanted: list[tuple[str, int]], dtype
 
 def gloo_group(group: Any = None, time_limit_s: float = 20.0) -> Any:
     """In a rank process: the group of all ranks, or the one given."""
-    return connect(accelerators.get("cpu"), group, time_limit_s)
+    return connect(accelerators.get("cpu"), group, TimeLimits(time_limit_s, time_limit_s))
 
 
 def _difference(label: str, name: str, dtype: str, theirs: list[Trace], ours: list[Trace]) -> list[str]:

@@ -14,6 +14,7 @@ Result = TypeVar("Result")
 
 def agreed(group: Group, what: str, act: Callable[[], Result]) -> Result:
     """What `act` gives. Where it fails on some ranks all of them raise, and say the same."""
+    group.note(f"in {what.lower()}")
     error, result = None, None
     try:
         result = act()

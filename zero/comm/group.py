@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class TimeLimits:
+    """Seconds after which a rank that does not come is missing: in the first step, in which ranks compile, and later."""
+
+    first_s: float = 1800.0
+    later_s: float = 60.0
 
 
 class Pending(Protocol):
@@ -50,6 +60,15 @@ class Group(Protocol):
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that this group can send without copying it first."""
+
+    def note(self, doing: str) -> None:
+        """Says what this rank does from now on, for others to read if they miss it. No collective, some microseconds."""
+
+    def hurry(self) -> None:
+        """The first step is agreed on: from the next collective on, on all ranks, the shorter time limit holds."""
+
+    def reconnect(self, base: Any) -> None:
+        """Meets the same ranks again after the connections were lost, over the process group `base` or the one that it had."""
 
     def close(self) -> None:
         """Lets go of what this object made; never of a group that it was given."""
@@ -94,6 +113,16 @@ def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
 def exchange_texts(group: Group, text: str) -> list[str]:
     """Every rank's text, by rank."""
     return [message.decode() for message in exchange_about(group, "a state_dict, a check or the like", text.encode())]
+
+
+def first_difference(first: str, other: str, rank: int) -> str:
+    """The first line in which rank 0's text differs from another rank's, and of that the first words that differ."""
+    for mine, theirs in itertools.zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing"):
+        if mine != theirs:
+            parts = zip(mine.split(", "), theirs.split(", "), strict=False)
+            one, another = next(((a, b) for a, b in parts if a != b), (mine, theirs))
+            return f"rank {rank} has {another!r:.200}, rank 0 has {one!r:.200}"
+    return "their texts are the same"
 
 
 def together(group: Group, act: Callable[[], Result]) -> Result:

@@ -132,6 +132,19 @@ class LoopbackGroup:
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def note(self, doing: str) -> None:
+        """Nobody needs it: whoever is missing is a thread of this process."""
+
+    def hurry(self) -> None:
+        """There is one time limit here."""
+
+    def reconnect(self, base: Any) -> None:
+        if self.size > 1:
+            raise ValueError(
+                f"A loopback group of {self.size} ranks was to be connected anew, but its ranks are threads, which end "
+                "together. Make another group and shard again."
+            )
+
     def close(self) -> None:
         for wire in self._wires.values():
             wire.abandon(f"rank {self.rank} left the group")

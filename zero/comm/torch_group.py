@@ -3,8 +3,9 @@
 [Note: wires]
 Everything goes over process groups of our own, made at construction, so that nothing of ours can pair with a
 collective of the user's. Tensors have one group; host messages have another, over gloo, because a rank that is
-behind on tensors must still be able to say so. A third one is quiet until something failed: ranks that are
-still there meet on it to find out who is not.
+behind on tensors must still be able to say so. What gloo has begun cannot be called off before its time limit is
+over, and that is fixed when a group is made. So there are two pairs: a patient one for the first step, in which
+ranks compile, and a prompt one for all that follow.
 
 For a sub-group only its members are here to make them (`use_local_synchronization`), and torch then names groups by
 their ranks and the number of groups alive: made again after being destroyed, they get the old name and find the
@@ -22,31 +23,37 @@ import atexit
 import datetime
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from accelerators import Accelerator
 from accelerators.launch import read_launch
-from zero.comm.group import Group, Pending, Ready, sum_in_rank_order
+from zero.comm.group import Group, Pending, Ready, TimeLimits, sum_in_rank_order
 from zero.comm.loopback import solo
+from zero.comm.watch import Watch, leave_words
 from zero.errors import GroupLost
 
 # torch 2.13 has new names for these and warns of the old ones
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_kept: list[tuple[Any, list[int], str, list[Any]]] = []  # world, ranks, backend and groups of closed sub-groups
+_kept: list[tuple[Any, list[int], str, tuple[_Wires, _Wires]]] = []  # world, ranks, backend and wires of closed sub-groups
 
 _FRAME_BYTES = 1024  # what nearly every message fits into, its length included
-_MEETING_S = 2.0  # how long the ranks that are left wait for each other to find out who is missing
+_REMEDY = "Start the ranks again from a checkpoint, or where all of them are still there go on with rebuild()."
+_TURN = datetime.timedelta(seconds=0.5)  # of waiting, between two looks whether another rank raised an alarm
+_TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
 
 
-def connect(accelerator: Accelerator, group: Any = None, time_limit_s: float = 60.0, may_start: bool = True) -> Group:
+def connect(accelerator: Accelerator, group: Any = None, limits: TimeLimits | None = None, may_start: bool = True) -> Group:
     """The group to train with: the user's, else the launcher's, else a single rank."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return _checked(group)
+    limits = limits or TimeLimits()
     initialised = dist.is_available() and dist.is_initialized()
     if not initialised:
         if group is not None:
@@ -61,19 +68,19 @@ def connect(accelerator: Accelerator, group: Any = None, time_limit_s: float = 6
                 f"dist_init_required=False was given and {world_size} ranks were started, but torch.distributed is not "
                 "initialised. Call init_process_group first, or leave dist_init_required out."
             )
-        dist.init_process_group(accelerator.communication_backend, timeout=datetime.timedelta(seconds=time_limit_s))
-        atexit.register(_leave)
+        dist.init_process_group(accelerator.communication_backend, timeout=datetime.timedelta(seconds=limits.first_s))
+        atexit.register(_leave, os.getpid())
     elif group is None and dist.get_world_size() == 1:
         read_launch(os.environ).check_group(1)
     base = group if group is not None else dist.group.WORLD
     assert base is not None
-    return TorchGroup(accelerator, base, time_limit_s, owns_world=not initialised)
+    return TorchGroup(accelerator, base, limits, owns_world=not initialised)
 
 
-def _leave() -> None:
+def _leave(process: int) -> None:
     """Ends the groups that we made before the interpreter ends: gloo's threads hold tensors, and must not outlive it."""
     _kept.clear()
-    if dist.is_initialized():
+    if os.getpid() == process and dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -103,37 +110,90 @@ class _Works:
 
     def wait(self) -> torch.Tensor:
         for work in self._works:
-            self._owner.guarded(work.wait)
+            self._owner.wait_for(work)
         return self._finish()
 
 
+@dataclass(frozen=True)
+class _Wires:
+    """Process groups for tensors and for host messages."""
+
+    tensors: Any
+    messages: Any
+
+
 class TorchGroup:
-    def __init__(self, accelerator: Accelerator, base: dist.ProcessGroup, time_limit_s: float, owns_world: bool) -> None:
+    def __init__(self, accelerator: Accelerator, base: dist.ProcessGroup, limits: TimeLimits, owns_world: bool) -> None:
         self.rank = dist.get_rank(base)
         self.size = dist.get_world_size(base)
-        self._time_limit_s = time_limit_s
         self.owns_world = owns_world
         self._ranks = dist.get_process_group_ranks(base)
         self._backend = accelerator.communication_backend
-        self._tensors, self._messages, self._quiet = self._take_kept() or [
-            self._new_group(backend) for backend in (self._backend, "gloo", "gloo")
-        ]
+        self._limits = limits
+        self._connect()
+
+    def _connect(self) -> None:
         self._lost: str | None = None
         self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
+        self._watch = self._new_watch()
+        self._watch.meet(self._limits.first_s)
+        self._patient, self._prompt = self._take_kept() or self._new_wires(self._limits)
+        self._wires = self._patient  # those in use; the others serve to find out who is lost
 
-    def _new_group(self, backend: str) -> Any:
-        limit = datetime.timedelta(seconds=self._time_limit_s)
+    def reconnect(self, base: dist.ProcessGroup | None) -> None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "A rebuild was asked for, but torch.distributed is not initialised. Call init_process_group first."
+            )
+        ranks = self._ranks if base is None else dist.get_process_group_ranks(base)
+        if len(ranks) != self.size or ranks.index(dist.get_rank()) != self.rank:
+            raise ValueError(
+                f"A rebuild was asked for with ranks {ranks}, but this is rank {self.rank} of {self.size}, and each has its "
+                "own shares. Pass a group of as many, in the same order; or shard anew and load a checkpoint."
+            )
+        self._watch.close()
+        if not self._is_over:
+            self._end_wires()
+        self._ranks = ranks
+        self._connect()
+
+    def _new_wires(self, limits: TimeLimits) -> tuple[_Wires, _Wires]:
+        """Those for the first step, and those for later."""
+        patient = _Wires(self._new_group(self._backend, limits.first_s), self._new_group("gloo", limits.first_s))
+        # What a native backend has begun can be called off, and its groups are expensive: one serves for both.
+        tensors = self._new_group("gloo", limits.later_s) if self._waits_in_turns else patient.tensors
+        return patient, _Wires(tensors, self._new_group("gloo", limits.later_s))
+
+    def _new_group(self, backend: str, limit_s: float) -> Any:
+        limit = datetime.timedelta(seconds=limit_s)
         return dist.new_group(self._ranks, timeout=limit, backend=backend, use_local_synchronization=self._is_part)
+
+    def _new_watch(self) -> Watch:
+        store = below = dist.distributed_c10d._get_default_store()
+        while isinstance(below, PrefixStore):
+            below = below.underlying_store
+        ranks = ",".join(map(str, self._ranks))
+        # The n-th group of these ranks: none of them comes to the next one before all came to this.
+        number = (store.add(f"zero groups of {ranks}", 1) - 1) // self.size
+        is_cheap = not isinstance(below, FileStore)  # which grows with every line
+        atexit.unregister(leave_words)
+        atexit.register(leave_words)  # the last one registered is the first to run: before connections are closed
+        return Watch(PrefixStore(f"zero group {number} of {ranks}", store), self.rank, self.size, is_cheap)
 
     @property
     def _is_part(self) -> bool:
         return self.size < dist.get_world_size()
 
-    def _take_kept(self) -> list[Any] | None:
-        for index, (world, ranks, backend, groups) in enumerate(_kept):
+    @property
+    def _waits_in_turns(self) -> bool:
+        """True where waiting for a tensor can be broken off and taken up again; elsewhere it waits on a stream."""
+        return self._backend == "gloo"
+
+    def _take_kept(self) -> tuple[_Wires, _Wires] | None:
+        for index, (world, ranks, backend, wires) in enumerate(_kept):
             if world is dist.group.WORLD and ranks == self._ranks and backend == self._backend:
                 del _kept[index]
-                return groups
+                return wires
         return None
 
     # tensors -----------------------------------------------------------------------------------------------------
@@ -191,39 +251,72 @@ class TorchGroup:
     def _gather(self, message: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         everyone = torch.empty(self.size * len(message), dtype=torch.uint8, device="cpu")
-        self.guarded(lambda: _gather_into(everyone, mine, group=self._messages))
+        group = self._wires.messages
+        self._guarded(lambda: self._in_turns(_gather_into(everyone, mine, group=group, async_op=True)))
         whole = everyone.numpy().tobytes()
         return [whole[start : start + len(message)] for start in range(0, len(whole), len(message))]
 
+    def note(self, doing: str) -> None:
+        self._watch.note(doing)
+
+    def hurry(self) -> None:
+        self._wires = self._prompt
+
     # failure -----------------------------------------------------------------------------------------------------
 
-    def guarded(self, call: Callable[[], Any]) -> Any:
+    def wait_for(self, work: Any) -> None:
+        """Until the output of a collective on tensors can be used on the current stream."""
+        self._guarded((lambda: self._in_turns(work)) if self._waits_in_turns else work.wait)
+
+    def _start(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        return self._guarded(lambda: collective(*arguments, group=self._wires.tensors, async_op=True, **options))
+
+    def _in_turns(self, work: Any) -> None:
+        """Waits, and looks every now and then whether another rank raised an alarm: of a rank that is lost only its neighbours
+        in the collective would hear, and the others wait for those."""
+        while True:
+            try:
+                work.wait(_TURN)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # it failed, and says why; or it was done just now
+                    return
+                if self._watch.is_alarmed():
+                    raise
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
         """What `call` gives; its failure ends the group, and every later call says so with the first cause."""
+        self._watch.check_process()
         if self._lost is not None:
-            raise GroupLost(f"A collective was asked for, but this group was lost before: {self._lost} Start the ranks again.")
+            raise GroupLost(f"A collective was asked for, but this group was lost before: {self._lost}. {_REMEDY}")
         try:
             return call()
         except (RuntimeError, ValueError) as error:
             if isinstance(error, ValueError) and not self._is_over:
                 raise
-            self._lost = self._who_is_missing(error)
+            self._lost = self._cause_of(error)
+            doing = f", {self._watch.doing}" if self._watch.doing else ""
             raise GroupLost(
-                f"A collective of {self.size} ranks was asked for on rank {self.rank}, but {self._lost} Start the ranks again."
+                f"A collective of {self.size} ranks was asked for on rank {self.rank}{doing}, but {self._lost}. {_REMEDY}"
             ) from error
 
-    def _who_is_missing(self, error: Exception) -> str:
+    def _cause_of(self, error: Exception) -> str:
         if self._is_over:
-            return "torch.distributed was ended since the group was made, so close() what trains before that."
-        limit = datetime.timedelta(seconds=_MEETING_S)
+            return "torch.distributed was ended since the group was made, so close() what trains before that"
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        try:
-            dist.monitored_barrier(self._quiet, timeout=limit, wait_all_ranks=True)
-        except RuntimeError as absence:
-            return f"it failed ({first_line}). Of the ranks: {str(absence).splitlines()[0]}."
-        return f"it failed ({first_line}), though all ranks are still there."
+        return self._watch.cause(f"it failed ({first_line})", self._is_gone)
 
-    def _start(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        return self.guarded(lambda: collective(*arguments, group=self._tensors, async_op=True, **options))
+    def _is_gone(self, rank: int) -> bool:
+        """True when the connection to a rank is closed."""
+        try:
+            group = (self._prompt if self._wires is self._patient else self._patient).messages  # nothing is under way on it
+            touch = dist.irecv(torch.empty(1, device="cpu"), src=self._ranks[rank], group=group)
+            assert touch is not None  # which it is outside the group
+            touch.wait(_TOUCH)
+        except RuntimeError as error:
+            return "imed out" not in str(error)
+        return False
 
     @property
     def _is_over(self) -> bool:
@@ -233,12 +326,16 @@ class TorchGroup:
         if self._is_over:
             return
         self._world = None
-        groups = [self._tensors, self._messages, self._quiet]
+        self._watch.close()
         if self._is_part and self._lost is None:
             _kept[:] = [kept for kept in _kept if kept[0] is dist.group.WORLD]
-            _kept.append((dist.group.WORLD, self._ranks, self._backend, groups))
+            _kept.append((dist.group.WORLD, self._ranks, self._backend, (self._patient, self._prompt)))
             return
-        for group in groups:
-            dist.destroy_process_group(group)
+        self._end_wires()
         if self.owns_world:
             dist.destroy_process_group()
+
+    def _end_wires(self) -> None:
+        wires = (self._patient, self._prompt)
+        for group in {id(group): group for pair in wires for group in (pair.tensors, pair.messages)}.values():
+            dist.destroy_process_group(group)

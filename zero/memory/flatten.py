@@ -60,8 +60,7 @@ class Flattener:
                 f"Flattening the parameters needs {format_bytes(num_bytes)} for its next chunk, but {available} of host memory "
                 f"are available to {self._place.num_ranks} ranks. Give smaller bucket_bytes, or more memory."
             )
-        device = self._place.device if on_device else torch.device("cpu")
-        source = torch.zeros(self.weights.line.layout.chunks[chunk].numel, dtype=dtype, device=device)
+        source, on_device = self._allocated(self.weights.line.layout.chunks[chunk].numel, dtype, on_device)
         for param in self.weights.line.layout.chunks[chunk].params:
             slot = self.weights.line.layout.slots[param]
             assert slot is not None
@@ -72,6 +71,13 @@ class Flattener:
                 self.tensors[param].data = torch.empty(0, dtype=self.tensors[param].dtype, device=self._place.device)
                 self.by_host.add(param)
         return source
+
+    def _allocated(self, numel: int, dtype: torch.dtype, on_device: bool) -> tuple[torch.Tensor, bool]:
+        """Zeros on the device, if they are to be there and it has the memory that it said; on the host otherwise."""
+        if on_device:
+            with contextlib.suppress(torch.OutOfMemoryError):  # in pieces, or somebody else was faster
+                return torch.zeros(numel, dtype=dtype, device=self._place.device), True
+        return torch.zeros(numel, dtype=dtype, device="cpu"), False
 
     @contextlib.contextmanager
     def putting_back(self, chunk: int, source: torch.Tensor) -> Iterator[None]:

@@ -66,6 +66,11 @@ class Staging:
         if whole.numel() == self._sizes[whole.dtype]:
             self._free.setdefault(whole.dtype, []).append(_Returned(whole, self._stream(), crossing))
 
+    def lose(self, buffer: torch.Tensor) -> None:
+        """It will not come back, as somebody may write into it at any time."""
+        self.borrowed -= 1
+        del self._whole[buffer.data_ptr()]
+
     def release(self, keep: int = 0) -> None:
         """Lets the buffers that nobody has borrowed go, but for so many of each dtype."""
         for free in self._free.values():

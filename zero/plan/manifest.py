@@ -7,12 +7,15 @@ typed form of zero/checkpoint/typed.py.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from zero.errors import BadCheckpoint, CheckpointFailed
 from zero.plan.spans import Span
@@ -62,10 +65,15 @@ class Stored:
         """Whether every element lies somewhere, once."""
         at = 0
         for stretch in sorted(self.stretches, key=lambda stretch: stretch.start):
-            if stretch.start != at:
+            if stretch.start != at or stretch.stop < at:
                 return False
             at = stretch.stop
-        return at == self.numel
+        return at == self.numel and all(size >= 0 for size in self.shape)
+
+    def lies_in(self, num_files: int) -> bool:
+        """Whether it is in files that there are, and its line goes through each of its dimensions once."""
+        ordered = self.order is None or sorted(self.order) == list(range(len(self.shape)))
+        return ordered and all(0 <= stretch.file < num_files for stretch in self.stretches)
 
 
 @dataclass(frozen=True)
@@ -110,16 +118,16 @@ class Manifest:
             )
         if body.pop("sha256", None) != _hash_of(body):
             raise BadCheckpoint(f"{where} was to be read, but its content has not the hash that it gives. {ANOTHER}")
-        manifest = Manifest(
-            files=tuple(File(**file) for file in body["files"]),
-            parameters={name: _stored(entry) for name, entry in body["parameters"].items()},
-            buffers={name: Buffer(tuple(entry["shape"]), entry["dtype"]) for name, entry in body["buffers"].items()},
-            aliases=body["aliases"],
-            training=body["training"],
-            extra=body["extra"],
-        )
+        try:
+            manifest = _reader().validate_json(text, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            what = ".".join(map(str, first["loc"]))
+            raise BadCheckpoint(f"{where} was to be read, but its {what} is wrong: {first['msg']}. {ANOTHER}") from error
         wrong = [name for name, stored in manifest.parameters.items() if not stored.covers()]
+        wrong += [name for name, stored in manifest.parameters.items() if not stored.lies_in(len(manifest.files))]
         wrong += [file.name for file in manifest.files if "/" in file.name or "\\" in file.name]  # of elsewhere
+        wrong += [name for name in manifest.aliases.values() if name not in {*manifest.parameters, *manifest.buffers}]
         if wrong:
             raise BadCheckpoint(f"{where} was to be read, but what it says of {wrong[0]} cannot be. {ANOTHER}")
         return manifest
@@ -184,10 +192,9 @@ def buffer_key(name: str) -> str:
     return f"{name}/buffer"
 
 
-def _stored(entry: Mapping[str, Any]) -> Stored:
-    stretches = tuple(Stretch(**stretch) for stretch in entry["stretches"])
-    order = None if entry["order"] is None else tuple(entry["order"])
-    return Stored(**{**entry, "shape": tuple(entry["shape"]), "order": order, "stretches": stretches})
+@functools.cache
+def _reader() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
 
 
 def _hash_of(body: Mapping[str, Any]) -> str:

@@ -7,13 +7,15 @@ counts, they are the same everywhere, errors included.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 
 # What a rank was asked to do. Ranks that settle for different reasons have lost each other.
 OCCASIONS = ("step", "zero_grad", "an operation on .grad", "unscale_", "settle", "whole_grad", "save")
+
+Explain = Callable[[str, int], str]
 
 _HEAD = struct.Struct("<BQQ8s8sQIdIIB")
 
@@ -114,16 +116,17 @@ class Codec:
         )  # fmt: skip
 
 
-def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str]) -> Agreement:
-    """What follows from all ranks' counts, under the order agreed before."""
-    error = _different_digest(everyone)
+def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str], explain: Explain) -> Agreement:
+    """What follows from all ranks' counts, under the order agreed before. `explain` is a collective: it gives the first
+    difference between two ranks in what a digest is of."""
+    error = _different_digest(everyone, explain)
     if error is not None:
         raise error  # no round can be trusted to be the same one on all ranks
     error = (
         _failure(everyone)
         or _lost_parameters(everyone, names)
         or _different_place(everyone)
-        or _different_settings(everyone)
+        or _different_settings(everyone, explain)
         or _different_freezing(everyone, names)
         or _different_contributions(everyone)
         or _different_edits(everyone, names)
@@ -166,13 +169,14 @@ def _union(masks: Sequence[int]) -> int:
     return united
 
 
-def _different_digest(everyone: Sequence[Counts]) -> ZeroError | None:
+def _different_digest(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
     first = everyone[0]
     for rank, counts in enumerate(everyone):
         if counts.digest != first.digest:
             return RanksDiffer(
-                f"Rank {rank} of {len(everyone)} reached step {counts.step} with layout {counts.digest.hex()[:4]}, rank 0 with "
-                f"layout {first.digest.hex()[:4]}: the ranks have different models or configurations. Build the same on all."
+                f"Rank {rank} of {len(everyone)} reached step {counts.step} with layout and configuration "
+                f"{counts.digest.hex()[:8]}, rank 0 with {first.digest.hex()[:8]}: {explain('built', rank)}. "
+                "Build the same on all."
             )
     return None
 
@@ -218,14 +222,14 @@ def _different_place(everyone: Sequence[Counts]) -> ZeroError | None:
     return None
 
 
-def _different_settings(everyone: Sequence[Counts]) -> ZeroError | None:
+def _different_settings(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
     first = everyone[0]
     for rank, counts in enumerate(everyone):
         if counts.settings != first.settings:
             return RanksDiffer(
-                f"Rank {rank} of {len(everyone)} came to step {counts.step} with other settings in its optimizer's groups than "
-                "rank 0: a learning rate or the like. Change them on all ranks alike; what a schedule looks at, such as a "
-                "loss, must be the same number on all."
+                f"Rank {rank} of {len(everyone)} came to step {counts.step} with settings {counts.settings.hex()[:8]} in its "
+                f"optimizer's groups, rank 0 with {first.settings.hex()[:8]}: {explain('settings', rank)}. Change them on all "
+                "ranks alike; what a schedule looks at, such as a loss, must be the same number on all."
             )
     return None
 

@@ -38,6 +38,10 @@ class Gatherer:
             if block.is_last and self._line.layout.num_shares > 1:
                 self._on_their_way.append(self._group.all_gather(self._weights.bucket(block.bucket)))
 
+    def abandon(self) -> None:
+        """Forgets what is on its way over connections that are lost."""
+        self._on_their_way.clear()
+
     def finish(self, params: int) -> None:
         """When this returns every weight is the new one, on a device for whatever is issued next."""
         while self._on_their_way:

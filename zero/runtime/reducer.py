@@ -46,15 +46,20 @@ class _Round:
 class Flight:
     """Rounds on their way, first in, first out, and the shard that they end in.
 
-    `widest` is the dtype that wider buckets are rounded to before they are sent; None rounds none.
+    `widest` is the dtype that wider buckets are rounded to before they are sent; None rounds none. With `looks` each is
+    searched for what is not finite, which in the sum is nobody's any more.
     """
 
-    def __init__(self, line: Line, group: Group, staging: Staging, shard: Shard, widest: torch.dtype | None = None) -> None:
+    def __init__(
+        self, line: Line, group: Group, staging: Staging, shard: Shard, widest: torch.dtype | None = None, looks: bool = False
+    ) -> None:
         self.factor = 1.0  # what a sum is multiplied with when it is kept
         self.num_bytes = 0  # sent so far, by this rank
         self._reduce = group.all_reduce if line.layout.num_shares < group.size else group.reduce_scatter
         self._staging = staging
         self.shard = shard
+        self.looks = looks
+        self._greatest: torch.Tensor | None = None  # magnitude that was sent since the last `forget`, NaN included
         self._widest = widest
         self._rounds: deque[tuple[int, torch.Tensor, Pending]] = deque()
 
@@ -65,9 +70,20 @@ class Flight:
     def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True) -> None:
         buffer, dtype = self._rounded(buffer), sum_dtype(buffer.dtype)
         self.num_bytes += buffer.nbytes
+        if self.looks:
+            greatest = torch.linalg.vector_norm(buffer, torch.inf)
+            self._greatest = greatest if self._greatest is None else torch.maximum(self._greatest, greatest)
         self._rounds.append((bucket, buffer, self._reduce(buffer, dtype)))
         while self._rounds and self._rounds[0][2].done():
             self._land(keep)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that this rank sent since the last `forget` was."""
+        return self._greatest is None or bool(self._greatest.isfinite())
+
+    def forget(self) -> None:
+        self._greatest = None
 
     def _rounded(self, buffer: torch.Tensor) -> torch.Tensor:
         if self._widest is None or buffer.dtype.itemsize <= self._widest.itemsize:
@@ -79,6 +95,12 @@ class Flight:
     def land_all(self, keep: bool) -> None:
         while self._rounds:
             self._land(keep)
+
+    def abandon(self) -> None:
+        """Forgets what is on its way over connections that are lost, which may still write into it."""
+        for _, buffer, _ in self._rounds:
+            self._staging.lose(buffer)
+        self._rounds.clear()
 
     @stop("keep")
     def _land(self, keep: bool) -> None:
@@ -251,6 +273,13 @@ class Reducer:
         self.sent = 0
         self._arrived.clear()
         self._staging.release(keep=_KEPT)  # what a rank ahead of the others had in flight is not kept into the step
+
+    def restart(self) -> None:
+        """Begins as at the first window: what was sent is lost, and what was learned not all ranks may have heard."""
+        self.flight.abandon()
+        self.order = tuple(range(len(self.line.layout.buckets)))
+        self.sent, self._expected = 0, None
+        self._arrived.clear()
 
     def drop(self) -> None:
         """Forgets what has not been sent."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zero.comm.group import Group, exchange_about
+from zero.comm.group import Group, exchange_about, exchange_texts, first_difference
 from zero.memory.flat import Line
 from zero.runtime.agreement import Agreement, Codec, Counts, agree, set_bits
 from zero.runtime.aliases import Aliases
@@ -68,12 +68,16 @@ class Settler:
         self.size = group.size
         self.step = 0
         self.aliases = aliases
-        self._settles = 0
+        self.settles = 0
         self._group = group
         self._params = params
         self._line = line
-        self._configuration = configuration
+        self._configuration = configuration  # as text
         self._settings = settings  # of the optimizer's groups, as text
+
+    def note(self, where: str) -> None:
+        """Says for the other ranks where this one is."""
+        self._group.note(f"{where} of step {self.step + 1}")
 
     def agree(self, occasion: str, window: Window, found: Found) -> Agreement:
         since, reducer, layout = window.since, window.reducer, self._line.layout
@@ -84,8 +88,8 @@ class Settler:
         counts = Counts(
             occasion=occasion,
             step=self.step,
-            settles=self._settles,
-            digest=_short_digest(f"{layout.digest} {self._configuration}"),
+            settles=self.settles,
+            digest=self._built(),
             settings=_short_digest(self._settings() if occasion == "step" else ""),
             sent=reducer.sent,
             clears=since.clears,
@@ -106,9 +110,20 @@ class Settler:
             later=later,
             order=reducer.arrival_order,
         )
+        self.note(f"meeting the others for {occasion}")
         messages = exchange_about(self._group, "step, zero_grad or settling", codec.pack(counts))
-        self._settles += 1
-        return agree([codec.unpack(message) for message in messages], reducer.order, self._params.names)
+        self.settles += 1
+        return agree([codec.unpack(message) for message in messages], reducer.order, self._params.names, self._explain)
+
+    def _built(self) -> bytes:
+        return _short_digest(f"{self._line.layout.digest} {self._configuration}")
+
+    def _explain(self, what: str, rank: int) -> str:
+        """The first difference between rank 0 and another; a collective."""
+        specs = self._line.layout.params
+        built = "\n".join([self._configuration, *map(str, specs), f"layout {self._line.layout.digest}"])
+        texts = exchange_texts(self._group, self._settings() if what == "settings" else built)
+        return first_difference(texts[0], texts[rank], rank)
 
 
 def _short_digest(text: str) -> bytes:

@@ -13,8 +13,9 @@ import torch
 
 from zero.comm.group import Group, exchange_about
 from zero.errors import ZeroError
-from zero.memory.flat import DTYPES, Form, Line, Shard, by_device, sum_dtype
+from zero.memory.flat import DTYPES, Form, Line, by_device, sum_dtype
 from zero.plan.layout import Block, Piece
+from zero.runtime.reducer import Flight
 from zero.runtime.standin import StandIn
 
 
@@ -25,8 +26,9 @@ class GradientShares:
     that parameter's gradient changes: code that asks for a thousand norms in turn costs one.
     """
 
-    def __init__(self, line: Line, forms: list[Form], group: Group, shard: Shard) -> None:
-        self.shard = shard
+    def __init__(self, line: Line, forms: list[Form], group: Group, flight: Flight) -> None:
+        self.shard = flight.shard
+        self._flight = flight
         self.forms = forms
         self._line = line
         self._group = group
@@ -48,6 +50,13 @@ class GradientShares:
         self.shard.check_here()
         used: int = settle(occasion)
         return used
+
+    def sources_of_nonfinite(self) -> list[int]:
+        """The ranks whose own gradients are not finite, where that is looked for. A collective."""
+        if not self._flight.looks:
+            return []
+        told = self.exchange_numbers([float(not self._flight.is_finite)], "the search for what is not finite")
+        return [rank for rank, [found] in enumerate(told) if found]
 
     def pieces(self, param: int) -> tuple[Piece, ...]:
         return tuple(self._line.layout.pieces(param, self._rank))

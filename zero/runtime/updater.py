@@ -166,10 +166,12 @@ class Updater:
             self._one_pass.release()
 
     def nonfinite(self, norm: float) -> NonFinite:
-        """The error that names what is not finite."""
+        """The error that names what is not finite, and where it came from. A collective."""
+        names, ranks = ", ".join(self._nonfinite_names()), ", ".join(map(str, self._shares.sources_of_nonfinite()))
+        where = f"in {names}, from rank {ranks}" if ranks else f"in {names}"
         return NonFinite(
-            f"A step was asked for, but the norm of the gradients is {norm} ({', '.join(self._nonfinite_names())}). "
-            "Nothing was applied. Find where it began, or set on_nonfinite to 'skip' or 'propagate'."
+            f"A step was asked for, but the norm of the gradients is {norm}: {where}. Nothing was applied. Look at the loss "
+            "and the batch there, or set on_nonfinite to 'skip' or 'propagate'."
         )
 
     def _nonfinite_names(self) -> list[str]:

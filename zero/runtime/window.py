@@ -168,10 +168,12 @@ class Window:
             self.since.in_backward, self.since.placed = True, False  # some may have become trainable since the last one
             self.settler.aliases.notice()
             self.boundary.backwards += 1
+            self.settler.note("in a backward")
             torch.autograd.Variable._execution_engine.queue_callback(self._note_backward_end)
 
     def _note_backward_end(self) -> None:
         self.since.in_backward = False
+        self.settler.note("after a backward")
 
     def put_stand_ins(self, current: int | None = None) -> None:
         """Into every `.grad`, since code that clips asks each parameter whether it has one before it does anything else."""
@@ -277,6 +279,7 @@ class Window:
         """A new window, once every .grad is None."""
         self.since = since
         self.reducer.drop()
+        self.reducer.flight.forget()
         self.shares.clear()
         self.used = self.put = 0
         self.scaling.weight = None

@@ -39,8 +39,8 @@ def test_one_that_is_not_to_be_the_latest_is_found_by_its_tag_only(tmp_path):
 def test_a_tag_may_be_saved_again_and_leaves_one_folder(tmp_path):
     folder = Folder(tmp_path)
     saved(folder, "a")
-    saved(folder, "a", Manifest((), {}, {}, {"x": "y"}))
-    assert read_manifest(folder.find(None)).aliases == {"x": "y"}
+    saved(folder, "a", Manifest((), {}, {}, training={"x": "y"}))
+    assert read_manifest(folder.find(None)).training == {"x": "y"}
     assert sorted(os.listdir(tmp_path)) == ["a", LATEST]
 
 
@@ -49,15 +49,15 @@ def test_who_was_stopped_while_one_takes_the_place_of_another_leaves_one_of_the_
     folder = Folder(tmp_path)
     old = saved(folder, "a")
     written = folder.begin("a")
-    disk.write(written / MANIFEST, [Manifest((), {}, {}, {"x": "y"}).text().encode()])
+    disk.write(written / MANIFEST, [Manifest((), {}, {}, training={"x": "y"}).text().encode()])
     os.rename(old, tmp_path / ".a.replaced")
     if stopped_before == "the one before went":
         os.rename(written, tmp_path / "a")
     _being_written.clear()  # by nobody who lives
-    found = {} if stopped_before == "the new one took its place" else {"x": "y"}
-    assert read_manifest(folder.find(None)).aliases == found
+    found = None if stopped_before == "the new one took its place" else {"x": "y"}
+    assert read_manifest(folder.find(None)).training == found
     saved(folder, "b")
-    assert read_manifest(folder.find("a")).aliases == found
+    assert read_manifest(folder.find("a")).training == found
     assert sorted(os.listdir(tmp_path)) == ["a", "b", LATEST]
 
 
@@ -90,7 +90,7 @@ def test_a_pointer_that_cannot_be_written_leaves_all_as_it_was(tag, tmp_path, mo
 
     monkeypatch.setattr(disk, "replace", fail)
     with pytest.raises(OSError, match="Input/output"):
-        folder.commit(written, tag, Manifest((), {}, {}, {"x": "y"}))
+        folder.commit(written, tag, Manifest((), {}, {}, training={"x": "y"}))
     folder.give_up(written)
     assert sorted(os.listdir(tmp_path)) == ["a", LATEST]
     assert read_manifest(folder.find(None)) == NOTHING

@@ -11,6 +11,7 @@ from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.traces import copied
 from tests.zero.graph.models import adamw, batch, build
+from zero.comm.group import TimeLimits
 from zero.comm.torch_group import connect
 from zero.optimizer import shard
 
@@ -20,7 +21,7 @@ def train(rank: int, world: int, stage: int, offload: str | None) -> list[dict[s
 
     place, found = place_of(rank, "sim"), []
     accelerator = accelerators.get("sim")
-    group = connect(accelerator, None, 20.0)
+    group = connect(accelerator, None, TimeLimits(20.0, 20.0))
     for compile_it in (False, True):
         model = build("gpt").to(place)
         optimizer = shard(model, adamw(model), stage=stage, offload=offload, bucket_bytes=256, clip=0.5, group=group)

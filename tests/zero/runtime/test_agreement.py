@@ -61,14 +61,18 @@ def plain(**changes):
     return replace(Counts("step", 3, 4, b"layout 1", contributed=True, used=0b11, put=0b111), **changes)
 
 
+def explained(what, rank):
+    return f"{what} {rank}"
+
+
 def agreed(*everyone, order=(0, 1, 2)):
-    return agree(everyone, order, NAMES)
+    return agree(everyone, order, NAMES, explained)
 
 
 @settings(deadline=None)
 @given(st.lists(counts.map(lambda one: replace(one, digest=bytes(8))), min_size=1, max_size=4))
 def test_it_follows_from_the_counts_of_all_whatever_they_are(everyone):
-    first, again = agree(everyone, (1, 0), NAMES), agree(everyone, (1, 0), NAMES)
+    first, again = agree(everyone, (1, 0), NAMES, explained), agree(everyone, (1, 0), NAMES, explained)
     assert (first.rounds, first.rest, first.used, str(first.error)) == (again.rounds, again.rest, again.used, str(again.error))
     assert first.rounds == max(one.sent for one in everyone)
     if first.error is not None:
@@ -129,7 +133,8 @@ def test_clearing_discards_what_was_sent_and_sends_no_more():
 
 
 def test_different_layouts_are_raised_at_once():
-    with pytest.raises(RanksDiffer, match=r"Rank 1 of 2 reached step 3 with layout 6f74, rank 0 with layout 6c61"):
+    said = r"Rank 1 of 2 reached step 3 with layout and configuration 6f746865, rank 0 with 6c61796f: built 1"
+    with pytest.raises(RanksDiffer, match=said):
         agreed(plain(), plain(digest=b"other la"))
 
 

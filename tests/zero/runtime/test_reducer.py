@@ -48,7 +48,7 @@ class Bench:
             "step", 0, 0, bytes(8), sent=reducer.sent, contributed=True, used=used, open=reducer.open_buckets,
             wide=reducer.wide_buckets, order=order or reducer.arrival_order, **counts,
         )  # fmt: skip
-        agreement = agree([mine], reducer.order, ["p0", "p1", "p2"])
+        agreement = agree([mine], reducer.order, ["p0", "p1", "p2"], lambda *_: "")
         reducer.catch_up(agreement)
         reducer.send_rest(agreement.rest, agreement.wide)
         reducer.learn(agreement, used if used_here is None else used_here)
@@ -176,7 +176,7 @@ def test_rounds_that_others_sent_are_caught_up_with_zeros():
     bench.give(2, 4)
     mine = Counts("step", 0, 0, bytes(8), sent=1, contributed=True, used=1)
     theirs = Counts("step", 0, 0, bytes(8), sent=3, contributed=True, used=1)
-    bench.reducer.catch_up(agree([mine, theirs], bench.reducer.order, []))
+    bench.reducer.catch_up(agree([mine, theirs], bench.reducer.order, [], lambda *_: ""))
     assert [value for _, value in bench.sent()] == [4.0, 0.0, 0.0]
     assert bench.reducer.sent == 3
 
@@ -186,7 +186,7 @@ def test_what_is_discarded_is_received_and_not_kept():
     bench.wire.holds_back = True
     bench.give(2, 4)
     clearing = Counts("zero_grad", 0, 0, bytes(8), sent=1)
-    bench.reducer.catch_up(agree([clearing], bench.reducer.order, []))
+    bench.reducer.catch_up(agree([clearing], bench.reducer.order, [], lambda *_: ""))
     assert bench.values() == {}
     assert len(bench.reducer.flight) == 0
     assert bench.staging.borrowed == 0
@@ -214,7 +214,7 @@ def test_gaps_and_absent_parameters_travel_as_zeros():
         reducer = Reducer(bench.line, forms, accelerators.get("cpu"), bench.staging, flight)
         reducer.collect(5, torch.ones(3))
         mine = Counts("step", 0, 0, bytes(8), open=reducer.open_buckets, contributed=True, used=1 << 5)
-        agreement = agree([mine], reducer.order, [])
+        agreement = agree([mine], reducer.order, [], lambda *_: "")
         reducer.send_rest(agreement.rest, 0)
         (sent,) = bench.wire.sent
         assert sent.sum().item() == 3.0  # and no NaN of whoever had this memory

@@ -1,0 +1,147 @@
+"""One rank fails, by every way there is, in every phase of a step: the others say which and where, within the time limit.
+
+The victim's process really ends, as the interpreter would end it, or stops where it is; the others are processes that must
+come back by themselves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests import ranks
+from zero.errors import ZeroError
+
+LIMIT_S = 2.0  # the ranks' own
+SLACK_S = 6.0  # that ranks need to find out who it is, on a machine that does other things too
+STEP = 3  # the one that it fails in
+
+
+class FailingSGD(torch.optim.SGD):
+    """Calls `at` in the middle of its step."""
+
+    at = staticmethod(lambda: None)
+
+    def step(self, closure=None):
+        self.at()
+        return super().step(closure)
+
+
+def end_as_the_interpreter_does(error):
+    """What happens to an error that nobody catches, in a process that runs somebody's program."""
+    sys.last_value = error
+    traceback.print_exception(error)
+    atexit._run_exitfuncs()
+    os._exit(1)
+
+
+def fail(how, folder, world):
+    if how == "raise":
+        raise ArithmeticError("too much of it")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stall":
+        while len(list(folder.glob("rank * knows"))) < world - 1:
+            time.sleep(0.05)
+        os._exit(0)
+    if how == "end":
+        atexit._run_exitfuncs()
+        os._exit(0)
+
+
+def train(rank, world, victim, how, where, folder):
+    """The error that this rank saw, and how long after the failure."""
+    failed = [0.0]
+
+    def at(phase, step):
+        if (phase, step) == (where, STEP):
+            failed[0] = time.monotonic()
+            if rank == victim:
+                fail(how, folder, world)
+
+    try:
+        _train(at, folder)
+    except ArithmeticError as error:
+        end_as_the_interpreter_does(error)
+    except ZeroError as error:
+        (folder / f"rank {rank} knows").touch()
+        return str(error), time.monotonic() - failed[0]
+    return None
+
+
+def _train(at, folder):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    inner = FailingSGD(model.parameters(), lr=0.1)
+    step = 0
+    inner.at = lambda: at("update", step)
+    model[2].weight.register_hook(lambda _: at("backward", step))
+    options = {"timeout_s": LIMIT_S, "first_step_timeout_s": 60.0, "elementwise": True, "stage": 2, "bucket_bytes": 64}
+    optimizer = zero.shard(model, inner, **options)
+    for step in range(1, 7):
+        at("data", step)
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        at("after the backward", step)
+        optimizer.step()
+        at("after the step", step)
+        optimizer.zero_grad()
+        if step % 3 == 0:
+            at("before a save", step)
+            zero.save(folder / "checkpoints", optimizer)
+
+
+# What others read of a rank that fails there.
+SEEN = {
+    "data": "before a backward of step 3",
+    "backward": "in a backward of step 3",
+    "after the backward": "after a backward of step 3",
+    "update": "in the update of step 3",
+    "after the step": "before a backward of step 4",
+    "before a save": "before a backward of step 4",
+}
+
+
+# What others say of it.
+SAID = {
+    "raise": "raised ArithmeticError: too much of it",
+    "kill": "and is gone",
+    "stall": "and did not come",
+    "end": "and is gone",
+}
+EVERY = [(world, where, how) for world in (3, 2) for where in SEEN for how in SAID]
+# Where time is short every third one of all, which has every phase and every way to fail at both numbers of ranks.
+POINTS = [point if number % 3 == 0 else pytest.param(*point, marks=pytest.mark.full) for number, point in enumerate(EVERY)]
+
+
+def told_by_others(world, victim, how, where, folder):
+    found = ranks.outcomes(world, train, victim, how, where, folder, timeout=60.0)
+    others = [outcome for outcome in found if outcome.rank != victim]
+    assert all(outcome.ok for outcome in others), ranks.describe(found)
+    for outcome in others:
+        text, seconds = outcome.value
+        assert seconds < LIMIT_S + SLACK_S, text
+    if how == "raise":
+        assert "ArithmeticError: too much of it" in found[victim].output
+    return [outcome.value[0] for outcome in others]
+
+
+@pytest.mark.promise("L01", "L02", "L03")
+@pytest.mark.parametrize(("world", "where", "how"), POINTS)
+def test_a_rank_that_fails_is_named_on_all_others_with_its_phase_and_step(world, where, how, tmp_path):
+    for text in told_by_others(world, 1, how, where, tmp_path):
+        assert "rank 1 " in text and SEEN[where] in text and SAID[how] in text, text
+
+
+@pytest.mark.promise("L02")
+def test_the_rank_that_holds_the_store_is_named_though_its_last_lines_are_lost_with_it(tmp_path):
+    for text in told_by_others(3, 0, "kill", "backward", tmp_path):
+        assert "rank 0 was last seen at a place that is not known" in text and "and is gone" in text, text

@@ -1,0 +1,406 @@
+"""After a failure: ranks that are all there go on over new connections, and processes end as they should."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import accelerators
+import zero
+from accelerators.memory import MemoryReading
+from tests import ranks
+from tests.devices import needs_sim
+from tests.zoo.case import filled
+from zero.comm.loopback import run_ranks
+from zero.errors import GroupLost, NonFinite, RanksDiffer
+
+LIMIT_S = 1.5
+
+
+def small():
+    return filled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), real=True)
+
+
+def sharded(model, **options):
+    limits = {"timeout_s": LIMIT_S, "first_step_timeout_s": 30.0, "bucket_bytes": 64}
+    inner = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    return zero.shard(model, inner, **{"stage": 2, **limits, **options})
+
+
+def one_step(model, optimizer, rank, step):
+    model(torch.full((1, 4), float(rank + step))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# Going on ---------------------------------------------------------------------------------------------------------------
+
+
+def stall_and_go_on(rank, world, late, new_world):
+    model = small()
+    optimizer = sharded(model)
+    one_step(model, optimizer, rank, 0)
+    said = None
+    if late:
+        model(torch.full((1, 4), 7.0)).square().mean().backward()
+        if rank == 1:
+            time.sleep(2 * LIMIT_S + 1.0)
+        with pytest.raises(GroupLost) as raised:
+            optimizer.step()
+        said = str(raised.value)
+        if new_world:
+            store = dist.distributed_c10d._get_default_store()
+            dist.barrier()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
+        optimizer.rebuild(dist.group.WORLD if new_world else None)
+    one_step(model, optimizer, rank, 1)
+    one_step(model, optimizer, rank, 2)
+    optimizer.check()
+    return said, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("new_world", [False, True])
+def test_after_a_rank_came_too_late_all_go_on_as_if_the_window_had_not_been(new_world):
+    undisturbed = ranks.run(2, stall_and_go_on, False, False)
+    found = ranks.run(2, stall_and_go_on, True, new_world)
+    assert "rank 1 was last seen after a backward of step 2, and did not come" in found[0][0]
+    assert found[0][0].split("but ")[1] in found[1][0]
+    for (_, weights), (_, expected) in zip(found, undisturbed, strict=True):
+        assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+
+
+def lose_it_in_the_update(rank, world):
+    model = small()
+    optimizer = sharded(model)
+    one_step(model, optimizer, rank, 0)
+    optimizer.parts.torn = rank == 1
+    with pytest.raises(RanksDiffer, match=r"rank 1 was lost in the middle of a step.*Load a checkpoint"):
+        optimizer.rebuild()
+    return optimizer.any_rank(rank == 1)
+
+
+def test_ranks_lost_in_the_middle_of_a_step_are_connected_but_told_to_load():
+    assert ranks.run(2, lose_it_in_the_update) == [True, True]
+
+
+# Time limits ------------------------------------------------------------------------------------------------------------
+
+
+def compile_for_long(rank, world):
+    model = small()
+    optimizer = sharded(model)
+    if rank == 1:
+        time.sleep(2 * LIMIT_S)
+    one_step(model, optimizer, rank, 0)
+    one_step(model, optimizer, rank, 1)
+    if rank == 1:
+        time.sleep(LIMIT_S + 3.0)
+        return None
+    started = time.monotonic()
+    with pytest.raises(GroupLost, match="rank 1 was last seen before a backward of step 3, and did not come"):
+        one_step(model, optimizer, rank, 2)
+    return time.monotonic() - started
+
+
+@pytest.mark.promise("P11")
+def test_the_first_step_may_take_longer_than_those_that_follow():
+    took, _ = ranks.run(2, compile_for_long)
+    assert took + 0.1 >= LIMIT_S
+
+
+def never_come(rank, world):
+    if rank == 1:
+        time.sleep(LIMIT_S + 2.0)
+        return
+    with pytest.raises(GroupLost, match="2 ranks were to train together, but of rank 1 nothing was seen within 1 s"):
+        sharded(small(), timeout_s=1.0, first_step_timeout_s=1.0)
+
+
+def test_a_rank_that_never_shards_is_named():
+    ranks.run(2, never_come)
+
+
+# Agreement --------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_differ_are_found_every_so_many_steps_and_named():
+    def program(group):
+        model = small()
+        model[1].weight.requires_grad_(False)
+        optimizer = sharded(model, group=group, check_weights_every=2)
+        one_step(model, optimizer, group.rank, 0)
+        if group.rank == 1:
+            with torch.no_grad():
+                model[1].weight[0, 0] += 1.0
+        model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(RanksDiffer, match=r"ranks 0 and 1 have different bits in 1\.weight"):
+            optimizer.step()
+        return optimizer.parts.window.settler.step
+
+    assert run_ranks(2, program, time_limit_s=20.0) == [2, 2]
+
+
+def test_ranks_whose_settings_drift_apart_stop_with_both_digests_and_the_first_difference():
+    def program(group):
+        model = small()
+        optimizer = sharded(model, group=group)
+        optimizer.param_groups[0]["momentum"] = 0.5 + 0.25 * group.rank
+        model(torch.ones(1, 4)).sum().backward()
+        digests = r"settings [0-9a-f]{8} in its optimizer's groups, rank 0 with [0-9a-f]{8}"
+        with pytest.raises(RanksDiffer, match=f"{digests}: rank 1 has 'momentum=0.75', rank 0 has 'momentum=0.5'"):
+            optimizer.step()
+
+    run_ranks(2, program, time_limit_s=20.0)
+
+
+@pytest.mark.promise("L05")
+def test_ranks_with_different_configurations_are_told_the_first_difference_at_construction():
+    def program(group):
+        with pytest.raises(RanksDiffer, match=r"Rank 1 of 2 built .*\"bucket_bytes\": 128.* where rank 0 built"):
+            sharded(small(), group=group, bucket_bytes=64 * (1 + group.rank))
+
+    run_ranks(2, program, time_limit_s=20.0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_where_gradients_stop_being_finite_is_told_by_parameter_and_rank(stage, dtype):
+    def program(group):
+        model = small()
+        optimizer = sharded(model, group=group, stage=stage, dtype=dtype, on_nonfinite="raise")
+        x = torch.ones(1, 4, dtype=model[0].weight.dtype)
+        loss = model(x).sum()
+        loss = loss + (model[1].bias * (math.nan if group.rank == 1 else 1.0)).sum()
+        loss.backward()
+        with pytest.raises(NonFinite, match=r"is nan: in 1\.bias, from rank 1\. Nothing was applied"):
+            optimizer.step()
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()  # what was found belongs to its window
+        return optimizer.skipped_steps
+
+    assert run_ranks(3, program, time_limit_s=20.0) == [0, 0, 0]
+
+
+# Memory -----------------------------------------------------------------------------------------------------------------
+
+
+def flatten_on_a_device_that_promised_too_much(rank, world):
+    from accelerators import simulated
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("zero").addHandler(handler)
+    logging.getLogger("zero").setLevel("INFO")
+    accelerator = accelerators.use("sim")
+    with torch.device("sim"):
+        model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
+    expected = [param.detach().cpu().clone() for param in model.parameters()]
+    held = accelerator.memory().allocated
+    total, accelerator.read_memory = accelerator.memory().total, lambda index: MemoryReading(None, 1 << 30, held, held)
+    try:
+        simulated.configure(memory_bytes=held + 1000)  # and not one chunk of 262,144 bytes more
+        optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, bucket_bytes=2**18)
+        assert any("(insufficient memory)" in line for line in lines), lines
+        found = [param.detach().cpu() for param in model.parameters()]
+        assert all(torch.equal(weight, before) for weight, before in zip(found, expected, strict=True))
+        del accelerator.read_memory
+        simulated.configure(memory_bytes=held + 200_000)  # for gradients, and not for a bucket of them
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            model(torch.ones(1, 128, device="sim")).sum().backward()
+        assert optimizer.parts.window.since.broken_off  # as the other ranks will hear
+        return str(raised.value)
+    finally:
+        simulated.configure(memory_bytes=total)
+        logging.getLogger("zero").removeHandler(handler)
+
+
+@needs_sim
+def test_out_of_memory_at_flattening_goes_by_the_host_and_elsewhere_says_what_would_fit():
+    [said] = ranks.run(1, flatten_on_a_device_that_promised_too_much, apart="sim")
+    assert "A buffer to send gradients from was asked for, but memory ran out" in said
+    assert "are free; what is kept and sent for training needs" in said
+    assert "With offload='cpu' and bucket_bytes=32768 it would need 393216" in said
+
+
+# Ends -------------------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+    import os, sys, time
+    import torch, zero
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=2, bucket_bytes=64)
+    def step():
+        loss = model(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    step()
+"""
+
+
+def meeting():
+    """The environment of processes that are to meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {**os.environ, **ranks.DEFAULT_ENV, "ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def start(program, world=2, **more):
+    """Processes of a user's own program, as plain environment variables start it."""
+    shared = meeting()
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(PROGRAM) + textwrap.dedent(program)]
+    return [
+        subprocess.Popen(
+            command,
+            env={**shared, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **more,
+        )
+        for rank in range(world)
+    ]
+
+
+def ends(processes, timeout=60.0):
+    found = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=timeout)
+            said = [line for line in err.splitlines() if not line.startswith("[Gloo] Rank")]
+            found.append((process.returncode, out.strip(), "\n".join(said)))
+    finally:
+        for process in processes:
+            process.kill()
+    return found
+
+
+FORKED_WORKERS = """
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self): return 4
+        def __getitem__(self, i): return torch.full((8,), float(i))
+    for batch in torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context="fork"):
+        model(batch).sum().backward()
+    child = os.fork()
+    if child == 0:
+        try:
+            step()
+        except ValueError as error:
+            print(error, flush=True)
+        sys.exit(0)
+    os.waitpid(child, 0)
+    optimizer.zero_grad()
+    second = torch.nn.Linear(2, 2)
+    other = zero.shard(second, torch.optim.SGD(second.parameters(), lr=1.0), stage=1)
+    second(torch.ones(1, 2)).sum().backward()
+    model(torch.ones(2, 8)).sum().backward()
+"""
+
+
+@pytest.mark.promise("L09", "X12")
+def test_with_forked_children_a_second_optimizer_and_gradients_under_way_a_program_ends_well():
+    for rank, (code, out, err) in enumerate(ends(start(FORKED_WORKERS))):
+        assert (code, err) == (0, "")
+        assert f"but rank {rank} is process" in out and "from which this one was forked" in out
+
+
+def test_a_program_that_ended_torch_distributed_itself_ends_well():
+    last = "optimizer.offload_states(); torch.distributed.destroy_process_group(); del model, optimizer"
+    assert ends(start(last)) == [(0, "", "")] * 2
+
+
+@pytest.mark.promise("X12")
+def test_ranks_that_are_daemons_of_a_program_end_with_it():
+    program = """
+        import multiprocessing, os, sys
+        import torch, zero
+        def main(rank):
+            os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+            model = torch.nn.Linear(4, 2)
+            optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        ranks = [multiprocessing.get_context("fork").Process(target=main, args=(rank,), daemon=True) for rank in range(2)]
+        for rank in ranks: rank.start()
+        for rank in ranks: rank.join()
+        print([rank.exitcode for rank in ranks])
+    """
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, env=meeting(), capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout.strip()) == (0, "[0, 0]"), result.stderr
+    assert not [line for line in result.stderr.splitlines() if not line.startswith("[Gloo] Rank")]
+
+
+@pytest.mark.promise("X15")
+def test_ctrl_c_ends_every_rank_at_once_with_its_traceback():
+    processes = start("print('ready', flush=True)\nwhile True: step()")
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        found = ends(processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert time.monotonic() - begun < 20.0
+    for code, _, err in found:
+        assert code != 0
+        assert "KeyboardInterrupt" in err or "GroupLost" in err
+    assert any("KeyboardInterrupt" in err for _, _, err in found)
+
+
+def test_an_error_of_one_program_is_told_by_the_other_with_its_words():
+    found = ends(start("if optimizer.group.rank == 1: raise LookupError('no such batch')\nstep()"))
+    assert [code for code, _, _ in found] == [1, 1]
+    assert "LookupError: no such batch" in found[1][2].splitlines()[-1]
+    assert "rank 1 raised LookupError: no such batch (<string>:" in found[0][2]
+
+
+# Starting again --------------------------------------------------------------------------------------------------------
+
+
+def norms_of(folder, world, restarts=0, **environment):
+    """What the elastic example printed, step by step; a step that was trained twice is there twice."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--max-restarts", str(restarts)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--monitor-interval", "0.1"]
+    command += [str(Path(__file__).parents[2] / "examples" / "elastic.py"), str(folder)]
+    # Ranks that torchrun starts again are given the store of the attempt before, with addresses of the dead (pytorch#135712).
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    shared = {**os.environ, **ranks.DEFAULT_ENV, "ACCELERATOR": "cpu", **own_store, **environment}
+    result = subprocess.run(command, env=shared, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    found = re.findall(r"step (\d+) of 12 with (\d) ranks, norm (\S+)", result.stdout)
+    return [(int(step), int(size), float(norm)) for step, size, norm in found]
+
+
+def test_after_a_killed_rank_the_launcher_starts_again_from_the_latest_checkpoint_and_the_curve_goes_on(tmp_path):
+    undisturbed = norms_of(tmp_path / "calm", 2)
+    disturbed = norms_of(tmp_path / "killed", 2, restarts=1, DIE_AT_STEP="8")
+    assert [step for step, _, _ in undisturbed] == list(range(1, 13))
+    assert [step for step, _, _ in disturbed] == [*range(1, 8), *range(7, 13)]  # the latest checkpoint was of step 6
+    assert disturbed[:7] == undisturbed[:7] and disturbed[7:] == undisturbed[6:]
+    (tmp_path / "calm" / "latest").write_text("global_step9")
+    alone = norms_of(tmp_path / "calm", 1)  # with fewer ranks it goes on too
+    assert [(step, size) for step, size, _ in alone] == [(10, 1), (11, 1), (12, 1)]
+    for (_, _, norm), (_, _, expected) in zip(alone, undisturbed[9:], strict=True):
+        assert norm == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,190 @@
+"""What every rank was last seen doing, for whoever finds one of them missing.
+
+[Note: watch]
+Each rank keeps a line about itself in the store that the process group was made with. Writing it is a message that nobody
+answers, some microseconds; nobody reads it before something is wrong. Then whoever noticed raises an alarm, the ranks that
+are still there answer it, and who does not answer is looked for: it left word of an error, or its connection is closed, or
+it is somewhere else. What the first rank finds out it writes down for all, so that every rank raises the same cause.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from zero.errors import GroupLost
+
+Answer = TypeVar("Answer")
+
+_TURN = datetime.timedelta(seconds=0.5)  # of waiting for the store, between two chances to be interrupted
+_MEETING_S = 2.0  # how long an alarm waits for answers; ranks that wait for others look for alarms more often than that
+_LAST_WORDS_S = 0.3  # how long after its connections a rank's last words may come
+_ANSWER_S = 5.0  # how long the store may take for one answer
+_LOOK_S = 0.05
+_NOWHERE = "before its first step"
+_UNKNOWN = "at a place that is not known, as the store of these lines went with it"
+_UNWRITTEN = "at a place that is not known, as a store in a file keeps no such lines"
+
+_watching: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+class Store(Protocol):
+    """What is used of a store of torch.distributed."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+class Watch:
+    def __init__(self, store: Store, rank: int, size: int, is_cheap: bool) -> None:
+        self.doing = ""  # now, on this rank
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._is_cheap = is_cheap  # to write a line, so that it may be done several times a step
+        self._is_there = True  # the store, as far as is known
+        self._process = os.getpid()
+        _watching.add(self)
+
+    def note(self, doing: str) -> None:
+        """This rank does something else from now on."""
+        is_first, self.doing = not self.doing, doing
+        if self._is_there and (self._is_cheap or is_first):
+            self._is_there = _tried(lambda: self._store.set(f"doing/{self._rank}", doing))
+
+    def meet(self, limit_s: float) -> None:
+        """Waits until every rank has written its first line."""
+        self.note(_NOWHERE if self._is_cheap else _UNWRITTEN)
+        keys = [f"doing/{rank}" for rank in range(self._size)]
+        deadline = time.monotonic() + limit_s
+        while not _tried(lambda: self._store.wait(keys, _TURN)):
+            if time.monotonic() > deadline:
+                late = [str(rank) for rank, key in enumerate(keys) if self._line(key) is None]
+                raise GroupLost(
+                    f"{self._size} ranks were to train together, but of rank {', '.join(late)} nothing was seen within "
+                    f"{limit_s:g} s. Start all of them, and look what those print."
+                )
+
+    @property
+    def is_of_this_process(self) -> bool:
+        return os.getpid() == self._process
+
+    def check_process(self) -> None:
+        """Refuses to speak for this rank in a process that was forked from it, over connections that it still uses."""
+        if not self.is_of_this_process:
+            raise ValueError(
+                f"A collective was asked for in process {os.getpid()}, but rank {self._rank} is process {self._process}, from "
+                "which this one was forked. Train in the process that sharded, and let the others load data."
+            )
+
+    def is_alarmed(self) -> bool:
+        """True when a rank noticed that something is wrong."""
+        return bool(self._ask(lambda: self._store.check(["alarm"])))
+
+    def cause(self, noticed: str, is_gone: Callable[[int], bool]) -> str:
+        """Why the ranks cannot go on, as the first of them found it; `noticed` is what this one saw."""
+        self._ask(self._raise_alarm)
+        found = self._ask(self._told) or self._look_for_others(noticed, is_gone)
+        agreed = self._ask(lambda: self._store.compare_set("cause", "", found))
+        return found if agreed is None else agreed.decode()
+
+    def leave(self, error: BaseException) -> None:
+        """This rank's last word: it ends with that error."""
+        last = traceback.extract_tb(error.__traceback__)[-1:]
+        where = f" ({last[0].filename}:{last[0].lineno})" if last else ""
+        words = f"raised {type(error).__name__}: {error}{where}, {self.doing or _NOWHERE}"
+        _tried(lambda: self._store.set(f"end/{self._rank}", words))
+
+    def close(self) -> None:
+        """The ranks part in order."""
+        _watching.discard(self)
+
+    def _raise_alarm(self) -> None:
+        self._store.set(f"here/{self._rank}", "1")
+        self._store.set("alarm", "1")
+
+    def _look_for_others(self, noticed: str, is_gone: Callable[[int], bool]) -> str:
+        absent = [rank for rank in range(self._size) if rank != self._rank]
+        left: dict[int, str] = {}
+        gone: dict[int, bool] = {}  # by rank; touched once, since a touch that finds nothing spoils the connection
+        begun = time.monotonic()
+        while absent and (waited := time.monotonic() - begun) < _MEETING_S:
+            left |= {rank: words for rank in absent if (words := self._line(f"end/{rank}"))}
+            absent = [rank for rank in absent if rank not in left and not self._line(f"here/{rank}")]
+            told = self._ask(self._told)
+            if told:  # another rank was faster
+                return told
+            if waited > _LAST_WORDS_S:
+                gone |= {rank: is_gone(rank) for rank in absent if rank not in gone}
+                if all(gone[rank] for rank in absent):
+                    break
+            time.sleep(_LOOK_S)
+        if left:
+            return "; ".join(f"rank {rank} {words}" for rank, words in left.items())
+        ended = [rank for rank in absent if gone.get(rank)]
+        if ended:
+            return f"{self._last_seen(ended)}, and is gone: its program ended or was killed"
+        if absent:
+            return f"{self._last_seen(absent)}, and did not come ({noticed})"
+        return f"{noticed}, though all ranks are there"
+
+    def _last_seen(self, ranks: list[int]) -> str:
+        return " and ".join(f"rank {rank} was last seen {self._line(f'doing/{rank}') or _UNKNOWN}" for rank in ranks)
+
+    def _told(self) -> str:
+        return self._store.get("cause").decode() if self._store.check(["cause"]) else ""
+
+    def _line(self, key: str) -> str | None:
+        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+
+    def _ask(self, question: Callable[[], Answer]) -> Answer | None:
+        """The answer of the store; None where there is none in time, since whoever holds it may be the one that is missing.
+        Then it is not asked again: the thread that waits for it holds the connection."""
+        if not self._is_there:
+            return None
+        answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+
+        def put() -> None:
+            try:
+                answers.put(question())
+            except RuntimeError:  # its connection is closed
+                answers.put(None)
+
+        threading.Thread(target=put, daemon=True, name="zero-watch").start()
+        try:
+            return answers.get(timeout=_ANSWER_S)
+        except queue.Empty:
+            self._is_there = False
+            return None
+
+
+def leave_words() -> None:
+    """At the end of the interpreter: the error that ends it, where there is one, for the other ranks to tell."""
+    error = getattr(sys, "last_value", None)
+    for watch in list(_watching):
+        if error is not None and watch.is_of_this_process:
+            watch.leave(error)
+
+
+def _tried(act: Callable[[], object]) -> bool:
+    """False when the store is not there any more: that is found out, and told, elsewhere."""
+    try:
+        act()
+    except RuntimeError:
+        return False
+    return True
