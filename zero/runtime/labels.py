@@ -78,7 +78,7 @@ def stop(
 
     def labelled(method: Callable[Concatenate[Owner, Given], Result]) -> Callable[Concatenate[Owner, Given], Result]:
         @functools.wraps(method)
-        def shown(self: Owner, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        def shown(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
             if self.clock is None and not torch.autograd.profiler._is_profiler_enabled:
                 return method(self, *args, **kwargs)
             with during(name, self.clock):
