@@ -24,6 +24,8 @@ def launch(command: Sequence[str], num_ranks: int, restarts: int) -> int:
 
     # All ranks are on this machine, whose own name may resolve to nothing.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    # torch 2.13 would give ranks that are started again the store of those that died, with their addresses in it.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=uuid.uuid4().hex, max_restarts=restarts,

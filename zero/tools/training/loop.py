@@ -92,10 +92,10 @@ def build(options: Options, stage: int) -> Engine:
     torch.manual_seed(options.seed)
     model = Gpt(options.layers, options.width, options.heads, options.context, options.dropout)
     settings = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    asked: dict[str, Any] = {"dtype": None if options.dtype == "float32" else options.dtype, "offload": options.offload}
     config = ZeroConfig(
-        stage=stage, dtype=None if options.dtype == "float32" else options.dtype, accumulation=options.accumulation, clip=1.0,
-        offload=None if options.offload == "none" else options.offload, optimizer=OptimizerSpec.of("AdamW", settings),
-        kernels="fused",
+        stage=stage, accumulation=options.accumulation, clip=1.0, optimizer=OptimizerSpec.of("AdamW", settings),
+        kernels="fused", **asked,
     )  # fmt: skip
 
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -145,7 +145,7 @@ def _step(engine: Engine, options: Options, text: Text, records: Records, wish: 
     num_parts = group.size * options.accumulation
     if options.batch < num_parts:
         raise ValueError(
-            f"--batch {options.batch} was asked for, but {group.size} ranks with {options.accumulation} micro-batches each need "
+            f"--batch {options.batch} was asked for, but {group.size} ranks of {options.accumulation} micro-batches need "
             f"{num_parts} samples or more. Raise it."
         )
     parts = samples.tensor_split(num_parts)[group.rank * options.accumulation : (group.rank + 1) * options.accumulation]

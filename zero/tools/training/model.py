@@ -26,7 +26,8 @@ class Block(nn.Module):
         query, key, value = mixed.permute(2, 0, 3, 1, 4).unbind()
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.drop(self.out(seen.transpose(1, 2).reshape(batch, length, width)))
-        return x + self.drop(self.wide(self.after(x)))
+        added: torch.Tensor = self.drop(self.wide(self.after(x)))
+        return x + added
 
 
 class Gpt(nn.Module):
@@ -39,9 +40,9 @@ class Gpt(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         self.apply(self._begin)
-        for block in self.blocks:  # what is added to the stream is smaller the more there is of it
-            for last in (block.out, block.wide[-1]):
-                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
+        for name, param in self.blocks.named_parameters():  # what is added to the stream is smaller the more there is of it
+            if name.endswith(("out.weight", "wide.2.weight")):
+                nn.init.normal_(param, std=0.02 / math.sqrt(2 * layers))
 
     @staticmethod
     def _begin(module: nn.Module) -> None:
@@ -61,8 +62,9 @@ class Gpt(nn.Module):
 
 
 @torch.no_grad()
-def write(model: Gpt, begin: bytes, num_bytes: int, seed: int, temperature: float = 0.8) -> str:
+def write(model: nn.Module, begin: bytes, num_bytes: int, seed: int, temperature: float = 0.8) -> str:
     """What the model goes on with."""
+    assert isinstance(model, Gpt)
     device = next(model.parameters()).device
     generator, text = torch.Generator().manual_seed(seed), list(begin)
     was_training = model.training

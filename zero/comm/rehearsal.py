@@ -1,0 +1,53 @@
+"""One rank of many that are not there: to find out what it would hold."""
+
+from __future__ import annotations
+
+import torch
+
+from zero.comm.group import Pending, Ready, sum_in_rank_order
+
+
+class _Sent:
+    """A round of a rank that keeps pace with the others: it is over when the next one is sent."""
+
+    def __init__(self, owner: Rehearsal, pieces: torch.Tensor, sum_dtype: torch.dtype) -> None:
+        self._owner, self._pieces, self._sum_dtype = owner, pieces, sum_dtype
+        self._number = owner.num_sent = owner.num_sent + 1
+
+    def done(self) -> bool:
+        return self._owner.num_sent > self._number
+
+    def wait(self) -> torch.Tensor:
+        return sum_in_rank_order(self._pieces, self._owner.size, self._sum_dtype)
+
+
+class Rehearsal:
+    """Rank 0 of `size` ranks, all alike and in pace. What it is sent is what it sends, in memory of its own as with a group
+    that exchanges the pieces of a bucket; so a training with it holds, from moment to moment, what a real one does."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.num_sent = 0
+
+    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        return Ready(bucket.to(sum_dtype)) if self.size == 1 else _Sent(self, bucket.clone(), sum_dtype)
+
+    def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        return Ready(bucket.to(sum_dtype, copy=self.size > 1))
+
+    def all_gather(self, bucket: torch.Tensor) -> Pending:
+        return Ready(bucket)
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        return Ready(tensor)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        return [message] * self.size
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def close(self) -> None:
+        pass
