@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from zero.comm.group import Pending, Ready, sum_in_rank_order
@@ -10,15 +12,15 @@ from zero.comm.group import Pending, Ready, sum_in_rank_order
 class _Sent:
     """A round of a rank that keeps pace with the others: it is over when the next one is sent."""
 
-    def __init__(self, owner: Rehearsal, pieces: torch.Tensor, sum_dtype: torch.dtype) -> None:
-        self._owner, self._pieces, self._sum_dtype = owner, pieces, sum_dtype
+    def __init__(self, owner: Rehearsal, finish: Callable[[], torch.Tensor]) -> None:
+        self._owner, self._finish = owner, finish
         self._number = owner.num_sent = owner.num_sent + 1
 
     def done(self) -> bool:
         return self._owner.num_sent > self._number
 
     def wait(self) -> torch.Tensor:
-        return sum_in_rank_order(self._pieces, self._owner.size, self._sum_dtype)
+        return self._finish()
 
 
 class Rehearsal:
@@ -32,10 +34,16 @@ class Rehearsal:
         self.num_sent = 0
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        return Ready(bucket.to(sum_dtype)) if self.size == 1 else _Sent(self, bucket.clone(), sum_dtype)
+        if self.size == 1:
+            return Ready(bucket.to(sum_dtype))
+        pieces = bucket.clone()
+        return _Sent(self, lambda: sum_in_rank_order(pieces, self.size, sum_dtype))
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        return Ready(bucket.to(sum_dtype, copy=self.size > 1))
+        if self.size == 1:
+            return Ready(bucket.to(sum_dtype))
+        total = bucket.to(sum_dtype, copy=True)
+        return _Sent(self, lambda: total)
 
     def all_gather(self, bucket: torch.Tensor) -> Pending:
         return Ready(bucket)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zero.plan.budget import Budget, Shares, budget_of
-from zero.plan.layout import ITEM_BYTES, FlatLayout
+from zero.plan.budget import Shares, budget_of
+from zero.plan.layout import FlatLayout
 from zero.plan.stages import stage_of
 
 
@@ -26,20 +26,14 @@ class Cost:
 
 
 def cost_of(
-    layout: FlatLayout, rank: int, stage: int, num_moments: int = 2, accumulation: int = 1, by_blocks: bool = True
+    layout: FlatLayout, stage: int, num_ranks: int, rank: int = 0, num_moments: int = 2, accumulation: int = 1
 ) -> Cost:
-    """The cost of windows of so many backwards.
+    """The cost of windows of so many backwards, to one rank of so many, with an optimizer that steps block by block.
 
-    Before the last backward of a window, stages that accumulate locally have every gradient whole, in the dtype of sums.
-    As it is sent its place goes to this rank's share of it, which is no larger: so the most is when the first is sent.
+    Before the last backward of a window, stages that accumulate locally have every gradient whole.
     """
+    waits = accumulation > 1 and stage_of(stage).accumulates_locally
     sent = 1 if stage_of(stage).accumulates_locally else accumulation
-    budget: Budget = budget_of(layout, rank, num_moments, sent, by_blocks)
-    device, filling = budget.device, budget.filling
-    if accumulation > 1 and stage_of(stage).accumulates_locally:
-        slots = [spec for spec, slot in zip(layout.params, layout.slots, strict=True) if slot is not None]
-        whole = sum(spec.numel * max(ITEM_BYTES[spec.dtype], ITEM_BYTES["float32"]) for spec in slots)
-        filling = max(filling, whole + filling - device.gradients)
-        device = replace(device, gradients=max(whole, device.gradients))
-    peak = budget.states + max(filling, budget.stepping)
-    return Cost(budget.weights, device, budget.staging, budget.host, peak, budget.host_peak)
+    budget = budget_of(layout, rank, num_moments, sent, num_ranks=num_ranks, waits=waits)
+    device = replace(budget.device, gradients=max(budget.waiting, budget.device.gradients))
+    return Cost(budget.weights, device, budget.staging, budget.host, budget.peak, budget.host_peak)

@@ -11,7 +11,7 @@ Named = Iterator[tuple[str, Shape]]
 
 def parameters_of(config: Mapping[str, Any]) -> list[tuple[str, Shape]]:
     """Names and shapes of every parameter, a tied one once. A ValueError where the configuration is none that we know."""
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in FAMILIES:
         raise ValueError(
             f"A configuration of model type {kind!r} was given, but those known here are {', '.join(sorted(FAMILIES))}. "

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zero.plan.costs import Cost
     from zero.tools.planning.subject import Subject
 
-_DESCRIPTION = """Predicts the bytes of one rank at each stage, with masters, moments and gradients on the device or on the host,
+_DESCRIPTION = """Predicts the bytes of one rank at each stage, with masters, moments and gradients on the device or the host,
 says which of them fit, and recommends one. MODEL is a number of parameters (7B), a Hugging Face configuration (config.json), or
 a function that makes the model (module:function, script.py:function).
 
@@ -61,7 +61,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )  # fmt: skip
     parser.add_argument("model", metavar="MODEL", help="a number, a config.json, module:function or script.py:function")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that share what is sharded (default: 1)")
-    parser.add_argument("--ranks-per-host", type=int, metavar="N", help="that share a host's memory (default: those that fit it)")
+    parser.add_argument("--ranks-per-host", type=int, metavar="N", help="that share a host (default: one a device, 8 at most)")
     parser.add_argument("--memory", metavar="SIZE", help="of each device, such as 80GiB (default: what this machine's has)")
     parser.add_argument("--host-memory", metavar="SIZE", help="of each host (default: what this machine has)")
     parser.add_argument("--accelerator", metavar="NAME", help="as ACCELERATOR (default: the best there is)")
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     space = _space(args)
     subject = read_subject(args.model, args.dtype, bucket_bytes, args.batch)
     if args.batch is not None and subject.build is None:
-        raise ValueError(f"--batch {args.batch} was asked for, but {args.model} makes no model to run. Give a function that does.")
+        raise ValueError(f"--batch {args.batch} was asked for, but {args.model} makes no model. Give a function that does.")
     rows, counted = _rows(args, subject, space, bucket_bytes)
     best = recommended(rows, args.ranks, args.accumulation)
     told = f"activations of {args.batch} a micro-batch are included: {counted}" if counted else "activations come on top"
@@ -144,7 +144,7 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
         for stage, row in STAGES.items():
             shares = args.ranks if row.shards_optimizer else 1
             layout = FlatLayout.build(params, shares, bucket_bytes)
-            cost = cost_of(layout, 0, stage, _MOMENTS[args.optimizer], args.accumulation)
+            cost = cost_of(layout, stage, args.ranks, 0, _MOMENTS[args.optimizer], args.accumulation)
             cost = replace(cost, weights=cost.weights + subject.other_bytes, peak=cost.peak + subject.other_bytes)
             if args.batch:
                 assert subject.build is not None

@@ -67,6 +67,7 @@ def _measure(options: Options, stage: int) -> Both:
         counted = Cost(now.weights, replace(now.device, gradients=gradients), now.buckets,
                        replace(now.host, gradients=host_gradients))  # fmt: skip
         moments = num_moments(parts.updater.inner)
-        return Both(counted, cost_of(parts.line.layout, parts.group.rank, stage, moments, options.accumulation))
+        group = parts.group
+        return Both(counted, cost_of(parts.line.layout, stage, group.size, group.rank, moments, options.accumulation))
     finally:
         engine.close()
