@@ -117,5 +117,5 @@ def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)) and name != "step":
+        elif isinstance(value, (int, float)) and prefix + name != "step":
             yield prefix + name, value

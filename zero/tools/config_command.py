@@ -29,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         config, notices = translate(args.file, implied)
     except (TypeError, ValueError) as error:
+        if isinstance(error.__cause__, OSError):  # there is nothing that could be refused
+            raise
         complain(error)
         return NO
     text = config.text()

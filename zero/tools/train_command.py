@@ -26,7 +26,7 @@ def add_parser(subparsers: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(
         subparsers, "train", "train a small GPT on text, sharded over ranks", _DESCRIPTION, run,
-        "trained; 130 interrupted, and the same command goes on",
+        "trained (130: interrupted)",
     )  # fmt: skip
     titles = ("the run", "the model and its data", "how it is trained")
     run_, model, how = (parser.add_argument_group(title) for title in titles)
