@@ -231,7 +231,7 @@ def rank_processes(launcher):
 def uninterrupted(tmp_path_factory):
     """The losses of the page's training."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    asked = options(folder, layers=2, width=64, context=32, batch=8, steps=40, dropout=0.0, seed=0, lr=2e-3)
+    asked = options(folder, layers=2, width=64, context=32, batch=8, steps=40, dropout=0.0, seed=0, lr=1e-3)
     ranks.run(2, train_from_library, asked)
     return losses(folder)
 
