@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,12 +38,13 @@ class Records:
     ) -> None:
         self._optimizer: ShardedOptimizer = getattr(target, "optimizer", target)  # type: ignore[arg-type]
         parts = self._optimizer.parts
+        writer = None if tensorboard is None else board_writer()  # on all ranks: none goes on where it cannot be had
         self._clock = parts.timed()
         self._ms, self._moved = self._clock.read(), self._sent()
         self._file: Any = None
         self._board: Any = None
         if parts.group.rank == 0:
-            self._board = None if tensorboard is None else _board(tensorboard)
+            self._board = None if writer is None or tensorboard is None else writer(os.fspath(tensorboard))
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
 
@@ -101,7 +102,8 @@ class Records:
         self.close()
 
 
-def _board(folder: str | os.PathLike[str]) -> Any:
+def board_writer() -> Callable[[str], Any]:
+    """What writes for TensorBoard; a ValueError where it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -109,7 +111,7 @@ def _board(folder: str | os.PathLike[str]) -> Any:
             f"Records for TensorBoard were asked for, but it cannot be imported ({error}). Install the extra: "
             "pip install 'zero-accelerators[tensorboard]'."
         ) from error
-    return SummaryWriter(os.fspath(folder))
+    return SummaryWriter
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

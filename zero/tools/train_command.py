@@ -61,6 +61,7 @@ def _add(group: Any, name: str, default: Any, words: str, **options: Any) -> Non
 def run(args: argparse.Namespace) -> int:
     # Imported here: torch is not for those who ask for another subcommand.
     import accelerators
+    from zero.records import board_writer
     from zero.tools.training.loop import check_same
     from zero.tools.training.options import Options
     from zero.tools.training.text import Text, read_text
@@ -82,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
     ranks = args.ranks or (2 if accelerator.device().type == "cpu" else accelerator.device_count())
     if ranks < 1 or args.restarts < 0:
         raise ValueError(f"--ranks {ranks} --restarts {args.restarts} was asked for, but ranks are 1 at least and restarts 0.")
+    options.check_ranks(ranks)
+    if options.tensorboard:
+        board_writer()
     if ranks == 1:
         return _train(options, text)
     return launch(["-m", "zero", "train", *args.words[1:]], ranks, args.restarts)

@@ -148,7 +148,7 @@ def test_one_rank_needs_no_launcher_and_the_answer_is_one_object(tmp_path, capsy
 
 def test_a_model_is_compiled_where_that_is_asked_for(tmp_path, monkeypatch):
     compiled = []
-    monkeypatch.setattr(Engine, "compile", compiled.append)
+    monkeypatch.setattr(Engine, "compile", lambda engine: compiled.append(engine))
     asked = options(tmp_path, steps=1, compile=True)
     found = train(asked, Text(TEXT, asked.context, asked.seed), lambda record: None)
     assert compiled == [found.engine]

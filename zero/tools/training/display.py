@@ -33,8 +33,13 @@ class Display:
     def _advance(self, step: int, words: str) -> None:
         if self._bar is None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.table import Column
 
-            columns = (MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(), TextColumn("{task.description}"))
+            counted, left = Column(min_width=2 * len(str(self._steps)) + 1), Column(min_width=7)
+            columns = (
+                MofNCompleteColumn(table_column=counted), BarColumn(10), TimeRemainingColumn(table_column=left),
+                TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),  # what may be cut
+            )  # fmt: skip
             self._bar = Progress(*columns)
             self._task = self._bar.add_task("", total=self._steps, completed=step - 1)
             self._bar.start()

@@ -117,6 +117,7 @@ def train(options: Options, text: Text, show: Show) -> Run:
     check_same(options, identity)
     engine = build(options, options.stage)
     group = engine.optimizer.parts.group
+    options.check_ranks(group.size)
     torch.manual_seed(options.seed + 1 + group.rank)
     if exchange_texts(group, Folder(options.checkpoints).latest() or "")[0]:
         engine.load_checkpoint(options.checkpoints)
@@ -143,11 +144,6 @@ def _step(engine: Engine, options: Options, text: Text, records: Records, wish: 
     began, group = time.perf_counter(), engine.optimizer.parts.group
     losses, samples = [], text.samples(engine.global_steps, options.batch)
     num_parts = group.size * options.accumulation
-    if options.batch < num_parts:
-        raise ValueError(
-            f"--batch {options.batch} was asked for, but {group.size} ranks of {options.accumulation} micro-batches need "
-            f"{num_parts} samples or more. Raise it."
-        )
     parts = samples.tensor_split(num_parts)[group.rank * options.accumulation : (group.rank + 1) * options.accumulation]
     for part in parts:
         if options.batch % num_parts:

@@ -43,6 +43,14 @@ class Options:
         if self.width > 64 and self.width % 64:
             raise ValueError(f"--width {self.width} was asked for, but heads are 64 wide. Give a multiple of 64, or less.")
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises where some rank would have nothing to do."""
+        if self.batch < num_ranks * self.accumulation:
+            raise ValueError(
+                f"--batch {self.batch} was asked for, but {num_ranks} ranks of {self.accumulation} micro-batches need "
+                f"{num_ranks * self.accumulation} samples or more. Raise it."
+            )
+
     @property
     def heads(self) -> int:
         return max(1, self.width // 64)
