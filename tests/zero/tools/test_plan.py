@@ -188,10 +188,10 @@ def measure(rank, world, points, batch):
 
 
 STATES = [
-    (0, None, "none", 1), (0, "bfloat16", "cpu", 1), (1, "bfloat16", "none", 1), (2, None, "cpu", 1), (0, None, "none", 3),
-    (1, None, "none", 3), (1, "bfloat16", "cpu", 3), (2, "bfloat16", "none", 3),
+    (0, None, "none", 1), (1, "bfloat16", "none", 1), (2, None, "cpu", 1), (0, None, "none", 3), (1, None, "none", 3),
+    (1, "bfloat16", "cpu", 3), (2, "bfloat16", "none", 3),
 ]  # fmt: skip
-WITH_ACTIVATIONS = [(0, None, "none", 1), (1, None, "none", 3), (2, "bfloat16", "cpu", 1)]
+WITH_ACTIVATIONS = [(1, None, "none", 3), (2, "bfloat16", "cpu", 1)]
 
 
 @needs_sim

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from zero.__main__ import main
 from zero.engine import Engine
 from zero.runtime.labels import STOPS
 from zero.tools.training.display import Display
-from zero.tools.training.loop import check_same, read_records, train
+from zero.tools.training.loop import Wish, check_same, read_records, train
 from zero.tools.training.model import Gpt
 from zero.tools.training.options import Options
 from zero.tools.training.plots import ticks
@@ -125,6 +126,16 @@ def test_what_cannot_be_trained_is_said_in_one_line(words, said, tmp_path, capsy
     assert said in told.err and not told.out
 
 
+def test_a_rank_whose_launcher_is_gone_stops_and_another_process_does_not_care_for_its_parent(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    alone = Wish()
+    monkeypatch.setenv("RANK", "0")
+    launched = Wish()
+    assert launched.look() is None
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert launched.look() == "its launcher is gone" and alone.look() is None
+
+
 # shown -------------------------------------------------------------------------------------------------------------------
 
 
@@ -141,6 +152,8 @@ def test_one_rank_needs_no_launcher_and_the_answer_is_one_object(tmp_path, capsy
         assert both["counted"] == both["predicted"] and both["counted"]["moments"] == 8 * answer["parameters"]
     assert answer["sample"].startswith("def ") and len(answer["sample"]) > 100
     page = (tmp_path / "run" / "report.html").read_text()
+    drawings = [ElementTree.fromstring(drawing) for drawing in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    assert [len(drawing.findall("{*}path")) for drawing in drawings] == [1, 5, 1]
     assert page.count("<svg") == 3 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
     for name in ("forward", "backward", "reduce", "step", "publish", "rank 0", "loss", *STOPS):
         assert name in page

@@ -23,12 +23,15 @@ from zero.comm.group import exchange_texts
 from zero.config import OptimizerSpec, ZeroConfig
 from zero.engine import Engine
 from zero.records import Records
+from zero.tools.launch import is_rank
 from zero.tools.training.model import Gpt
 from zero.tools.training.options import Options
 from zero.tools.training.text import Text
 
 _KEPT = 2  # checkpoints: should the newest be damaged, there is one more
 _WARM_UP = 20  # steps
+# What launchers pass on; SIGHUP, which not every system has, is that of a terminal that was closed.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
 Show = Callable[[Mapping[str, Any]], None]
 
@@ -43,15 +46,18 @@ class Run:
 
 
 class Wish:
-    """To stop: Ctrl-C, a launcher's signal, or a launcher that is gone. The step that is being taken is finished and saved."""
+    """To stop: Ctrl-C, a launcher's signal, or a launcher that is gone. The step that is being taken is finished and saved.
+
+    A rank whose launcher was killed would train on beside those that the same command starts, in the same directory.
+    """
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._parent = os.getppid()
+        self._parent = os.getppid() if is_rank() else None
         self._before: dict[int, Any] = {}
 
     def look(self) -> str | None:
-        if self.reason is None and os.getppid() != self._parent:
+        if self.reason is None and self._parent not in (None, os.getppid()):
             self.reason = "its launcher is gone"
         return self.reason
 
@@ -61,7 +67,7 @@ class Wish:
         self.reason = signal.Signals(number).name
 
     def __enter__(self) -> Wish:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _SIGNALS:
             self._before[number] = signal.signal(number, self._hear)
         return self
 
