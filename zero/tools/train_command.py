@@ -109,7 +109,7 @@ def _train(options: Options, text: Text) -> int:
     if found.stopped_by is not None:
         if is_first:
             complain(
-                f"Stopped by {found.stopped_by} at step {engine.global_steps} of {options.steps}, which is saved in "
+                f"Stopped at step {engine.global_steps} of {options.steps} ({found.stopped_by}), which is saved in "
                 f"{options.directory}. The same command goes on."
             )
         return INTERRUPTED
