@@ -75,12 +75,13 @@ def run(args: argparse.Namespace) -> int:
     if is_rank():
         return _train(options, text)
     done = check_same(options, options.identity(text.digest))  # before ranks are started that would all say so
-    if done >= options.steps:
+    if done >= options.steps and options.report.is_file():  # without a report it was killed when all but that was done
         raise ValueError(
             f"{options.steps} steps were asked for, but {done} are taken already in {options.directory}. Raise --steps to go "
             "on, or give another --directory to begin anew."
         )
-    ranks = args.ranks or (2 if accelerator.device().type == "cpu" else accelerator.device_count())
+    usual = 2 if accelerator.device().type == "cpu" else accelerator.device_count()
+    ranks = usual if args.ranks is None else args.ranks
     if ranks < 1 or args.restarts < 0:
         raise ValueError(f"--ranks {ranks} --restarts {args.restarts} was asked for, but ranks are 1 at least and restarts 0.")
     options.check_ranks(ranks)

@@ -97,6 +97,9 @@ def test_a_directory_of_another_training_is_refused_and_one_that_is_done_says_so
     capsys.readouterr()
     assert main([*words, "--steps", "2"]) == 2
     assert "2 steps were asked for, but 2 are taken already" in capsys.readouterr().err
+    (tmp_path / "run" / "report.html").unlink()  # as where it was killed before it wrote one
+    assert main([*words, "--steps", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["begun_at"] == 2 and (tmp_path / "run" / "report.html").is_file()
     assert main([*words, "--steps", "4", "--width", "16"]) == 2
     assert "with width 16, but what was saved there has width 32" in capsys.readouterr().err
     other = options(tmp_path / "run", dropout=0.0, batch=4, seed=0)
@@ -108,6 +111,7 @@ def test_a_directory_of_another_training_is_refused_and_one_that_is_done_says_so
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--ranks", "0"], "--ranks 0 --restarts 3 was asked for"),
         (["--steps", "0"], "--steps 0 was asked for, but it is at least 1"),
         (["--dropout", "1"], "it is a part of 1"),
         (["--width", "100"], "heads are 64 wide"),

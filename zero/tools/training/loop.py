@@ -130,6 +130,7 @@ def train(options: Options, text: Text, show: Show) -> Run:
     begun_at = engine.global_steps
     if group.rank == 0:
         _forget_after(options.records, begun_at)
+        options.report.unlink(missing_ok=True)
     if options.compile:
         engine.compile()
     board = Path(options.directory) / "tensorboard" if options.tensorboard else None
