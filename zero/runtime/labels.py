@@ -49,7 +49,7 @@ class Clock:
         if self._going_on:
             self._mark()
         if self._marks:
-            self._marks[-1][1].synchronize()
+            self._accelerator.synchronize()  # the last mark alone would not do: hooks may have marked other streams
         for (name, begun), (_, ended) in itertools.pairwise(self._marks):
             if name is not None:
                 self._ms[name] = self._ms.get(name, 0.0) + begun.elapsed_time(ended)
