@@ -108,6 +108,14 @@ def test_one_command_sets_up_and_tests(project, command):
     assert project.run(command) == lines[-1:]
 
 
+@needs_bash
+def test_one_command_sets_up_and_trains_with_what_follows_it(project):
+    lines = project.run("ci/train", "--steps", "3")
+    assert any("-m venv .venv" in line for line in lines)
+    assert lines[-1] == ".venv -m zero train --steps 3"
+    assert project.run("ci/train") == [".venv -m zero train"]
+
+
 def test_ci_run_is_ci_test_and_nothing_else():
     lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
     assert len(lines) == 1

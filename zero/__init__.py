@@ -44,10 +44,12 @@ if TYPE_CHECKING:
     from zero.optimizer import ShardedOptimizer as ShardedOptimizer
     from zero.optimizer import shard as shard
     from zero.proof import verify as verify
+    from zero.records import Records as Records
     from zero.saving import save as save
 
 _HOME = {
     "Engine": "engine",
+    "Records": "records",
     "ShardedOptimizer": "optimizer",
     "ZeroConfig": "config",
     "ZeroError": "errors",
@@ -63,7 +65,7 @@ _HOME = {
 }
 
 __all__ = [
-    "Engine", "ShardedOptimizer", "ZeroConfig", "ZeroError", "compile", "export", "initialize", "latest", "load",
+    "Engine", "Records", "ShardedOptimizer", "ZeroConfig", "ZeroError", "compile", "export", "initialize", "latest", "load",
     "read_export", "save", "shard", "verify",
 ]  # fmt: skip
 

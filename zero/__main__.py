@@ -5,10 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 
-from zero.tools import config_command, export_command, import_command, inspect_command, verify_command
+from zero.errors import ZeroError
+from zero.tools import (
+    config_command,
+    export_command,
+    import_command,
+    inspect_command,
+    plan_command,
+    train_command,
+    verify_command,
+)
+from zero.tools.answers import IMPOSSIBLE, complain
 
 # Each has add_parser(subparsers), which sets `run`, a function of the parsed arguments that returns the exit status.
-COMMANDS = (config_command, export_command, import_command, inspect_command, verify_command)
+COMMANDS = (
+    train_command, plan_command, verify_command, config_command, inspect_command, export_command, import_command,
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,7 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     for command in COMMANDS:
         command.add_parser(subparsers)
     args = parser.parse_args(argv)
-    return int(args.run(args))
+    args.words = sys.argv[1:] if argv is None else argv  # for those who start processes that do the same
+    try:
+        return int(args.run(args))
+    except (ValueError, TypeError, OSError, MemoryError, ZeroError) as error:
+        complain(error)
+        return IMPOSSIBLE
 
 
 if __name__ == "__main__":

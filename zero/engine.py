@@ -16,6 +16,7 @@ from zero.engine_checkpoints import Checkpoints
 from zero.graph.backend import compile
 from zero.optimizer import ShardedOptimizer
 from zero.progress import Progress
+from zero.runtime.labels import during
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
@@ -42,18 +43,18 @@ class Engine(Answers, Checkpoints):
         self._accumulation = Accumulation(self.config.accumulation or 1, self.config.count_micro_steps)
         parts.window.boundary.counting = self._accumulation
         self._applied = False
-        self._progress = Progress(self.config.report, parts.accelerator, parts.group.rank)
+        self._progress = Progress(self.config.report, parts)
         self._announce_boundary()
 
     # the loop ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward, with the casts and the autocast of the configuration. No collective."""
-        settler = self.optimizer.parts.window.settler
-        settler.note("in the forward")
-        with self._progress.timing("forward"):
+        window = self.optimizer.parts.window
+        window.settler.note("in the forward")
+        with during("forward", window.clock):
             outputs = call(self.module, self.config, self.device, inputs, named)
-        settler.note("after the forward")
+        window.settler.note("after the forward")
         return outputs
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -84,7 +85,7 @@ class Engine(Answers, Checkpoints):
         if divides and accumulation.declared != 1:
             loss = loss / accumulation.declared
         self._announce_boundary()  # the user may have cleared the gradients, and with them what the optimizer was told
-        with self._progress.timing("backward"):
+        with during("backward", window.clock):
             self.optimizer.backward(loss, retain_graph=retain_graph, **options)
         accumulation.backwards += 1
         accumulation.divided |= divides
@@ -136,7 +137,7 @@ class Engine(Answers, Checkpoints):
 
     def _take_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         skipped = self.optimizer.skipped_steps
-        with self._progress.timing("step"):
+        with during("step", self.optimizer.parts.window.clock):
             self.optimizer.step()
             self.optimizer.zero_grad()
         self._applied = self.optimizer.skipped_steps == skipped

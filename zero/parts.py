@@ -24,6 +24,7 @@ from zero.room import Room
 from zero.runtime.gatherer import Gatherer
 from zero.runtime.hooks import GradHooks
 from zero.runtime.intake import Intake
+from zero.runtime.labels import Clock
 from zero.runtime.managed import leave, manage, window_of
 from zero.runtime.one_pass import Kind
 from zero.runtime.params import Params
@@ -82,6 +83,15 @@ class Parts:
         """Something whole of a parameter, in the memory where its shares live."""
         travels = any(self.masters.shard.travels(bucket) for bucket in self.line.layout.buckets_of(param))
         return whole.cpu() if travels else whole
+
+    def timed(self) -> Clock:
+        """The clock of this training, which runs from the first time that somebody asks for it."""
+        if self.window.clock is None:
+            clock = Clock(self.accelerator)
+            for doer in (self.window, self.window.reducer, self.window.reducer.flight, self.updater, self.gatherer):
+                doer.clock = clock
+        assert self.window.clock is not None
+        return self.window.clock
 
     def adopt(self) -> None:
         """Takes all edits of the weights over."""

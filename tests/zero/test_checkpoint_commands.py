@@ -48,7 +48,7 @@ def test_inspect_names_the_file_that_is_damaged(folder, capsys):
     assert "rank-00000.safetensors" in told.err
     assert main(["inspect", str(path), "--no-check"]) == 0
     assert "not checked" in capsys.readouterr().out
-    assert main(["inspect", str(path / "nowhere")]) == 1
+    assert main(["inspect", str(path / "nowhere")]) == 2
     assert "Save one first" in capsys.readouterr().err
 
 
@@ -69,5 +69,5 @@ def test_export_writes_what_it_names(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("size", ["0", "-1", "five", "5T"])
 def test_a_size_that_is_none_is_refused(size, folder, tmp_path, capsys):
-    assert main(["export", str(folder[0]), str(tmp_path / "s"), f"--shard-size={size}"]) == 1
+    assert main(["export", str(folder[0]), str(tmp_path / "s"), f"--shard-size={size}"]) == 2
     assert "Try 5G" in capsys.readouterr().err

@@ -573,7 +573,7 @@ def test_the_command_takes_what_the_call_would_imply(capsys):
     implied = ["micro_samples=8", "accumulation=2", "clip=1.0", "dtype=bfloat16"]
     assert main(["config", file, *(word for item in implied for word in ("--implied", item))]) == 0
     assert "dtype = bfloat16" in capsys.readouterr().out
-    assert main(["config", file, "--implied", "learning=3"]) == 1
+    assert main(["config", file, "--implied", "learning=3"]) == 2
     assert "takes NAME=VALUE" in capsys.readouterr().err
 
 

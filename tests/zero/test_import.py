@@ -186,12 +186,12 @@ def test_a_state_of_other_parameters_is_refused_with_what_does_not_fit(tmp_path,
     plain_training(tmp_path)
     other = torch.optim.Adam([nn.Parameter(torch.ones(3))])
     torch.save(other.state_dict(), tmp_path / "other.pt")
-    assert main(["import", str(tmp_path / "m.pt"), str(tmp_path / "c"), "--optimizer", str(tmp_path / "other.pt")]) == 1
+    assert main(["import", str(tmp_path / "m.pt"), str(tmp_path / "c"), "--optimizer", str(tmp_path / "other.pt")]) == 2
     assert "it has 1 parameters, and the model 8" in capsys.readouterr().err
     torch.save({"a": 3}, tmp_path / "no.pt")
-    assert main(["import", str(tmp_path / "no.pt"), str(tmp_path / "c")]) == 1
+    assert main(["import", str(tmp_path / "no.pt"), str(tmp_path / "c")]) == 2
     assert "a in it is a int" in capsys.readouterr().err
-    assert main(["import", str(tmp_path / "nowhere.pt"), str(tmp_path / "c")]) == 1
+    assert main(["import", str(tmp_path / "nowhere.pt"), str(tmp_path / "c")]) == 2
     assert "nowhere.pt" in capsys.readouterr().err
 
 

@@ -71,6 +71,12 @@ class Staging:
         self.borrowed -= 1
         del self._whole[buffer.data_ptr()]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all that there are, lent or not."""
+        free = (returned.buffer for kept in self._free.values() for returned in kept)
+        return sum(buffer.nbytes for buffer in (*self._whole.values(), *free))
+
     def release(self, keep: int = 0) -> None:
         """Lets the buffers that nobody has borrowed go, but for so many of each dtype."""
         for free in self._free.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Shares:
 @dataclass(frozen=True)
 class Budget:
     """Bytes of one rank: on the device of the weights, and on a host beside it. What the user's own graph and batch need
-    comes on top, and so do gradients that wait whole on a rank until a later backward sends them."""
+    comes on top."""
 
     weights: int
     device: Shares
@@ -36,6 +37,7 @@ class Budget:
     filling: int = 0  # while gradients come, beside the states: their shares so far, buckets, and what these become
     stepping: int = 0  # while the optimizer steps, beside the states: gradient shares, and what it needs itself
     host: Shares = Shares()
+    waiting: int = 0  # gradients that are whole on the device until the last backward of a window sends them
     in_transit: int = 0  # host memory for what is on its way: weights to be compared and back, gradients to be added
 
     @property
@@ -54,10 +56,17 @@ class Budget:
 
 
 def budget_of(
-    layout: FlatLayout, rank: int = 0, num_moments: int = 2, num_backwards: int | None = None, by_blocks: bool = True
+    layout: FlatLayout,
+    rank: int = 0,
+    num_moments: int = 2,
+    num_backwards: int | None = None,
+    by_blocks: bool = True,
+    num_ranks: int | None = None,
+    waits: bool = False,
 ) -> Budget:
     """The cost of `layout` with an optimizer of `num_moments` values an element. `num_backwards` are sent in a window; None
-    for any number. `by_blocks`: whether the optimizer is given one block after the other.
+    for any number. `by_blocks`: whether the optimizer is given one block after the other. `num_ranks` are there; None for as
+    many as share the layout. `waits`: whether all gradients wait, in the dtype of sums, for the last backward of a window.
 
     [Note: pace]
     This is what a rank needs that keeps pace with the others, once the order of its gradients is known: a bucket is full
@@ -65,7 +74,8 @@ def budget_of(
     the host are taken to be as late as they may.
     """
     shares = {False: Counter[str](), True: Counter[str]()}  # by whether they live on the host
-    rounds = [_Round.of(layout, index) for index in range(len(layout.buckets))]
+    are_others = (num_ranks or layout.num_shares) > 1
+    rounds = [_Round.of(layout, index, are_others, waits) for index in range(len(layout.buckets))]
     for bucket, round_ in zip(layout.buckets, rounds, strict=True):
         shares[bucket.offloaded]["gradients"] += round_.share
         shares[bucket.offloaded]["masters"] += round_.share if bucket.offloaded or round_.narrow else 0
@@ -75,9 +85,11 @@ def budget_of(
         for piece in layout.pieces(param, rank if layout.num_shares > 1 else 0):
             shares[layout.buckets[piece.bucket].offloaded]["moments"] += num_moments * wide * piece.in_param.numel
     at_once = max((len(layout.buckets_of(param)) for param in range(len(layout.params))), default=0)  # filled by one gradient
-    sent_before = 1 if layout.num_shares > 1 else 0  # and not landed yet
+    sent_before = int(are_others)  # and not landed yet
     repeats = 1 + _ON_THE_WAY if num_backwards is None else num_backwards  # more of them meet no more of each other
     buffers = min(at_once + sent_before, len(rounds) * repeats)
+    if waits and any(round_.narrow for round_ in rounds):
+        buffers = len(rounds)  # what was added up in the dtype of sums is sent in it, all when the window settles
     kept = _staging_of(layout, rounds, min(_KEPT, buffers))
     latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)
     stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0) if num_moments else 0
@@ -85,9 +97,10 @@ def budget_of(
         weights=sum(chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks),
         device=Shares(**shares[False]),
         staging=kept,
-        filling=_staging_of(layout, rounds, buffers) - kept + _exchanged(rounds, repeats) + latest,
+        filling=_staging_of(layout, rounds, buffers) - kept + _exchanged(rounds, repeats, waits) + latest,
         stepping=shares[False]["gradients"] + stepped,
         host=Shares(**shares[True]),
+        waiting=sum(round_.whole for round_ in rounds) if waits else 0,
         in_transit=_in_transit([round_ for round_ in rounds if round_.offloaded], repeats, by_blocks),
     )
 
@@ -97,22 +110,25 @@ class _Round:
     """Bytes of what one bucket becomes."""
 
     filled: int
-    pieces: int  # of all ranks, received in exchange
-    total: int  # their sum, which is apart unless a single rank has it in the right dtype already
+    pieces: int  # of all ranks, received in exchange; where every rank wants the whole sum, that is what comes
+    whole: int  # all of it, in the dtype of sums
+    total: int  # their sum, which is apart unless it came as such, or a single rank has it in the right dtype already
     share: int
     weights: int  # this rank's share of the weights
     narrow: bool  # whether weights are narrower than sums
     offloaded: bool
 
     @staticmethod
-    def of(layout: FlatLayout, index: int) -> _Round:
+    def of(layout: FlatLayout, index: int, are_others: bool, waits: bool) -> _Round:
         bucket = layout.buckets[index]
         item = ITEM_BYTES[layout.chunks[bucket.chunk].dtype]
         wide = max(item, ITEM_BYTES["float32"])
-        filled, share = bucket.span.numel * item, bucket.share_numel * wide
-        pieces = filled if layout.num_shares > 1 else 0
-        total = share if pieces or item < wide else 0
-        return _Round(filled, pieces, total, share, bucket.share_numel * item, item < wide, bucket.offloaded)
+        whole, share = bucket.span.numel * wide, bucket.share_numel * wide
+        filled = whole if waits else bucket.span.numel * item
+        shared = layout.num_shares > 1
+        pieces = filled if shared else share if are_others else 0
+        total = share if shared or (item < wide and not are_others) else 0
+        return _Round(filled, pieces, whole, total, share, bucket.share_numel * item, item < wide, bucket.offloaded)
 
 
 def _staging_of(layout: FlatLayout, rounds: Sequence[_Round], most: int) -> int:
@@ -124,15 +140,18 @@ def _staging_of(layout: FlatLayout, rounds: Sequence[_Round], most: int) -> int:
     return most * sum(largest.values())
 
 
-def _exchanged(rounds: Sequence[_Round], repeats: int) -> int:
-    """The most of shares on the device and of what lands in them, at the landing of any round. What travels to the host stays
-    until its copy is waited for."""
-    most, kept, all_ = 0, 0, [*rounds] * repeats
+def _exchanged(rounds: Sequence[_Round], repeats: int, waits: bool) -> int:
+    """The most of shares on the device and of what lands in them, at the landing of any round, with what still waits to be
+    sent. What travels to the host stays until its copy is waited for."""
+    whole = [round_.whole if waits and not round_.narrow else 0 for round_ in rounds]  # narrow ones wait in wide buckets
+    waiting = list(itertools.accumulate(reversed(whole)))  # when one round is not sent yet, two, ...
+    most, kept, all_ = sum(whole), 0, [*rounds] * repeats
     travelling = deque[int](maxlen=_ON_THE_WAY)
     for at, round_ in enumerate(all_):
         kept += round_.share if at < len(rounds) and not round_.offloaded else 0
         pieces = sum(other.pieces for other in all_[at : at + 2])  # the next one was sent before this one is looked at
-        most = max(most, kept + pieces + round_.total + sum(travelling))
+        unsent = waiting[len(rounds) - at - 3] if at + 2 < len(rounds) else 0
+        most = max(most, kept + unsent + pieces + round_.total + sum(travelling))
         if round_.offloaded:
             travelling.append(round_.total)
     return most

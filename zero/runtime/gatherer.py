@@ -11,11 +11,11 @@ from zero.memory.flat import FlatBuffer, Line
 from zero.memory.masters import Masters
 from zero.plan.layout import Block
 from zero.runtime.agreement import set_bits
-from zero.runtime.labels import stop
+from zero.runtime.labels import Timed, stop
 from zero.runtime.params import Params
 
 
-class Gatherer:
+class Gatherer(Timed):
     """Writes the weights, and nobody else does."""
 
     def __init__(self, line: Line, params: Params, group: Group, weights: FlatBuffer, masters: Masters) -> None:
@@ -24,7 +24,12 @@ class Gatherer:
         self._group = group
         self._weights = weights
         self._masters = masters
+        self.num_bytes = 0  # sent so far, by this rank
         self._on_their_way: list[Pending] = []
+
+    @property
+    def num_weight_bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._weights.chunks)
 
     def fetch(self, batch: Sequence[Block]) -> None:
         """Sends for weights that `adopt` will look at and that are in other memory than their masters."""
@@ -36,12 +41,15 @@ class Gatherer:
         """Stop 7: sends the buckets that are complete with these blocks."""
         for block in batch:
             if block.is_last and self._line.layout.num_shares > 1:
-                self._on_their_way.append(self._group.all_gather(self._weights.bucket(block.bucket)))
+                bucket = self._weights.bucket(block.bucket)
+                self.num_bytes += bucket.nbytes // self._group.size
+                self._on_their_way.append(self._group.all_gather(bucket))
 
     def abandon(self) -> None:
         """Forgets what is on its way over connections that are lost."""
         self._on_their_way.clear()
 
+    @stop("publish")
     def finish(self, params: int) -> None:
         """When this returns every weight is the new one, on a device for whatever is issued next."""
         while self._on_their_way:

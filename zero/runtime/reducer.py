@@ -26,7 +26,7 @@ from zero.comm.group import Group, Pending
 from zero.memory.flat import Form, Line, Shard, sum_dtype
 from zero.memory.staging import Staging
 from zero.runtime.agreement import Agreement
-from zero.runtime.labels import stop
+from zero.runtime.labels import Timed, stop
 
 _KEPT = 2  # staging buffers that wait for the next window: one to fill while another is sent
 _FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
@@ -43,7 +43,7 @@ class _Round:
         self.producers: list[object] = []  # streams that wrote into it, where there are any
 
 
-class Flight:
+class Flight(Timed):
     """Rounds on their way, first in, first out, and the shard that they end in.
 
     `widest` is the dtype that wider buckets are rounded to before they are sent; None rounds none. With `looks` each is
@@ -105,12 +105,17 @@ class Flight:
     @stop("keep")
     def _land(self, keep: bool) -> None:
         bucket, buffer, pending = self._rounds.popleft()
-        total = pending.wait()
+        total = self._come(pending)
         crossing = self.shard.add(bucket, total, self.factor) if keep else None
         self._staging.give_back(buffer, crossing if total is buffer else None)  # which the copy may still read
 
+    @stop("reduce")
+    def _come(self, pending: Pending) -> torch.Tensor:
+        """To wait for a round, and to add up what came, is to reduce."""
+        return pending.wait()
 
-class Reducer:
+
+class Reducer(Timed):
     def __init__(
         self, line: Line, forms: Sequence[Form], accelerator: Accelerator, staging: Staging, flight: Flight
     ) -> None:
@@ -228,6 +233,10 @@ class Reducer:
         return round_.buffer
 
     # settling ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_staging_bytes(self) -> int:
+        return self._staging.num_bytes
 
     @property
     def open_buckets(self) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from zero.errors import NonFinite
 from zero.memory.masters import Masters
 from zero.plan.layout import Block
-from zero.runtime.labels import stop
+from zero.runtime.labels import Timed, stop
 from zero.runtime.one_pass import OnePass
 from zero.runtime.params import Params
 from zero.runtime.shares import GradientShares
@@ -38,7 +38,7 @@ class Rules:
     by_blocks: Collection[type] = ()  # optimizers that may be given one block after the other
 
 
-class Updater:
+class Updater(Timed):
     """Steps on this rank's shares.
 
     [Note: blocks]
@@ -73,6 +73,7 @@ class Updater:
         if self._one_pass is not None:
             self._one_pass.check(groups)
 
+    @stop("settle")
     def judge(self) -> Verdict:
         """Finite or not, and how long: from the settled sums, with the same answer on every rank."""
         self.check(self._inner.param_groups)  # which belong to the user, who may have changed them

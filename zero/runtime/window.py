@@ -28,7 +28,7 @@ from zero.memory.flat import sum_dtype
 from zero.plan.scaling import Scaling
 from zero.runtime.agreement import Agreement, set_bits
 from zero.runtime.boundary import Boundary
-from zero.runtime.labels import stop
+from zero.runtime.labels import Timed, stop
 from zero.runtime.params import Params
 from zero.runtime.reducer import Reducer
 from zero.runtime.settler import Found, Settler, Since
@@ -41,7 +41,7 @@ Lay = Callable[[Sequence[int]], Sequence[int]]  # gives parameters a place on th
 
 
 
-class Window:
+class Window(Timed):
     def __init__(
         self, params: Params, reducer: Reducer, shares: GradientShares, boundary: Boundary, settler: Settler, lay: Lay
     ) -> None:

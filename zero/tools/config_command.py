@@ -4,39 +4,40 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
+from zero.tools.answers import DONE, NO, Subparsers, add_command, complain, tell
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = subparsers.add_parser("config", help="print the effective configuration of a DeepSpeed JSON file",
-                                   description="Reads a DeepSpeed JSON file; prints what it means here, or why it is refused.")
+    parser = add_command(
+        subparsers, "config", "print the effective configuration of a DeepSpeed JSON file",
+        "Reads a DeepSpeed JSON file; prints what it means here, or why it is refused.", run, "accepted", "refused",
+    )  # fmt: skip
     parser.add_argument("file", help="a DeepSpeed JSON file")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--world-size", type=int, default=1, help="the number of data-parallel ranks (default: 1)")
     parser.add_argument("--implied", action="append", default=[], metavar="NAME=VALUE",
                         help='what the call would imply for "auto", for example lr=3e-4 or dtype=bfloat16; may be repeated')
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: printed. 1: the file is refused, and the reason is on stderr."""
     # Imported here: pydantic is for those who ask for a configuration, not for every subcommand.
     from zero.deepspeed_json import translate
 
+    implied = _implied(args)
     try:
-        config, notices = translate(args.file, _implied(args))
+        config, notices = translate(args.file, implied)
     except (TypeError, ValueError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    if args.json:
-        sys.stdout.write(json.dumps({**config.as_dict(), "digest": config.digest, "notices": notices}, indent=2) + "\n")
-        return 0
-    sys.stdout.write(config.text())
+        if isinstance(error.__cause__, OSError):  # there is nothing that could be refused
+            raise
+        complain(error)
+        return NO
+    text = config.text()
     if notices:
-        sys.stdout.write("\nwithout effect:\n" + "".join(f"  {notice}\n" for notice in notices))
-    return 0
+        text += "\nwithout effect:\n" + "".join(f"  {notice}\n" for notice in notices)
+    tell(args.json, {**config.as_dict(), "digest": config.digest, "notices": notices}, text)
+    return DONE
 
 
 def _implied(args: argparse.Namespace) -> Any:

@@ -3,59 +3,54 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from zero.tools.answers import DONE, NO, Subparsers, add_command, complain, pairs, table, tell
 
 if TYPE_CHECKING:
     from zero.plan.manifest import Manifest
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "inspect", help="show what a checkpoint holds and check its files", description="Needs no ranks and no model."
-    )
+    parser = add_command(
+        subparsers, "inspect", "show what a checkpoint holds and check its files", "Needs no ranks and no model.", run,
+        "whole", "damaged",
+    )  # fmt: skip
     parser.add_argument("directory", help="where the checkpoints are")
     parser.add_argument("--tag", help="which checkpoint (default: the latest)")
     parser.add_argument("--parameters", action="store_true", help="list every parameter and buffer")
     parser.add_argument("--no-check", action="store_true", help="do not read the files to check their hashes")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: whole. 1: damaged, or there is none; the reason is on stderr."""
     # Imported here: torch is not for those who ask for another subcommand.
     from pathlib import Path
 
     from zero.checkpoint.folder import Folder, check_file, read_manifest
-    from zero.errors import ZeroError
+    from zero.errors import BadCheckpoint
 
+    found, wrong = Folder(Path(args.directory)).find(args.tag), []
     try:
-        found = Folder(Path(args.directory)).find(args.tag)
         manifest = read_manifest(found)
-    except (ValueError, OSError, ZeroError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    wrong = []
+    except BadCheckpoint as error:
+        complain(error)
+        return NO
     for number in range(0 if args.no_check else len(manifest.files)):
         try:
             check_file(found, manifest, number)
-        except ZeroError as error:
+        except BadCheckpoint as error:
             wrong.append(str(error))
     told = {"path": str(found), **_figures(manifest), "damaged": wrong}
-    if args.json:
-        sys.stdout.write(json.dumps({**told, "parameters": _shapes(manifest)}, indent=2) + "\n")
-    else:
-        lines = [f"{name.replace('_', ' '):20} {value}" for name, value in told.items() if name != "damaged"]
-        lines += [f"  {name:40} {text}" for name, text in _shapes(manifest).items()] if args.parameters else []
-        lines.append("not checked" if args.no_check else f"{len(manifest.files)} files, {len(wrong)} of them damaged")
-        sys.stdout.write("\n".join(lines) + "\n")
+    text = pairs({name: value for name, value in told.items() if name != "damaged"}) + "\n"
+    if args.parameters:
+        text += "\n" + table(("name", "dtype and shape"), _shapes(manifest).items(), left=2) + "\n\n"
+    text += "not checked" if args.no_check else f"{len(manifest.files)} files, {len(wrong)} of them damaged"
+    tell(args.json, {**told, "parameters": _shapes(manifest)}, text)
     for problem in wrong:
-        sys.stderr.write(f"{problem}\n")
-    return 1 if wrong else 0
+        complain(problem)
+    return NO if wrong else DONE
 
 
 def _figures(manifest: Manifest) -> Mapping[str, Any]:

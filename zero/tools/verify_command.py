@@ -13,44 +13,40 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-EQUAL, DIFFERENT, FAILED = 0, 1, 2
+from zero.tools.answers import DONE, IMPOSSIBLE, NO, Subparsers, add_command, complain, tell
 
 _DESCRIPTION = """Trains a model of yours for a few steps twice, sharded and in plain PyTorch.
 Says that both are equal, or names the first parameter that differs, and by how much.
 
 The function returns the arguments of zero.verify as a dict: model, batches (this rank's), loss, optimizer, config.
-It is called with the rank and the number of ranks where it takes two arguments, else with none.
-
-Exit status: 0 equal, 1 different, 2 could not be found out."""
+It is called with the rank and the number of ranks where it takes two arguments, else with none."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = subparsers.add_parser("verify", help="compare sharded with plain training of a model of yours",
-                                   description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = add_command(
+        subparsers, "verify", "compare sharded with plain training of a model of yours", _DESCRIPTION, run, "equal", "different"
+    )
     parser.add_argument("target", metavar="script.py:function", help="what gives the arguments of zero.verify")
     parser.add_argument("--ranks", type=int, metavar="N", help="start N ranks here (default: as a launcher started, or 1)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: equal. 1: different. 2: it could not be found out, and the reason is on stderr."""
     # Imported here: torch is not for those who ask for another subcommand.
     from torch.multiprocessing.spawn import ProcessException
 
     launched = args.ranks is None and bool(os.environ.get("RANK"))
+    path, name = _target(args.target)
+    if args.ranks is not None and args.ranks < 1:
+        raise ValueError(f"--ranks {args.ranks} was asked for, but there is at least one. Give a positive number.")
     try:
-        path, name = _target(args.target)
-        if args.ranks is not None and args.ranks < 1:
-            raise ValueError(f"--ranks {args.ranks} was asked for, but there is at least one. Give a positive number.")
         found = _verified(path, name, *_place()) if launched else _verified_by_ranks(path, name, args.ranks or 1)
-    except (ValueError, ProcessException) as error:
-        sys.stderr.write(f"{error}\n")
-        return FAILED
+    except ProcessException as error:
+        complain(error)
+        return IMPOSSIBLE
     if not launched or _place()[0] == 0:
-        sys.stdout.write((json.dumps(found["dict"], indent=2) if args.json else found["text"]) + "\n")
-    return EQUAL if found["dict"]["equal"] else DIFFERENT
+        tell(args.json, found["dict"], found["text"])
+    return DONE if found["dict"]["equal"] else NO
 
 
 def _place() -> tuple[int, int]:

@@ -1,8 +1,18 @@
-"""What a profiler shows of the way of a gradient."""
+"""What a profiler and a clock show of the way of a gradient."""
 
+from unittest import mock
+
+import pytest
 import torch
 
+import accelerators
+from tests import ranks
+from tests.devices import needs_sim
 from tests.promises.loops import alone, one_step
+from tests.promises.offloads import adamw, place_of
+from tests.zoo.case import real_mlp
+from zero.optimizer import shard
+from zero.runtime.labels import STOPS, Clock, during
 
 
 def test_a_profiler_shows_the_seven_stops_by_their_names():
@@ -11,5 +21,84 @@ def test_a_profiler_shows_the_seven_stops_by_their_names():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         one_step(model, optimizer, step=1)
     shown = {event.key: event.count for event in profile.key_averages() if event.key.startswith("zero.")}
-    assert set(shown) == {f"zero.{name}" for name in ("ready", "collect", "reduce", "keep", "settle", "step", "publish")}
+    assert set(shown) == {f"zero.{name}" for name in STOPS}
     assert shown["zero.ready"] == shown["zero.collect"] == len(list(model.parameters()))
+
+
+class Moments:
+    """An accelerator whose events are recorded one millisecond after the other."""
+
+    def __init__(self):
+        self.made = 0
+
+    def new_event(self, timing):
+        assert timing
+        self.made += 1
+        at = self.made
+        event = mock.Mock(at=at)
+        event.elapsed_time = lambda other: float(other.at - at)
+        return event
+
+    def synchronize(self):
+        pass
+
+
+def test_every_moment_belongs_to_the_innermost_of_what_goes_on():
+    clock = Clock(Moments())
+    with during("backward", clock):  # from the first moment
+        with during("collect", clock):  # the second
+            with during("reduce", clock):  # the third
+                pass  # the fourth
+        with during("collect", clock):  # the fifth was the end of the first collect
+            pass
+    assert clock.read() == {"backward": 3.0, "collect": 3.0, "reduce": 1.0}
+    with pytest.raises(KeyError), during("step", clock):
+        raise KeyError
+    assert clock.read() == {"backward": 3.0, "collect": 3.0, "reduce": 1.0, "step": 1.0}
+
+
+def test_reading_in_the_middle_loses_nothing_and_what_waits_is_added_up_by_itself():
+    clock = Clock(Moments())
+    with during("forward", clock):
+        assert clock.read() == {"forward": 1.0}
+        assert clock.read() == {"forward": 2.0}
+    assert clock.read() == {"forward": 3.0}
+    with mock.patch("zero.runtime.labels._MANY", 10):
+        for _ in range(100):
+            with during("keep", clock):
+                pass
+            assert len(clock._marks) <= 12
+    assert clock.read()["keep"] == 100.0
+
+
+def test_nothing_is_marked_where_nobody_asks():
+    model, optimizer = alone()
+    with mock.patch.object(Clock, "begin", side_effect=AssertionError("a mark")):
+        one_step(model, optimizer)
+    clock = optimizer.parts.timed()
+    assert clock is optimizer.parts.timed()
+    one_step(model, optimizer, step=1)
+    assert set(clock.read()) == set(STOPS)
+
+
+def time_on_sim(rank, world):
+    place = place_of(rank, "sim")
+    with place:
+        model = real_mlp()
+        optimizer = shard(model, adamw(model), stage=2, bucket_bytes=64, timeout_s=20.0)
+        clock = optimizer.parts.timed()
+        for step in range(2):
+            optimizer.backward(model(torch.ones(3, 4) + step).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerators.get("sim").synchronize()
+    times = clock.read()
+    optimizer.close()
+    return times
+
+
+@needs_sim
+def test_a_device_with_streams_is_timed_by_its_own_events():
+    for times in ranks.run(2, time_on_sim, apart="sim"):
+        assert set(times) == set(STOPS) and all(ms >= 0.0 for ms in times.values())
+        assert times["settle"] > 0.0

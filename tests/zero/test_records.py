@@ -1,0 +1,130 @@
+"""Every step leaves a record: what was computed, where the time went, what was sent and what is held."""
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+
+import zero
+from tests.promises.loops import alone
+from tests.zoo.case import backward, draw, real_loss, real_mlp
+from zero.comm.loopback import run_ranks, solo
+from zero.config import LossScale
+from zero.engine import Engine
+from zero.held import held
+from zero.optimizer import shard
+from zero.plan.costs import cost_of
+from zero.runtime.labels import STOPS
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train(group, path, **options):
+    model = real_mlp()
+    optimizer = shard(model, adamw(model), group=group, bucket_bytes=64, **{"stage": 2, **options})
+    with zero.Records(path, optimizer) as records:
+        for step in range(3):
+            with records.timing("forward"):
+                loss = real_loss(model(draw(model, (3, 4), group.rank, step, real=True)))
+            backward(optimizer, loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            records.write(loss=step + 0.5)
+    found = optimizer.grad_norm, optimizer.parts.window.reducer.flight.num_bytes, held(optimizer.parts)
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_record_says_what_the_step_did(stage, tmp_path):
+    path = tmp_path / "run" / "records.jsonl"
+    (norm, sent, now), _ = run_ranks(2, lambda group: train(group, path, stage=stage))
+    records = read(path)
+    assert [record["step"] for record in records] == [1, 2, 3], "of one rank"
+    assert [record["loss"] for record in records] == [0.5, 1.5, 2.5]
+    last = records[-1]
+    assert (last["norm"], last["scale"], last["skipped_steps"], last["lr"]) == (norm, None, 0, 0.02)
+    assert list(last["ms"]) == ["forward", *STOPS]
+    assert sum(record["moved_bytes"]["reduced"] for record in records) == sent
+    numel = sum(param.numel() for param in real_mlp().parameters())
+    assert (last["moved_bytes"]["published"] > 0) == (stage > 0)
+    assert last["live_bytes"]["weights"] == now.weights >= 4 * numel
+    assert last["live_bytes"]["moments"] == now.device.moments
+    assert last["live_bytes"]["gradients"] == 0 and last["live_bytes"]["allocated"] > 0
+
+
+def test_an_engine_is_timed_from_forward_to_publish_and_its_loss_scale_is_told(tmp_path):
+    model = real_mlp()
+    scale = LossScale(initial=8.0)
+    engine = Engine(shard(model, adamw(model), stage=2, group=solo(), dtype="float16", loss_scale=scale))
+    with zero.Records(tmp_path / "records.jsonl", engine) as records:
+        engine.backward(real_loss(engine(draw(model, (3, 4), 0, 0, real=True))))
+        engine.step()
+        told = records.write()
+    assert list(told["ms"]) == ["forward", "backward", *STOPS] and told["scale"] == 8.0
+    assert read(tmp_path / "records.jsonl") == [told]
+
+
+class Board:
+    def __init__(self, folder):
+        self.folder, self.scalars, self.closed = folder, {}, False
+
+    def add_scalar(self, name, value, step):
+        self.scalars[name] = value, step
+
+    def close(self):
+        self.closed = True
+
+
+def test_numbers_of_a_record_go_to_tensorboard_where_that_is_asked_for(tmp_path, monkeypatch):
+    boards = []
+    writer = types.SimpleNamespace(SummaryWriter=lambda folder: boards.append(Board(folder)) or boards[-1])
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    model, optimizer = alone(make=adamw)
+    with zero.Records(tmp_path / "records.jsonl", optimizer, tensorboard=tmp_path / "board") as records:
+        backward(optimizer, real_loss(model(draw(model, (3, 4), 0, 0, real=True))))
+        optimizer.step()
+        told = records.write(loss=0.25, note="no number", ranks=[1, 2])
+    [board] = boards
+    assert board.folder == str(tmp_path / "board") and board.closed
+    assert board.scalars["loss"] == (0.25, 1) and board.scalars["ms/step"] == (told["ms"]["step"], 1)
+    assert board.scalars["live_bytes/weights"] == (told["live_bytes"]["weights"], 1)
+    assert not {"note", "ranks", "step", "scale"} & set(board.scalars)
+
+
+def test_tensorboard_that_is_not_there_is_named_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    _, optimizer = alone(make=adamw)
+    with pytest.raises(ValueError, match=r"pip install 'zero-accelerators\[tensorboard\]'"):
+        zero.Records(tmp_path / "records.jsonl", optimizer, tensorboard=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_is_held_is_what_was_predicted(stage, dtype):
+    def program(group):
+        model = real_mlp()
+        optimizer = shard(model, adamw(model), stage=stage, dtype=dtype, group=group, bucket_bytes=64)
+        for step in range(2):
+            backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, step, real=True))))
+            optimizer.settle()
+            gradients = held(optimizer.parts).device.gradients
+            optimizer.step()
+            optimizer.zero_grad()
+        now, cost = held(optimizer.parts), cost_of(optimizer.parts.line.layout, stage, group.size, group.rank)
+        optimizer.close()
+        return now.weights, gradients, now.device.masters, now.device.moments, now.buckets, cost
+
+    for weights, gradients, masters, moments, buckets, cost in run_ranks(3, program):
+        assert (weights, masters, moments) == (cost.weights, cost.device.masters, cost.device.moments)
+        assert gradients == cost.device.gradients
+        assert 0 < buckets <= cost.buckets, "a rank that is behind the others needs fewer"

@@ -1,0 +1,207 @@
+"""`python -m zero plan` says what will be held: numbers that are known, and numbers that are measured."""
+
+import contextlib
+import gc
+import io
+import json
+import math
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import accelerators
+from tests import ranks
+from tests.devices import needs_sim
+from tests.promises.offloads import adamw, place_of
+from tests.promises.test_offload_memory import in_pace
+from tests.zoo.case import filled
+from zero.__main__ import main
+from zero.comm.torch_group import TorchGroup
+from zero.optimizer import shard
+from zero.plan.families import FAMILIES, parameters_of
+from zero.tools.plan_command import recommended
+
+WIDTH, LAYERS, BUCKET = 128, 12, 4 * 128 * 128 * 4
+
+
+def planned(capsys, *words):
+    status = main(["plan", *map(str, words), "--json"])
+    told = capsys.readouterr()
+    return status, json.loads(told.out) if told.out else told.err
+
+
+def row_of(answer, stage, offload="none"):
+    [row] = [row for row in answer["rows"] if (row["stage"], row["offload"]) == (stage, offload)]
+    return row
+
+
+# counted -----------------------------------------------------------------------------------------------------------------
+
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "vocab_size": 32000}  # fmt: skip
+GROUPED = {**LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8}
+NEOX = {"model_type": "gpt_neox", "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 50304}
+QWEN = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
+BERT = {"model_type": "bert", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 30522,
+        "max_position_embeddings": 512, "type_vocab_size": 2}  # fmt: skip
+# As published of Llama 2 7B, Mistral 7B, Mixtral 8x7B, Llama 3 8B, Qwen2 0.5B, Qwen3 0.6B, GPT-2, Pythia 70M and BERT base.
+PUBLISHED = [
+    (LLAMA, 6_738_415_616),
+    ({**GROUPED, "model_type": "mistral"}, 7_241_732_096),
+    ({**GROUPED, "model_type": "mixtral", "num_local_experts": 8}, 46_702_792_704),
+    ({**GROUPED, "vocab_size": 128256}, 8_030_261_248),
+    ({**QWEN, "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+      "num_attention_heads": 14, "num_key_value_heads": 2}, 494_032_768),
+    ({**QWEN, "model_type": "qwen3"}, 596_049_920),
+    ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}, 124_439_808),
+    (NEOX, 70_426_624),
+    (BERT, 109_482_240),
+]  # fmt: skip
+
+
+def test_parameters_are_counted_as_they_were_published():
+    assert {config["model_type"] for config, _ in PUBLISHED} == set(FAMILIES)
+    for config, numel in PUBLISHED:
+        assert sum(math.prod(shape) for _, shape in parameters_of(config)) == numel, config["model_type"]
+
+
+def test_a_configuration_file_is_planned_for_and_another_is_refused_by_name(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**NEOX, "torch_dtype": "float16"}))
+    status, answer = planned(capsys, file, "--ranks", 4, "--memory", "1GiB")
+    assert (status, answer["parameters"], answer["dtype"]) == (0, 70_426_624, "float16")
+    assert answer["includes_activations"] is False
+    file.write_text(json.dumps({"model_type": "mamba"}))
+    status, said = planned(capsys, file)
+    assert status == 2 and "'mamba' was given, but those known here are bert, gpt2, gpt_neox, llama" in said
+    file.write_text(json.dumps({"model_type": "llama"}))
+    assert "it has no 'hidden_size'" in planned(capsys, file)[1]
+    file.write_text("{")
+    assert "it is not JSON" in planned(capsys, file)[1]
+
+
+def test_what_fits_is_marked_and_one_is_recommended(capsys):
+    status, answer = planned(capsys, "700M", "--ranks", 8, "--memory", "8GiB", "--host-memory", "100GiB")
+    assert status == 0 and answer["parameters"] == 7 * 10**8
+    assert [row["fits"] for row in answer["rows"]] == ["no", "yes", "yes", "yes", "yes", "yes"]
+    assert [(row["stage"], row["offload"]) for row in answer["rows"] if row["recommended"]] == [(2, "none")]
+    whole, sharded = row_of(answer, 0), row_of(answer, 2)
+    assert whole["weights"] == sharded["weights"] == 14 * 10**8
+    assert whole["moments"] == 2 * whole["masters"] == 56 * 10**8
+    assert sharded["moments"] == pytest.approx(whole["moments"] / 8, rel=1e-2)
+    status, answer = planned(capsys, "700M", "--ranks", 8, "--memory", "2GiB", "--host-memory", "100GiB")
+    assert [row["stage"] for row in answer["rows"] if row["recommended"]] == [2] and row_of(answer, 2)["fits"] == "no"
+    assert status == 0 and row_of(answer, 2, "cpu")["recommended"]
+    status, answer = planned(capsys, "700M", "--ranks", 8, "--memory", "2GiB", "--host-memory", "6GiB")
+    assert status == 1 and row_of(answer, 2, "cpu")["fits"] == "not the host"
+    assert planned(capsys, "700M", "--ranks", 8, "--memory", "800MiB")[0] == 1
+    assert main(["plan", "700M", "--memory", "800MiB"]) == 1
+    assert "Nothing fits. Take more ranks" in capsys.readouterr().out
+
+
+def test_where_gradients_are_sent_once_for_several_micro_batches_stage_1_is_recommended_and_keeps_them_whole(capsys):
+    _, answer = planned(capsys, "100M", "--ranks", 4, "--accumulation", 8, "--memory", "80GiB")
+    [best] = [row for row in answer["rows"] if row["recommended"]]
+    assert (best["stage"], best["gradients"]) == (1, 4 * 10**8)
+    assert row_of(answer, 2)["gradients"] == pytest.approx(10**8, rel=0.03)
+    _, answer = planned(capsys, "100M", "--memory", "80GiB")
+    assert [row["stage"] for row in answer["rows"] if row["recommended"]] == [0]
+    assert recommended([], 1, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing"], "which is no number of parameters, no .json file and no function"),
+        (["nowhere.py:f"], "there is no file 'nowhere.py'"),
+        (["tests.zero.tools.test_plan:missing"], "there is no such function"),
+        (["tests.zero.tools.test_plan:planned_for", "--batch", "0"], "--batch 0 was asked for, but it is at least 1"),
+        (["7B", "--batch", "1"], "makes no model. Give a function that does"),
+        (["7B", "--memory", "much"], "Write it like 4GiB"),
+        (["0"], "it has at least one"),
+        (["math:floor"], "argument"),
+    ],
+)
+def test_what_cannot_be_planned_for_is_said(words, said, capsys):
+    status, told = planned(capsys, *words)
+    assert status == 2 and said in told
+
+
+# measured ----------------------------------------------------------------------------------------------------------------
+
+
+def layers(batch):
+    return filled(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))), real=True)
+
+
+def loss(model, batch):
+    weight = model[0].weight
+    return model(torch.ones(batch, WIDTH, device=weight.device, dtype=weight.dtype)).float().square().mean()
+
+
+def planned_for(batch=None):
+    return layers(batch) if batch is None else (layers(batch), lambda model: loss(model, batch))
+
+
+def plan_here(rank, world, words):
+    """What the command prints, in a process where the simulated device may come up."""
+    place_of(rank, "sim")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["plan", *map(str, words)]) == 0
+    return out.getvalue()
+
+
+def all_in_pace(group, bucket, sum_dtype, reduce=TorchGroup.all_reduce):
+    return in_pace(group, bucket, sum_dtype, reduce)
+
+
+def measure(rank, world, points, batch):
+    """The most that a rank of a real group holds in a window, by point."""
+    device, place, found = accelerators.get("sim"), place_of(rank, "sim"), []
+    with place:
+        loss(layers(1), 1).backward()  # what the device's libraries take for themselves
+    for stage, dtype, offload, accumulation in points:
+        gc.collect()
+        device.synchronize()
+        before, peak = device.memory().allocated, 0
+        with place:
+            model = layers(batch)
+        asked = {"stage": stage, "dtype": dtype, "offload": offload, "accumulation": accumulation, "bucket_bytes": BUCKET}
+        with mock.patch.object(TorchGroup, "reduce_scatter", in_pace), mock.patch.object(TorchGroup, "all_reduce", all_in_pace):
+            optimizer = shard(model, adamw(model), timeout_s=20.0, **asked)
+        for _ in range(3):
+            for _ in range(accumulation):
+                device.reset_peak_memory()
+                optimizer.backward(loss(model, batch))
+                peak = max(peak, device.memory().peak - before)
+            device.reset_peak_memory()
+            optimizer.step()
+            optimizer.zero_grad()
+            peak = max(peak, device.memory().peak - before)
+        found.append(peak)
+        optimizer.close()
+        del optimizer, model
+    return found
+
+
+STATES = [
+    (0, None, "none", 1), (1, "bfloat16", "none", 1), (2, None, "cpu", 1), (0, None, "none", 3), (1, None, "none", 3),
+    (1, "bfloat16", "cpu", 3), (2, "bfloat16", "none", 3),
+]  # fmt: skip
+WITH_ACTIVATIONS = [(1, None, "none", 3), (2, "bfloat16", "cpu", 1)]
+
+
+@needs_sim
+@pytest.mark.parametrize(("points", "batch"), [(STATES, 1), (WITH_ACTIVATIONS, 256)], ids=["model states", "activations too"])
+def test_the_peak_is_within_5_percent_of_what_a_rank_of_two_holds(points, batch):
+    measured = ranks.run(2, measure, points, batch, apart="sim", timeout=120.0)[0]
+    rehearsed = ["--batch", batch] if batch > 1 else []
+    for (stage, dtype, offload, accumulation), peak in zip(points, measured, strict=True):
+        words = ["--ranks", 2, "--memory", "80GiB", "--accumulation", accumulation, "--bucket-bytes", BUCKET, "--json"]
+        words += ["--dtype", dtype] if dtype else []
+        answer = json.loads(ranks.run(1, plan_here, [f"{__name__}:planned_for", *words, *rehearsed], apart="sim")[0])
+        assert answer["includes_activations"] == (batch > 1)
+        assert row_of(answer, stage, offload)["peak"] == pytest.approx(peak, rel=0.05), (stage, dtype, offload, accumulation)

@@ -1,0 +1,280 @@
+"""`python -m zero train` goes on where it was interrupted, wherever its ranks come from, and shows what it did."""
+
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import psutil
+import pytest
+
+from tests import ranks
+from zero.__main__ import main
+from zero.engine import Engine
+from zero.runtime.labels import STOPS
+from zero.tools.training.display import Display
+from zero.tools.training.loop import Wish, check_same, read_records, train
+from zero.tools.training.model import Gpt
+from zero.tools.training.options import Options
+from zero.tools.training.plots import ticks
+from zero.tools.training.text import Text, read_text
+
+PAGE = (Path(__file__).parents[3] / "docs" / "train.md").read_text(encoding="utf-8")
+TEXT = b"".join(b"%d squared is %d\n" % (number, number**2) for number in range(400))
+TINY = {"data": None, "batch": 5, "layers": 1, "width": 32, "context": 16, "dropout": 0.1, "lr": 1e-2, "seed": 3, "stage": 2,
+        "dtype": "float32", "offload": "none", "accumulation": 1, "compile": False, "save_every": 100, "log_every": 10,
+        "tensorboard": False, "json": True}  # fmt: skip
+SAID = ["--layers", "1", "--width", "32", "--context", "16", "--batch", "4", "--json"]
+
+
+def options(directory, **changes):
+    return Options(**{**TINY, "directory": str(directory), "steps": 6, **changes})
+
+
+def losses(directory):
+    records = read_records(Path(directory) / "records.jsonl")
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return [record["loss"] for record in records]
+
+
+# resumed -----------------------------------------------------------------------------------------------------------------
+
+
+def train_here(rank, world, directory, changes, signalled_at=None):
+    """Trains as one rank of those that are here; one of them may be sent a signal while it takes a step."""
+    asked = options(directory, **changes)
+
+    def show(record):
+        if record["step"] == signalled_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    found = train(asked, Text(TEXT, asked.context, asked.seed), show)
+    memory = found.engine.optimizer.parts.group.size
+    found.engine.close()
+    return found.begun_at, found.stopped_by, memory
+
+
+@pytest.mark.parametrize("changes", [{}, {"stage": 1, "dtype": "bfloat16", "accumulation": 2}], ids=["plain", "accumulating"])
+def test_what_was_interrupted_goes_on_as_if_it_had_not_been(changes, tmp_path):
+    assert ranks.run(2, train_here, tmp_path / "whole", changes) == [(0, None, 2)] * 2
+    stopped = ranks.run(2, train_here, tmp_path / "twice", changes, 3)
+    assert stopped == [(0, "SIGTERM", 2)] * 2, "all ranks stop after the same step, and save it"
+    assert len(losses(tmp_path / "twice")) in (3, 4)
+    [(begun_at, why, _), _] = ranks.run(2, train_here, tmp_path / "twice", changes)
+    assert begun_at in (3, 4) and why is None
+    assert losses(tmp_path / "twice") == losses(tmp_path / "whole")
+
+
+def test_fewer_ranks_go_on_along_the_same_curve_at_another_stage(tmp_path):
+    smooth = {"dropout": 0.0}
+    ranks.run(3, train_here, tmp_path / "whole", smooth)
+    ranks.run(3, train_here, tmp_path / "fewer", smooth, 3)
+    assert ranks.run(2, train_here, tmp_path / "fewer", {**smooth, "stage": 1})[0][1:] == (None, 2)
+    assert losses(tmp_path / "fewer") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+
+
+def test_records_of_steps_that_are_taken_again_are_written_again(tmp_path):
+    changes = {"save_every": 2}
+    ranks.run(1, train_here, tmp_path, {**changes, "steps": 4})
+    path, before = tmp_path / "records.jsonl", losses(tmp_path)
+    path.write_text(path.read_text() + '{"step": 5, "loss": 99.0}\n{"step": 6, "lo')
+    assert ranks.run(1, train_here, tmp_path, {**changes, "steps": 6})[0][0] == 4
+    assert losses(tmp_path)[:4] == before and len(losses(tmp_path)) == 6
+
+
+def test_a_directory_of_another_training_is_refused_and_one_that_is_done_says_so(tmp_path, capsys):
+    (tmp_path / "text").write_bytes(TEXT)
+    words = ["train", "--ranks", "1", "--directory", str(tmp_path / "run"), "--data", str(tmp_path / "text"), *SAID]
+    assert main([*words, "--steps", "2"]) == 0
+    capsys.readouterr()
+    assert main([*words, "--steps", "2"]) == 2
+    assert "2 steps were asked for, but 2 are taken already" in capsys.readouterr().err
+    (tmp_path / "run" / "report.html").unlink()  # as where it was killed before it wrote one
+    assert main([*words, "--steps", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["begun_at"] == 2 and (tmp_path / "run" / "report.html").is_file()
+    assert main([*words, "--steps", "4", "--width", "16"]) == 2
+    assert "with width 16, but what was saved there has width 32" in capsys.readouterr().err
+    other = options(tmp_path / "run", dropout=0.0, batch=4, seed=0)
+    assert check_same(other, other.identity(Text(TEXT, 16, 0).digest)) == 2
+    with pytest.raises(ValueError, match="with text"):
+        check_same(other, other.identity(Text(TEXT + b"!", 16, 0).digest))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "0"], "--ranks 0 --restarts 3 was asked for"),
+        (["--steps", "0"], "--steps 0 was asked for, but it is at least 1"),
+        (["--dropout", "1"], "it is a part of 1"),
+        (["--width", "100"], "heads are 64 wide"),
+        (["--batch", "1", "--accumulation", "2"], "--batch 1 was asked for, but 1 ranks of 2 micro-batches need 2 samples"),
+        (["--data", "nowhere.txt"], "nowhere.txt"),
+        (["--context", "100000"], "and one more. Give more"),
+        (["--tensorboard"], "pip install 'zero-accelerators[tensorboard]'"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_in_one_line(words, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    (tmp_path / "text").write_bytes(TEXT)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--ranks", "1", "--data", "text", "--steps", "1", *SAID, *words]) == 2
+    told = capsys.readouterr()
+    assert said in told.err and not told.out
+
+
+def test_a_rank_whose_launcher_is_gone_stops_and_another_process_does_not_care_for_its_parent(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    alone = Wish()
+    monkeypatch.setenv("RANK", "0")
+    launched = Wish()
+    assert launched.look() is None
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert launched.look() == "its launcher is gone" and alone.look() is None
+
+
+# shown -------------------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_needs_no_launcher_and_the_answer_is_one_object(tmp_path, capsys):
+    (tmp_path / "text").write_bytes(TEXT)
+    words = ["train", "--ranks", "1", "--directory", str(tmp_path / "run"), "--data", str(tmp_path / "text"), "--steps", "3",
+             "--accumulation", "2", "--dtype", "bfloat16", *SAID]  # fmt: skip
+    assert main(words) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["steps"], answer["begun_at"], answer["loss"]) == (3, 0, losses(tmp_path / "run")[-1])
+    assert answer["parameters"] == sum(param.numel() for param in Gpt(1, 32, 1, 16).parameters())
+    assert [both["stage"] for both in answer["stages"]] == [0, 1, 2]
+    for both in answer["stages"]:
+        assert both["counted"] == both["predicted"] and both["counted"]["moments"] == 8 * answer["parameters"]
+    assert answer["sample"].startswith("def ") and len(answer["sample"]) > 100
+    page = (tmp_path / "run" / "report.html").read_text()
+    drawings = [ElementTree.fromstring(drawing) for drawing in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    assert [len(drawing.findall("{*}path")) for drawing in drawings] == [1, 5, 1]
+    assert page.count("<svg") == 3 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    for name in ("forward", "backward", "reduce", "step", "publish", "rank 0", "loss", *STOPS):
+        assert name in page
+
+
+def test_a_model_is_compiled_where_that_is_asked_for(tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(Engine, "compile", lambda engine: compiled.append(engine))
+    asked = options(tmp_path, steps=1, compile=True)
+    found = train(asked, Text(TEXT, asked.context, asked.seed), lambda record: None)
+    assert compiled == [found.engine]
+    found.engine.close()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+RECORD = {"loss": 2.5, "tokens_per_second": 1234.5, "norm": 0.5, "memory_by_rank": [2**30, 2**30 + 2**20]}
+
+
+@pytest.mark.parametrize(("stream", "lines"), [(io.StringIO(), 2), (Terminal(), None)], ids=["file", "terminal"])
+def test_there_is_a_bar_at_a_terminal_and_a_line_now_and_then_elsewhere(stream, lines, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", stream)
+    display = Display(steps=25, log_every=20, quiet=False)
+    for step in range(1, 26):
+        display.show({**RECORD, "step": step})
+    display.close()
+    shown = stream.getvalue()
+    assert "loss 2.5000" in shown
+    if lines is None:
+        assert "\x1b" in shown and "25/25" in shown
+    else:
+        assert "\x1b" not in shown
+        assert shown.splitlines()[0] == "step 20/25  loss 2.5000  1,234 tokens/s  norm 0.500  1.00 GiB to 1.00 GiB a rank"
+        assert len(shown.splitlines()) == lines
+
+
+def test_ticks_are_round_and_between_the_ends():
+    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
+    assert ticks(1, 400) == [100, 200, 300, 400]
+    assert ticks(2.31, 5.56) == [3, 4, 5]
+    assert ticks(0, 0.9) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
+
+
+def test_text_is_a_file_a_folder_or_the_standard_library_and_a_step_sees_the_same_of_it_every_time(tmp_path):
+    (tmp_path / "b").write_bytes(b"second")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "c").write_bytes(b"first")
+    (tmp_path / ".hidden").write_bytes(b"no")
+    assert read_text(str(tmp_path)) == b"first\nsecond" and read_text(str(tmp_path / "b")) == b"second"
+    assert b"def join(" in read_text(None)
+    text = Text(TEXT, 8, 0)
+    assert text.samples(7, 3).equal(Text(TEXT, 8, 0).samples(7, 3)) and not text.samples(7, 3).equal(text.samples(8, 3))
+    assert bytes(text.samples(0, 1)[0].tolist()) in TEXT
+
+
+# launched ----------------------------------------------------------------------------------------------------------------
+
+
+def commands(language, heading=""):
+    return re.search(rf"{re.escape(heading)}.*?```{language}\n(.*?)```", PAGE, re.DOTALL)[1].splitlines()
+
+
+def started(line, folder):
+    """A command as the page prints it, in a process of its own."""
+    program, *words = shlex.split(line)
+    begin = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}[program]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **ranks.DEFAULT_ENV}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "ACCELERATOR"):
+        environment.pop(name, None)
+    return subprocess.Popen([*begin, *words], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            text=True)  # fmt: skip
+
+
+def rank_processes(launcher):
+    found = {}
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        try:
+            found[process.environ().get("RANK")] = process
+        except psutil.Error:  # it has just ended
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The losses of the page's training."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    asked = options(folder, layers=2, width=64, context=32, batch=8, steps=40, dropout=0.0, seed=0, lr=1e-3)
+    ranks.run(2, train_from_library, asked)
+    return losses(folder)
+
+
+def train_from_library(rank, world, asked):
+    train(replace(asked), Text(read_text(None), asked.context, asked.seed), lambda record: None).engine.close()
+
+
+def test_a_rank_that_is_killed_starts_the_job_again_from_the_latest_checkpoint(uninterrupted, tmp_path):
+    [line] = commands("bash")
+    launcher = started(line, tmp_path)
+    deadline = time.monotonic() + 60
+    while len(read_records(tmp_path / "trained" / "records.jsonl")) < 8 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    rank_processes(launcher)["1"].kill()
+    out, _ = launcher.communicate(timeout=90)
+    assert launcher.returncode == 0, out
+    assert losses(tmp_path / "trained") == uninterrupted
+    assert "exitcode: -9" in out and re.search(r"^0 +counted ", out, re.MULTILINE) and "It writes:\ndef " in out
+    assert (tmp_path / "trained" / "report.html").is_file()
+
+
+def test_two_agents_of_torchrun_train_together_as_two_machines_would(uninterrupted, tmp_path):
+    agents = [started(line, tmp_path) for line in commands("bash", "## Several machines")]
+    assert len(agents) == 2
+    outs = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outs
+    assert losses(tmp_path / "trained") == uninterrupted
+    assert sum("It writes:" in out for out in outs) == 1

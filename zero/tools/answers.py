@@ -1,0 +1,59 @@
+"""What all commands have in common: one help, one style of table, one set of exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+DONE, NO, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
+
+_STATUSES = "Exit status: 0 {done}, 1 {no}, 2 it could not be done or found out, and the reason is on stderr."
+
+Subparsers = Any  # argparse keeps the type of its own result private
+
+
+def add_command(
+    subparsers: Subparsers,
+    name: str,
+    summary: str,
+    description: str,
+    run: Callable[[argparse.Namespace], int],
+    done: str = "done",
+    no: str = "is not used",
+) -> argparse.ArgumentParser:
+    """A subcommand with `--json`; `done` and `no` are what exit status 0 and 1 say."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name, help=summary, description=description, epilog=_STATUSES.format(done=done, no=no),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def tell(as_json: bool, found: Mapping[str, Any], text: str) -> None:
+    """The answer, for programs or for people."""
+    sys.stdout.write((json.dumps(found, indent=2) if as_json else text.rstrip("\n")) + "\n")
+
+
+def complain(words: object) -> None:
+    sys.stderr.write(f"{words}\n")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Columns as wide as what is in them; the first ones, which are names, to the left, and numbers to the right."""
+    lines = [tuple(head), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if at < left else cell.rjust(width)
+                  for at, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    )  # fmt: skip
+
+
+def pairs(figures: Mapping[str, Any]) -> str:
+    """One figure a line, under its name."""
+    return table(("", ""), ((name.replace("_", " "), str(value)) for name, value in figures.items()), left=2).lstrip("\n")

@@ -1,0 +1,50 @@
+"""Starts ranks by torchrun's own machinery; the only place that does."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+
+from zero.tools.answers import DONE, IMPOSSIBLE, INTERRUPTED, complain
+
+
+def is_rank() -> bool:
+    """Whether a launcher started this process as one rank of several."""
+    return bool(os.environ.get("RANK"))
+
+
+def launch(command: Sequence[str], num_ranks: int, restarts: int) -> int:
+    """Runs `python command...` as so many ranks of this machine; where one dies, all are started again, so many times. The exit
+    status is returned."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # All ranks are on this machine, whose own name may resolve to nothing.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    # torch 2.13 would give ranks that are started again the store of those that died, with their addresses in it.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=uuid.uuid4().hex, max_restarts=restarts,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
+    )  # fmt: skip
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except SignalException:
+        return INTERRUPTED
+    except ChildFailedError as error:
+        died = ", ".join(f"rank {rank} with exit status {failure.exitcode}" for rank, failure in sorted(error.failures.items()))
+        complain(
+            f"{num_ranks} ranks were started, and again {restarts} times, but died: {died}. What each said is above; the same "
+            "command goes on from the latest checkpoint."
+        )
+        return IMPOSSIBLE
+    return DONE
+
+
+def num_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,168 @@
+"""`python -m zero plan MODEL`: what each stage will hold on every rank, and whether that fits."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from zero.tools.answers import DONE, NO, Subparsers, add_command, table, tell
+
+if TYPE_CHECKING:
+    from zero.plan.costs import Cost
+    from zero.tools.planning.subject import Subject
+
+_DESCRIPTION = """Predicts the bytes of one rank at each stage, with masters, moments and gradients on the device or the host,
+says which of them fit, and recommends one. MODEL is a number of parameters (7B), a Hugging Face configuration (config.json), or
+a function that makes the model (module:function, script.py:function).
+
+The peak is that of model states alone: activations come on top, as much as the batch and the model need. With --batch N
+the function is called with N and gives the model and a function that makes a loss of it; then a training is rehearsed on
+the simulated device as one rank of so many, and the peak that was counted, activations included, is what is shown."""
+
+_MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0}
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Row:
+    stage: int
+    offload: str
+    cost: Cost
+    fits: str  # "yes", or in which memory it does not
+
+    def as_dict(self) -> dict[str, Any]:
+        cost = self.cost
+        figures = {"weights": cost.weights, **asdict(cost.device), "buckets": cost.buckets, "peak": cost.peak}
+        return {"stage": self.stage, "offload": self.offload, **figures, "on_host": cost.host_peak, "fits": self.fits}
+
+
+@dataclass(frozen=True)
+class Space:
+    """What one rank may use."""
+
+    words: str
+    device: int | None  # bytes; None where nobody knows
+    host: int | None  # beside the device; None where there is none
+    is_host: bool  # the device is the host
+
+    def fits(self, cost: Cost) -> str:
+        if self.device is not None and cost.peak > self.device:
+            return "no"
+        return "not the host" if self.host is not None and cost.host_peak > self.host else "yes"
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(
+        subparsers, "plan", "predict the memory of a training, and say whether it fits", _DESCRIPTION, run,
+        "something fits", "nothing fits",
+    )  # fmt: skip
+    parser.add_argument("model", metavar="MODEL", help="a number, a config.json, module:function or script.py:function")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that share what is sharded (default: 1)")
+    parser.add_argument("--ranks-per-host", type=int, metavar="N", help="that share a host (default: one a device, 8 at most)")
+    parser.add_argument("--memory", metavar="SIZE", help="of each device, such as 80GiB (default: what this machine's has)")
+    parser.add_argument("--host-memory", metavar="SIZE", help="of each host (default: what this machine has)")
+    parser.add_argument("--accelerator", metavar="NAME", help="as ACCELERATOR (default: the best there is)")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: a function's own, the file's, bfloat16)")
+    parser.add_argument("--optimizer", choices=_MOMENTS, default="adamw", help="how much it remembers (default: adamw)")
+    parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches of a step (default: 1)")
+    parser.add_argument("--bucket-bytes", metavar="SIZE", help="reduced at once (default: 8MiB)")
+    parser.add_argument("--batch", type=int, metavar="N", help="rehearse with micro-batches of N, activations included")
+
+
+def run(args: argparse.Namespace) -> int:
+    # Imported here: torch is not for those who ask for another subcommand.
+    from accelerators.memory import format_bytes, parse_bytes
+    from zero.config import DEFAULT_BUCKET_BYTES
+    from zero.tools.planning.subject import read_subject
+
+    for name in ("ranks", "ranks_per_host", "accumulation", "batch"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} was asked for, but it is at least 1. Raise it.")
+    bucket_bytes = DEFAULT_BUCKET_BYTES if args.bucket_bytes is None else parse_bytes(args.bucket_bytes)
+    space = _space(args)
+    subject = read_subject(args.model, args.dtype, bucket_bytes, args.batch)
+    if args.batch is not None and subject.build is None:
+        raise ValueError(f"--batch {args.batch} was asked for, but {args.model} makes no model. Give a function that does.")
+    rows, counted = _rows(args, subject, space, bucket_bytes)
+    best = recommended(rows, args.ranks, args.accumulation)
+    told = f"activations of {args.batch} a micro-batch are included: {counted}" if counted else "activations come on top"
+    lines = [
+        f"{subject.words}, {subject.dtypes}, {args.ranks} ranks, {space.words}", "",
+        _table(rows, best, space), "",
+        f"The peak is that of {'a rehearsed window' if counted else 'model states alone'}; {told}.",
+        "Nothing fits. Take more ranks, devices with more memory, or a narrower dtype." if best is None else
+        f"* is recommended: stage {best.stage}{'' if best.offload == 'none' else ', offload to the host'}, "
+        f"{format_bytes(best.cost.peak)} a rank.",
+    ]  # fmt: skip
+    answer = {
+        "model": subject.words, "parameters": subject.numel, "dtype": subject.dtypes, "ranks": args.ranks,
+        "memory_bytes": space.device, "host_memory_bytes": space.host, "includes_activations": bool(counted),
+        "rows": [{**row.as_dict(), "recommended": row is best} for row in rows],
+    }  # fmt: skip
+    tell(args.json, answer, "\n".join(lines))
+    return NO if best is None else DONE
+
+
+def recommended(rows: Sequence[Row], ranks: int, accumulation: int) -> Row | None:
+    """Of what fits the fastest: without copies to the host before with them; stage 1 where gradients of several micro-batches
+    are sent once, else stage 2; and where there is one rank nothing to shard."""
+    order = (0, 1, 2) if ranks == 1 else (1, 2, 0) if accumulation > 1 else (2, 1, 0)
+    fitting = [row for row in rows if row.fits == "yes"]
+    return min(fitting, key=lambda row: (row.offload != "none", order.index(row.stage)), default=None)
+
+
+def _space(args: argparse.Namespace) -> Space:
+    import accelerators
+    from accelerators.memory import format_bytes, parse_bytes
+
+    accelerator = accelerators.current() if args.accelerator is None else accelerators.get(args.accelerator)
+    host = parse_bytes(args.host_memory) if args.host_memory else accelerators.get("cpu").memory().total
+    if args.memory is None and accelerator.device().type == "cpu":
+        here = args.ranks_per_host or args.ranks
+        each = None if host is None else host // here
+        return Space(f"{here} of them sharing {format_bytes(host)} of one host", each, None, True)
+    here = args.ranks_per_host or min(args.ranks, 8 if args.memory else accelerator.device_count())
+    device = parse_bytes(args.memory) if args.memory else accelerator.memory().total
+    of = "devices" if args.memory else accelerator.name
+    words = f"{of} of {format_bytes(device)}, {here} of them beside {format_bytes(host)} of one host"
+    return Space(words, device, None if host is None else host // here, False)
+
+
+def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes: int) -> tuple[list[Row], str]:
+    """One for each stage and place; and how they were counted, where they were."""
+    from zero.plan.costs import cost_of
+    from zero.plan.layout import FlatLayout
+    from zero.plan.stages import STAGES
+    from zero.tools.planning.rehearsing import counting_device, rehearse
+
+    rows, (device, counted) = [], counting_device() if args.batch else ("", "")
+    for offload in ("none",) if space.is_host else ("none", "cpu"):
+        params = [replace(spec, offload=0.0 if offload == "none" else 1.0) for spec in subject.params]
+        for stage, row in STAGES.items():
+            shares = args.ranks if row.shards_optimizer else 1
+            layout = FlatLayout.build(params, shares, bucket_bytes)
+            cost = cost_of(layout, stage, args.ranks, 0, _MOMENTS[args.optimizer], args.accumulation)
+            cost = replace(cost, weights=cost.weights + subject.other_bytes, peak=cost.peak + subject.other_bytes)
+            if args.batch:
+                assert subject.build is not None
+                options = {"stage": stage, "dtype": args.dtype, "offload": offload, "bucket_bytes": bucket_bytes}
+                peak = rehearse(subject.build, args.batch, args.ranks, device, args.accumulation, **options)
+                cost = replace(cost, peak=peak)
+            rows.append(Row(stage, offload, cost, space.fits(cost)))
+    return rows, counted
+
+
+def _table(rows: Sequence[Row], best: Row | None, space: Space) -> str:
+    from accelerators.memory import format_bytes
+
+    kinds = ("weights", "gradients", "masters", "moments", "buckets", "peak", *(() if space.is_host else ("on_host",)))
+    head = ("stage", "offload", *(kind.replace("_", " ") for kind in kinds), "fits")
+    lines = []
+    for row in rows:
+        figures = row.as_dict()
+        mark = " *" if row is best else ""
+        lines.append((f"{row.stage}{mark}", row.offload, *(format_bytes(figures[kind]) for kind in kinds), row.fits))
+    return table(head, lines, left=2)

@@ -1,0 +1,1 @@
+"""What `python -m zero plan` reads and finds out."""

@@ -1,0 +1,55 @@
+"""Peaks with activations: a training as one of many ranks, on a device that counts every byte."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import accelerators
+from zero.comm.rehearsal import Rehearsal
+from zero.optimizer import shard
+
+_WINDOWS = 2  # the first makes what the optimizer remembers, and learns the order of the gradients
+
+
+def counting_device() -> tuple[str, str]:
+    """The accelerator that a rehearsal runs on, and what is counted there."""
+    if accelerators.get("sim").unavailable_reason() is None:
+        from accelerators import simulated
+
+        simulated.bring_up()
+        simulated.configure(order="late")  # work is done as late as it may be, which needs the most memory
+        return "sim", "allocated bytes of the simulated device"
+    return "cpu", "resident bytes of the CPU, since the simulated device cannot be used here"
+
+
+def rehearse(
+    build: Callable[[int], Any], batch: int, ranks: int, device: str, accumulation: int = 1, **options: Any
+) -> int:
+    """The most bytes that rank 0 of so many holds on the device in a window: of `build(batch)`, which gives a model and what
+    makes a loss of it, in `shard(..., **options)` with AdamW."""
+    accelerator = accelerators.get(device)
+    gc.collect()
+    accelerator.synchronize()
+    before = accelerator.memory().allocated or 0
+    with accelerator.device():
+        model, loss_of = build(batch)
+        inner = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
+        optimizer = shard(model, inner, group=Rehearsal(ranks), accumulation=accumulation, **options)
+        peak = 0
+        for _ in range(_WINDOWS):
+            for _ in range(accumulation):
+                accelerator.reset_peak_memory()
+                loss = loss_of(model)
+                optimizer.backward(loss)
+                del loss
+                peak = max(peak, accelerator.memory().peak or 0)
+            accelerator.reset_peak_memory()
+            optimizer.step()
+            optimizer.zero_grad()
+            peak = max(peak, accelerator.memory().peak or 0)
+        optimizer.close()
+    return peak - before

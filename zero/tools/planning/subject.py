@@ -1,0 +1,125 @@
+"""The model that is planned for: a number of parameters, a configuration file, or a function that makes it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.memory.flat import DTYPES, dtype_name
+from zero.plan.families import parameters_of
+from zero.plan.layout import ITEM_BYTES, ParamSpec
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class Subject:
+    words: str
+    params: tuple[ParamSpec, ...]  # in the dtype that they are trained in
+    other_bytes: int = 0  # frozen parameters, and buffers
+    build: Callable[..., Any] | None = None  # the user's function
+
+    @property
+    def numel(self) -> int:
+        return sum(spec.numel for spec in self.params)
+
+    @property
+    def dtypes(self) -> str:
+        return ", ".join(sorted({spec.dtype for spec in self.params}))
+
+
+def read_subject(text: str, dtype: str | None, bucket_bytes: int, batch: int | None) -> Subject:
+    """What `text` stands for, in `dtype`, or in the one that it has or that is usual."""
+    number = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    if number is not None:
+        numel = round(float(number[1]) * _UNITS[number[2].upper()])
+        return Subject(f"{numel:,} parameters", _parts_of(numel, dtype or "bfloat16", bucket_bytes))
+    if text.endswith(".json"):
+        return _from_config(Path(text), dtype)
+    return _from_function(text, dtype, batch)
+
+
+def _parts_of(numel: int, dtype: str, bucket_bytes: int) -> tuple[ParamSpec, ...]:
+    """As many parameters of the size of a bucket."""
+    if numel < 1:
+        raise ValueError(f"A model of {numel} parameters was asked for, but it has at least one. Give more.")
+    most = max(1, bucket_bytes // ITEM_BYTES[dtype])
+    sizes = [most] * (numel // most) + [numel % most] * bool(numel % most)
+    return tuple(ParamSpec(str(at), (size,), dtype) for at, size in enumerate(sizes))
+
+
+def _from_config(path: Path, dtype: str | None) -> Subject:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} was given, but it is not JSON ({error}). Give a model's config.json.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} was given, but it holds a {type(config).__name__}. Give a model's config.json.")
+    named = parameters_of(config)
+    written = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    dtype = dtype or (written if written in ITEM_BYTES else "bfloat16")
+    params = tuple(ParamSpec(name, shape, dtype) for name, shape in named)
+    numel = sum(math.prod(shape) for _, shape in named)
+    return Subject(f"{config['model_type']} of {numel:,} parameters ({path})", params)
+
+
+def _from_function(text: str, dtype: str | None, batch: int | None) -> Subject:
+    build = _function(text)
+    model = _on_nothing(build) if batch is None else build(batch)[0]
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{text} gave a {type(model).__name__}, but a model was asked for. Return an nn.Module.")
+
+    def trained_in(tensor: torch.Tensor) -> str:
+        return dtype if dtype is not None and tensor.is_floating_point() else dtype_name(tensor.dtype)
+
+    params = tuple(
+        ParamSpec(name, tuple(param.shape), trained_in(param))
+        for name, param in model.named_parameters() if param.requires_grad
+    )  # fmt: skip
+    frozen = (param for param in model.parameters() if not param.requires_grad)
+    other = sum(param.numel() * (DTYPES[trained_in(param)].itemsize if param.is_floating_point() else param.itemsize)
+                for param in frozen)  # fmt: skip
+    other += sum(buffer.nbytes for buffer in model.buffers())
+    numel = sum(spec.numel for spec in params)
+    return Subject(f"{type(model).__name__} of {numel:,} trained parameters ({text})", params, other, build)
+
+
+def _function(text: str) -> Callable[..., Any]:
+    place, colon, name = text.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ValueError(
+            f"{text!r} was given, which is no number of parameters, no .json file and no function. Write it like 7B, "
+            "config.json, module:function or script.py:function."
+        )
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise ValueError(f"{text!r} was given, but there is no file {place!r}. Give the path of a Python script.")
+        sys.path.insert(0, str(Path(place).resolve().parent))  # as if the script itself had been started
+        found = runpy.run_path(place, run_name="planned_script").get(name)
+    else:
+        sys.path.insert(0, "")
+        found = getattr(importlib.import_module(place), name, None)
+    if not callable(found):
+        raise ValueError(f"{text!r} was given, but there is no such function in {place}. Define it at the top.")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _on_nothing(build: Callable[..., Any]) -> Any:
+    """The model without memory for its weights, where it can be made so."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except (RuntimeError, NotImplementedError):  # it looks at numbers, which there are none of
+        return build()

@@ -1,0 +1,140 @@
+"""`python -m zero train`: trains a byte-level GPT on the ranks of this machine, or as one rank of a launcher's."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+from zero.tools.answers import DONE, INTERRUPTED, Subparsers, add_command, complain, tell
+from zero.tools.launch import is_rank, launch
+
+if TYPE_CHECKING:
+    from zero.tools.training.options import Options
+    from zero.tools.training.text import Text
+
+_DESCRIPTION = """Trains a GPT over bytes, sharded, and leaves in --directory checkpoints, records.jsonl (a line of JSON a step)
+and report.html. The same command goes on where it was interrupted, or where a rank died, at any number of ranks.
+
+Starts its ranks itself. Under torchrun it is one of them: torchrun --nnodes 2 ... -m zero train --directory /shared/run"""
+
+_SAMPLE_BYTES = 300
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(
+        subparsers, "train", "train a small GPT on text, sharded over ranks", _DESCRIPTION, run,
+        "trained (130: interrupted)",
+    )  # fmt: skip
+    titles = ("the run", "the model and its data", "how it is trained")
+    run_, model, how = (parser.add_argument_group(title) for title in titles)
+    _add(run_, "--directory", "trained", "for checkpoints, records and the report; several machines share it", metavar="DIR")
+    _add(run_, "--ranks", None, "how many to start (default: one a device, two on the CPU)", type=int, metavar="N")
+    _add(run_, "--restarts", 3, "how often to start the ranks again after one died", type=int, metavar="N")
+    _add(run_, "--save-every", 20, "steps from checkpoint to checkpoint", type=int, metavar="STEPS")
+    _add(run_, "--log-every", 10, "steps from line to line where there is no terminal", type=int, metavar="STEPS")
+    run_.add_argument("--tensorboard", action="store_true", help="also write the records for TensorBoard, into DIR/tensorboard")
+    _add(run_, "--accelerator", None, "as ACCELERATOR: cpu, cuda, xpu, ... (default: the best there is)", metavar="NAME")
+    _add(model, "--data", None, "a text file or a folder (default: the source of Python's standard library)", metavar="PATH")
+    _add(model, "--layers", 6, "of the model", type=int)
+    _add(model, "--width", 384, "of the model; a head is 64 wide", type=int)
+    _add(model, "--context", 64, "bytes that a sample has", type=int)
+    _add(model, "--dropout", 0.0, "part of what a block adds that is dropped", type=float)
+    _add(model, "--seed", 0, "of the weights, the data and what is dropped", type=int)
+    _add(how, "--steps", 160, "in all, those before an interruption included", type=int)
+    _add(how, "--batch", 16, "samples of a step, of all ranks together", type=int)
+    _add(how, "--lr", 1e-3, "the highest learning rate", type=float)
+    _add(how, "--stage", 2, "0 shards nothing, 1 the optimizer's state, 2 the gradients too", type=int, choices=(0, 1, 2))
+    _add(how, "--dtype", "float32", "of the weights; narrow ones have fp32 masters", choices=("float32", "bfloat16", "float16"))
+    _add(how, "--offload", "none", "where what is sharded lives", choices=("none", "cpu"))
+    _add(how, "--accumulation", 1, "micro-batches of a step on each rank", type=int, metavar="N")
+    how.add_argument("--compile", action="store_true", help="compile the model")
+
+
+def _add(group: Any, name: str, default: Any, words: str, **options: Any) -> None:
+    told = "" if default is None else f" (default: {default})"
+    group.add_argument(name, default=default, help=words + told, **options)
+
+
+def run(args: argparse.Namespace) -> int:
+    # Imported here: torch is not for those who ask for another subcommand.
+    import accelerators
+    from zero.records import board_writer
+    from zero.tools.training.loop import check_same
+    from zero.tools.training.options import Options
+    from zero.tools.training.text import Text, read_text
+
+    if args.accelerator is not None:
+        os.environ["ACCELERATOR"] = args.accelerator  # for the ranks that are started too
+    options = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
+    options.check()
+    text = Text(read_text(options.data), options.context, options.seed)
+    accelerator = accelerators.current()
+    if is_rank():
+        return _train(options, text)
+    done = check_same(options, options.identity(text.digest))  # before ranks are started that would all say so
+    if done >= options.steps and options.report.is_file():  # without a report it was killed when all but that was done
+        raise ValueError(
+            f"{options.steps} steps were asked for, but {done} are taken already in {options.directory}. Raise --steps to go "
+            "on, or give another --directory to begin anew."
+        )
+    usual = 2 if accelerator.device().type == "cpu" else accelerator.device_count()
+    ranks = usual if args.ranks is None else args.ranks
+    if ranks < 1 or args.restarts < 0:
+        raise ValueError(f"--ranks {ranks} --restarts {args.restarts} was asked for, but ranks are 1 at least and restarts 0.")
+    options.check_ranks(ranks)
+    if options.tensorboard:
+        board_writer()
+    if ranks == 1:
+        return _train(options, text)
+    return launch(["-m", "zero", "train", *args.words[1:]], ranks, args.restarts)
+
+
+def _train(options: Options, text: Text) -> int:
+    """What every rank does; the first one answers."""
+    from zero.tools.training.display import Display
+    from zero.tools.training.loop import read_records, train
+    from zero.tools.training.model import write
+    from zero.tools.training.report import write_report
+    from zero.tools.training.stages import measure_stages, stages_table
+
+    display = Display(options.steps, options.log_every, options.json)
+    try:
+        found = train(options, text, display.show)
+    finally:
+        display.close()
+    engine = found.engine
+    is_first = engine.optimizer.parts.group.rank == 0
+    if found.stopped_by is not None:
+        if is_first:
+            complain(
+                f"Stopped at step {engine.global_steps} of {options.steps} ({found.stopped_by}), which is saved in "
+                f"{options.directory}. The same command goes on."
+            )
+        return INTERRUPTED
+    stages = measure_stages(options)
+    if is_first:
+        records, sample = read_records(options.records), write(engine.module, b"def ", _SAMPLE_BYTES, options.seed)
+        numel = sum(param.numel() for param in engine.module.parameters())
+        speed = sum(record["tokens_per_second"] for record in records) / len(records)
+        summary = (
+            f"{numel:,} parameters at stage {options.stage} on {records[-1]['ranks']} ranks ({engine.device.type}), "
+            f"{options.steps} steps on {text.num_bytes:,} bytes of text: loss {records[0]['loss']:.4f} to "
+            f"{records[-1]['loss']:.4f}, {speed:,.0f} tokens/s"
+        )
+        shown = stages_table(stages)
+        write_report(options.report, records, summary, shown, sample)
+        files = {"report": str(options.report), "records": str(options.records), "checkpoints": str(options.checkpoints)}
+        answer = {
+            "parameters": numel, "steps": options.steps, "begun_at": found.begun_at, "loss": records[-1]["loss"],
+            "tokens_per_second": speed,
+            "stages": [{"stage": stage, **two.as_dict()} for stage, two in stages.items()],
+            "sample": sample, **files,
+        }  # fmt: skip
+        lines = [summary, "", "Bytes of rank 0, counted in two steps of each stage, and as predicted:", shown, "",
+                 "It writes:", sample, "", *(f"{name:12} {path}" for name, path in files.items())]  # fmt: skip
+        tell(options.json, answer, "\n".join(lines))
+    engine.close()
+    return DONE

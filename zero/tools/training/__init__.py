@@ -1,0 +1,1 @@
+"""What `python -m zero train` trains and shows."""

@@ -1,0 +1,58 @@
+"""What a training shows while it runs: a bar where somebody looks at a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from accelerators.memory import format_bytes
+
+
+class Display:
+    """Shown on rank 0; `quiet` shows nothing."""
+
+    def __init__(self, steps: int, log_every: int, quiet: bool) -> None:
+        self._steps = steps
+        self._log_every = log_every
+        self._quiet = quiet
+        self._bar: Any = None
+        self._task: Any = None
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        """One record."""
+        if self._quiet:
+            return
+        step, words = record["step"], _words(record)
+        if sys.stdout.isatty():
+            self._advance(step, "  ".join(words))
+        elif step % self._log_every == 0 or step == self._steps:
+            sys.stdout.write(f"step {step:>{len(str(self._steps))}}/{self._steps}  {'  '.join(words)}\n")
+            sys.stdout.flush()
+
+    def _advance(self, step: int, words: str) -> None:
+        if self._bar is None:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.table import Column
+
+            counted, left = Column(min_width=2 * len(str(self._steps)) + 1), Column(min_width=7)
+            columns = (
+                MofNCompleteColumn(table_column=counted), BarColumn(10), TimeRemainingColumn(table_column=left),
+                TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),  # what may be cut
+            )  # fmt: skip
+            self._bar = Progress(*columns)
+            self._task = self._bar.add_task("", total=self._steps, completed=step - 1)
+            self._bar.start()
+        self._bar.update(self._task, completed=step, description=words)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _words(record: Mapping[str, Any]) -> list[str]:
+    memory = record["memory_by_rank"]
+    held = format_bytes(min(memory)) if len(set(memory)) == 1 else f"{format_bytes(min(memory))} to {format_bytes(max(memory))}"
+    norm = "none" if record["norm"] is None else f"{record['norm']:.3f}"
+    return [f"loss {record['loss']:.4f}", f"{record['tokens_per_second']:,.0f} tokens/s", f"norm {norm}", f"{held} a rank"]

@@ -1,0 +1,188 @@
+"""The training itself: from the latest checkpoint, or from the beginning, to the last step or until somebody stops it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import accelerators
+import zero
+from zero.checkpoint import typed
+from zero.checkpoint.folder import Folder, read_manifest
+from zero.comm.group import exchange_texts
+from zero.config import OptimizerSpec, ZeroConfig
+from zero.engine import Engine
+from zero.records import Records
+from zero.tools.launch import is_rank
+from zero.tools.training.model import Gpt
+from zero.tools.training.options import Options
+from zero.tools.training.text import Text
+
+_KEPT = 2  # checkpoints: should the newest be damaged, there is one more
+_WARM_UP = 20  # steps
+# What launchers pass on; SIGHUP, which not every system has, is that of a terminal that was closed.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+
+Show = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of a training on this rank."""
+
+    engine: Engine
+    begun_at: int  # the step that it went on from
+    stopped_by: str | None  # None where it came to its last step
+
+
+class Wish:
+    """To stop: Ctrl-C, a launcher's signal, or a launcher that is gone. The step that is being taken is finished and saved.
+
+    A rank whose launcher was killed would train on beside those that the same command starts, in the same directory.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._parent = os.getppid() if is_rank() else None
+        self._before: dict[int, Any] = {}
+
+    def look(self) -> str | None:
+        if self.reason is None and self._parent not in (None, os.getppid()):
+            self.reason = "its launcher is gone"
+        return self.reason
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.reason is not None:  # asked twice: at once
+            raise KeyboardInterrupt
+        self.reason = signal.Signals(number).name
+
+    def __enter__(self) -> Wish:
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+
+def check_same(options: Options, identity: Mapping[str, Any]) -> int:
+    """The step of the latest checkpoint, 0 without one. Raises where it is of another training. No collective."""
+    folder = Folder(options.checkpoints)
+    if folder.latest() is None:
+        return 0
+    manifest = read_manifest(folder.find(None))
+    saved = typed.decode(manifest.extra, lambda key, *_: key) if manifest.extra is not None else {}
+    for name, value in identity.items():
+        if saved.get(name) != value:
+            raise ValueError(
+                f"To go on in {options.directory} was asked for with {name} {value}, but what was saved there has {name} "
+                f"{saved.get(name)}. Ask for the same, or give another --directory."
+            )
+    engine = typed.decode(manifest.training, lambda key, *_: key)["engine"]
+    return int(engine["global_steps"])
+
+
+def build(options: Options, stage: int) -> Engine:
+    """A fresh model with its sharded optimizer. A collective."""
+    torch.manual_seed(options.seed)
+    model = Gpt(options.layers, options.width, options.heads, options.context, options.dropout)
+    settings = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    asked: dict[str, Any] = {"dtype": None if options.dtype == "float32" else options.dtype, "offload": options.offload}
+    config = ZeroConfig(
+        stage=stage, accumulation=options.accumulation, clip=1.0, optimizer=OptimizerSpec.of("AdamW", settings),
+        kernels="fused", **asked,
+    )  # fmt: skip
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, options.steps))
+
+    return zero.initialize(model=model, config=config, lr_scheduler=schedule)[0]
+
+
+def _rate(step: int, steps: int) -> float:
+    """Up in a few steps, then down along a cosine to a tenth."""
+    if step < _WARM_UP:
+        return (step + 1) / _WARM_UP
+    return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - _WARM_UP) / max(1, steps - _WARM_UP)))
+
+
+def train(options: Options, text: Text, show: Show) -> Run:
+    """Trains, saves and records; `show` is given every record of rank 0. A collective."""
+    identity = options.identity(text.digest)
+    check_same(options, identity)
+    engine = build(options, options.stage)
+    group = engine.optimizer.parts.group
+    options.check_ranks(group.size)
+    torch.manual_seed(options.seed + 1 + group.rank)
+    if exchange_texts(group, Folder(options.checkpoints).latest() or "")[0]:
+        engine.load_checkpoint(options.checkpoints)
+    begun_at = engine.global_steps
+    if group.rank == 0:
+        _forget_after(options.records, begun_at)
+        options.report.unlink(missing_ok=True)
+    if options.compile:
+        engine.compile()
+    board = Path(options.directory) / "tensorboard" if options.tensorboard else None
+    with Wish() as wish, Records(options.records, engine, board) as records:
+        while engine.global_steps < options.steps:
+            record, reason = _step(engine, options, text, records, wish)
+            if group.rank == 0:
+                show(record)
+            if reason or engine.global_steps % options.save_every == 0 or engine.global_steps == options.steps:
+                zero.save(options.checkpoints, engine, extra=identity, keep_last=_KEPT)
+            if reason:
+                return Run(engine, begun_at, reason)
+    return Run(engine, begun_at, None)
+
+
+def _step(engine: Engine, options: Options, text: Text, records: Records, wish: Wish) -> tuple[dict[str, Any], str]:
+    """One step; its record, and why it is to be the last."""
+    began, group = time.perf_counter(), engine.optimizer.parts.group
+    losses, samples = [], text.samples(engine.global_steps, options.batch)
+    num_parts = group.size * options.accumulation
+    parts = samples.tensor_split(num_parts)[group.rank * options.accumulation : (group.rank + 1) * options.accumulation]
+    for part in parts:
+        if options.batch % num_parts:
+            engine.weight(len(part))  # or the gradient would be a mean of means over unequal parts
+        loss = engine(part.to(engine.device))
+        losses.append(loss.detach() * (len(part) / options.batch))
+        engine.backward(loss)
+        engine.step()
+    mine = accelerators.current().memory()
+    here = [float(torch.stack(losses).sum()), mine.allocated or 0, wish.look() or ""]
+    told = [json.loads(message) for message in exchange_texts(group, json.dumps(here))]
+    seconds = time.perf_counter() - began
+    record = records.write(
+        loss=math.fsum(loss for loss, _, _ in told),
+        seconds=round(seconds, 4),
+        tokens_per_second=round(options.batch * options.context / seconds, 1),
+        ranks=group.size,
+        memory_by_rank=[allocated for _, allocated, _ in told],
+    )
+    return record, next((reason for _, _, reason in told if reason), "")
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Steps that were taken after the checkpoint will be taken again, and so will be their records."""
+    if path.is_file():
+        kept = [record for record in read_records(path) if record["step"] <= step]
+        fresh = path.with_suffix(".new")
+        fresh.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        os.replace(fresh, path)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All complete ones; whoever was killed may have left half a line."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,0 +1,72 @@
+"""What a training was asked to be."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_SAME = ("layers", "width", "context", "batch", "dropout", "seed")
+
+
+@dataclass(frozen=True)
+class Options:
+    directory: str
+    data: str | None
+    steps: int
+    batch: int  # samples of a step, of all ranks together
+    layers: int
+    width: int
+    context: int
+    dropout: float
+    lr: float
+    seed: int
+    stage: int
+    dtype: str
+    offload: str
+    accumulation: int
+    compile: bool
+    save_every: int
+    log_every: int
+    tensorboard: bool
+    json: bool
+
+    def check(self) -> None:
+        """Raises where this is no training."""
+        counts = ("steps", "batch", "layers", "width", "context", "accumulation", "save_every", "log_every")
+        for name in counts:
+            if getattr(self, name) < 1:
+                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise ValueError(f"{option} was asked for, but it is at least 1. Raise it.")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"--dropout {self.dropout} was asked for, but it is a part of 1. Give 0 or more and less than 1.")
+        if self.width > 64 and self.width % 64:
+            raise ValueError(f"--width {self.width} was asked for, but heads are 64 wide. Give a multiple of 64, or less.")
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises where some rank would have nothing to do."""
+        if self.batch < num_ranks * self.accumulation:
+            raise ValueError(
+                f"--batch {self.batch} was asked for, but {num_ranks} ranks of {self.accumulation} micro-batches need "
+                f"{num_ranks * self.accumulation} samples or more. Raise it."
+            )
+
+    @property
+    def heads(self) -> int:
+        return max(1, self.width // 64)
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(self.directory) / "checkpoints"
+
+    @property
+    def records(self) -> Path:
+        return Path(self.directory) / "records.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return Path(self.directory) / "report.html"
+
+    def identity(self, text_digest: str) -> dict[str, Any]:
+        """What a training that goes on must have in common with the one that was saved."""
+        return {**{name: value for name, value in asdict(self).items() if name in _SAME}, "text": text_digest}

@@ -1,0 +1,70 @@
+"""report.html: what a training did, in one file that needs nothing beside it."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerators.memory import format_bytes
+from zero.runtime.labels import STOPS
+from zero.tools.training.plots import layers, lines
+
+# What is plotted under one name; the report's table has all of them.
+_SPLIT = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "reduce": ("ready", "collect", "reduce", "keep", "settle"),
+    "step": ("step",),
+    "publish": ("publish",),
+}
+_MOST_POINTS = 400
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; color: #222 }}
+svg {{ width: 100% }} svg text {{ font: 12px system-ui, sans-serif; fill: #444 }} .grid {{ stroke: #ddd }}
+pre {{ background: #f4f4f4; padding: .8rem; overflow-x: auto }}
+</style>
+<h1>{title}</h1>
+<p>{summary}</p>
+{sections}
+</html>
+"""
+
+
+def write_report(path: Path, records: Sequence[Mapping[str, Any]], summary: str, stages: str, sample: str) -> None:
+    """Writes the page of these records."""
+    shown = records[:: -(-len(records) // _MOST_POINTS)] or records
+    steps = [record["step"] for record in shown]
+    split = {name: [sum(record["ms"].get(stop, 0.0) for stop in stops) for record in shown] for name, stops in _SPLIT.items()}
+    num_ranks = min(len(record["memory_by_rank"]) for record in shown)
+    memory = {f"rank {rank}": [record["memory_by_rank"][rank] for record in shown] for rank in range(num_ranks)}
+    sections = [
+        _section("Loss", lines(steps, {"loss": [record["loss"] for record in shown]}, lambda value: f"{value:.2f}")),
+        _section("Time of a step on rank 0", layers(steps, split, lambda value: f"{value:g} ms"), _text(_times(records))),
+        _section("Memory of each rank", lines(steps, memory, lambda value: format_bytes(int(value)), from_zero=True)),
+        _section("Bytes of rank 0 at each stage", _text(stages)),
+        _section("What the model writes", _text(sample)),
+    ]
+    page = _PAGE.format(title="zero train", summary=html.escape(summary), sections="\n".join(sections))
+    path.write_text(page, encoding="utf-8")
+
+
+def _times(records: Sequence[Mapping[str, Any]]) -> str:
+    """The mean of each stop; the first step, which makes things, is left out where there are others."""
+    counted = records[1:] or records
+    sums = {name: sum(record["ms"].get(name, 0.0) for record in counted) for name in ("forward", "backward", *STOPS)}
+    return "\n".join(f"{name:10}{total / len(counted):9.2f} ms" for name, total in sums.items())
+
+
+def _section(title: str, *parts: str) -> str:
+    return "\n".join([f"<h2>{title}</h2>", *parts])
+
+
+def _text(words: str) -> str:
+    return f"<pre>{html.escape(words)}</pre>"

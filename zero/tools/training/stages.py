@@ -1,0 +1,73 @@
+"""What each stage holds on one rank: counted while it trains for two steps, beside what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from accelerators.memory import format_bytes
+from zero.held import held
+from zero.plan.costs import Cost, cost_of
+from zero.plan.stages import STAGES
+from zero.room import num_moments
+from zero.tools.answers import table
+from zero.tools.training.loop import build
+from zero.tools.training.options import Options
+
+
+@dataclass(frozen=True)
+class Both:
+    """What was counted, and what `zero plan` says."""
+
+    counted: Cost
+    predicted: Cost
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: kinds(cost) for name, cost in (("counted", self.counted), ("predicted", self.predicted))}
+
+
+def kinds(cost: Cost) -> dict[str, int]:
+    """Bytes by kind, those on the device first."""
+    shares = {name: getattr(cost.device, name) for name in ("gradients", "masters", "moments")}
+    return {"weights": cost.weights, **shares, "buckets": cost.buckets, "all": cost.total, "on_host": cost.host.total}
+
+
+def stages_table(stages: Mapping[int, Both]) -> str:
+    rows = []
+    for stage, both in stages.items():
+        for name, cost in (("counted", both.counted), ("predicted", both.predicted)):
+            rows.append((str(stage), name, *map(format_bytes, kinds(cost).values())))
+    return table(("stage", "", *(name.replace("_", " ") for name in kinds(both.counted))), rows, left=2)
+
+
+def measure_stages(options: Options) -> Mapping[int, Both]:
+    """By stage. A collective."""
+    return {stage: _measure(options, stage) for stage in STAGES}
+
+
+def _measure(options: Options, stage: int) -> Both:
+    engine = build(replace(options, compile=False), stage)
+    try:
+        parts = engine.optimizer.parts
+        sample = torch.zeros(1, 2, dtype=torch.long, device=engine.device)
+        gradients = host_gradients = 0
+        for _ in range(2):  # the first makes what the optimizer remembers, and learns the order of the gradients
+            for micro in range(options.accumulation):
+                engine.backward(engine(sample))
+                if micro == options.accumulation - 1:
+                    engine.settle()
+                now = held(parts)
+                gradients = max(gradients, now.device.gradients)
+                host_gradients = max(host_gradients, now.host.gradients)
+                engine.step()
+        now = held(parts)
+        counted = Cost(now.weights, replace(now.device, gradients=gradients), now.buckets,
+                       replace(now.host, gradients=host_gradients))  # fmt: skip
+        moments = num_moments(parts.updater.inner)
+        group = parts.group
+        return Both(counted, cost_of(parts.line.layout, stage, group.size, group.rank, moments, options.accumulation))
+    finally:
+        engine.close()
