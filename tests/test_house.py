@@ -60,7 +60,7 @@ FLOORS = (
         ),
     },
     {"proof": ("zero.proof", "zero.reference")},
-    {"people": ("zero", "zero.__main__", "zero.tools")},
+    {"people": ("zero", "zero.__main__", "zero.tools", "zero.integrations")},
 )
 ROOM_OF = {module: (floor, room) for floor, rooms in enumerate(FLOORS) for room, modules in rooms.items() for module in modules}
 

@@ -56,8 +56,8 @@ class ShardedAccelerator(Accelerator):
         found += [axis for axis in _AXES if splits is not None and getattr(splits, axis, 1) > 1]
         if found:
             raise ValueError(
-                f"Sharding under accelerate was asked for, but this Accelerator is set up for {found[0]}, which distributes the "
-                "model itself. Configure it for plain data parallelism, as `accelerate launch` does without a plug-in."
+                f"Sharding under accelerate was asked for, but this Accelerator is set up for {found[0]}, which distributes "
+                "the model itself. Configure it for plain data parallelism, as `accelerate launch` does without a plug-in."
             )
         if zero.get("dtype") in ("float16", torch.float16):
             raise ValueError(
@@ -82,10 +82,10 @@ class ShardedAccelerator(Accelerator):
         if not plain:
             return super().prepare(*args, device_placement=device_placement)
         if len(plain) != 1 or len(models) != 1 or self.sharded is not None:
+            late = ", after an optimizer was prepared before" if self.sharded is not None else ""
             raise ValueError(
-                f"prepare was asked for {len(plain)} optimizers and {len(models)} models that are trained"
-                f"{', after an optimizer was prepared before' if self.sharded is not None else ''}, but one optimizer is sharded "
-                "for one model. Pass these two together, once; for more use zero.shard and a loop of your own."
+                f"prepare was asked for {len(plain)} optimizers and {len(models)} models that are trained{late}, but one "
+                "optimizer is sharded for one model. Pass these two together, once; for more use zero.shard and a loop of your own."
             )
         (inner,), (model,) = plain, models
         if self.device_placement:
@@ -100,8 +100,8 @@ class ShardedAccelerator(Accelerator):
         """The model in its precision, and nothing around it that reduces gradients: the sharded optimizer does that."""
         if not evaluation_mode and _is_trained(model) and not _is_sharded(model):
             raise ValueError(
-                f"prepare was asked for a {type(model).__name__} without its optimizer, but what is sharded is the optimizer, and "
-                "nothing would reduce the gradients. Pass both to one prepare, or freeze a model that is not trained."
+                f"prepare was asked for a {type(model).__name__} without its optimizer, but what is sharded is the optimizer, "
+                "and nothing would reduce the gradients. Pass both to one prepare, or freeze a model that is not trained."
             )
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
@@ -109,8 +109,8 @@ class ShardedAccelerator(Accelerator):
         """Of a sharded optimizer, as `prepare` passes it on."""
         if not isinstance(optimizer, ShardedOptimizer) and not _is_prepared(optimizer):
             raise ValueError(
-                f"prepare_optimizer was asked for a {type(optimizer).__name__} alone, but it is sharded for a model. Pass both to "
-                "one prepare."
+                f"prepare_optimizer was asked for a {type(optimizer).__name__} alone, but it is sharded for a model. Pass both "
+                "to one prepare."
             )
         return super().prepare_optimizer(optimizer, device_placement)
 

@@ -66,8 +66,8 @@ class ShardedStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ValueError(
-                f"configure_optimizers gave {len(self.optimizers)} optimizers, but one is sharded for one model. Return one, with "
-                "a parameter group for each part of the model that has its own settings."
+                f"configure_optimizers gave {len(self.optimizers)} optimizers, but one is sharded for one model. Return one, "
+                "with a parameter group for each part of the model that has its own settings."
             )
         self.optimizers = [shard(self.lightning_module, self.optimizers[0], **self.zero)]
 

@@ -64,8 +64,8 @@ def plain_training(
 
 
 def assert_same_training(found: list[Any], losses: list[float], weights: dict[str, torch.Tensor]) -> None:
-    """The ranks have one set of weights, bit for bit; theirs and their mean losses are those of plain training, to the roundings
-    of fp32 that torch.testing allows."""
+    """The ranks have one set of weights, bit for bit; theirs and their mean losses are those of plain training, to the
+    roundings of fp32 that torch.testing allows."""
     for name, weight in weights.items():
         first, second = (rank[-1][name] for rank in found)
         assert torch.equal(first, second), name
