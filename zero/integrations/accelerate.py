@@ -85,7 +85,7 @@ class ShardedAccelerator(Accelerator):
             late = ", after an optimizer was prepared before" if self.sharded is not None else ""
             raise ValueError(
                 f"prepare was asked for {len(plain)} optimizers and {len(models)} models that are trained{late}, but one "
-                "optimizer is sharded for one model. Pass these two together, once; for more use zero.shard and a loop of your own."
+                "optimizer is sharded for one model. Pass these two together, once; for more use zero.shard and your own loop."
             )
         (inner,), (model,) = plain, models
         if self.device_placement:
