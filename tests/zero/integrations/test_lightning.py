@@ -66,16 +66,20 @@ def test_a_fit_accumulates_clips_schedules_and_saves_as_one_process_does_and_res
 
 
 def refused(folder):
-    from examples.lightning_fit import Regression, fit
+    from examples.lightning_fit import Regression, lightning, make_loader
     from zero.integrations.lightning import ShardedStrategy
 
     with pytest.raises(ValueError) as dtype:
         ShardedStrategy(zero={"stage": 2, "dtype": "float16"})
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=ShardedStrategy(zero={"stage": 2}), default_root_dir=folder, logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Regression, "configure_optimizers", lambda self: [torch.optim.SGD(self.parameters(), lr=0.1)] * 2)
         patch.setattr(Regression, "automatic_optimization", False)
         with pytest.raises(ValueError) as optimizers:
-            fit(folder, accelerator="cpu", devices=2, strategy=ShardedStrategy(zero={"stage": 2}))
+            trainer.fit(Regression(), make_loader())
     return str(dtype.value), str(optimizers.value)
 
 
