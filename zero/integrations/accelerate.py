@@ -39,6 +39,8 @@ _FOLDER, _TAG = "zero", "state"  # in what save_state writes
 class ShardedAccelerator(Accelerator):
     """An Accelerator for one model and its optimizer; `zero` has the options of `zero.shard`, `stage` at least."""
 
+    _optimizers: list[Any]  # as accelerate has prepared them
+
     def __init__(self, *args: Any, zero: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._begin(zero)
@@ -91,9 +93,9 @@ class ShardedAccelerator(Accelerator):
         if self.device_placement:
             move(model, self.device)
         optimizer = inner if isinstance(inner, ShardedOptimizer) else shard(model, inner, **self.zero)
-        places = [None] * len(args) if device_placement is None else device_placement
+        given = [None] * len(args) if device_placement is None else device_placement
         # Placing it would send all of its state through `state_dict` and back; it is where its parameters are.
-        places = [False if arg is inner else place for arg, place in zip(args, places, strict=True)]
+        places = [False if arg is inner else place for arg, place in zip(args, given, strict=True)]
         return super().prepare(*(optimizer if arg is inner else arg for arg in args), device_placement=places)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:

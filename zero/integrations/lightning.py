@@ -42,6 +42,8 @@ DDPStrategy: Any = _ddp_strategy()
 class ShardedStrategy(DDPStrategy):
     """Starts ranks as DDPStrategy does, whose other arguments it takes; `zero` has the options of `zero.shard`."""
 
+    optimizers: list[Any]
+
     def __init__(self, *args: Any, zero: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if zero.get("dtype") in ("float16", torch.float16):
@@ -55,7 +57,7 @@ class ShardedStrategy(DDPStrategy):
     @property
     def sharded(self) -> ShardedOptimizer:
         """The sharded optimizer, while the model is fitted."""
-        (optimizer,) = self.optimizers
+        optimizer: ShardedOptimizer = self.optimizers[0]
         return optimizer
 
     def configure_ddp(self) -> None:
