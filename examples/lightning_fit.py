@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 2 examples/lightning_fit.py
 """
 
-import sys
-import tempfile
+import os
 from typing import Any
 
 import torch
@@ -56,7 +55,6 @@ def fit(folder: str, epochs: int = 2, resume_from: str | None = None, **options:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = sys.argv[1] if len(sys.argv) > 1 else temporary  # for checkpoints of several ranks one that all of them see
-        losses = fit(folder, devices="auto", strategy=ShardedStrategy(zero={"stage": 2})).losses
-    print("loss " + " ".join(f"{loss:.3f}" for loss in losses))
+    num_ranks, strategy = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), ShardedStrategy(zero={"stage": 2})
+    module = fit("lightning_output", devices=num_ranks, strategy=strategy)  # a folder that all ranks see
+    print("loss " + " ".join(f"{loss:.3f}" for loss in module.losses))

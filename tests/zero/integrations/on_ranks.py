@@ -1,9 +1,14 @@
 """Runs a function on ranks as a launcher would have started them, and compares what was trained with plain training."""
 
+import contextlib
+import io
 import os
+import re
+import runpy
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +16,8 @@ from torch import nn
 
 import accelerators
 from tests import ranks
+
+ROOT = Path(__file__).parents[3]
 
 
 def both_ranks(function: str, *args: Any, **named: Any) -> list[Any]:
@@ -28,7 +35,25 @@ def _run(world: int, function: str, args: tuple[Any, ...], named: dict[str, Any]
     return ranks.run(world, started, function, args, named, group=world > 1, apart="frameworks", timeout=180.0)
 
 
+def as_program(name: str, folder: str) -> str:
+    """What examples/`name`.py prints, run in a folder."""
+    printed, before = io.StringIO(), Path.cwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    finally:
+        os.chdir(before)
+    return printed.getvalue()
+
+
+def assert_runs_as_a_program(name: str, folder: Path) -> None:
+    for printed in both_ranks("tests.zero.integrations.on_ranks:as_program", name, str(folder)):
+        assert re.search(r"loss\W", printed), printed
+
+
 def started(rank: int, world: int, function: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # frameworks choose a device themselves
     if world > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # unused, as there is a group; frameworks look

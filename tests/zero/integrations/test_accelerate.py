@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zero.integrations.on_ranks import assert_same_training, both_ranks, means_of_pairs, one_process, plain_training
+from tests.zero.integrations.on_ranks import (
+    assert_runs_as_a_program,
+    assert_same_training,
+    both_ranks,
+    means_of_pairs,
+    one_process,
+    plain_training,
+)
 
 HERE, EXAMPLE = "tests.zero.integrations.test_accelerate", "examples.accelerate_loop"
 pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
@@ -48,6 +55,10 @@ def test_the_loop_accumulates_clips_schedules_and_saves_as_one_process_does_and_
         assert again[rank][0] == found[rank][0][4:]
         for name, weight in found[rank][1].items():
             assert torch.equal(again[rank][1][name], weight), name
+
+
+def test_the_example_runs_as_a_program(tmp_path):
+    assert_runs_as_a_program("accelerate_loop", tmp_path)
 
 
 def refused():

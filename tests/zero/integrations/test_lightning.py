@@ -8,7 +8,14 @@ import torch
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from tests.zero.integrations.on_ranks import assert_same_training, both_ranks, means_of_pairs, one_process, plain_training
+from tests.zero.integrations.on_ranks import (
+    assert_runs_as_a_program,
+    assert_same_training,
+    both_ranks,
+    means_of_pairs,
+    one_process,
+    plain_training,
+)
 
 HERE = "tests.zero.integrations.test_lightning"
 pytestmark = pytest.mark.skipif(
@@ -18,13 +25,15 @@ pytestmark = pytest.mark.skipif(
 
 
 def fitted(folder, zero, resume_from=None, epochs=2):
+    """Sharded, or by Lightning's own strategy for several ranks."""
     from examples.lightning_fit import fit
     from zero.integrations.lightning import ShardedStrategy
 
-    strategy = ShardedStrategy(zero=zero)
+    strategy = "ddp" if zero is None else ShardedStrategy(zero=zero)
     module = fit(folder, epochs, resume_from=resume_from, accelerator="cpu", devices=2, strategy=strategy)
-    with pytest.raises(ValueError, match="it was closed and the model is plain"):
-        strategy.sharded.settle()
+    if zero is not None:
+        with pytest.raises(ValueError, match="it was closed and the model is plain"):
+            strategy.sharded.settle()
     return [module.losses, module.state_dict()]
 
 
@@ -63,6 +72,19 @@ def test_a_fit_accumulates_clips_schedules_and_saves_as_one_process_does_and_res
         assert again[rank][0] == found[rank][0][4:]
         for name, weight in found[rank][1].items():
             assert torch.equal(again[rank][1][name], weight), name
+
+
+def test_a_checkpoint_of_a_fit_that_did_not_shard_goes_on_at_any_stage(tmp_path):
+    both_ranks(f"{HERE}:fitted", str(tmp_path / "plain"), None, epochs=1)
+    (saved,) = (tmp_path / "plain").rglob("*.ckpt")
+    assert saved.is_file()
+    again = both_ranks(f"{HERE}:fitted", str(tmp_path / "again"), {"stage": 1}, resume_from=str(saved))
+    losses, weights = one_process(f"{HERE}:plain_loop")
+    assert_same_training(means_of_pairs(again), losses[2:], weights)
+
+
+def test_the_example_runs_as_a_program(tmp_path):
+    assert_runs_as_a_program("lightning_fit", tmp_path)
 
 
 def refused(folder):

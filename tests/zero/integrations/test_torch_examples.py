@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from examples import mixed_precision, recomputation, sampler_and_schedule
-from tests.zero.integrations.on_ranks import assert_same_training, both_ranks, plain_training
+from tests.zero.integrations.on_ranks import assert_runs_as_a_program, assert_same_training, both_ranks, plain_training
 
 
 def test_a_distributed_sampler_and_a_schedule_of_schedules_train_as_one_process_does():
@@ -69,6 +69,11 @@ def test_autocast_trains_to_the_rounding_of_its_dtype():
         torch.testing.assert_close(first, weight, rtol=rounding, atol=2 * 0.01 * rounding)  # of what two steps moved at most
     means = [sum(step) / 2 for step in zip(found[0][0], found[1][0], strict=True)]
     assert means == pytest.approx(plain, rel=rounding)
+
+
+@pytest.mark.parametrize("name", ["mixed_precision", "recomputation", "sampler_and_schedule"])
+def test_the_example_runs_as_a_program(name, tmp_path):
+    assert_runs_as_a_program(name, tmp_path)
 
 
 @pytest.mark.parametrize("use_reentrant", [None, True, False])

@@ -5,8 +5,15 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.zero.integrations.on_ranks import assert_same_training, both_ranks, one_process, plain_training
+from tests.zero.integrations.on_ranks import (
+    assert_runs_as_a_program,
+    assert_same_training,
+    both_ranks,
+    one_process,
+    plain_training,
+)
 
 HERE = "tests.zero.integrations.test_transformers"
 pytestmark = pytest.mark.skipif(
@@ -57,14 +64,18 @@ def alone(tmp_path_factory):
 
 
 def test_the_trainer_accumulates_clips_schedules_and_saves_as_it_does_alone_and_resumes_bit_by_bit(alone, tmp_path):
-    _, logged, weights = alone
+    folder, logged, weights = alone
     assert all(entry["grad_norm"] > 0.5 for entry in logged), "a norm that is not clipped shows nothing"
     assert len({entry["learning_rate"] for entry in logged}) > 2
     found = both_ranks(f"{HERE}:trained", str(tmp_path / "sharded"), {"zero": {"stage": 2}})
     assert_same_run(found, logged, weights)
 
     halfway = tmp_path / "sharded" / "checkpoint-2"
-    assert (halfway / "model.safetensors").is_file() and not (halfway / "optimizer.pt").exists()
+    exported, expected = (load_file(path / "checkpoint-2" / "model.safetensors") for path in (tmp_path / "sharded", folder))
+    assert exported.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(exported[name], weight, msg=lambda text, name=name: f"{name}: {text}")
+    assert not (halfway / "optimizer.pt").exists()
     assert {path.name for path in (halfway / "zero" / "state").glob("rank-*")} == {
         "rank-00000.safetensors", "rank-00001.safetensors",
     }  # fmt: skip
@@ -80,6 +91,11 @@ def test_a_checkpoint_of_a_trainer_that_did_not_shard_goes_on_at_any_stage(alone
     assert_same_run(
         both_ranks(f"{HERE}:trained", str(tmp_path), {"zero": {"stage": 1}}, resume_from=checkpoint), logged, weights
     )
+
+
+@pytest.mark.parametrize("name", ["transformers_loop", "transformers_trainer"])
+def test_the_example_runs_as_a_program(name, tmp_path):
+    assert_runs_as_a_program(name, tmp_path)
 
 
 def refused(folder):
