@@ -292,7 +292,7 @@ def has(module):
 
 @pytest.mark.skipif(not has("ruff"), reason="ruff is not installed")
 def test_ruff_finds_nothing():
-    folders = [folder for folder in (*PACKAGES, "tests", "examples", "benchmarks") if (ROOT / folder).is_dir()]
+    folders = [folder for folder in (*PACKAGES, "tests", "examples", "benchmarks", "docs") if (ROOT / folder).is_dir()]
     result = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--quiet", *folders], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
