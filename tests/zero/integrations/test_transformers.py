@@ -93,6 +93,26 @@ def test_a_checkpoint_of_a_trainer_that_did_not_shard_goes_on_at_any_stage(alone
     )
 
 
+def evaluated_and_trained_again(folder, options):
+    from examples.transformers_trainer import Tokens, make_trainer
+
+    trainer, losses = make_trainer(folder, use_cpu=True, eval_dataset=Tokens(8), **options), []
+    for _ in range(2):
+        losses.append(trainer.evaluate()["eval_loss"])
+        trainer.train()
+    losses.append(trainer.evaluate()["eval_loss"])
+    return losses, trainer.model.state_dict()
+
+
+def test_a_trainer_that_evaluates_and_trains_again_is_the_plain_one_bit_by_bit_on_one_rank(tmp_path):
+    call = f"{HERE}:evaluated_and_trained_again"
+    sharded = one_process(call, str(tmp_path / "sharded"), {"zero": {"stage": 2}})
+    plain = one_process(call, str(tmp_path / "plain"), {})
+    assert sharded[0] == plain[0] and len(set(plain[0])) == 3
+    for name, weight in plain[1].items():
+        assert torch.equal(sharded[1][name], weight), name
+
+
 @pytest.mark.parametrize("name", ["transformers_loop", "transformers_trainer"])
 def test_the_example_runs_as_a_program(name, tmp_path):
     assert_runs_as_a_program(name, tmp_path)
