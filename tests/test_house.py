@@ -64,7 +64,7 @@ FLOORS = (
         ),
     },
     {"proof": ("zero.proof", "zero.reference")},
-    {"people": ("zero", "zero.__main__", "zero.tools")},
+    {"people": ("zero", "zero.__main__", "zero.tools", "zero.integrations")},
 )
 ROOM_OF = {module: (floor, room) for floor, rooms in enumerate(FLOORS) for room, modules in rooms.items() for module in modules}
 
@@ -296,7 +296,7 @@ def has(module):
 
 @pytest.mark.skipif(not has("ruff"), reason="ruff is not installed")
 def test_ruff_finds_nothing():
-    folders = [folder for folder in (*PACKAGES, "tests", "examples", "benchmarks") if (ROOT / folder).is_dir()]
+    folders = [folder for folder in (*PACKAGES, "tests", "examples", "benchmarks", "docs") if (ROOT / folder).is_dir()]
     result = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--quiet", *folders], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -25,9 +25,11 @@ def run(name, **environment):
     return result.stdout
 
 
-def test_every_example_is_run_here():
-    tested = set(re.findall(r'run\("(\w+\.py)"', Path(__file__).read_text()))
-    assert tested == {path.name for path in (ROOT / "examples").glob("*.py")}
+def test_every_example_is_run_here_or_on_two_ranks_beside_plain_training():
+    beside = "".join(path.read_text() for path in (ROOT / "tests" / "zero" / "integrations").glob("test_*.py"))
+    for path in (ROOT / "examples").glob("*.py"):
+        here = f'run("{path.name}"' in Path(__file__).read_text()
+        assert here or re.search(rf"\bexamples(?:\.| import (?:\w+, )*){path.stem}\b", beside), path.name
 
 
 def test_select_backend_says_what_is_used_and_why_not_the_rest():

@@ -1,0 +1,94 @@
+"""Draws the figures of docs/sharding.md: `python docs/figures.py`. Numbers come from the plan that training follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zero.plan.budget import Budget, budget_of
+from zero.plan.layout import FlatLayout, ParamSpec
+from zero.plan.stages import STAGES
+
+FOLDER = Path(__file__).parent / "figures"
+BLUE, ORANGE, GREEN, GREY = "#4878a8", "#d98b3a", "#5a9e6f", "#b8b8b8"
+TOY = [ParamSpec("embed", (6, 4), "float32"), ParamSpec("norm", (5,), "float32"), ParamSpec("head", (4, 6), "float32")]
+# One hundred blocks of ten million parameters each, as large models have them: many, and none larger than the rest.
+LARGE = [ParamSpec(f"block{i}", (10_000_000,), "bfloat16") for i in range(100)]
+
+
+def toy_layout() -> FlatLayout:
+    """Three parameters, buckets of 32 elements, two ranks."""
+    return FlatLayout.build(TOY, 2, 128, 16)
+
+
+def budget(stage: int, num_ranks: int) -> Budget:
+    """Of one rank that trains the large model with Adam."""
+    row = STAGES[stage]
+    layout = FlatLayout.build(LARGE, num_ranks if row.shards_optimizer else 1, 8 * 2**20, 64)
+    return budget_of(layout)
+
+
+def _rect(x: float, y: float, width: float, height: float, fill: str, words: str = "") -> str:
+    box = f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}" stroke="#333"/>'
+    return box + (_text(x + width / 2, y + height / 2 + 4, words, "middle") if words else "")
+
+
+def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{words}</text>'
+
+
+def _svg(width: int, height: int, parts: list[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
+
+
+def buckets() -> str:
+    """The flat line: slots above, buckets below, and each rank's share of every bucket."""
+    layout = toy_layout()
+    starts, total = [], 0
+    for chunk in layout.chunks:
+        starts.append(total)
+        total += chunk.numel
+    unit = 680 / total
+    parts = [_rect(10, 30, 680, 30, "white"), _text(10, 22, "the flat line: a slot for each parameter, in backward order")]
+    for slot in layout.slots:
+        assert slot is not None
+        x = 10 + unit * (starts[slot.chunk] + slot.span.start)
+        parts.append(_rect(x, 30, unit * slot.span.numel, 30, GREEN, layout.params[slot.param].name))
+    parts.append(_text(10, 88, "cut into buckets, and every bucket into one equal share for each rank"))
+    for number, bucket in enumerate(layout.buckets):
+        for rank, fill in enumerate((BLUE, ORANGE)):
+            x = 10 + unit * (starts[bucket.chunk] + bucket.span.start + rank * bucket.share_numel)
+            parts.append(_rect(x, 96, unit * bucket.share_numel, 30, fill, f"rank {rank}"))
+        x = 10 + unit * (starts[bucket.chunk] + bucket.span.start)
+        parts.append(_text(x, 142, f"bucket {number}"))
+    return _svg(700, 150, parts)
+
+
+def bytes_per_rank() -> str:
+    """The most that model states take on one rank in a step of several micro-batches, by stage and number of ranks."""
+    parts = [_text(10, 18, "GiB on one rank, a billion bf16 parameters and Adam, in a step of several micro-batches")]
+    columns = [(0, 1), *((stage, ranks) for stage in (1, 2) for ranks in (2, 8, 64))]
+    scale = 190 / (budget(0, 1).peak / 2**30)
+    for number, (stage, ranks) in enumerate(columns):
+        found, x, y = budget(stage, ranks), 20 + 96 * number, 240.0
+        waiting = found.weights if STAGES[stage].accumulates_locally else 0  # whole, in .grad, until they are sent
+        gradients = max(found.device.gradients, waiting)
+        for amount, fill in ((found.weights, GREEN), (gradients, ORANGE), (found.device.masters + found.device.moments, BLUE)):
+            height = scale * amount / 2**30
+            y -= height
+            parts.append(_rect(x, y, 60, height, fill))
+        whole = found.weights + gradients + found.device.masters + found.device.moments
+        parts.append(_text(x + 30, y - 6, f"{whole / 2**30:.1f}", "middle"))
+        parts.append(_text(x + 30, 256, f"stage {stage}", "middle"))
+        parts.append(_text(x + 30, 271, "any ranks" if stage == 0 else f"{ranks} ranks", "middle"))
+    for number, (words, fill) in enumerate((("weights", GREEN), ("gradients", ORANGE), ("masters and moments", BLUE))):
+        parts += [_rect(20 + 110 * number, 284, 12, 12, fill), _text(38 + 110 * number, 294, words)]
+    return _svg(700, 304, parts)
+
+
+FIGURES = {"buckets.svg": buckets, "bytes.svg": bytes_per_rank}
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in FIGURES.items():
+        (FOLDER / name).write_text(draw(), encoding="utf-8")

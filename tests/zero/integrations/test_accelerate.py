@@ -1,0 +1,102 @@
+"""accelerate's loop on two ranks, sharded: as one process on the joint batch."""
+
+import re
+from importlib import import_module
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.zero.integrations.on_ranks import (
+    assert_runs_as_a_program,
+    assert_same_training,
+    both_ranks,
+    means_of_pairs,
+    one_process,
+    plain_training,
+)
+
+HERE, EXAMPLE = "tests.zero.integrations.test_accelerate", "examples.accelerate_loop"
+pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+
+
+def joint_losses(model):
+    """accelerate hands batches out in turns: at micro-step n rank r has batch 2 n + r; two micro-steps make a step."""
+    data = import_module(EXAMPLE).make_data()
+    for step in range(4):
+        x, y = (tensor[16 * step : 16 * (step + 1)] for tensor in data.tensors)
+        yield nn.functional.mse_loss(model(x), y)
+
+
+def schedule(optimizer):
+    """accelerate counts a schedule's steps in batches of one rank: two of them at each step here."""
+    made = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    step = made.step
+    made.step = lambda: [step() for _ in range(2)]
+    return made
+
+
+def plain_loop():
+    example = import_module(EXAMPLE)
+    return plain_training(example.make_model(), joint_losses, clip=example.CLIP, schedule=schedule)
+
+
+def test_the_loop_accumulates_clips_schedules_and_saves_as_one_process_does_and_resumes_bit_by_bit(tmp_path):
+    found = both_ranks(f"{EXAMPLE}:train", 4, cpu=True)
+    assert_same_training(means_of_pairs(found), *one_process(f"{HERE}:plain_loop"))
+
+    both_ranks(f"{EXAMPLE}:train", 2, save_to=str(tmp_path), cpu=True)
+    assert (tmp_path / "zero" / "state" / "manifest.json").is_file()
+    assert not list(tmp_path.glob("*.safetensors")) and not list(tmp_path.glob("optimizer*"))
+    again = both_ranks(f"{EXAMPLE}:train", 2, resume_from=str(tmp_path), cpu=True)
+    for rank in range(2):
+        assert again[rank][0] == found[rank][0][4:]
+        for name, weight in found[rank][1].items():
+            assert torch.equal(again[rank][1][name], weight), name
+
+
+def test_the_example_runs_as_a_program(tmp_path):
+    assert_runs_as_a_program("accelerate_loop", tmp_path)
+
+
+def refused():
+    from accelerate import Accelerator, DistributedType, ParallelismConfig
+
+    from zero.integrations.accelerate import ShardedAccelerator
+
+    accelerator, said = ShardedAccelerator(cpu=True, zero={"stage": 2}), []
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def ask(call, *arguments):
+        with pytest.raises(ValueError) as error:
+            call(*arguments)
+        said.append(str(error.value))
+
+    ask(accelerator.prepare, model)
+    ask(accelerator.prepare, optimizer)
+    ask(accelerator.prepare_optimizer, optimizer)
+    accelerator.prepare(nn.Linear(2, 2).requires_grad_(False))
+    accelerator.prepare(model, optimizer)
+    ask(accelerator.prepare, other, torch.optim.SGD(other.parameters(), lr=0.1))
+    accelerator.sharded.close()
+    for name, value in (("distributed_type", DistributedType.FSDP), ("parallelism_config", ParallelismConfig(tp_size=2))):
+        found = Accelerator(cpu=True)
+        with mock.patch.object(Accelerator, name, value):
+            ask(ShardedAccelerator.of, found, {"stage": 2})
+    return said
+
+
+def test_what_is_not_one_plain_model_with_its_optimizer_is_refused():
+    expected = (
+        r"prepare was asked for a Linear without its optimizer, but .* Pass both to one prepare, or freeze .*",
+        r"prepare was asked for 1 optimizers and 0 models that are trained, but .* for more use zero\.shard .*",
+        r"prepare_optimizer was asked for a SGD alone, but it is sharded for a model\. Pass both to one prepare\.",
+        r"prepare was asked for 1 optimizers and 1 models that are trained, after an optimizer was prepared before, but .*",
+        r".* set up for FSDP, which distributes the model itself\. Configure it .*",
+        r".* set up for tp_size, which distributes the model itself\. Configure it .*",
+    )
+    for pattern, words in zip(expected, one_process(f"{HERE}:refused"), strict=True):
+        assert re.fullmatch(pattern, words), words

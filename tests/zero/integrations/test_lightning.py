@@ -1,0 +1,111 @@
+"""A LightningModule under our strategy, on two ranks as in one process on the joint batch."""
+
+import re
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+from tests.zero.integrations.on_ranks import (
+    assert_runs_as_a_program,
+    assert_same_training,
+    both_ranks,
+    means_of_pairs,
+    one_process,
+    plain_training,
+)
+
+HERE = "tests.zero.integrations.test_lightning"
+pytestmark = pytest.mark.skipif(
+    find_spec("lightning") is None and find_spec("pytorch_lightning") is None,
+    reason="neither lightning nor pytorch_lightning is installed",
+)
+
+
+def fitted(folder, zero, resume_from=None, epochs=2):
+    """Sharded, or by Lightning's own strategy for several ranks."""
+    from examples.lightning_fit import fit
+    from zero.integrations.lightning import ShardedStrategy
+
+    strategy = "ddp" if zero is None else ShardedStrategy(zero=zero)
+    module = fit(folder, epochs, resume_from=resume_from, accelerator="cpu", devices=2, strategy=strategy)
+    if zero is not None:
+        with pytest.raises(ValueError, match="it was closed and the model is plain"):
+            strategy.sharded.settle()
+    return [module.losses, module.state_dict()]
+
+
+def joint_losses(model):
+    """Lightning puts a DistributedSampler that shuffles into the loader; two batches of four on each rank make a step."""
+    from examples.lightning_fit import make_loader
+
+    data = make_loader().dataset
+    for epoch in range(2):
+        samplers = [DistributedSampler(data, num_replicas=2, rank=rank, seed=0) for rank in range(2)]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        order = torch.tensor([list(sampler) for sampler in samplers])  # rank, sample
+        for step in (order[:, :8].reshape(-1), order[:, 8:].reshape(-1)):
+            x, y = (tensor[step] for tensor in data.tensors)
+            yield nn.functional.mse_loss(model.net(x), y)
+
+
+def plain_loop():
+    from examples.lightning_fit import Regression
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)  # once an epoch, which has two steps
+
+    return plain_training(Regression(), joint_losses, clip=0.1, schedule=schedule)
+
+
+def test_a_fit_accumulates_clips_schedules_and_saves_as_one_process_does_and_resumes_bit_by_bit(tmp_path):
+    found = both_ranks(f"{HERE}:fitted", str(tmp_path / "all"), {"stage": 2})
+    assert_same_training(means_of_pairs(found), *one_process(f"{HERE}:plain_loop"))
+
+    both_ranks(f"{HERE}:fitted", str(tmp_path / "half"), {"stage": 2}, epochs=1)
+    (saved,) = (tmp_path / "half").rglob("*.ckpt/zero/state/manifest.json")
+    again = both_ranks(f"{HERE}:fitted", str(tmp_path / "again"), {"stage": 2}, resume_from=str(saved.parents[2]))
+    for rank in range(2):
+        assert again[rank][0] == found[rank][0][4:]
+        for name, weight in found[rank][1].items():
+            assert torch.equal(again[rank][1][name], weight), name
+
+
+def test_a_checkpoint_of_a_fit_that_did_not_shard_goes_on_at_any_stage(tmp_path):
+    both_ranks(f"{HERE}:fitted", str(tmp_path / "plain"), None, epochs=1)
+    (saved,) = (tmp_path / "plain").rglob("*.ckpt")
+    assert saved.is_file()
+    again = both_ranks(f"{HERE}:fitted", str(tmp_path / "again"), {"stage": 1}, resume_from=str(saved))
+    losses, weights = one_process(f"{HERE}:plain_loop")
+    assert_same_training(means_of_pairs(again), losses[2:], weights)
+
+
+def test_the_example_runs_as_a_program(tmp_path):
+    assert_runs_as_a_program("lightning_fit", tmp_path)
+
+
+def refused(folder):
+    from examples.lightning_fit import Regression, lightning, make_loader
+    from zero.integrations.lightning import ShardedStrategy
+
+    with pytest.raises(ValueError) as dtype:
+        ShardedStrategy(zero={"stage": 2, "dtype": "float16"})
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=ShardedStrategy(zero={"stage": 2}), default_root_dir=folder, logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Regression, "configure_optimizers", lambda self: [torch.optim.SGD(self.parameters(), lr=0.1)] * 2)
+        patch.setattr(Regression, "automatic_optimization", False)
+        with pytest.raises(ValueError) as optimizers:
+            trainer.fit(Regression(), make_loader())
+    return str(dtype.value), str(optimizers.value)
+
+
+def test_what_lightning_cannot_have_is_refused(tmp_path):
+    dtype, optimizers = both_ranks(f"{HERE}:refused", str(tmp_path))[0]
+    assert re.fullmatch(r".* asked for with dtype='float16', but Lightning sends the loss backward itself, .* Use .*", dtype)
+    assert re.fullmatch(r"configure_optimizers gave 2 optimizers, but one is sharded for one model\. .*", optimizers)

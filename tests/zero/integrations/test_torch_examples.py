@@ -1,0 +1,87 @@
+"""What people use of torch beside us: each program in examples/ trains on two ranks as plain torch does on the joint batch."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from examples import mixed_precision, recomputation, sampler_and_schedule
+from tests.zero.integrations.on_ranks import assert_runs_as_a_program, assert_same_training, both_ranks, plain_training
+
+
+def test_a_distributed_sampler_and_a_schedule_of_schedules_train_as_one_process_does():
+    found = both_ranks("examples.sampler_and_schedule:train")
+    data, rates = sampler_and_schedule.make_data(), []
+
+    def losses(model):
+        for epoch in range(sampler_and_schedule.EPOCHS):
+            samplers = [DistributedSampler(data, num_replicas=2, rank=rank, seed=5) for rank in range(2)]
+            for sampler in samplers:
+                sampler.set_epoch(epoch)
+            for batches in zip(*(DataLoader(data, sampler_and_schedule.BATCH, sampler=one) for one in samplers), strict=True):
+                x, y = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+                yield nn.functional.mse_loss(model(x), y)
+
+    def schedule(optimizer):
+        made = sampler_and_schedule.make_schedule(optimizer)
+        step = made.step
+        made.step = lambda: (step(), rates.append(optimizer.param_groups[0]["lr"]))
+        return made
+
+    assert_same_training(found, *plain_training(sampler_and_schedule.make_model(), losses, schedule=schedule))
+    assert found[0][1] == found[1][1] == rates and len(set(rates)) > 4
+
+
+def joint(batch_of, step):
+    return tuple(torch.cat(tensors) for tensors in zip(*(batch_of(step, rank) for rank in range(2)), strict=True))
+
+
+def test_a_grad_scaler_unscales_clips_and_skips_on_both_ranks_as_in_one_process():
+    found = both_ranks("examples.mixed_precision:train", 5, False)
+
+    def losses(model):
+        for step in range(5):
+            if step != mixed_precision.OVERFLOWS_AT:
+                x, y = joint(mixed_precision.batch_of, step)
+                yield nn.functional.mse_loss(model(x), y)
+
+    plain, weights = plain_training(mixed_precision.make_model(), losses, clip=mixed_precision.CLIP)
+    plain.insert(mixed_precision.OVERFLOWS_AT, torch.inf)
+    assert_same_training(found, plain, weights)
+    assert found[0][1] == found[1][1] == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
+
+
+def test_autocast_trains_to_the_rounding_of_its_dtype():
+    found = both_ranks("examples.mixed_precision:train", 2)
+
+    def losses(model):
+        for step in range(2):
+            x, y = joint(mixed_precision.batch_of, step)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                output = model(x)
+            yield nn.functional.mse_loss(output.float(), y)
+
+    plain, weights = plain_training(mixed_precision.make_model(), losses, clip=mixed_precision.CLIP)
+    rounding = torch.finfo(torch.bfloat16).eps
+    for name, weight in weights.items():
+        first, second = (rank[-1][name] for rank in found)
+        assert first.dtype == torch.float32 and torch.equal(first, second), name
+        torch.testing.assert_close(first, weight, rtol=rounding, atol=2 * 0.01 * rounding)  # of what two steps moved at most
+    means = [sum(step) / 2 for step in zip(found[0][0], found[1][0], strict=True)]
+    assert means == pytest.approx(plain, rel=rounding)
+
+
+@pytest.mark.parametrize("name", ["mixed_precision", "recomputation", "sampler_and_schedule"])
+def test_the_example_runs_as_a_program(name, tmp_path):
+    assert_runs_as_a_program(name, tmp_path)
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+def test_what_is_recomputed_trains_as_what_is_kept(use_reentrant):
+    found = both_ranks("examples.recomputation:train", use_reentrant)
+
+    def losses(model):
+        for step in range(4):
+            yield model(torch.cat([recomputation.batch_of(step, rank) for rank in range(2)])).square().mean()
+
+    assert_same_training(found, *plain_training(recomputation.Blocks(None), losses))

@@ -1,0 +1,140 @@
+"""Hugging Face models, in a plain loop and under transformers' Trainer, on two ranks as in one process on the joint batch."""
+
+import re
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.zero.integrations.on_ranks import (
+    assert_runs_as_a_program,
+    assert_same_training,
+    both_ranks,
+    one_process,
+    plain_training,
+)
+
+HERE = "tests.zero.integrations.test_transformers"
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None or find_spec("accelerate") is None,
+    reason="transformers and accelerate are not installed (transformers needs Python 3.11)",
+)
+
+
+def plain_loop():
+    from examples import transformers_loop as example
+
+    def losses(model):
+        for step in range(4):
+            tokens = torch.cat([example.tokens_of(step, rank) for rank in range(2)])
+            yield model(input_ids=tokens, labels=tokens).loss
+
+    return plain_training(example.make_model(), losses, clip=example.CLIP)
+
+
+def test_a_plain_loop_trains_as_one_process_does():
+    assert_same_training(both_ranks("examples.transformers_loop:train"), *one_process(f"{HERE}:plain_loop"))
+
+
+def trained(folder, options, resume_from=None):
+    """What the Trainer logged at each step, and the weights at the end."""
+    from examples.transformers_trainer import make_trainer
+
+    trainer = make_trainer(folder, use_cpu=True, **options)
+    trainer.train(resume_from_checkpoint=resume_from)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [logged, trainer.model.state_dict()]
+
+
+def assert_same_run(found, logged, weights):
+    for name, weight in weights.items():
+        assert torch.equal(found[0][1][name], found[1][1][name]), name
+        torch.testing.assert_close(found[0][1][name], weight, msg=lambda text, name=name: f"{name}: {text}")
+    for key in ("loss", "grad_norm", "learning_rate"):
+        here, there = (torch.tensor([entry[key] for entry in entries]) for entries in (found[0][0], logged))
+        torch.testing.assert_close(here, there, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A plain Trainer on the joint batch: where it saved, what it logged, and its weights."""
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, *one_process(f"{HERE}:trained", str(folder), {"batch": 4})
+
+
+def test_the_trainer_accumulates_clips_schedules_and_saves_as_it_does_alone_and_resumes_bit_by_bit(alone, tmp_path):
+    folder, logged, weights = alone
+    assert all(entry["grad_norm"] > 0.5 for entry in logged), "a norm that is not clipped shows nothing"
+    assert len({entry["learning_rate"] for entry in logged}) > 2
+    found = both_ranks(f"{HERE}:trained", str(tmp_path / "sharded"), {"zero": {"stage": 2}})
+    assert_same_run(found, logged, weights)
+
+    halfway = tmp_path / "sharded" / "checkpoint-2"
+    exported, expected = (load_file(path / "checkpoint-2" / "model.safetensors") for path in (tmp_path / "sharded", folder))
+    assert exported.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(exported[name], weight, msg=lambda text, name=name: f"{name}: {text}")
+    assert not (halfway / "optimizer.pt").exists()
+    assert {path.name for path in (halfway / "zero" / "state").glob("rank-*")} == {
+        "rank-00000.safetensors", "rank-00001.safetensors",
+    }  # fmt: skip
+    again = both_ranks(f"{HERE}:trained", str(tmp_path / "again"), {"zero": {"stage": 2}}, resume_from=str(halfway))
+    for name, weight in found[0][1].items():
+        assert torch.equal(again[0][1][name], weight), name
+    assert [entry["loss"] for entry in again[0][0]] == [entry["loss"] for entry in found[0][0]]
+
+
+def test_a_checkpoint_of_a_trainer_that_did_not_shard_goes_on_at_any_stage(alone, tmp_path):
+    folder, logged, weights = alone
+    checkpoint = str(folder / "checkpoint-2")
+    assert_same_run(
+        both_ranks(f"{HERE}:trained", str(tmp_path), {"zero": {"stage": 1}}, resume_from=checkpoint), logged, weights
+    )
+
+
+def evaluated_and_trained_again(folder, options):
+    from examples.transformers_trainer import Tokens, make_trainer
+
+    trainer, losses = make_trainer(folder, use_cpu=True, eval_dataset=Tokens(8), **options), []
+    for _ in range(2):
+        losses.append(trainer.evaluate()["eval_loss"])
+        trainer.train()
+    losses.append(trainer.evaluate()["eval_loss"])
+    return losses, trainer.model.state_dict()
+
+
+def test_a_trainer_that_evaluates_and_trains_again_is_the_plain_one_bit_by_bit_on_one_rank(tmp_path):
+    call = f"{HERE}:evaluated_and_trained_again"
+    sharded = one_process(call, str(tmp_path / "sharded"), {"zero": {"stage": 2}})
+    plain = one_process(call, str(tmp_path / "plain"), {})
+    assert sharded[0] == plain[0] and len(set(plain[0])) == 3
+    for name, weight in plain[1].items():
+        assert torch.equal(sharded[1][name], weight), name
+
+
+@pytest.mark.parametrize("name", ["transformers_loop", "transformers_trainer"])
+def test_the_example_runs_as_a_program(name, tmp_path):
+    assert_runs_as_a_program(name, tmp_path)
+
+
+def refused(folder):
+    from transformers import LlamaForCausalLM, TrainingArguments
+
+    from examples.transformers_trainer import CONFIG
+    from zero.integrations.transformers import ShardedTrainer
+
+    said = []
+    for options, zero in (({"auto_find_batch_size": True}, {"stage": 2}), ({}, {"stage": 2, "dtype": "float16"})):
+        arguments = TrainingArguments(folder, use_cpu=True, report_to=[], **options)
+        with pytest.raises(ValueError) as error:
+            ShardedTrainer(LlamaForCausalLM(CONFIG), arguments, zero=zero)
+        said.append(str(error.value))
+    return said
+
+
+def test_what_the_trainer_cannot_have_is_refused(tmp_path):
+    batch, dtype = one_process(f"{HERE}:refused", str(tmp_path))
+    assert re.fullmatch(r"auto_find_batch_size was asked for, but .* Set per_device_train_batch_size\.", batch)
+    assert re.fullmatch(r".* asked for with dtype='float16', but accelerate would not hear of skipped steps, .* Use .*", dtype)
+    assert not list(tmp_path.iterdir())

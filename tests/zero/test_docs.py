@@ -1,0 +1,139 @@
+"""Every command and every program in docs/ runs as printed, and what is drawn or listed there comes from the code.
+
+A block with a name behind its language is a file. Other python blocks of a page run one after another, in one namespace; bash
+blocks are commands, a line each; a text block is what the blocks since the last one printed.
+"""
+
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zero
+from zero.__main__ import main
+from zero.deepspeed_keys import KNOWN
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_command(line):
+    words = shlex.split(line, comments=True)
+    assert words[:3] == ["python", "-m", "zero"], f"no way to run this is known here: {line}"
+    if "--ranks" in words:  # which starts processes that import what started them
+        result = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stdout + result.stderr
+    else:
+        assert main(words[3:]) == 0, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_runs_as_printed(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    namespace, printed = {"__name__": page.stem}, io.StringIO()
+    for language, name, code in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if name:
+            (tmp_path / name).write_text(code, encoding="utf-8")
+        elif language == "text":
+            assert printed.getvalue() == code
+            printed = io.StringIO()
+        else:
+            with contextlib.redirect_stdout(printed):
+                if language == "python":
+                    exec(compile(code, str(page), "exec"), namespace)
+                else:
+                    assert language == "bash", f"a block of {language} is neither run nor a file"
+                    for line in code.splitlines():
+                        run_command(line)
+            printed = io.StringIO() if language == "bash" else printed
+
+
+def test_every_fence_on_every_page_is_a_block_that_was_looked_at():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(BLOCK.findall(text)), page.name
+
+
+def test_every_file_test_and_module_that_a_page_names_is_there():
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for path in re.findall(r"`((?:accelerators|zero|ci|examples|docs|benchmarks|tests)/[\w/.-]*)`", text):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+        for path in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+            assert (page.parent / path).exists(), f"{page.name}: {path}"
+        for name in re.findall(r"`(test_\w+)`", text):
+            assert f"def {name}(" in tests, f"{page.name}: {name}"
+
+
+def test_the_figures_are_those_of_the_plan():
+    figures = script("figures")
+    for name, draw in figures.FIGURES.items():
+        assert (ROOT / "docs" / "figures" / name).read_text(encoding="utf-8") == draw(), f"run docs/figures.py: {name}"
+
+
+def section(page, heading):
+    return page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+PAGE = (ROOT / "docs" / "from-deepspeed.md").read_text(encoding="utf-8")
+
+
+def test_the_page_on_deepspeed_lists_every_key_as_the_code_treats_it():
+    table = section(PAGE, "Configuration keys").partition("-->\n")[2].strip()
+    assert table == script("key_table").table().strip(), "print it anew with docs/key_table.py"
+    listed = set()
+    for shown in re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE):
+        for key in re.findall(r"`(.*?)`", shown):
+            block, brace, names = key.partition(".{")
+            listed |= {f"{block}.{name}" for name in names.rstrip("}").split(", ")} if brace else {key}
+    assert listed == KNOWN
+
+
+def test_the_page_on_deepspeed_says_of_every_call_whether_the_engine_has_it():
+    rows = re.findall(r"^\| (`.*?`) +\| (same|different|absent) ", section(PAGE, "Engine calls"), re.MULTILINE)
+    assert len(rows) > 30
+    engine = {name for name in dir(zero.Engine) if not name.startswith("_")} | {"train", "eval"}  # these two the model has
+    for names, answer in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            assert (name in engine) == (answer != "absent"), name
+    told = {name for names, _ in rows for name in re.findall(r"`(\w+)`", names)}
+    attributes = {"global_rank", "local_rank", "skipped_steps", "world_size"}  # as in DeepSpeed
+    own = {"any_rank", "check", "close", "counters", "discard", "flush", "grad_norm", "in_window", "no_contribution", "restart",
+           "settle", "weight", "whole_grad", "whole_state"}  # fmt: skip
+    assert engine - told - attributes - own == set(), "say what these are for somebody who comes from DeepSpeed"
+
+
+def test_the_page_on_configuration_explains_every_setting():
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    explained = re.findall(r"^\| `(\w+)` +\|", section(page, "What the settings mean"), re.MULTILINE)
+    assert explained == list(zero.ZeroConfig.model_fields)
+
+
+def test_the_defaults_are_those_in_docs_and_the_changelog_has_their_digests(capsys):
+    folder = ROOT / "docs" / "defaults"
+    assert main(["config", str(folder / "initialize.json")]) == 0
+    effective = {"initialize.txt": capsys.readouterr().out, "shard.txt": zero.ZeroConfig(stage=2).text()}
+    newest = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1]
+    for name, text in effective.items():
+        assert (folder / name).read_text(encoding="utf-8") == text, f"write {name} anew, and say in CHANGELOG.md what changed"
+        digest = re.search(r"^digest = (\w+)$", text, re.MULTILINE)[1]
+        assert re.search(rf"`docs/defaults/{name}` +\| `{digest}`", newest), f"CHANGELOG.md does not say that {name} changed"
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    assert newest.startswith(f"{version}\n")

@@ -1,0 +1,8 @@
+"""Sharded training inside other people's loops. Nothing here is imported unless somebody asks for it by name.
+
+    zero.integrations.accelerate      ShardedAccelerator, for `accelerate.Accelerator`
+    zero.integrations.transformers    ShardedTrainer, for `transformers.Trainer`
+    zero.integrations.lightning       ShardedStrategy, for Lightning's `Trainer(strategy=...)`
+
+A plain loop needs none of them.
+"""

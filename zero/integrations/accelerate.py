@@ -1,0 +1,169 @@
+"""accelerate's `Accelerator`, which shards in `prepare` instead of wrapping the model in DistributedDataParallel.
+
+    accelerator = ShardedAccelerator(zero={"stage": 2})
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+The rest of the loop is as ever: `accumulate`, `backward`, `clip_grad_norm_`, `save_state` and `load_state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.engine_setup import move
+from zero.loading import load
+from zero.optimizer import ShardedOptimizer, shard
+from zero.plan.stages import stage_of
+from zero.runtime.managed import window_of
+from zero.saving import save
+
+try:
+    from accelerate import Accelerator, DistributedType
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"zero.integrations.accelerate was imported, but {error.name} is not installed. Install zero-accelerators[accelerate].",
+        name=error.name,
+    ) from error
+
+_OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
+_AXES = ("tp_size", "cp_size", "sp_size", "dp_shard_size")  # of a ParallelismConfig
+_FOLDER, _TAG = "zero", "state"  # in what save_state writes
+
+
+class ShardedAccelerator(Accelerator):
+    """An Accelerator for one model and its optimizer; `zero` has the options of `zero.shard`, `stage` at least."""
+
+    _optimizers: list[Any]  # as accelerate has prepared them
+
+    def __init__(self, *args: Any, zero: Mapping[str, Any], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begin(zero)
+
+    @classmethod
+    def of(cls, accelerator: Accelerator, zero: Mapping[str, Any]) -> ShardedAccelerator:
+        """One that somebody else has made, as one that shards."""
+        accelerator.__class__ = cls
+        accelerator._begin(zero)
+        return accelerator
+
+    def _begin(self, zero: Mapping[str, Any]) -> None:
+        splits = self.parallelism_config
+        found = [kind.value for kind in _OTHERS if self.distributed_type == kind]
+        found += [axis for axis in _AXES if splits is not None and getattr(splits, axis, 1) > 1]
+        if found:
+            raise ValueError(
+                f"Sharding under accelerate was asked for, but this Accelerator is set up for {found[0]}, which distributes "
+                "the model itself. Configure it for plain data parallelism, as `accelerate launch` does without a plug-in."
+            )
+        if zero.get("dtype") in ("float16", torch.float16):
+            raise ValueError(
+                "Sharding under accelerate was asked for with dtype='float16', but accelerate would not hear of skipped steps, "
+                "and its schedulers would go on. Use mixed_precision='fp16', or dtype='bfloat16'."
+            )
+        self.zero = dict(zero)
+        self._saved: ShardedOptimizer | None = None  # while a state is saved or loaded
+        self.register_save_state_pre_hook(self._save_shares)
+        self.register_load_state_pre_hook(self._load_shares)
+
+    @property
+    def sharded(self) -> ShardedOptimizer | None:
+        """The sharded optimizer, once it is prepared."""
+        found = (optimizer.optimizer for optimizer in self._optimizers)
+        return next((optimizer for optimizer in found if isinstance(optimizer, ShardedOptimizer)), None)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As accelerate's, and the optimizer among `args` is sharded for the model among them. A collective."""
+        plain = [arg for arg in args if isinstance(arg, torch.optim.Optimizer) and not _is_prepared(arg)]
+        models = [arg for arg in args if isinstance(arg, nn.Module) and _is_trained(arg)]
+        if not plain:
+            return super().prepare(*args, device_placement=device_placement)
+        if len(plain) != 1 or len(models) != 1 or self.sharded is not None:
+            late = ", after an optimizer was prepared before" if self.sharded is not None else ""
+            raise ValueError(
+                f"prepare was asked for {len(plain)} optimizers and {len(models)} models that are trained{late}, but one "
+                "optimizer is sharded for one model. Pass these two together, once; for more use zero.shard and your own loop."
+            )
+        (inner,), (model,) = plain, models
+        if self.device_placement:
+            move(model, self.device)
+        optimizer = inner if isinstance(inner, ShardedOptimizer) else shard(model, inner, **self.zero)
+        given = [None] * len(args) if device_placement is None else device_placement
+        # Placing it would send all of its state through `state_dict` and back; it is where its parameters are.
+        places = [False if arg is inner else place for arg, place in zip(args, given, strict=True)]
+        return super().prepare(*(optimizer if arg is inner else arg for arg in args), device_placement=places)
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+        """The model in its precision, and nothing around it that reduces gradients: the sharded optimizer does that."""
+        if not evaluation_mode and _is_trained(model) and not _is_sharded(model):
+            raise ValueError(
+                f"prepare was asked for a {type(model).__name__} without its optimizer, but what is sharded is the optimizer, "
+                "and nothing would reduce the gradients. Pass both to one prepare, or freeze a model that is not trained."
+            )
+        return super().prepare_model(model, device_placement, evaluation_mode=True)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Of a sharded optimizer, as `prepare` passes it on."""
+        if not isinstance(optimizer, ShardedOptimizer) and not _is_prepared(optimizer):
+            raise ValueError(
+                f"prepare_optimizer was asked for a {type(optimizer).__name__} alone, but it is sharded for a model. Pass both "
+                "to one prepare."
+            )
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """As the stage means it: at stage 2 every micro-batch goes into the shards at once, or gradients would be whole."""
+        optimizer = self.sharded
+        if optimizer is None or not stage_of(optimizer.parts.config.stage).accumulates_locally:
+            yield
+        else:
+            with optimizer.no_sync():
+                yield
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate's; the weights and the optimizer's state are written as shares, each rank its own. A collective."""
+        with self._without_sharded():
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes what `save_state` wrote, at any number of ranks, stage and dtype. A collective."""
+        with self._without_sharded():
+            return super().load_state(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _without_sharded(self) -> Iterator[None]:
+        """While accelerate writes or reads every optimizer as one plain file."""
+        self._saved, kept = self.sharded, self._optimizers
+        self._optimizers = [optimizer for optimizer in kept if optimizer.optimizer is not self._saved]
+        try:
+            yield
+        finally:
+            self._optimizers, self._saved = kept, None
+
+    def _save_shares(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+        if self._saved is not None:
+            save(Path(output_dir) / _FOLDER, self._saved, _TAG)
+            weights[:] = [state for model, state in zip(models, weights, strict=True) if model is not self._saved.model]
+
+    def _load_shares(self, models: list[Any], input_dir: str) -> None:
+        if self._saved is not None:
+            load(Path(input_dir) / _FOLDER, self._saved, _TAG)
+            models[:] = [model for model in models if model is not self._saved.model]
+
+
+def _is_prepared(optimizer: torch.optim.Optimizer) -> bool:
+    return getattr(optimizer, "_is_accelerate_prepared", False)
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(param.requires_grad for param in model.parameters())
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(window_of(param) is not None for param in model.parameters())

@@ -1,0 +1,115 @@
+"""Lightning's strategy for a sharded optimizer, of `lightning` or of `pytorch_lightning`.
+
+    trainer = Trainer(strategy=ShardedStrategy(zero={"stage": 2}), devices=8, gradient_clip_val=1.0)
+
+A checkpoint is a folder: Lightning's own file with the weights, and beside it the shares that training goes on from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero.loading import load
+from zero.optimizer import ShardedOptimizer, shard
+from zero.plan.stages import stage_of
+from zero.saving import save
+
+_FILE, _FOLDER, _TAG = "lightning.ckpt", "zero", "state"  # in each checkpoint
+
+
+def _ddp_strategy() -> Any:
+    """The two packages do not know each other's classes: that of the one which the program has imported."""
+    for package in sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda package: package not in sys.modules):
+        with contextlib.suppress(ModuleNotFoundError):
+            return import_module(f"{package}.strategies").DDPStrategy
+    raise ModuleNotFoundError(
+        "zero.integrations.lightning was imported, but neither lightning nor pytorch_lightning is installed. "
+        "Install zero-accelerators[lightning].",
+        name="lightning",
+    )
+
+
+DDPStrategy: Any = _ddp_strategy()
+
+
+class ShardedStrategy(DDPStrategy):
+    """Starts ranks as DDPStrategy does, whose other arguments it takes; `zero` has the options of `zero.shard`."""
+
+    optimizers: list[Any]
+
+    def __init__(self, *args: Any, zero: Mapping[str, Any], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if zero.get("dtype") in ("float16", torch.float16):
+            raise ValueError(
+                "Sharding under Lightning was asked for with dtype='float16', but Lightning sends the loss backward itself, "
+                "without a loss scale for such weights. Use precision='16-mixed', or dtype='bfloat16'."
+            )
+        self.zero = dict(zero)
+        self._shares: Path | None = None  # of the checkpoint that is being loaded
+
+    @property
+    def sharded(self) -> ShardedOptimizer:
+        """The sharded optimizer, while the model is fitted."""
+        optimizer: ShardedOptimizer = self.optimizers[0]
+        return optimizer
+
+    def configure_ddp(self) -> None:
+        """Nothing goes around the model: the sharded optimizer reduces the gradients."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """The optimizer that `configure_optimizers` gives, sharded. A collective."""
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise ValueError(
+                f"configure_optimizers gave {len(self.optimizers)} optimizers, but one is sharded for one model. Return one, "
+                "with a parameter group for each part of the model that has its own settings."
+            )
+        self.optimizers = [shard(self.lightning_module, self.optimizers[0], **self.zero)]
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """As the stage means it: at stage 2 every micro-batch goes into the shards at once, or gradients would be whole."""
+        if stage_of(self.sharded.parts.config.stage).accumulates_locally:
+            with self.sharded.no_sync():
+                yield
+        else:
+            yield
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing for Lightning's file: `save_checkpoint` writes shares."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """A folder with Lightning's file and the shares; the file alone where only weights are saved. A collective."""
+        if "optimizer_states" not in checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        save(Path(filepath) / _FOLDER, self.sharded, _TAG)
+        super().save_checkpoint(checkpoint, Path(filepath) / _FILE, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Lightning's file of such a folder, or a file that was saved without sharding."""
+        path = Path(checkpoint_path)
+        self._shares = path / _FOLDER if path.is_dir() else None
+        return super().load_checkpoint(path / _FILE if path.is_dir() else checkpoint_path, *args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """The shares of the checkpoint, or what a plain optimizer saved. A collective."""
+        if self._shares is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            load(self._shares, self.sharded, _TAG)
+
+    def teardown(self) -> None:
+        """Leaves a plain model."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, ShardedOptimizer):
+                optimizer.close()
+        super().teardown()
