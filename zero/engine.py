@@ -229,6 +229,12 @@ class Engine(Answers, Checkpoints):
         """Raises unless all ranks have the same weights. A collective."""
         self.optimizer.check()
 
+    def rebuild(self, group: Any = None) -> None:
+        """Goes on after a lost collective where every rank is still there; this window is thrown away. A collective."""
+        self.optimizer.rebuild(group)
+        self._accumulation.begin()
+        self._announce_boundary()
+
     def offload_states(
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:

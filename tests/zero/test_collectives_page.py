@@ -14,9 +14,10 @@ CLASSES = {"optimizer": zero.ShardedOptimizer, "engine": zero.Engine}
 
 
 def documented(kind):
-    for name, member in vars(CLASSES[kind]).items():
-        if not name.startswith("_") and inspect.isfunction(member):
-            yield name, inspect.getdoc(member) or ""
+    for part in (part for part in CLASSES[kind].__mro__ if part.__module__.startswith("zero.")):
+        for name, member in vars(part).items():
+            if not name.startswith("_") and inspect.isfunction(member):
+                yield name, inspect.getdoc(member) or ""
 
 
 @pytest.mark.parametrize("kind", CLASSES)
