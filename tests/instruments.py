@@ -77,6 +77,12 @@ class Ledger:
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.group.staging(numel, dtype, device)
 
+    def note(self, doing: str) -> None:
+        self.group.note(doing)
+
+    def hurry(self) -> None:
+        self.group.hurry()
+
     def close(self) -> None:
         self.group.close()
 

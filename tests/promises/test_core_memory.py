@@ -179,8 +179,10 @@ class OneOfMany:
     def staging(self, numel, dtype, device):
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def close(self):
+    def note(self, doing):
         pass
+
+    hurry = close = lambda self: None
 
 
 def deep(num_layers=16, width=64):

@@ -364,7 +364,6 @@ def test_a_schedule_that_cannot_be_made_leaves_a_plain_model():
 
 NOT_SERVED = {
     "accumulation_dtype": "bfloat16",
-    "first_step_timeout_s": 2000.0,
     "refill_hysteresis": LossScale(refill_hysteresis=True),
 }
 

@@ -119,10 +119,12 @@ def first_difference(first: str, other: str, rank: int) -> str:
     """The first line in which rank 0's text differs from another rank's, and of that the first words that differ."""
     for mine, theirs in itertools.zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing"):
         if mine != theirs:
-            parts = zip(mine.split(", "), theirs.split(", "), strict=False)
-            one, another = next(((a, b) for a, b in parts if a != b), (mine, theirs))
+            one, another = mine, theirs
+            if mine.startswith("group ") and theirs.startswith("group "):
+                settings = zip(mine.split(", "), theirs.split(", "), strict=False)
+                one, another = next(((a, b) for a, b in settings if a != b), (mine, theirs))
             return f"rank {rank} has {another!r:.200}, rank 0 has {one!r:.200}"
-    return "their texts are the same"
+    return "they have the same parameters, in other places"
 
 
 def together(group: Group, act: Callable[[], Result]) -> Result:

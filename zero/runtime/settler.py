@@ -121,8 +121,9 @@ class Settler:
     def _explain(self, what: str, rank: int) -> str:
         """The first difference between rank 0 and another; a collective."""
         specs = self._line.layout.params
-        built = "\n".join([self._configuration, *map(str, specs), f"layout {self._line.layout.digest}"])
-        texts = exchange_texts(self._group, self._settings() if what == "settings" else built)
+        params = (f"parameter {spec.name} {spec.shape} {spec.dtype} in group {spec.group}" for spec in specs)
+        mine = self._settings() if what == "settings" else "\n".join((self._configuration, *params))
+        texts = exchange_texts(self._group, mine)
         return first_difference(texts[0], texts[rank], rank)
 
 
