@@ -79,6 +79,7 @@ class Watch:
                     f"{self._size} ranks were to train together, but of rank {', '.join(late)} nothing was seen within "
                     f"{limit_s:g} s. Start all of them, and look what those print."
                 )
+            time.sleep(_LOOK_S)  # a store that is gone answers at once
 
     @property
     def is_of_this_process(self) -> bool:
