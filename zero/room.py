@@ -35,7 +35,7 @@ def num_moments(optimizer: torch.optim.Optimizer) -> int:
 
 
 class Room:
-    """Host memory beside an accelerator, for what is offloaded there."""
+    """What memory there is: of the host for what is offloaded there, of the device for what to say when it runs out."""
 
     def __init__(self, place: Place, optimizer: torch.optim.Optimizer, ranks_here: int) -> None:
         self.host = None if place.is_host else Host(place.accelerator)  # which takes none before it is asked to
