@@ -312,10 +312,16 @@ NAMED = [
         "> 1000:",
     ),
     Mutant(
+        "a stand-in is put where another thread is about to write",
+        R + "window.py",
+        "if self.put >> index & 1 or index in self._writing or not",
+        "if self.put >> index & 1 or not",
+    ),
+    Mutant(
         "no stand-in outside a synchronising backward",
         R + "window.py",
-        "        if not since.placed:\n            self.put_stand_ins(index)\n",
-        "        if not since.placed and self.boundary.synchronises:\n            self.put_stand_ins(index)\n",
+        "        if not since.placed:\n            self.put_stand_ins()\n",
+        "        if not since.placed and self.boundary.synchronises:\n            self.put_stand_ins()\n",
     ),
     Mutant(
         "what nobody used takes what is written to it",

@@ -724,6 +724,37 @@ def test_threads_may_run_the_hooks_of_different_parameters_of_one_model_at_once(
         plain.zero_grad()
 
 
+@pytest.mark.promise("K18")
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_one_thread_is_about_to_write_is_left_alone_by_another_that_begins_the_window(stage):
+    """Between our hook before the write and the write itself, the other thread's first gradient comes."""
+    build = lambda: nn.ModuleList(filled(nn.Linear(4, 4, bias=False), high=1) for _ in range(2))  # noqa: E731
+    model, plain = build(), build()
+    optimizer = shard(model, sgd(model), stage=stage, bucket_bytes=200)
+    is_writing, has_begun, found = threading.Event(), threading.Event(), []
+
+    def wait(_):
+        is_writing.set()
+        assert has_begun.wait(30)
+        found.append(model[0].weight.grad)
+
+    def run(half):
+        whole_loss(model[half](draw(model, (2, 4), half, 0)), 1, 0).backward()
+
+    torch.autograd.graph.get_gradient_edge(model[0].weight).node.register_prehook(wait)  # behind ours
+    thread = threading.Thread(target=run, args=(0,))
+    thread.start()
+    assert is_writing.wait(30)
+    run(1)
+    has_begun.set()
+    thread.join(30)
+    assert found == [None]  # autograd adds to what it finds
+    for half in range(2):
+        whole_loss(plain[half](draw(plain, (2, 4), half, 0)), 1, 0).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(optimizer.whole_grad(mine), theirs.grad)
+
+
 def train_in_mode(rank: int, world: int, mode: str, stage: int) -> Any:
     """Both modes belong to the process, so this needs one of its own."""
     if mode == "deterministic":

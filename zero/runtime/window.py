@@ -57,6 +57,7 @@ class Window(Timed):
         self.lay = lay
         self._stand_ins: list[StandIn] = []
         self._at_work = threading.RLock()  # backwards of several threads may meet here
+        self._writing: dict[int, int] = {}  # parameters whose .grad autograd is about to write, and the thread that it does it in
         shares.settle_through(self.settle_once)
 
     def welcome(self) -> None:
@@ -72,9 +73,13 @@ class Window(Timed):
     def before(self, index: int) -> None:
         """Autograd is about to write a gradient; it finds nothing to add to, so that what it writes is that and no more."""
         with self._at_work:
-            self._find(index)
-            self._note_backward()
-            self.params.set_grad(index, None)
+            self._make_way(index)
+            self._writing[index] = threading.get_ident()
+
+    def _make_way(self, index: int) -> None:
+        self._find(index)
+        self._note_backward()
+        self.params.set_grad(index, None)
 
     def notice(self) -> None:
         """Looks whether the user cleared the window, before something that belongs to the next one is noted."""
@@ -90,12 +95,13 @@ class Window(Timed):
                 self.params.set_grad(index, self._stand_ins[index] if self.put >> index & 1 else None)
             else:
                 self._take(index, grad.detach())
+            self._writing.pop(index, None)
 
     @stop("ready")
     def hand_over(self, index: int, grad: torch.Tensor) -> None:
         """The same, for one that does not come by way of `.grad`, and is lent for the length of this call."""
         with self._at_work:
-            self.before(index)
+            self._make_way(index)
             self._take(index, grad.detach(), lent=True)
 
     def _take(self, index: int, grad: torch.Tensor, lent: bool = False) -> None:
@@ -107,7 +113,7 @@ class Window(Timed):
                 "Use sparse=False in the module that it belongs to."
             )
         if not since.placed:
-            self.put_stand_ins(index)
+            self.put_stand_ins()
         self.params.set_grad(index, self._stand_ins[index])
         self.put |= 1 << index
         multiplier = self.scaling.multiplier
@@ -161,7 +167,8 @@ class Window(Timed):
         [Note: no end of backward] The callback runs when the innermost backward ends, and never after an exception: good
         enough to count with, since a wrong count moves a communication to another time and changes no result.
         """
-        if self.since.in_backward and not self.put:  # another one broke off at its first gradient
+        elsewhere = any(thread != threading.get_ident() for thread in self._writing.values())
+        if self.since.in_backward and not self.put and not elsewhere:  # another one broke off at its first gradient
             self.since.failed |= not self._everything_cleared()
             self.since.in_backward = False
         if not self.since.in_backward:
@@ -175,16 +182,19 @@ class Window(Timed):
         self.since.in_backward = False
         self.settler.note("after a backward")
 
-    def put_stand_ins(self, current: int | None = None) -> None:
-        """Into every `.grad`, since code that clips asks each parameter whether it has one before it does anything else."""
+    def put_stand_ins(self) -> None:
+        """Into every `.grad`, since code that clips asks each parameter whether it has one before it does anything else.
+
+        Not where autograd is about to write, in this thread or in another: it would add to what it finds.
+        """
         self.since.placed = True
         for index, param in enumerate(self.params.tensors):
-            if self.put >> index & 1 or not param.requires_grad or param.dtype != self._stand_ins[index].dtype:
-                continue  # of another dtype: exchanged behind our back, without our hooks, as settling will find
-            if index != current:
+            if self.put >> index & 1 or index in self._writing or not param.requires_grad:
+                continue
+            if param.dtype == self._stand_ins[index].dtype:  # else exchanged behind our back, as settling will find
                 self._find(index)
                 self.params.set_grad(index, self._stand_ins[index])
-            self.put |= 1 << index
+                self.put |= 1 << index
 
     # settling ----------------------------------------------------------------------------------------------------
 
@@ -278,6 +288,7 @@ class Window(Timed):
     def _begin(self, since: Since) -> None:
         """A new window, once every .grad is None."""
         self.since = since
+        self._writing.clear()
         self.reducer.drop()
         self.reducer.flight.forget()
         self.shares.clear()
