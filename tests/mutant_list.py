@@ -314,7 +314,7 @@ NAMED = [
     Mutant(
         "a stand-in is put where another thread is about to write",
         R + "window.py",
-        "if self.put >> index & 1 or index in self._writing or not",
+        "if self.put >> index & 1 or index in self.since.writing or not",
         "if self.put >> index & 1 or not",
     ),
     Mutant(

@@ -26,6 +26,7 @@ class Since:
     touched: int = 0  # parameters whose gradient was collected
     removed: int = 0  # parameters whose .grad the user set to None
     replaced: int = 0  # parameters whose .grad the user set to a tensor of his own
+    writing: dict[int, int] = field(default_factory=dict)  # parameters whose .grad autograd is writing, and the thread
     aside: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients of this rank that wait here
     own: dict[int, torch.Tensor] = field(default_factory=dict)  # the user's own tensors
     clears: int = 0  # times the user cleared all .grad while rounds were unsettled

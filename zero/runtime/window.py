@@ -57,7 +57,6 @@ class Window(Timed):
         self.lay = lay
         self._stand_ins: list[StandIn] = []
         self._at_work = threading.RLock()  # backwards of several threads may meet here
-        self._writing: dict[int, int] = {}  # parameters whose .grad autograd is about to write, and the thread that it does it in
         shares.settle_through(self.settle_once)
 
     def welcome(self) -> None:
@@ -74,7 +73,7 @@ class Window(Timed):
         """Autograd is about to write a gradient; it finds nothing to add to, so that what it writes is that and no more."""
         with self._at_work:
             self._make_way(index)
-            self._writing[index] = threading.get_ident()
+            self.since.writing[index] = threading.get_ident()
 
     def _make_way(self, index: int) -> None:
         self._find(index)
@@ -95,7 +94,7 @@ class Window(Timed):
                 self.params.set_grad(index, self._stand_ins[index] if self.put >> index & 1 else None)
             else:
                 self._take(index, grad.detach())
-            self._writing.pop(index, None)
+            self.since.writing.pop(index, None)
 
     @stop("ready")
     def hand_over(self, index: int, grad: torch.Tensor) -> None:
@@ -167,7 +166,7 @@ class Window(Timed):
         [Note: no end of backward] The callback runs when the innermost backward ends, and never after an exception: good
         enough to count with, since a wrong count moves a communication to another time and changes no result.
         """
-        elsewhere = any(thread != threading.get_ident() for thread in self._writing.values())
+        elsewhere = any(thread != threading.get_ident() for thread in self.since.writing.values())
         if self.since.in_backward and not self.put and not elsewhere:  # another one broke off at its first gradient
             self.since.failed |= not self._everything_cleared()
             self.since.in_backward = False
@@ -189,7 +188,7 @@ class Window(Timed):
         """
         self.since.placed = True
         for index, param in enumerate(self.params.tensors):
-            if self.put >> index & 1 or index in self._writing or not param.requires_grad:
+            if self.put >> index & 1 or index in self.since.writing or not param.requires_grad:
                 continue
             if param.dtype == self._stand_ins[index].dtype:  # else exchanged behind our back, as settling will find
                 self._find(index)
@@ -288,7 +287,6 @@ class Window(Timed):
     def _begin(self, since: Since) -> None:
         """A new window, once every .grad is None."""
         self.since = since
-        self._writing.clear()
         self.reducer.drop()
         self.reducer.flight.forget()
         self.shares.clear()
