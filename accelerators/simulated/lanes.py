@@ -261,7 +261,9 @@ def _collect(lane: Lane, reads: Memories, writes: Memories) -> list[Task]:
     seen: set[int] = set()
     queues: list[tuple[Lane, Task | None]] = [(lane, None)]
     while queues:
-        queue, last = queues.pop()
+        queue, last = queues.pop()  # the latest first: who has come to it has come to what lies before it
+        if id(last) in seen:
+            continue
         for task in queue.pending:
             if id(task) not in seen:
                 seen.add(id(task))
@@ -285,7 +287,7 @@ def _could_run(task: Task) -> bool:
         seen.add(id(one))
         if one.has_come is not None and not one.has_come():
             return False
-        if one.after is not None and not one.after.done:
+        if one.after is not None and not one.after.done and id(one.after) not in seen:
             for earlier in one.after.lane.pending:
                 tasks.append(earlier)
                 if earlier is one.after:
