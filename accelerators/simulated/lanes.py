@@ -22,7 +22,7 @@ from accelerators.simulated.settings import settings
 
 LANES_A_DEVICE = 32  # as many as torch keeps streams on real devices; the next new stream shares the first one's lane
 
-MOST_PENDING = 1000  # a real device's queue has an end too, and put-off work keeps memory alive
+MOST_PENDING = 256  # a real device's queue has an end too; put-off work keeps memory alive, and each kernel looks through it
 
 Memories = frozenset[int] | set[int]  # by address, which cannot be given out again while put-off work holds the memory
 

@@ -243,8 +243,9 @@ def test_out_of_memory_at_flattening_goes_by_the_host_and_elsewhere_says_what_wo
 # Ends -------------------------------------------------------------------------------------------------------------------
 
 PROGRAM = """
-    import os, sys, time
+    import os, signal, sys, time
     import torch, zero
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without it
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
     optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=2, bucket_bytes=64, LIMITS)
     def step():
