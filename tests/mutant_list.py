@@ -186,8 +186,8 @@ NAMED = [
     Mutant(
         "stand-ins only where used",
         R + "window.py",
-        "            if index != current:\n                self._find(index)\n",
-        "            if index != current:\n                continue\n                self._find(index)\n",
+        "            if param.dtype == self._stand_ins[index].dtype:",
+        "            if False:",
     ),
     Mutant(
         "stand-ins stay where nobody used",
