@@ -282,6 +282,7 @@ class _Loading:
                 parts.masters.publish(block)
                 parts.gatherer.gather([block])
         parts.gatherer.finish(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
+        parts.torn = False
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         managed = zip(self._about.managed, self._about.parts.params.tensors, strict=True)
