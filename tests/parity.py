@@ -46,7 +46,7 @@ from zero.optimizer import ShardedOptimizer
 TIME_LIMIT_S = 20.0
 LOOPBACK_TIME_LIMIT_S = 10.0
 CALL_TIME_LIMIT_S = 60.0
-CHUNK = 40  # points that one call of the pool trains
+CHUNK = 20  # points that one call of the pool trains
 FEW_PARAMETERS = 100
 MOST_FAILURES = 25
 PROBLEM_CHARS = 1500
@@ -211,7 +211,7 @@ def _over_processes(chunk: list[Point]) -> list[Carried]:
     simulated = chunk[0].device != "cpu"
     while len(found) < len(chunk):
         rest = chunk[len(found) :]
-        limit = CALL_TIME_LIMIT_S + 5.0 * len(rest)
+        limit = CALL_TIME_LIMIT_S + sum(max(5.0, grid.cost(point) / 10) for point in rest)
         outcomes = ranks.outcomes(rest[0].world, train_points, rest, timeout=limit, apart="sim" if simulated else "")
         if not all(outcome.ok for outcome in outcomes):
             found.append(ranks.describe(outcomes))
