@@ -108,7 +108,8 @@ def which_is_loaded(folder, states):
 
 
 @pytest.mark.promise("C01")
-def test_a_rank_that_is_killed_before_or_after_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path):
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.full)])
+def test_a_rank_that_is_killed_before_or_after_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path, every):
     """After one call is before the next: the system sees nothing of what lies between."""
     expected = ranks.run(WORLD, both_states)[0]
     calls = ranks.run(WORLD, save_and_stop, str(tmp_path / "traced"), 0, NEVER, False)
@@ -117,7 +118,7 @@ def test_a_rank_that_is_killed_before_or_after_any_call_of_a_save_leaves_a_whole
     first = [(rank, 0, False) for rank in range(WORLD)]
     points = first + [(rank, at, True) for rank in range(WORLD) for at in range(len(calls[rank]))]
     assert len(points) >= 50
-    found = []
+    points, found = points[::every], []
     for number, (rank, at, after) in enumerate(points):
         folder, done = str(tmp_path / str(number)), threading.Event()
         killer = threading.Thread(target=kill_who_stops, args=(folder, done))
