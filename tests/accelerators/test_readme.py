@@ -1,5 +1,6 @@
 """What README.md prints runs as printed."""
 
+import json
 import os
 import re
 import subprocess
@@ -78,7 +79,7 @@ def test_a_model_is_compiled_as_it_says(tmp_path):
 
 
 def test_the_backend_of_at_most_30_lines_runs_and_keeps_the_contract(tmp_path):
-    backend, test = blocks("python", section="## Bring your own accelerator")
+    backend, test = blocks("python", section="## Bring your own accelerator")[:2]
     assert len(backend.splitlines()) <= 30
     for block in (backend, test):
         (tmp_path / re.match(r"# (\w+\.py)\n", block)[1]).write_text(block)
@@ -87,9 +88,24 @@ def test_the_backend_of_at_most_30_lines_runs_and_keeps_the_contract(tmp_path):
     assert " passed" in report and " failed" not in report
 
 
+def test_the_bytes_of_each_stage_are_those_that_the_plan_predicts(tmp_path):
+    plan = json.loads(run("-m", "zero", "plan", "1B", "--ranks", "8", "--memory", "80GiB", "--json", cwd=tmp_path))
+    rows = re.findall(r"^\| (\d.*) \|$", README, re.MULTILINE)
+    assert len(rows) == 4
+    for stage, *cells, together in ([cell.strip() for cell in row.split("|")] for row in rows):
+        numbers = [{"on the host": 0.0, "4 / W": 0.5, "8 / W": 1.0}[cell] if " " in cell else float(cell) for cell in cells]
+        asked = int(stage[0]), "cpu" if "offload" in stage else "none"
+        (row,) = (row for row in plan["rows"] if (row["stage"], row["offload"]) == asked)
+        assert [row[kind] / plan["parameters"] for kind in ("weights", "gradients", "masters", "moments")] == numbers
+        assert sum(numbers) == float(together)
+
+
 def test_every_file_and_variable_that_is_named_exists():
     for path in re.findall(r"`((?:accelerators|zero|ci|examples)/[\w/.]*)`", README):
         assert (ROOT / path).exists(), path
     source = "".join(path.read_text() for path in (ROOT / "accelerators").rglob("*.py"))
-    for variable in re.findall(r"^\| `(\w+)`", README, re.MULTILINE):
+    section = README.partition("## Environment variables")[2].partition("\n## ")[0]
+    variables = re.findall(r"`([A-Z_]{4,})`", section)
+    assert len(variables) >= 8
+    for variable in variables:
         assert variable in source, variable

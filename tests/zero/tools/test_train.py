@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,7 +28,8 @@ from zero.tools.training.options import Options
 from zero.tools.training.plots import ticks
 from zero.tools.training.text import Text, read_text
 
-PAGE = (Path(__file__).parents[3] / "docs" / "train.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
 TEXT = b"".join(b"%d squared is %d\n" % (number, number**2) for number in range(400))
 TINY = {"data": None, "batch": 5, "layers": 1, "width": 32, "context": 16, "dropout": 0.1, "lr": 1e-2, "seed": 3, "stage": 2,
         "dtype": "float32", "offload": "none", "accumulation": 1, "compile": False, "save_every": 100, "log_every": 10,
@@ -271,9 +273,19 @@ def test_a_rank_that_is_killed_starts_the_job_again_from_the_latest_checkpoint(u
     assert (tmp_path / "trained" / "report.html").is_file()
 
 
+def test_readme_has_the_same_lines_for_two_machines():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = re.findall("^torchrun .*", readme.partition("On two machines")[2], re.MULTILINE)
+    here = [line.replace("first", "localhost").replace("node 8", "node 1").replace(" --directory /shared/trained", "") for line in lines]
+    assert [line.partition(" --layers")[0] for line in commands("bash", "## Several machines")] == here
+
+
 def test_two_agents_of_torchrun_train_together_as_two_machines_would(uninterrupted, tmp_path):
-    agents = [started(line, tmp_path) for line in commands("bash", "## Several machines")]
-    assert len(agents) == 2
+    lines = commands("bash", "## Several machines")
+    assert len(lines) == 2
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    agents = [started(line.replace("29431", str(port)), tmp_path) for line in lines]
     outs = [agent.communicate(timeout=120)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outs
     assert losses(tmp_path / "trained") == uninterrupted
