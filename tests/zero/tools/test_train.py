@@ -276,8 +276,9 @@ def test_a_rank_that_is_killed_starts_the_job_again_from_the_latest_checkpoint(u
 def test_readme_has_the_same_lines_for_two_machines():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     lines = re.findall("^torchrun .*", readme.partition("On two machines")[2], re.MULTILINE)
-    here = [line.replace("first", "localhost").replace("node 8", "node 1").replace(" --directory /shared/trained", "") for line in lines]
-    assert [line.partition(" --layers")[0] for line in commands("bash", "## Several machines")] == here
+    for there, here in {"first": "localhost", "node 8": "node 1", " --directory /shared/trained": ""}.items():
+        lines = [line.replace(there, here) for line in lines]
+    assert [line.partition(" --layers")[0] for line in commands("bash", "## Several machines")] == lines
 
 
 def test_two_agents_of_torchrun_train_together_as_two_machines_would(uninterrupted, tmp_path):
