@@ -41,7 +41,7 @@ from zero.errors import GroupLost
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_kept: list[tuple[Any, list[int], str, tuple[_Wires, _Wires]]] = []  # world, ranks, backend and wires of closed sub-groups
+_kept: list[tuple[tuple[Any, ...], tuple[_Wires, _Wires]]] = []  # what closed sub-groups were made for, and their wires
 
 _FRAME_BYTES = 1024  # what nearly every message fits into, its length included
 _REMEDY = "Start the ranks again from a checkpoint, or where all of them are still there go on with rebuild()."
@@ -181,6 +181,11 @@ class TorchGroup:
         return Watch(PrefixStore(f"zero group {number} of {ranks}", store), self.rank, self.size, is_cheap)
 
     @property
+    def _purpose(self) -> tuple[Any, ...]:
+        """What wires are made for, time limits included."""
+        return dist.group.WORLD, self._ranks, self._backend, self._limits
+
+    @property
     def _is_part(self) -> bool:
         return self.size < dist.get_world_size()
 
@@ -190,8 +195,8 @@ class TorchGroup:
         return self._backend == "gloo"
 
     def _take_kept(self) -> tuple[_Wires, _Wires] | None:
-        for index, (world, ranks, backend, wires) in enumerate(_kept):
-            if world is dist.group.WORLD and ranks == self._ranks and backend == self._backend:
+        for index, (purpose, wires) in enumerate(_kept):
+            if purpose == self._purpose:
                 del _kept[index]
                 return wires
         return None
@@ -328,8 +333,8 @@ class TorchGroup:
         self._world = None
         self._watch.close()
         if self._is_part and self._lost is None:
-            _kept[:] = [kept for kept in _kept if kept[0] is dist.group.WORLD]
-            _kept.append((dist.group.WORLD, self._ranks, self._backend, (self._patient, self._prompt)))
+            _kept[:] = [kept for kept in _kept if kept[0][0] is dist.group.WORLD]
+            _kept.append((self._purpose, (self._patient, self._prompt)))
             return
         self._end_wires()
         if self.owns_world:

@@ -197,6 +197,26 @@ def test_over_gloo_too_and_every_later_call_says_the_first_cause():
     assert took_later < 0.1
 
 
+def miss_a_collective_of_a_later_group(rank, world):
+    pair, cpu = dist.new_group([0, 1]), accelerators.get("cpu")
+    if rank == 2:
+        return None
+    connect(cpu, pair, TimeLimits(30.0, 30.0)).close()
+    group = connect(cpu, pair, TimeLimits(1.0, 1.0))
+    if rank == 1:
+        time.sleep(4.0)
+        return None
+    begun = time.monotonic()
+    with pytest.raises(GroupLost):
+        group.exchange(b"x")
+    return time.monotonic() - begun
+
+
+def test_a_later_group_of_the_same_ranks_has_time_limits_of_its_own():
+    took, _, _ = ranks.run(3, miss_a_collective_of_a_later_group, fresh=True)
+    assert took < 4.0
+
+
 def end_torch_distributed(rank, world):
     group, said = connect(accelerators.get("cpu"), None, TimeLimits(5.0, 5.0)), []
     group.exchange(b"x")
