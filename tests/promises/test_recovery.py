@@ -378,7 +378,7 @@ def test_ctrl_c_ends_every_rank_within_the_time_limit_with_its_traceback():
 
 def test_an_error_of_one_program_is_told_by_the_other_with_its_words():
     found = ends(start("if optimizer.group.rank == 1: raise LookupError('no such batch')\nstep()"))
-    assert [code for code, _, _ in found] == [1, 1]
+    assert [code for code, _, _ in found] == [1, 1], found
     assert "LookupError: no such batch" in found[1][2].splitlines()[-1]
     assert "rank 1 raised LookupError: no such batch (<string>:" in found[0][2]
 
