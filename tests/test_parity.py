@@ -29,7 +29,7 @@ def over_gloo(points):
             continue
         held = {frozenset((axis, getattr(point, axis)) for axis in pair) for pair in itertools.combinations(AXES, 2)}
         held |= {(point.stage, point.world, axis, getattr(point, axis)) for axis in AXES[2:]}
-        held |= {point.case}
+        held |= {point.case, (point.case, point.stage > 0)}
         if not held <= seen:
             seen |= held
             chosen.append(point)

@@ -166,8 +166,8 @@ class Window(Timed):
         [Note: no end of backward] The callback runs when the innermost backward ends, and never after an exception: good
         enough to count with, since a wrong count moves a communication to another time and changes no result.
         """
-        elsewhere = any(thread != threading.get_ident() for thread in self.since.writing.values())
-        if self.since.in_backward and not self.put and not elsewhere:  # another one broke off at its first gradient
+        if self.since.in_backward and not self.put and set(self.since.writing.values()) <= {threading.get_ident()}:
+            # another one broke off at its first gradient
             self.since.failed |= not self._everything_cleared()
             self.since.in_backward = False
         if not self.since.in_backward:
