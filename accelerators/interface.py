@@ -217,6 +217,11 @@ class Accelerator:
             self.can_pin = False  # one warning, and no more tries
             return tensor
 
+    def forget_answers(self) -> None:
+        """What the device was asked once, it is asked again when next needed."""
+        for answer in ("can_pin", "_dtype_answers"):
+            vars(self).pop(answer, None)
+
     # how torch is asked ------------------------------------------------------------------------------------------
 
     @property

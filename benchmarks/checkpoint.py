@@ -2,14 +2,16 @@
 
     python benchmarks/checkpoint.py --folder DIR
 
-Rounds in turn, on all ranks at once. Plain writing is what each rank's file consists of, in large pieces from memory, and
-one sync; plain reading is those files into memory. Before each reading the system is told to forget the files.
+Rounds in turn, on all ranks at once; every other round begins with the plain one. Plain writing is what each rank's file
+consists of, in large pieces from memory, as a new file beside those of the round before, and a sync of it and of its folder.
+Plain reading is those files into memory. Before each reading the system is told to forget the files.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import socket
 import statistics
 import tempfile
@@ -36,9 +38,13 @@ def forget(folder: Path) -> None:
 
 
 def write_plain(path: Path, content: memoryview) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     for start in range(0, len(content), PIECE):
         os.write(descriptor, content[start : start + PIECE])
+    os.fsync(descriptor)
+    os.close(descriptor)
+    descriptor = os.open(path.parent, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
@@ -75,20 +81,34 @@ def run(rank: int, options: argparse.Namespace, port: int, folder: str) -> None:
         optimizer.any_rank(False)
         seconds[what].append(time.perf_counter() - begin)
 
+    content = memoryview(b"")
     for number in range(options.rounds + 1):
-        timed("save", lambda: zero.save(place, optimizer, "checkpoint"))
-        own = place / "checkpoint" / f"rank-{rank:05}.safetensors"
-        content = memoryview(bytearray(own.read_bytes()))
-        timed("write", partial(write_plain, place / f"plain-{rank}", content))
+        ours, plain = place / f"round-{number}", place / f"plain-{number}" / str(rank)
+        save = partial(timed, "save", partial(zero.save, place, optimizer, ours.name))
+        write = partial(timed, "write", lambda: write_plain(plain, content))  # noqa: B023 - called before it changes
+        load = partial(timed, "load", partial(zero.load, place, optimizer))
+        read = partial(timed, "read", lambda: read_plain(plain, content))  # noqa: B023
+        plain_first = number % 2 == 0 and number > 0
+        if plain_first:
+            write(), save()
+        else:
+            save()
+            content = memoryview(bytearray((ours / f"rank-{rank:05}.safetensors").read_bytes()))
+            write()
         forget(place)
-        timed("load", lambda: zero.load(place, optimizer))
-        forget(place)
-        timed("read", partial(read_plain, place / f"plain-{rank}", content))
+        for act in (read, load) if plain_first else (load, read):
+            optimizer.any_rank(False)
+            act()
         if number == 0:  # the first one fills caches
             for times in seconds.values():
                 times.clear()
+        optimizer.any_rank(False)
+        if rank == 0 and number > 0:  # what one takes the place of is there until it is complete
+            shutil.rmtree(place / f"round-{number - 1}")
+            shutil.rmtree(place / f"plain-{number - 1}")
+        optimizer.any_rank(False)
     if rank == 0:
-        files = [path.stat().st_size for path in (place / "checkpoint").iterdir()]
+        files = [path.stat().st_size for path in ours.iterdir()]
         payload = 12 * layers * WIDTH * WIDTH
         part = sum(files) / payload
         print(f"torch {torch.__version__}, {options.ranks} ranks, {payload:,} bytes, {part:.4f} of that on the disk")

@@ -21,27 +21,11 @@ import weakref
 from typing import Any
 
 import torch
+from peer_models import Block
 from torch import nn
 
 WARM_UP = 3
 WIDE, HIGH = 72, 10  # characters of the plot
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        mixed = self.mix(self.before(x)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = mixed.permute(2, 0, 3, 1, 4).unbind()
-        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.wide(self.after(x))
 
 
 class Gpt(nn.Module):

@@ -38,6 +38,7 @@ def shapes(num_params: int) -> list[tuple[int, ...]]:
 def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
     """The landing of the gradients, and then the step, as a training on this machine runs them."""
     import zero
+    from zero.comm.group import wait_into
 
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes(num_params))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -51,12 +52,13 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
 
     def land() -> None:
         shard.clear()
-        for index, values in enumerate(arrived):  # of one rank the sum is its own, in fp32
-            shard.add(index, parts.group.reduce_scatter(values, torch.float32).wait(), SCALE)
+        for index, values in enumerate(arrived):
+            target, fresh = shard.target(index)  # of one rank the sum is its own, in fp32
+            wait_into(parts.group.reduce_scatter(values, torch.float32), target, SCALE, adds=not fresh)
 
     @torch.no_grad()
     def step() -> None:
-        parts.update(used, CLIP)
+        optimizer.parts.update(used, CLIP)  # and so it is kept
 
     yield land
     yield step

@@ -77,8 +77,11 @@ class Ledger:
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.group.staging(numel, dtype, device)
 
-    def note(self, doing: str) -> None:
-        self.group.note(doing)
+    def is_read(self, buffer: torch.Tensor) -> bool:
+        return self.group.is_read(buffer)
+
+    def note(self, doing: str, place: Any = None) -> None:
+        self.group.note(doing, place)
 
     def hurry(self) -> None:
         self.group.hurry()

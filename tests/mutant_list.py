@@ -30,8 +30,8 @@ NAMED = [
     Mutant(
         "what comes after the first backward waits for the settling",
         R + "reducer.py",
-        "while any(index in self.order for index in self._rounds):",
-        "while self.sent < len(self.order) and any(index in self.order for index in self._rounds):",
+        "while not self._rounds.keys().isdisjoint(self.order):",
+        "while self.sent < len(self.order) and not self._rounds.keys().isdisjoint(self.order):",
     ),
     Mutant(
         "drop what is late",
@@ -178,6 +178,12 @@ NAMED = [
         "        master.copy_(weight)\n",
     ),
     Mutant(
+        "the host waits for each bucket that travels back",
+        M + "masters.py",
+        "            crossing.wait()\n            self._sent.append",
+        "            crossing.finish()\n            self._sent.append",
+    ),
+    Mutant(
         "no version bump",
         R + "gatherer.py",
         "            torch.autograd.graph.increment_version(self._params.tensors[param])",
@@ -186,7 +192,7 @@ NAMED = [
     Mutant(
         "stand-ins only where used",
         R + "window.py",
-        "            if param.dtype == self._stand_ins[index].dtype:",
+        "            if param.dtype == self._stand_ins[index].own_dtype:",
         "            if False:",
     ),
     Mutant(
@@ -198,8 +204,8 @@ NAMED = [
     Mutant(
         "later overwrites instead of adding",
         M + "flat.py",
-        "            self.shares[bucket].add_(values, alpha=factor)",
-        "            self.shares[bucket].copy_(values).mul_(factor)",
+        "        fresh = bucket not in self.shares\n",
+        "        fresh = True\n",
     ),
     Mutant(
         "the second use overwrites the first",
@@ -407,8 +413,8 @@ NAMED = [
     Mutant(
         "sums in the dtype of the wire",
         C + "group.py",
-        "total = rows[0].to(sum_dtype, copy=True)",
-        "total = rows[0].clone()",
+        "total = torch.empty(rows.shape[1], dtype=sum_dtype,",
+        "total = torch.empty(rows.shape[1], dtype=pieces.dtype,",
     ),
     Mutant(
         "rank 0's values are not sent to the others",
@@ -421,6 +427,96 @@ NAMED = [
         R + "shares.py",
         "            local[param].append(amount)",
         "            local[param] = [amount]",
+    ),
+    Mutant(
+        "watch: who ends by an error raises no alarm",
+        C + "watch.py",
+        '        _tried(lambda: self._store.set("alarm", "1"))  # who waits for this rank looks for that\n',
+        "",
+    ),
+    Mutant(
+        "watch: who ends by an error leaves no word",
+        C + "watch.py",
+        '        _tried(lambda: self._store.set(f"end/{self._rank}", words))\n',
+        "",
+    ),
+    Mutant(
+        "watch: last words without the place",
+        C + "watch.py",
+        'doing = f"{self.doing or _NOWHERE}{\'\' if place is None else place()}"',
+        'doing = f"{self.doing or _NOWHERE}"',
+    ),
+    Mutant(
+        "watch: a place outlives what it was in",
+        C + "watch.py",
+        "self._place = None if place is None else weakref.WeakMethod(place)",
+        "self._place = self._place if place is None else weakref.WeakMethod(place)",
+    ),
+    Mutant(
+        "watch: each rank says what it found itself",
+        C + "watch.py",
+        "return found if agreed is None else agreed.decode()",
+        "return found",
+    ),
+    Mutant(
+        "watch: nobody answers an alarm",
+        C + "watch.py",
+        '        self._store.set(f"here/{self._rank}", "1")\n',
+        "",
+    ),
+    Mutant(
+        "watch: a rank is touched again and again",
+        C + "watch.py",
+        "gone |= {rank: is_gone(rank) for rank in absent if rank not in gone}",
+        "gone |= {rank: is_gone(rank) for rank in absent}",
+    ),
+    Mutant(
+        "watch: the meeting is waited for though all that lack are gone",
+        C + "watch.py",
+        "if all(gone[rank] for rank in absent):",
+        "if False:",
+    ),
+    Mutant(
+        "watch: a rank that is gone did not come",
+        C + "watch.py",
+        "ended = [rank for rank in absent if gone.get(rank)]",
+        "ended: list[int] = []",
+    ),
+    Mutant(
+        "watch: an expensive store gets every line",
+        C + "watch.py",
+        "if self._is_there and (self._is_cheap or is_first):",
+        "if self._is_there:",
+    ),
+    Mutant(
+        "watch: a store that does not answer is asked again",
+        C + "watch.py",
+        "            self._is_there = False\n            return None\n",
+        "            return None\n",
+    ),
+    Mutant(
+        "watch: a thread is left to itself",
+        C + "watch.py",
+        "        asking.join()  # nothing",
+        "        pass  # nothing",
+    ),
+    Mutant(
+        "watch: who ended before the meeting is waited for",
+        C + "watch.py",
+        "            if left or (late and time.monotonic() > deadline):",
+        "            if late and time.monotonic() > deadline:",
+    ),
+    Mutant(
+        "watch: a meeting has no end",
+        C + "watch.py",
+        "            if left or (late and time.monotonic() > deadline):",
+        "            if left:",
+    ),
+    Mutant(
+        "watch: only one group is told",
+        C + "watch.py",
+        "    for watch in watching:\n        watch.leave(error)",
+        "    for watch in watching[1:]:\n        watch.leave(error)",
     ),
 ]
 

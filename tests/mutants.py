@@ -31,9 +31,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tests.mutant_list import HARMLESS, NAMED, Mutant
+from tests import mutant_list
+from tests.checkpoint_mutants import CHECKPOINTS
+from tests.mutant_list import HARMLESS, Mutant
 
 ROOT = Path(__file__).parents[1]
+NAMED = [*mutant_list.NAMED, *CHECKPOINTS]
 SEED = 20260801
 NUM_MECHANICAL = 40
 NUM_POINTS = 160
@@ -50,6 +53,7 @@ _PROMISES = (
 TESTS = (
     *("tests/zero/runtime", "tests/zero/memory"),
     *(f"tests/promises/test_{name}.py" for name in _PROMISES),
+    *("tests/zero/checkpoint", "tests/promises/test_checkpoints.py", "tests/promises/test_checkpoint_crash.py"),
     *("tests/zero/comm", "tests/zero/plan", "tests/zero/test_engine.py", "tests/accelerators/test_examples.py"),
 )
 
@@ -149,7 +153,9 @@ class Trial:
         home = self._home_of(mutant)
         try:
             own = f"tests/{Path(mutant.path).parent}"
-            return self._meet_points(home) or self._meet_tests(home, sorted(self.tests, key=lambda test: test != own))
+            trains = mutant not in CHECKPOINTS  # or no point can tell
+            found = self._meet_points(home) if trains else None
+            return found or self._meet_tests(home, sorted(self.tests, key=lambda test: test != own))
         finally:
             shutil.rmtree(home, ignore_errors=True)
 

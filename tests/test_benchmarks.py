@@ -1,5 +1,6 @@
 """Benchmarks run where what they compare is there, and say so where it is not."""
 
+import json
 import os
 import subprocess
 import sys
@@ -34,6 +35,14 @@ def test_an_offloaded_step_is_timed_beside_one_on_the_device_and_what_bounds_it(
         assert line in found.stdout, found.stdout
 
 
+def test_a_step_on_the_host_is_timed_with_all_kernels():
+    environment = {**os.environ, "ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "benchmarks/host_step.py", "--params", "20000", "--rounds", "1", "--threads", "1"]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr
+    assert all(line in found.stdout for line in ("torch  ", "fused  ", "compiled  ", "bytes a parameter")), found.stdout
+
+
 def test_a_checkpoint_is_timed_beside_plain_files(tmp_path):
     environment = {**os.environ, "ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     options = ["--params", "2000000", "--rounds", "1", "--folder", str(tmp_path)]
@@ -41,3 +50,25 @@ def test_a_checkpoint_is_timed_beside_plain_files(tmp_path):
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert found.returncode == 0, found.stderr
     assert "save" in found.stdout and "plain read" in found.stdout, found.stdout
+
+
+def test_a_training_is_timed_beside_others_whose_losses_agree(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    plot, numbers = tmp_path / "out.svg", tmp_path / "out.json"
+    command = [sys.executable, "benchmarks/peers.py", "--size", "2M", "--length", "16", "--rounds", "1", "--steps", "3"]
+    command += ["--systems", "bare", "ours-2", "ours-2-gloo", "--plot", str(plot), "--json", str(numbers)]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr
+    rows = json.loads(numbers.read_text())["rows"]
+    assert list(rows) == ["bare", "ours-2", "ours-2-gloo"]
+    assert rows["ours-2"]["received_bytes"] < rows["ours-2-gloo"]["received_bytes"] / 10
+    assert rows["ours-2"]["last_loss"] == rows["ours-2-gloo"]["last_loss"]
+    assert all(name in plot.read_text() and name in found.stdout for name in rows)
+
+
+def test_on_the_host_there_is_no_training_on_an_accelerator_to_time():
+    environment = {**os.environ, "ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "benchmarks/gpu.py"]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 1 and not found.stdout
+    assert "was asked for" in found.stderr and "is the host" in found.stderr and "Run it on" in found.stderr

@@ -5,7 +5,8 @@ import ast
 import pytest
 
 from tests import mutants
-from tests.mutant_list import HARMLESS, NAMED
+from tests.mutant_list import HARMLESS
+from tests.mutants import NAMED
 
 
 @pytest.mark.parametrize("mutant", NAMED, ids=lambda mutant: mutant.name)

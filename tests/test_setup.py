@@ -92,6 +92,17 @@ def test_another_torch_gets_an_environment_of_its_own(project, options, folder, 
 
 
 @needs_bash
+def test_peers_get_an_environment_of_their_own_with_torch_first_and_without_this_project(project):
+    lines = project.run("ci/setup", "--peers")
+    assert all(line.startswith(".venv-peers ") for line in lines if "pip install" in line)
+    installed = [line.split()[-1] for line in lines if "pip install" in line]
+    assert installed.index(next(name for name in installed if name.startswith("torch=="))) < installed.index("deepspeed")
+    assert not any("--editable" in line for line in lines)
+    assert project.run("ci/setup", "--peers") == []
+    assert re.search(r"^deepspeed==\d+\.\d+\.\d+$", (ROOT / "ci" / "constraints.txt").read_text(), re.MULTILINE)
+
+
+@needs_bash
 def test_an_unknown_option_is_refused(project):
     with pytest.raises(subprocess.CalledProcessError) as error:
         project.run("ci/setup", "--tortch", "2.8.0")

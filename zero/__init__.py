@@ -28,6 +28,8 @@ publish         to make the new masters everybody's weights
 The names below are loaded when first used: importing this package imports nothing but itself.
 """
 
+import atexit
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -74,6 +76,15 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'zero' has no attribute '{name}'. It has: {', '.join(__all__)}.")
     return getattr(import_module(f"zero.{_HOME[name]}"), name)
+
+
+def _end() -> None:
+    """Where torch.distributed is up, ranks that this one never came to shard with are told by what error it ended."""
+    if "torch.distributed" in sys.modules and "zero.comm.torch_group" not in sys.modules and hasattr(sys, "last_value"):
+        import_module("zero.comm.torch_group").end()
+
+
+atexit.register(_end)
 
 
 def __dir__() -> list[str]:

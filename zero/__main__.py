@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from zero.errors import ZeroError
@@ -15,7 +16,7 @@ from zero.tools import (
     train_command,
     verify_command,
 )
-from zero.tools.answers import IMPOSSIBLE, complain
+from zero.tools.answers import IMPOSSIBLE, INTERRUPTED, complain
 
 # Each has add_parser(subparsers), which sets `run`, a function of the parsed arguments that returns the exit status.
 COMMANDS = (
@@ -29,13 +30,21 @@ def main(argv: list[str] | None = None) -> int:
     subparsers = parser.add_subparsers(metavar="command", required=True)
     for command in COMMANDS:
         command.add_parser(subparsers)
-    args = parser.parse_args(argv)
-    args.words = sys.argv[1:] if argv is None else argv  # for those who start processes that do the same
+    words = sys.argv[1:] if argv is None else argv
+    if not words:
+        parser.print_help(sys.stderr)
+        return IMPOSSIBLE
+    args = parser.parse_args(words)
+    args.words = words  # for those who start processes that do the same
     try:
         return int(args.run(args))
     except (ValueError, TypeError, OSError, MemoryError, ZeroError) as error:
         complain(error)
         return IMPOSSIBLE
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":  # of several ranks one says so
+            complain("Interrupted at once: what was begun is not finished.")
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass
 class Accumulation:
@@ -15,6 +17,7 @@ class Accumulation:
     micro_steps: int = 0  # of this window
     backwards: int = 0  # since the last micro-step
     divided: bool = False  # whether the gradients of this window carry the declared divisor
+    loss: torch.Tensor | None = None  # the sum of what this rank sent backward in this window, where somebody wants to know
 
     @property
     def at_end(self) -> bool:
@@ -27,9 +30,13 @@ class Accumulation:
         """A micro-step may have several backwards; those that no micro-step has counted yet are one each."""
         return self.micro_steps + self.backwards
 
+    def add(self, loss: torch.Tensor) -> None:
+        loss = loss.detach().float().sum()
+        self.loss = loss if self.loss is None else self.loss + loss
+
     def count(self) -> None:
         self.micro_steps += 1
         self.backwards = 0
 
     def begin(self) -> None:
-        self.override, self.micro_steps, self.backwards, self.divided = None, 0, 0, False
+        self.override, self.micro_steps, self.backwards, self.divided, self.loss = None, 0, 0, False, None

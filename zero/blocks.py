@@ -20,6 +20,12 @@ class Block(BaseModel):
         except ValidationError as error:
             # pydantic's own report is kept out of the traceback: it says the same in more lines.
             raise ValueError("\n".join(_explain(type(self), problem) for problem in error.errors())) from None
+        except TypeError as error:  # of Python, since a block within is called with its settings by name
+            if "keywords must be strings" not in str(error):
+                raise
+            raise ValueError(
+                f"{type(self).__name__} was given settings of a block whose names are no texts. Give each as 'name': value."
+            ) from None
 
 
 def _explain(block: type[Block], problem: Any) -> str:

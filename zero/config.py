@@ -208,6 +208,7 @@ class Report(Block):
     every_steps: Count | None = None
     wall_clock: bool = False
     memory: bool = False
+    tensorboard: str | None = None  # a folder
 
 
 class ZeroConfig(Block):
@@ -220,6 +221,7 @@ class ZeroConfig(Block):
     cast_inputs: bool = False
     offload: Annotated[Offload | None, BeforeValidator(_offload)] = None
     bucket_bytes: Count = DEFAULT_BUCKET_BYTES
+    shared_memory: bool = True  # between ranks of one host that prove they can; False: ordinary collectives
     align_bytes: Annotated[int, Field(ge=16, le=4096)] = 64
     reduce: Literal["mean", "sum"] | Positive = "mean"
     reduce_dtype: Dtype | None = None  # what wider gradients are rounded to before they travel; sums are fp32 all the same

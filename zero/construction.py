@@ -67,12 +67,13 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
     """A collective. Whatever fails, on whichever rank, the model is as plain as it was before and all ranks raise."""
     from zero.comm.torch_group import connect  # torch.distributed is not imported before somebody trains
 
-    group = connect(_accelerator_of(optimizer), given, TimeLimits(config.first_step_timeout_s, config.timeout_s))
+    limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
+    group = connect(_accelerator_of(optimizer), given, limits, shared_memory=config.shared_memory)
     try:
         chosen = together(group, lambda: _check(model, optimizer, config))
         stage = stage_of(config.stage)
         num_shares = group.size if stage.shards_optimizer else 1
-        specs, latent = chosen.specs(), range(len(chosen.names))
+        specs, latent, frozen = chosen.specs(), range(len(chosen.names)), chosen.latent
         device = _device_of(chosen.tensors)
         offloads = any(chosen.offload)
         steps_by_blocks = (offloads or device.type == "cpu") and config.kernels != "compiled"  # one pass has no use for them
@@ -81,7 +82,7 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
         agree_on_what_is_built(model, optimizer, chosen, config, group)
         place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
         room = Room(place, optimizer, _ranks_that_share_memory(group, torch.device("cpu")))
-        filled = layout.extended([index for index in latent if index not in chosen.latent])
+        filled = layout.extended([index for index in latent if index not in frozen])
         homes = [offload_of(optimizer.param_groups[number], config) for number in sorted(set(chosen.groups))]
         together(group, lambda: room.take(homes, filled))
         parts = _assemble(model, optimizer, config, chosen, layout, group, place, room)
@@ -141,7 +142,7 @@ def _assemble(
     masters = Masters(line, group.rank if layout.num_shares > 1 else 0, weights, Shard(line, place.device, room.host))
     intake = Intake(params, forms, weights, masters, group, place)
     latent, dtypes = chosen.latent, [tensor.dtype for tensor in chosen.tensors]
-    hooks = GradHooks()
+    hooks = GradHooks(params)
 
     built: list[weakref.ref[Parts]] = []  # weakly: the window is a part and holds `lay`
 
@@ -156,7 +157,7 @@ def _assemble(
             return group.staging(numel, dtype, place.device)
 
     def wire() -> Parts:
-        staging = Staging(place.accelerator, allocate)
+        staging = Staging(place.accelerator, allocate, group.is_read)
         gradients = Shard(line, place.device, room.host)
         widest = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
         flight = Flight(line, group, staging, gradients, widest, looks=config.on_nonfinite == "raise")
@@ -192,6 +193,8 @@ def _assemble(
         on_failure.pop_all()
     built.append(weakref.ref(parts))
     manage(chosen.tensors, parts.window)
+    if place.is_host:
+        place.accelerator.empty_cache()  # the weights lay elsewhere before, in pieces too small to have gone by themselves
     return parts
 
 

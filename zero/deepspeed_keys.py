@@ -51,6 +51,7 @@ USED: dict[str, str] = {
     "steps_per_print": "report.every_steps",
     "wall_clock_breakdown": "report.wall_clock",
     "memory_breakdown": "report.memory",
+    **_each("tensorboard", "enabled output_path job_name", "report.tensorboard"),
 }
 
 # Other spellings that DeepSpeed takes.
@@ -78,7 +79,7 @@ AUTO: dict[str, str] = {
 _ONE_WAY = "there is one way to lay out and reduce gradients here, and it needs no switch"
 _STAGE_3 = "belongs to stage 3"
 _DISK = "belongs to offload to disk"
-_NO_MONITOR = "no monitor is written to"
+_NO_MONITOR = "nobody is written to but TensorBoard; zero.Records writes a line of JSON a step"
 _NO_PROFILER = "nothing is profiled by configuration; use torch.profiler"
 _OWN_CHECKPOINTS = "checkpoints are written in a format of our own"
 _RECOMPUTE = "recomputation is chosen in the model, with torch.utils.checkpoint"
@@ -124,7 +125,6 @@ HARMLESS: dict[str, str] = {
     **_each("flops_profiler", "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
             _NO_PROFILER),
     **_each("comms_logger", "enabled verbose prof_all debug prof_ops", _NO_PROFILER),
-    **_each("tensorboard", "enabled output_path job_name", _NO_MONITOR),
     **_each("csv_monitor", "enabled output_path job_name", _NO_MONITOR),
     **_each("wandb", "enabled group team project", _NO_MONITOR),
     **_each("comet", "enabled workspace project samples_log_interval experiment_name api_key experiment_key online mode",
@@ -202,7 +202,6 @@ SWITCHES: dict[str, tuple[str, tuple[object, ...]]] = {
     "data_efficiency": ("enabled", (False,)),
     "flops_profiler": ("enabled", (False,)),
     "comms_logger": ("enabled", (False,)),
-    "tensorboard": ("enabled", (False,)),
     "csv_monitor": ("enabled", (False,)),
     "wandb": ("enabled", (False,)),
     "comet": ("enabled", (False,)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from zero.config import (
@@ -315,4 +316,16 @@ def _report(written: Written) -> Report:
         every_steps=None if never else written.whole(path, 1, least=1),
         wall_clock=written.flag("wall_clock_breakdown"),
         memory=written.flag("memory_breakdown"),
+        tensorboard=_board(written),
     )
+
+
+def _board(written: Written) -> str | None:
+    """The folder that DeepSpeed makes of the two names."""
+    names = []
+    for path, default in (("tensorboard.output_path", ""), ("tensorboard.job_name", "DeepSpeedJobName")):
+        name = written.value(path) if path in written else default
+        if not isinstance(name, str):
+            raise ValueError(f"{path} is part of a path, but {brief(name)} was found. Write a string.")
+        names.append(name)
+    return str(Path(*names)) if written.flag("tensorboard.enabled") else None

@@ -43,7 +43,7 @@ class Engine(Answers, Checkpoints):
         self._accumulation = Accumulation(self.config.accumulation or 1, self.config.count_micro_steps)
         parts.window.boundary.counting = self._accumulation
         self._applied = False
-        self._progress = Progress(self.config.report, parts)
+        self._progress = Progress(self.config.report, optimizer)
         self._announce_boundary()
 
     # the loop ----------------------------------------------------------------------------------------------------
@@ -87,6 +87,8 @@ class Engine(Answers, Checkpoints):
         self._announce_boundary()  # the user may have cleared the gradients, and with them what the optimizer was told
         with during("backward", window.clock):
             self.optimizer.backward(loss, retain_graph=retain_graph, **options)
+        if self.config.report.tensorboard is not None:
+            accumulation.add(loss)
         accumulation.backwards += 1
         accumulation.divided |= divides
         return loss
@@ -141,11 +143,13 @@ class Engine(Answers, Checkpoints):
             self.optimizer.step()
             self.optimizer.zero_grad()
         self._applied = self.optimizer.skipped_steps == skipped
+        loss = self._accumulation.loss
         self._accumulation.begin()
         self.global_steps += 1
         if self.config.batch is not None:
             self.global_samples += self.config.batch.global_samples
-        self._progress.tell(self.global_steps, {"skipped": self.skipped_steps, "lr": self.get_lr(), "mom": self.get_mom()})
+        figures = {"skipped": self.skipped_steps, "lr": self.get_lr(), "mom": self.get_mom()}
+        self._progress.tell(self.global_steps, figures, loss)
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
@@ -269,6 +273,7 @@ class Engine(Answers, Checkpoints):
     def close(self) -> None:
         """Makes the model plain again. No collective."""
         self.optimizer.close()
+        self._progress.close()
 
     def destroy(self) -> None:
         """As `close`."""

@@ -107,6 +107,9 @@ def _build(
     inner = own_optimizer(config, params) if given is None else given
     _check_belonging(inner, params if model_parameters is not None else (), lr_scheduler)
     move(model, accelerator.device())
+    from zero.comm.torch_group import sharing  # torch.distributed is not imported before somebody trains
+
+    group = sharing(group, config.shared_memory)
     sharded = ShardedOptimizer(model, inner, config, group)
     try:
         engine = Engine(sharded, _scheduler(lr_scheduler, config, sharded), loader)

@@ -89,12 +89,12 @@ def load_from(
 
 def latest(directory: str | os.PathLike[str]) -> str | None:
     """The tag of the newest complete checkpoint in a directory; None where there is none. No collective."""
-    return Folder(Path(os.fspath(directory))).latest()
+    return Folder.at(directory).latest()
 
 
 def _found(directory: Any, tag: str | None, about: Shown) -> tuple[Path, Manifest]:
     about.parts.travel.check("load")
-    found = Folder(Path(os.path.abspath(os.fspath(directory)))).find(tag)
+    found = Folder.at(directory).find(tag)
     return found, read_manifest(found)
 
 

@@ -128,13 +128,15 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         """`loss.backward()`, with the loss scale of fp16 weights where there is one."""
         scaling = self.parts.window.scaling
         self.parts.travel.check("backward", "weights", "gradients")
-        if self.loss_scale is None:
-            torch.autograd.backward(loss, **options)
-            return
-        before, scaling.lacking = scaling.lacking, 1.0
+        before = scaling.lacking
+        if self.loss_scale is not None:
+            scaling.lacking = 1.0
+            loss = loss.float() * self.loss_scale.value  # in fp32, since it may be beyond what fp16 can hold
         try:
-            # in fp32, since the scaled loss may be beyond what fp16 can hold
-            torch.autograd.backward(loss.float() * self.loss_scale.value, **options)
+            torch.autograd.backward(loss, **options)
+        except BaseException as error:
+            self.parts.window.sign(error)
+            raise
         finally:
             scaling.lacking = before
 

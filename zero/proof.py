@@ -19,7 +19,7 @@ from torch import nn
 
 import accelerators
 from zero.comm.group import Group, exchange_texts
-from zero.config import ZeroConfig
+from zero.config import Report, ZeroConfig
 from zero.deepspeed_meaning import Implied
 from zero.engine import Engine
 from zero.engine_setup import Source, effective, given_optimizer, move, own_optimizer, read_config
@@ -125,6 +125,7 @@ class _Subject:
         own, given = copy.deepcopy((model, optimizer if is_made else None))
         example = given if is_made or optimizer is None else given_optimizer(optimizer, list(own.parameters()))
         config = effective(read_config(source, Implied(world_size=group.size)), example, None, accelerator)
+        config = config.model_copy(update={"report": Report()})  # what is tried here is no part of the training's own log
         check_served(config)
         move(own, accelerator.device())
         for param, state in given.state.items() if given is not None else ():

@@ -30,11 +30,15 @@ class Records:
     `records.write(loss=...)` after each step. From then on the stops are timed. `tensorboard` is a folder.
 
     A record has the step, the norm of the gradients before clipping, the loss scale, the learning rate, milliseconds
-    by stop since the last record, bytes moved since then and held now, and whatever is passed to `write`.
+    by stop since the last record, bytes moved since then and held now, and whatever is passed to `write`. Without a path
+    they are for TensorBoard alone.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], target: Engine | ShardedOptimizer, tensorboard: str | os.PathLike[str] | None = None
+        self,
+        path: str | os.PathLike[str] | None,
+        target: Engine | ShardedOptimizer,
+        tensorboard: str | os.PathLike[str] | None = None,
     ) -> None:
         self._optimizer: ShardedOptimizer = getattr(target, "optimizer", target)  # type: ignore[arg-type]
         parts = self._optimizer.parts
@@ -45,8 +49,9 @@ class Records:
         self._board: Any = None
         if parts.group.rank == 0:
             self._board = None if writer is None or tensorboard is None else writer(os.fspath(tensorboard))
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+            if path is not None:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
 
     @contextlib.contextmanager
     def timing(self, name: str) -> Iterator[None]:
@@ -82,6 +87,7 @@ class Records:
         if self._board is not None:
             for name, value in _flat(record):
                 self._board.add_scalar(name, value, record["step"])
+            self._board.flush()  # or the last two minutes of a training that is killed would not be there
         return record
 
     def _sent(self) -> dict[str, int]:

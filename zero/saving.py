@@ -140,7 +140,7 @@ def _checked(
     directory: Any, tag: str, extra: Any, keep_last: int | None, about: Shown, is_first: bool
 ) -> tuple[Folder, dict[str, torch.Tensor], Manifest]:
     """All that can be said before anything is written; gives the tensors of `extra`, and a manifest without parameters."""
-    folder = Folder(Path(os.path.abspath(os.fspath(directory))))
+    folder = Folder.at(directory)
     check_tag(tag)
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ValueError(f"keep_last={keep_last!r} was asked for, but the new checkpoint at least stays. Pass 1 or more.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from zero.config import LossScale, Report, ZeroConfig
+from zero.records import board_writer
 
 logger = logging.getLogger("zero")
 
@@ -18,6 +19,8 @@ def check_served(config: ZeroConfig) -> None:
         (scale.refill_hysteresis, "refill_hysteresis", "hysteresis is refilled when the scale grows and not before"),
     )  # fmt: skip
     _refuse(rules, "Take it out of the configuration.")
+    if config.report.tensorboard is not None:
+        board_writer()
     for reason in _without_effect(config):
         logger.info("%s", reason)
 

@@ -53,5 +53,10 @@ class CpuAccelerator(Accelerator):
         if sys.platform == "linux":
             self._peak_was_reset = host.reset_peak_linux()
 
+    def empty_cache(self) -> None:
+        """Pages that the C library keeps of what was let go return to the system, where it can be told to."""
+        if sys.platform == "linux":
+            host.trim_heap()
+
     def synchronize(self, index: int | None = None) -> None:
         self._index(index)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 
 from accelerators.backends.cgroup import read, rooms, stat_value
 from accelerators.memory import MemoryReading
@@ -50,3 +52,18 @@ def _peak_elsewhere(process: object) -> int | None:
 def _kilobytes(content: bytes, key: bytes) -> int | None:
     value = stat_value(content, key)
     return None if value is None else value * 1024
+
+
+def trim_heap() -> None:
+    """Only glibc has a call for it, and keeps much: what was let go between two pieces that are still used."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache  # each look at the library makes classes that stay
+def _malloc_trim() -> Callable[[int], int] | None:
+    import ctypes  # not before somebody asks
+
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim

@@ -56,16 +56,19 @@ def without(*capabilities: str) -> Iterator[None]:
     wanted = before | parse_capabilities(",".join(capabilities))
     lanes.run_all()  # work on side streams is done before the streams go
     settings.without = wanted
-    _forget_dtypes()
+    _forget_answers()
     try:
         yield
     finally:
         lanes.run_all()
         settings.without = before
-        _forget_dtypes()
+        _forget_answers()
 
 
-def _forget_dtypes() -> None:
+def _forget_answers() -> None:
+    """What was found out about the device while it could do more, or less, is asked anew."""
+    import accelerators
     from accelerators.simulated import storage
 
     storage.forget_prototypes()
+    accelerators.get("sim").forget_answers()

@@ -88,6 +88,53 @@ def test_the_backend_of_at_most_30_lines_runs_and_keeps_the_contract(tmp_path):
     assert " passed" in report and " failed" not in report
 
 
+def test_an_installed_package_offers_it_as_it_says(tmp_path):
+    backend, (offer,) = blocks("python", section="## Bring your own accelerator")[0], blocks("toml", section="## Bring")
+    alone = re.sub(r"^@accelerators\.register.*\n", "", backend, flags=re.MULTILINE)
+    assert alone != backend and "An installed package needs no `register`" in README
+    (tmp_path / "quiet_cpu.py").write_text(alone)
+    heading, line = offer.splitlines()
+    group = re.fullmatch(r"\[project\.entry-points\.(\w+)\]", heading)[1]
+    installed = tmp_path / "quiet_cpu-1.0.dist-info"  # as pip leaves it
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: quiet-cpu\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(f"[{group}]\n" + line.replace('"', "") + "\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    found = json.loads(run("-m", "accelerators", "--json", cwd=tmp_path, ACCELERATOR="quiet", PYTHONPATH=path))
+    assert found["chosen"] == "quiet" and "quiet-cpu" in json.dumps(found)
+
+
+# Each block of README.md. The two commands of the first screen are run whole by ci and by `ci/test --full`, and those for
+# two machines, with the names of this one, by tests/zero/tools/test_train.py.
+BLOCKS = [
+    ("", "bash"), ("", "python"), ("Bring your own accelerator", "python"), ("Bring your own accelerator", "python"),
+    ("Bring your own accelerator", "toml"), ("Train, plan, and several machines", "bash"),
+    ("What is in shares, and how to ask for all of it", "python"), ("When the accelerator's memory does not suffice", "python"),
+    ("Compiled models", "python"), ("Checkpoints", "python"), ("Checkpoints", "bash"),
+]  # fmt: skip
+
+
+def test_every_block_is_one_that_a_test_runs():
+    first, *sections = re.split(r"^## ", README, flags=re.MULTILINE)
+    named = [("", first), *((section.partition("\n")[0], section) for section in sections)]
+    found = [(name, language) for name, text in named for language in re.findall(r"^```(\w+)$", text, re.MULTILINE)]
+    assert found == BLOCKS, "run the new one here"
+    assert len(re.findall(r"^ *```", README, re.MULTILINE)) == 2 * len(BLOCKS)
+
+
+def test_the_first_program_runs_on_two_ranks_as_it_says(tmp_path):
+    (program,) = blocks("python")
+    said = re.search(r"`\.venv/bin/torchrun (--nproc-per-node 2 train\.py)`", README)[1]
+    (tmp_path / "train.py").write_text(program)
+    out = run("-m", "torch.distributed.run", *said.split(), cwd=tmp_path)
+    assert len(re.findall(r"loss 0\.[0-4]\d+ allocated ", out)) == 2
+
+
+def test_the_plan_that_it_mentions_is_made(tmp_path):
+    (said,) = re.findall(r"`python (-m zero plan .*?)`", README)
+    assert "is recommended" in run(*said.split(), cwd=tmp_path)
+
+
 def test_the_bytes_of_each_stage_are_those_that_the_plan_predicts(tmp_path):
     plan = json.loads(run("-m", "zero", "plan", "1B", "--ranks", "8", "--memory", "80GiB", "--json", cwd=tmp_path))
     rows = re.findall(r"^\| (\d.*) \|$", README, re.MULTILINE)

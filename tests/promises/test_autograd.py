@@ -435,7 +435,7 @@ def without_step_1(stage: int, world: int, clear: str) -> list[torch.Tensor]:
     return on_loopback(world, mlp, program)[0]
 
 
-@pytest.mark.promise("K12")
+@pytest.mark.promise("K12", "L07")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("place", ["forward", 0, 1, 2, 3])
 @pytest.mark.parametrize("clear", ["none", "zeros"])
@@ -445,6 +445,8 @@ def test_after_an_exception_on_one_rank_the_others_raise_and_the_next_step_is_as
     for rank, (fates, weights) in enumerate(found):
         assert [(step, kind) for step, kind, _ in fates] == [(1, "Boom" if rank == 1 else "RankFailed")]
         assert rank == 1 or "Rank 1" in fates[0][2]
+        if rank != 1 and place != "forward":
+            assert f"at step 1, at parameter {[name for name, _ in mlp().named_parameters()][place]!r}, where" in fates[0][2]
         assert all(torch.equal(mine, p) for mine, p in zip(weights, expected, strict=True))
 
 

@@ -5,6 +5,7 @@ Rank processes stop before or after one call of the system, say so, and are kill
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ import pytest
 import zero
 from tests import ranks
 from tests.promises.checkpoints import everything, first_difference, sharded, train
-from zero.comm.loopback import solo
+from zero.comm.loopback import run_ranks, solo
 
 WORLD = 2
 CALLS = ("open", "write", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir")
@@ -132,3 +133,76 @@ def test_a_rank_that_is_killed_before_or_after_any_call_of_a_save_leaves_a_whole
     of_rank_0 = [state for (rank, _, _), state in zip(points, found, strict=True) if rank == 0]
     assert of_rank_0 == sorted(of_rank_0)
     assert {0, 1} == set(of_rank_0)
+
+
+class Books:
+    """What was written, made or renamed and not synced since, when each step of a commit was taken."""
+
+    def __init__(self, monkeypatch):
+        self.unsynced, self.steps = set(), []
+        self._paths, self._lock = {}, threading.RLock()  # ranks are threads
+        for name in ("open", "write", "fsync", "rename", "replace"):
+            monkeypatch.setattr(os, name, self._kept(getattr(os, name), getattr(self, name)))
+        monkeypatch.setattr(shutil, "rmtree", self._kept(shutil.rmtree, self.rmtree))
+
+    def _kept(self, really, note):
+        def call(*arguments, **options):
+            with self._lock:
+                before = set(self.unsynced)
+                result = really(*arguments, **options)
+                if "dir_fd" not in options:
+                    note(before, result, *arguments)
+                return result
+
+        return call
+
+    def open(self, before, result, path, flags, *rest):
+        self._paths[result] = Path(path)
+        if flags & os.O_CREAT:
+            self.unsynced |= {Path(path)}
+            if not Path(path).name.startswith("."):  # or it is what becomes of it that has to last
+                self.unsynced.add(Path(path).parent)
+
+    def write(self, before, result, descriptor, content):
+        self.unsynced.add(self._paths[descriptor])
+
+    def fsync(self, before, result, descriptor):
+        self.unsynced.discard(self._paths[descriptor])
+
+    def rename(self, before, result, source, target):
+        source, target = Path(source), Path(target)
+        if not target.name.startswith("."):
+            self.steps.append((target.name, {path for path in before if path == source or source in path.parents}))
+        self.unsynced = {path for path in self.unsynced if path != source and source not in path.parents}
+        self.unsynced |= {source.parent, target.parent}
+
+    def replace(self, before, result, source, target):
+        self.steps.append((Path(target).name, before))
+        self.unsynced.add(Path(target).parent)
+
+    def rmtree(self, before, result, path, *rest, **options):
+        if path.name.endswith(("replaced", "removed")):
+            self.steps.append((f"remove {path.name}", before))
+
+
+@pytest.mark.promise("C01")
+def test_what_takes_its_place_is_on_the_disk_then_the_pointer_and_only_then_the_old_one_goes(tmp_path, monkeypatch):
+    def program(group):
+        optimizer = sharded(group)
+        for tag in ("older", "a"):
+            zero.save(tmp_path, optimizer, tag)
+        group.exchange(b"")
+        books = None
+        if group.rank == 0:
+            books = Books(monkeypatch)
+        group.exchange(b"")
+        zero.save(tmp_path, optimizer, "a", keep_last=1)
+        optimizer.close()
+        return books
+
+    books = run_ranks(WORLD, program, 30.0)[0]
+    commit = [(step, unsynced) for step, unsynced in books.steps if not step.startswith("rank-")]
+    assert [step for step, _ in commit] == ["a", "latest", "remove .a.replaced", "remove .older.saving-removed"]
+    for step, unsynced in commit[:3]:
+        assert unsynced == set(), step
+    assert len(books.steps) == len(commit) + WORLD  # each rank says by a name that its part is there

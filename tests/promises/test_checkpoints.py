@@ -34,7 +34,7 @@ from tests.promises.checkpoints import (
     without_dropout,
 )
 from tests.traces import copied
-from zero.checkpoint import disk
+from zero.checkpoint import disk, typed
 from zero.checks import ELEMENTWISE
 from zero.comm.loopback import run_ranks, solo
 from zero.engine import Engine
@@ -827,6 +827,23 @@ def test_ranks_that_see_different_directories_are_told_so_and_none_begins_anew(t
     on_threads(2, program)
 
 
+def test_a_model_of_other_shapes_is_refused_by_name_and_stays_as_it_was(tmp_path):
+    """Though it has as many elements."""
+
+    def made(inside, outside):
+        model = nn.Sequential(nn.Linear(inside, outside, bias=False))
+        return shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, group=solo())
+
+    one, other = made(3, 4), made(4, 3)
+    zero.save(tmp_path, one)
+    before = everything(other)
+    with pytest.raises(ValueError, match=r"0\.weight has shape \(4, 3\) in it and \(3, 4\) in the model"):
+        zero.load(tmp_path, other)
+    assert first_difference(before, everything(other)) is None
+    one.close()
+    other.close()
+
+
 FORGERIES = {
     "a dtype of no tensor": lambda body: body["parameters"]["first.weight"]["state"].update(exp_avg="load"),
     "another dtype": lambda body: body["parameters"]["first.weight"].update(value_dtype="int32"),
@@ -920,6 +937,38 @@ def test_what_cannot_be_stored_is_refused_at_save_with_the_path_to_it(extra, pat
 
     on_threads(2, program)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_whatever_a_save_takes_a_load_gives_back(tmp_path):
+    """JSON of other makes ends at some depth, at 64 bits, and at texts that no file could have as its name."""
+    deep = "bottom"
+    for level in range(98):
+        deep = {level: deep} if level % 2 else (deep,)
+    extra = {"deep": deep, "long": -(10**3000), "odd": "\ud800 \0 \u2028", "name": os.fsdecode(b"\xff.txt"), "": {}, "$": "v"}
+    with training() as optimizer:
+        zero.save(tmp_path, optimizer, extra=extra)
+        assert first_difference(extra, zero.load(tmp_path, optimizer)) is None
+
+
+def test_what_would_come_back_as_another_is_refused_at_save_with_the_path_to_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(typed._MADE, "bytes", lambda value: bytearray())
+    with training() as optimizer:
+        with pytest.raises(ValueError, match=r"extra\['a'\]\[1\] was asked for, but it would come back as another"):
+            zero.save(tmp_path, optimizer, extra={"a": [1, b"x"]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_none_and_one_that_is_a_checkpoint_itself_are_told_so(tmp_path):
+    with training() as optimizer:
+        for call in (zero.save, zero.load):
+            with pytest.raises(ValueError, match="the directory '' were asked for"):
+                call("", optimizer)
+        zero.save(tmp_path, optimizer, "a")
+        with pytest.raises(FileNotFoundError, match=r"Give its directory .*, and tag='a'"):
+            zero.load(tmp_path / "a", optimizer)
+        (tmp_path / "file").touch()
+        with pytest.raises(CheckpointFailed, match=r"rank 0: FileExistsError: .*file"):
+            zero.save(tmp_path / "file", optimizer)
 
 
 def test_nothing_of_python_but_values_is_read_and_no_pickle(tmp_path):
@@ -1227,12 +1276,29 @@ def test_the_exported_optimizer_is_loaded_with_weights_only(tmp_path):
     assert state["steps"].dtype == torch.int64
 
 
-def test_an_export_of_a_damaged_checkpoint_names_the_file_and_writes_nothing(tmp_path):
+@pytest.mark.parametrize("at", [900, -9], ids=["header", "values"])
+def test_an_export_of_a_damaged_checkpoint_names_the_file_and_writes_nothing(at, tmp_path):
     saved(tmp_path / "c", tag="a")
-    flip(tmp_path / "c" / "a" / "rank-00000.safetensors", 900)
+    flip(tmp_path / "c" / "a" / "rank-00000.safetensors", at)
     with pytest.raises(BadCheckpoint, match=r"rank-00000\.safetensors"):
         zero.export(tmp_path / "c", tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"out": "."}, "that is a folder"), ({"out": "file", "shard_bytes": 9}, "that is a file"),
+        ({"shard_bytes": 0}, "shard_bytes=0"), ({"dtype": torch.int8}, "in torch.int8"),
+    ],
+)  # fmt: skip
+def test_an_export_that_cannot_be_is_refused_before_anything_is_written(options, message, tmp_path):
+    saved(tmp_path, tag="a")
+    (tmp_path / "file").touch()
+    given = {**options, "out": tmp_path / options.get("out", "new")}
+    with pytest.raises(ValueError, match=message):
+        zero.export(tmp_path, **given)
+    assert sorted(os.listdir(tmp_path)) == ["a", "file", "latest"]
 
 
 def test_the_network_of_these_tests_has_the_difficulties_that_they_are_about():

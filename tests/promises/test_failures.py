@@ -18,30 +18,16 @@ import torch
 from torch import nn
 
 import zero
+from accelerators import simulated
 from tests import ranks
+from tests.devices import needs_sim
+from tests.faults import FailingSGD, end_as_the_interpreter_does
+from tests.zoo.case import filled
 from zero.errors import ZeroError
 
 LIMIT_S = 2.0  # the ranks' own
 SLACK_S = 6.0  # that ranks need to find out who it is, on a machine that does other things too
 STEP = 3  # the one that it fails in
-
-
-class FailingSGD(torch.optim.SGD):
-    """Calls `at` in the middle of its step."""
-
-    at = staticmethod(lambda: None)
-
-    def step(self, closure=None):
-        self.at()
-        return super().step(closure)
-
-
-def end_as_the_interpreter_does(error):
-    """What happens to an error that nobody catches, in a process that runs somebody's program."""
-    sys.last_value = error
-    traceback.print_exception(error)
-    atexit._run_exitfuncs()
-    os._exit(1)
 
 
 def fail(how, folder, world):
@@ -83,9 +69,9 @@ def _train(at, folder):
     inner = FailingSGD(model.parameters(), lr=0.1)
     step = 0
     inner.at = lambda: at("update", step)
-    model[2].weight.register_hook(lambda _: at("backward", step))
     options = {"timeout_s": LIMIT_S, "first_step_timeout_s": 60.0, "elementwise": True, "stage": 2, "bucket_bytes": 64}
     optimizer = zero.shard(model, inner, **options)
+    model[2].weight.register_hook(lambda _: at("backward", step))
     for step in range(1, 7):
         at("data", step)
         loss = model(torch.ones(2, 4)).square().mean()
@@ -134,14 +120,84 @@ def told_by_others(world, victim, how, where, folder):
     return [outcome.value[0] for outcome in others]
 
 
-@pytest.mark.promise("L01", "L02", "L03")
+@pytest.mark.promise("L01", "L02", "L03", "L07")
 @pytest.mark.parametrize(("world", "where", "how"), POINTS)
 def test_a_rank_that_fails_is_named_on_all_others_with_its_phase_and_step(world, where, how, tmp_path):
     for text in told_by_others(world, 1, how, where, tmp_path):
         assert "rank 1 " in text and SEEN[where] in text and SAID[how] in text, text
+        if (where, how) == ("backward", "raise"):
+            assert f"{SEEN[where]}, at parameter '2.weight'" in text, text
 
 
 @pytest.mark.promise("L02")
 def test_the_rank_that_holds_the_store_is_named_though_its_last_lines_are_lost_with_it(tmp_path):
     for text in told_by_others(3, 0, "kill", "backward", tmp_path):
         assert "rank 0 was last seen at a place that is not known" in text and "and is gone" in text, text
+
+
+# Which parameter --------------------------------------------------------------------------------------------------------
+
+PHASES = {
+    "a hook on a gradient": ("at", "0.weight"),
+    "a hook on a gradient that was there before": ("after", "0.bias"),
+    "a hook after a gradient": ("at", "0.weight"),
+    "a module": ("after", "2.weight"),
+    "our own hook": ("at", "0.weight"),
+}
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return explode()
+
+
+def explode(*_):
+    raise ArithmeticError("too much of it")
+
+
+def break_off(rank, world, device, phase, how):
+    """What is said on this rank, with the functions on the way to where it began."""
+    if device == "sim":
+        simulated.bring_up()
+    model = filled(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))).to(device)
+    if rank == 1 and phase == "a hook on a gradient that was there before":
+        model[0].weight.register_hook(explode)
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, bucket_bytes=64)
+    if rank == 1 and phase == "a hook on a gradient":
+        model[0].weight.register_hook(explode)
+    if rank == 1 and phase == "a hook after a gradient":
+        model[0].weight.register_post_accumulate_grad_hook(explode)
+    if rank == 1 and phase == "our own hook":
+        collect, optimizer.parts.window.reducer.collect = optimizer.parts.window.reducer.collect, lambda index, *rest: (
+            explode() if model[0].weight is optimizer.parts.params.tensors[index] else collect(index, *rest)
+        )
+    if rank == 1 and phase == "a module":
+        model[1].register_forward_hook(lambda *called: Broken.apply(called[-1]))
+    loss = model(torch.ones(2, 4, device=device)).square().mean()
+    try:
+        optimizer.backward(loss) if how == "ours" else loss.backward()
+        optimizer.step()
+    except (ArithmeticError, ZeroError) as error:
+        notes, way = getattr(error, "__notes__", []), [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        said = type(error).__name__, str(error), notes, way
+    optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.promise("L07")
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("sim", marks=needs_sim)])
+def test_an_error_in_a_backward_keeps_its_traceback_and_the_others_name_the_parameter(phase, device):
+    how = "ours" if device == "cpu" else "plain"
+    other, own = ranks.run(2, break_off, device, phase, how, apart="sim" if device == "sim" else "")
+    place = " parameter ".join(PHASES[phase]).replace("parameter ", "parameter '") + "'"
+    assert (own[0], own[1]) == ("ArithmeticError", "too much of it")
+    assert own[3][-1] == "explode"
+    if how == "ours" and sys.version_info >= (3, 11):
+        assert own[2] == [f"This was in a backward of step 1, {place}."]
+    assert other[0] == "RankFailed" and f"Rank 1 failed or cleared its gradients at step 0, {place}, where" in other[1]

@@ -1,5 +1,6 @@
 """A12: what adds up in a window, and what ends it, with shares of gradients on the host."""
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -26,6 +27,7 @@ from tests.promises.offloads import (
 from tests.zoo.branches import ManyParameters
 from tests.zoo.case import draw, filled, real_loss
 from zero.memory.offload import Host
+from zero.runtime.updater import Updater
 
 # windows ----------------------------------------------------------------------------------------------------------------
 
@@ -115,6 +117,54 @@ def test_a_single_backward_with_offload_allocates_no_accumulator(stage):
             # at stage 1 the two meet in .grad or in the bucket, at stage 2 the second one lands beside the shard
             assert made == lent
             assert on_device <= buffers
+
+
+@contextlib.contextmanager
+def events_of_a_step(optimizer):
+    """By name and in order: a bucket that is stepped, with the copies back that have not ended; one that is sent back; one that
+    is gathered."""
+    events, masters, group = [], optimizer.parts.updater._masters, optimizer.parts.gatherer._group
+    step, send_up, gather = Updater._step_inner, Host.up, group.all_gather
+
+    def note_step(updater, batch, used):
+        events.append(("step", {block.bucket for block in batch}, sum(not sent.done() for sent, _ in masters._sent)))
+        step(updater, batch, used)
+
+    def note_copy(host, source, target):
+        events.append(("copy",))
+        return send_up(host, source, target)
+
+    def note_gather(bucket):
+        events.append(("gather",))
+        return gather(bucket)
+
+    with (
+        mock.patch.object(Updater, "_step_inner", note_step),
+        mock.patch.object(Host, "up", note_copy),
+        mock.patch.object(group, "all_gather", note_gather, create=True),
+    ):
+        yield events
+
+
+def order_of_a_step(model, optimizer, rank):
+    send(model, optimizer, rank, 0, 0)
+    with events_of_a_step(optimizer) as events:
+        optimizer.step()
+    return events
+
+
+@needs_sim
+@SHARDED
+@pytest.mark.parametrize("world", [1, 2])
+def test_weights_of_a_bucket_travel_back_and_are_gathered_while_the_next_one_is_stepped(world, stage):
+    for [events] in on_sim(world, order_of_a_step, [{"stage": stage, "dtype": "bfloat16", "offload": "cpu"}]):
+        steps = [event for event in events if event[0] == "step"]
+        assert len(steps) > 2 and all(len(buckets) == 1 for _, buckets, _ in steps)
+        # each bucket leaves before the next one is begun
+        names = ["step", "copy", "gather"][: 1 + world]
+        assert [event[0] for event in events] == names * len(steps)
+        if world == 1:  # with more ranks, gloo waits for what it sends
+            assert [on_their_way for _, _, on_their_way in steps] == [0] + [1] * (len(steps) - 1)
 
 
 # what ends a window -----------------------------------------------------------------------------------------------------

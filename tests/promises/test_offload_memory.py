@@ -305,7 +305,6 @@ def refused(rank, world, cap, options):
     held = accelerator.memory().allocated
     accelerator.reset_peak_memory()
     with simulated.without(*lacking), mock.patch.dict(os.environ, {"ACCELERATOR_MEMORY": cap} if cap else {}):
-        vars(accelerator).pop("can_pin", None)
         with mock.patch.object(Host, "empty", side_effect=AssertionError("allocated")) as empty:
             try:
                 offload = {"pinned": True} if options.get("pinned") else "cpu"
@@ -313,7 +312,6 @@ def refused(rank, world, cap, options):
                 said = None
             except (ValueError, MemoryError) as error:
                 said = f"{type(error).__name__}: {error}"
-    vars(accelerator).pop("can_pin", None)
     after = {name: (parameter.data_ptr(), parameter.dtype) for name, parameter in model.named_parameters()}
     return said, before == after, accelerator.memory().peak - held, empty.called
 

@@ -24,6 +24,7 @@ import zero
 from accelerators.memory import MemoryReading
 from tests import ranks
 from tests.devices import needs_sim
+from tests.faults import end_as_the_interpreter_does
 from tests.zoo.case import filled
 from zero.comm.loopback import run_ranks
 from zero.errors import GroupLost, NonFinite, RanksDiffer
@@ -268,10 +269,10 @@ def meeting():
     return {**os.environ, **ranks.DEFAULT_ENV, "ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-def start(program, world=2, limits="", **more):
+def start(program, world=2, limits="", first="", **more):
     """Processes of a user's own program, as plain environment variables start it."""
     shared = meeting()
-    whole = textwrap.dedent(PROGRAM).replace("LIMITS", limits) + textwrap.dedent(program)
+    whole = textwrap.dedent(first) + textwrap.dedent(PROGRAM).replace("LIMITS", limits) + textwrap.dedent(program)
     command = [sys.executable, "-W", "error", "-c", whole]
     return [
         subprocess.Popen(
@@ -376,11 +377,75 @@ def test_ctrl_c_ends_every_rank_within_the_time_limit_with_its_traceback():
     assert any("KeyboardInterrupt" in err for _, _, err in found)
 
 
-def test_an_error_of_one_program_is_told_by_the_other_with_its_words():
-    found = ends(start("if optimizer.group.rank == 1: raise LookupError('no such batch')\nstep()"))
+BREAKS_OFF = """
+    def fail(_): raise LookupError("no such batch")
+    if optimizer.group.rank == 1: model[0].weight.register_hook(fail)
+    step()
+"""
+
+
+@pytest.mark.promise("L07")
+def test_an_error_of_one_program_is_told_by_the_other_with_its_words_and_the_parameter():
+    found = ends(start(BREAKS_OFF))  # with the usual time limits, which nobody waits for
     assert [code for code, _, _ in found] == [1, 1], found
     assert "LookupError: no such batch" in found[1][2].splitlines()[-1]
     assert "rank 1 raised LookupError: no such batch (<string>:" in found[0][2]
+    assert "in a backward of step 2, at parameter '0.weight'" in found[0][2]
+
+
+STANDS_STILL = """
+    print("ready", flush=True)
+    if optimizer.group.rank == 1: time.sleep(600)
+    step()
+"""
+
+
+@pytest.mark.promise("X15")
+def test_ctrl_c_ends_a_rank_that_waits_for_one_that_stands_still_long_before_the_time_limit():
+    waits, stands = processes = start(STANDS_STILL, limits="timeout_s=300.0")
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        time.sleep(1.0)  # it has sent all its gradients by then
+        waits.send_signal(signal.SIGINT)
+        _, err = waits.communicate(timeout=60.0)
+    finally:
+        stands.kill()
+        waits.kill()
+    assert waits.returncode == -signal.SIGINT and "KeyboardInterrupt" in err
+
+
+def fail_before_sharding(rank, world):
+    if rank == 1:
+        end_as_the_interpreter_does(LookupError("no such model"))
+    with pytest.raises(GroupLost, match=r"2 ranks were to train together, but rank 1 raised LookupError: no such model"):
+        sharded(small(), timeout_s=60.0, first_step_timeout_s=600.0)
+
+
+@pytest.mark.promise("L01")
+def test_a_rank_that_raises_before_it_shards_is_named_without_waiting_for_the_time_limit():
+    waiting, ended = ranks.outcomes(2, fail_before_sharding, timeout=30.0)
+    assert waiting.ok and ended.kind == "died", ranks.describe([waiting, ended])
+
+
+COUNTS_THREADS_LAST = """
+    import atexit, pathlib
+    def count():
+        names = [(task / "comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
+        print(sum(name.startswith("pt_gloo") for name in names))
+    atexit.register(count)  # before all others, so that it runs after them
+"""
+
+
+@pytest.mark.promise("X12")
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
+@pytest.mark.parametrize(
+    "last", ["step()", "optimizer.close()", "raise LookupError", "if optimizer.group.rank == 1: raise LookupError\nstep()"]
+)
+def test_no_thread_that_takes_the_lock_of_the_interpreter_is_left_when_that_ends(last):
+    """One that waits for the lock while the interpreter ends takes the process down with SIGABRT, whatever had been trained."""
+    found = ends(start(last, first=COUNTS_THREADS_LAST))
+    assert [out for _, out, _ in found] == ["0", "0"], found
 
 
 # Starting again --------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def test_inspect_names_the_file_that_is_damaged(folder, capsys):
     assert main(["inspect", str(path), "--no-check"]) == 0
     assert "not checked" in capsys.readouterr().out
     assert main(["inspect", str(path / "nowhere")]) == 2
-    assert "Save one first" in capsys.readouterr().err
+    assert "save one first" in capsys.readouterr().err
 
 
 def test_export_writes_what_it_names(folder, tmp_path, capsys):

@@ -6,8 +6,11 @@ import pickle
 import subprocess
 import sys
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from zero.config import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, ZeroConfig, first_difference
 from zero.recipes import FUSED_IN_TORCH, OPTIMIZERS, SCHEDULES
@@ -21,6 +24,7 @@ OTHER_VALUES = {
     "cast_inputs": True,
     "offload": Offload(pinned=False),
     "bucket_bytes": 1,
+    "shared_memory": False,
     "align_bytes": 128,
     "reduce": 3.0,
     "reduce_dtype": "bfloat16",
@@ -44,6 +48,19 @@ OTHER_VALUES = {
     "schedule": ScheduleSpec.of("WarmupLR"),
     "report": Report(memory=True),
 }
+NEEDED = {"cast_inputs": {"dtype": "float16"}}  # by some of them
+
+# Anything, and most of it for any field wrong.
+ODD_THINGS = [
+    10**400, float("nan"), 2**63, "auto", "cpu", "float16", "bf16", "mean", "\ud800", object(), torch.float16, LossScale,
+    {1: 2}, {"home": "nvme"}, {"kind": "Adam"}, {"kind": []}, {"initial": 0}, (), ("a", 1), torch.ones(2),
+]  # fmt: skip
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), st.binary(max_size=3),
+    st.sampled_from(ODD_THINGS), st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.sampled_from(["home", "kind", "settings", "window", "x"]), st.integers()),
+)  # fmt: skip
+CHOSEN = st.sets(st.sampled_from(sorted(OTHER_VALUES)), max_size=6)
 
 
 def in_a_fresh_python(code: str) -> str:
@@ -64,9 +81,8 @@ def test_the_command_line_imports_no_pydantic_before_it_is_needed():
 
 def test_every_field_is_in_the_text_and_in_the_digest():
     assert set(OTHER_VALUES) == set(ZeroConfig.model_fields)
-    needed = {"cast_inputs": {"dtype": "float16"}}
     for name, value in OTHER_VALUES.items():
-        base = {"stage": 2, **needed.get(name, {})}
+        base = {"stage": 2, **NEEDED.get(name, {})}
         plain, other = ZeroConfig(**base), ZeroConfig(**{**base, name: value})
         assert plain.digest != other.digest, name
         assert plain.text().splitlines()[:-1] != other.text().splitlines()[:-1], name
@@ -80,7 +96,7 @@ def test_equal_configurations_have_equal_digests_whatever_order_they_were_writte
 
 def test_the_digest_of_the_defaults_is_stable():
     """Checkpoints hold it: a changed default shows here first."""
-    assert ZeroConfig(stage=2).digest == "fd477806dda4"
+    assert ZeroConfig(stage=2).digest == "fdaa355f666b"
 
 
 @pytest.mark.promise("N10")
@@ -254,3 +270,42 @@ def test_every_schedule_by_name_lists_each_of_its_settings():
     for kind, settings in SCHEDULES.items():
         spec = ScheduleSpec.of(kind, {name: value for name, value in required.items() if name in settings})
         assert set(spec.kwargs) == set(settings)
+
+
+@pytest.mark.parametrize("field", ["loss_scale", "offload", "report", "batch", "optimizer", "schedule"])
+def test_settings_of_a_block_whose_names_are_no_texts_are_refused(field):
+    with pytest.raises(ValueError, match="whose names are no texts"):
+        ZeroConfig(stage=2, **{field: {1: 2}})
+
+
+# Any configuration ------------------------------------------------------------------------------------------------------
+
+
+def made(given_settings):
+    """The configuration, or None where it is refused; it must be by a ValueError, with what was found and what to do."""
+    try:
+        return ZeroConfig(**given_settings)
+    except ValueError as error:
+        assert str(error).endswith((".", "?")) and ". " in str(error) and "pydantic" not in str(error), error
+        return None
+
+
+@hypothesis.settings(max_examples=250, deadline=None)
+@given(CHOSEN, st.sampled_from([*sorted(OTHER_VALUES), "stages", ""]), ODD)
+def test_a_configuration_with_one_field_broken_is_refused_with_a_value_error_and_repaired_it_is_accepted(chosen, field, odd):
+    valid = {"stage": 2, **{name: OTHER_VALUES[name] for name in chosen}}
+    whole = made(valid)
+    assume(whole is not None)
+    broken = made({**valid, field: odd})
+    if broken is not None:
+        assert made(broken.model_dump()) == broken and len(broken.digest) == 12
+    elif field in OTHER_VALUES:  # its neighbours: the value that it had, and the others that go with the rest
+        assert made({**valid, field: odd} | {field: getattr(whole, field)}) == whole
+        assert made({"stage": 2, field: OTHER_VALUES[field], **NEEDED.get(field, {})}) is not None
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(OTHER_VALUES)) | st.text(max_size=4), ODD, max_size=5))
+def test_any_settings_are_accepted_or_refused_with_a_value_error(anything):
+    made(anything)
+    made({"stage": 1, **anything})

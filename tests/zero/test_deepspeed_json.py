@@ -12,7 +12,7 @@ import string
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 
 from zero.__main__ import main
 from zero.config import DEFAULT_BUCKET_BYTES
@@ -128,6 +128,9 @@ CHANGES = {
     "steps_per_print": ({}, 10),
     "wall_clock_breakdown": ({}, True),
     "memory_breakdown": ({}, True),
+    "tensorboard.enabled": ({}, True),
+    "tensorboard.output_path": ({"tensorboard": {"enabled": True}}, "logs"),
+    "tensorboard.job_name": ({"tensorboard": {"enabled": True}}, "tuned"),
 }
 
 
@@ -528,6 +531,23 @@ def test_any_dict_is_accepted_or_refused_with_a_value_or_type_error(tree, implie
     else:
         assert config.digest in config.text()
     assert repr(tree) == repr(before)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(ITEM, min_size=1, max_size=4), LEAVES)
+@pytest.mark.promise("E06")
+def test_a_dict_with_one_key_broken_is_refused_with_a_value_or_type_error_and_repaired_it_is_accepted(items, value):
+    tree = merged(*(nested(*item) for item in items))
+    try:
+        whole = translate(tree).config
+    except (ValueError, TypeError):
+        reject()
+    broken = merged(tree, nested(items[0][0], value))
+    try:
+        translate(broken)
+    except (ValueError, TypeError) as error:
+        check_words(error)
+    assert translate(merged(broken, tree)).config == whole
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

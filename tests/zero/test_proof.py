@@ -15,9 +15,9 @@ from tests.zoo.case import real_mlp, real_numbers
 from zero.comm.loopback import run_ranks, solo
 from zero.config import Batch, LossScale, OptimizerSpec, ZeroConfig
 from zero.engine import Engine
-from zero.memory.flat import Shard
 from zero.memory.masters import Masters
 from zero.optimizer import ShardedOptimizer
+from zero.runtime.reducer import Flight
 from zero.runtime.updater import Updater
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -136,16 +136,21 @@ def change(monkeypatch, owner, name, changed):
     monkeypatch.setattr(owner, name, lambda *arguments, **options: changed(original, *arguments, **options))
 
 
-def drops_a_round(keep, shard, bucket, total, factor):
-    if bucket != 0:
-        keep(shard, bucket, total, factor)
-    else:
-        keep(shard, bucket, total * 0, factor)
+def keeping(change):
+    """A sum is kept times what `change` makes of its bucket and factor."""
+
+    def land(really, flight, keep):
+        factor, bucket = flight.factor, flight._rounds[0][0]
+        flight.factor = change(bucket, factor)
+        really(flight, keep)
+        flight.factor = factor
+
+    return land
 
 
 FAULTS = {
-    "a round is lost": (Shard, "add", drops_a_round),
-    "divided twice": (Shard, "add", lambda keep, shard, bucket, total, factor: keep(shard, bucket, total, factor / 2)),
+    "a round is lost": (Flight, "_land", keeping(lambda bucket, factor: factor if bucket else 0.0)),
+    "divided twice": (Flight, "_land", keeping(lambda bucket, factor: factor / 2)),
     "the engine divides once more": (
         Engine, "backward", lambda backward, engine, loss, **options: backward(engine, loss / 2, **options),
     ),
@@ -241,9 +246,13 @@ def subject(rank, num_ranks):
                 optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), config={"zero_optimization": {"stage": 2}})
 
 def broken():
-    from zero.memory.flat import Shard
-    keep = Shard.add
-    Shard.add = lambda self, bucket, total, factor: keep(self, bucket, total, factor / 2)
+    from zero.runtime.reducer import Flight
+    land = Flight._land
+    def halved(flight, keep):
+        flight.factor /= 2
+        land(flight, keep)
+        flight.factor *= 2
+    Flight._land = halved
     return subject(0, 1)
 
 def careless(rank, num_ranks):

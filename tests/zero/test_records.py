@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import types
 
 import pytest
@@ -12,11 +13,14 @@ from tests.promises.loops import alone
 from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero.comm.loopback import run_ranks, solo
 from zero.config import LossScale
+from zero.deepspeed_json import read_deepspeed
 from zero.engine import Engine
 from zero.held import held
-from zero.optimizer import shard
+from zero.optimizer import ShardedOptimizer, shard
 from zero.plan.costs import cost_of
 from zero.runtime.labels import STOPS
+
+building = threading.Lock()  # ranks that are threads share torch's generators
 
 
 def adamw(model):
@@ -80,14 +84,46 @@ class Board:
     def add_scalar(self, name, value, step):
         self.scalars[name] = value, step
 
+    def flush(self):
+        pass
+
     def close(self):
         self.closed = True
 
 
-def test_numbers_of_a_record_go_to_tensorboard_where_that_is_asked_for(tmp_path, monkeypatch):
-    boards = []
-    writer = types.SimpleNamespace(SummaryWriter=lambda folder: boards.append(Board(folder)) or boards[-1])
+@pytest.fixture
+def boards(monkeypatch):
+    made = []
+    writer = types.SimpleNamespace(SummaryWriter=lambda folder: made.append(Board(folder)) or made[-1])
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    return made
+
+
+def test_a_deepspeed_file_has_each_step_of_the_engine_written_for_tensorboard_by_rank_0(boards):
+    written = {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2},
+               "tensorboard": {"enabled": True, "output_path": "logs", "job_name": "tuned"}}  # fmt: skip
+
+    def program(group):
+        with building:
+            model = real_mlp()
+            inner = adamw(model)
+        engine, losses = Engine(ShardedOptimizer(model, inner, read_deepspeed(written), group)), []
+        for micro in range(4):
+            loss = real_loss(engine(draw(model, (3, 4), group.rank, micro, real=True)))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        engine.close()
+        return losses
+
+    losses = run_ranks(2, program)[0]
+    [board] = boards
+    assert board.folder == "logs/tuned" and board.closed
+    assert board.scalars["loss"] == (pytest.approx(sum(losses[2:]) / 2), 2)
+    assert board.scalars["ms/forward"][1] == board.scalars["norm"][1] == 2
+
+
+def test_numbers_of_a_record_go_to_tensorboard_where_that_is_asked_for(tmp_path, boards):
     model, optimizer = alone(make=adamw)
     with zero.Records(tmp_path / "records.jsonl", optimizer, tensorboard=tmp_path / "board") as records:
         backward(optimizer, real_loss(model(draw(model, (3, 4), 0, 0, real=True))))

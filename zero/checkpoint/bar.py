@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import Any
 
@@ -19,17 +20,19 @@ class Bar:
         self._wanted = wanted and sys.stderr.isatty()
         self._begun = time.monotonic()
         self._so_far = 0
+        self._lock = threading.Lock()
         self._shown: Any = None
         self._task: Any = None
 
     def advance(self, amount: int) -> None:
-        self._so_far += amount
         if not self._wanted:
             return
-        if self._shown is None and time.monotonic() - self._begun > _AFTER_S:
-            self._show()
-        if self._shown is not None:
-            self._shown.update(self._task, completed=self._so_far)
+        with self._lock:  # a file has several readers
+            self._so_far += amount
+            if self._shown is None and time.monotonic() - self._begun > _AFTER_S:
+                self._show()
+            if self._shown is not None:
+                self._shown.update(self._task, completed=self._so_far)
 
     def _show(self) -> None:
         from rich.console import Console

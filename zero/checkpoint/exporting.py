@@ -42,7 +42,8 @@ def export(
     of files of about that size and an index. Floating weights are in the dtype that they were trained in, or in `dtype`.
     `optimizer` names a file for a state dict that a plain torch optimizer takes.
     """
-    folder = Folder(Path(os.fspath(directory))).find(tag)
+    _check_asked(Path(os.fspath(out)), shard_bytes, dtype)
+    folder = Folder.at(directory).find(tag)
     manifest = read_manifest(folder)
     with Bar(f"checking {folder.name}", sum(file.num_bytes for file in manifest.files)) as bar:
         for number in range(len(manifest.files)):
@@ -56,6 +57,16 @@ def export(
         return made
     finally:
         lines.close()
+
+
+def _check_asked(out: Path, shard_bytes: int | None, dtype: torch.dtype | None) -> None:
+    if shard_bytes is not None and shard_bytes < 1:
+        raise ValueError(f"An export with shard_bytes={shard_bytes} was asked for, but a file has bytes. Pass 1 or more.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"An export in {dtype} was asked for, but weights are no integers. Pass a floating dtype.")
+    if (shard_bytes is None) is out.is_dir() and out.exists():
+        what, instead = ("a folder", "file") if out.is_dir() else ("a file", "folder")
+        raise ValueError(f"An export to {out} was asked for, but that is {what}. Name a {instead}.")
 
 
 def read_export(out: str | os.PathLike[str]) -> dict[str, Any]:

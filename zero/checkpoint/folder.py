@@ -14,12 +14,13 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zero.checkpoint import disk
 from zero.errors import BadCheckpoint
-from zero.plan.manifest import ANOTHER, MARK, Manifest
+from zero.plan.manifest import ANOTHER, HEAD_BYTES, Manifest, number_of
 
 LATEST, MANIFEST = "latest", "manifest.json"
 _TAG = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]{0,199}")  # it becomes the name of a folder, on any system
@@ -46,6 +47,12 @@ class Folder:
 
     path: Path
 
+    @staticmethod
+    def at(directory: Any) -> Folder:
+        if os.fspath(directory) == "":  # a variable that was not set, and not what is current
+            raise ValueError("Checkpoints in the directory '' were asked for, which names none. Pass '.' for the current one.")
+        return Folder(Path(os.path.abspath(os.fspath(directory))))
+
     # finding -----------------------------------------------------------------------------------------------------
 
     def latest(self) -> str | None:
@@ -61,9 +68,10 @@ class Folder:
         """The folder of a checkpoint, the latest where no tag is given."""
         wanted = self.latest() if tag is None else check_tag(tag)
         if wanted is None:
+            is_one = _number(self.path) is not None
+            remedy = f"its directory {self.path.parent}, and tag={self.path.name!r}" if is_one else "a tag, or save one first"
             raise FileNotFoundError(
-                f"The latest checkpoint in {self.path} was asked for, but there is no file {LATEST!r} that names one. Save one "
-                "first, or give a tag."
+                f"The latest checkpoint in {self.path} was asked for, but no file {LATEST!r} there names one. Give {remedy}."
             )
         for found in (self.path / wanted, self._replaced(wanted)):
             if (found / MANIFEST).is_file():
@@ -75,8 +83,12 @@ class Folder:
 
     def tags(self) -> list[str]:
         """Of all checkpoints, the oldest first."""
-        folders = [path for path in self._folders() if not path.name.startswith(".") and _is_checkpoint(path)]
-        return [path.name for path in sorted(folders, key=lambda path: ((path / MANIFEST).stat().st_mtime_ns, path.name))]
+        return [tag for _, tag in self._numbered()]
+
+    def _numbered(self) -> list[tuple[int, str]]:
+        """By the numbers that they were given: a clock may be set back, and a copy has another time than what it is of."""
+        numbers = ((_number(path), path.name) for path in self._folders() if not path.name.startswith("."))
+        return sorted((number, tag) for number, tag in numbers if number is not None)
 
     def _folders(self) -> Iterator[Path]:
         if self.path.is_dir():
@@ -90,7 +102,7 @@ class Folder:
     def begin(self, tag: str) -> Path:
         """A hidden folder to write to; what others left who were stopped goes."""
         target = self.path / tag
-        if target.is_symlink() or (target.exists() and not _is_checkpoint(target)):
+        if target.is_symlink() or (target.exists() and _number(target) is None):
             raise FileExistsError(f"A checkpoint {target} was asked for, but something else has that name. Choose another tag.")
         self.path.mkdir(parents=True, exist_ok=True)
         for path in list(self._folders()):
@@ -113,6 +125,7 @@ class Folder:
 
     def commit(self, written: Path, tag: str, manifest: Manifest, is_latest: bool = True) -> Path:
         """Makes what was written a checkpoint, and the pointer name it."""
+        manifest = replace(manifest, number=max((number for number, _ in self._numbered()), default=0) + 1)
         disk.write(written / MANIFEST, [manifest.text().encode()])
         disk.sync_folder(written)
         target, replaced = self.path / tag, self._replaced(tag)
@@ -140,12 +153,13 @@ class Folder:
                 disk.remove_folder(self.path / tag)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint of ours, damaged or not; whatever else is in the directory is never taken away."""
+def _number(path: Path) -> int | None:
+    """Of a checkpoint of ours, damaged or not; whatever else is in the directory is None, and never taken away."""
     try:
-        return MARK.encode() in (path / MANIFEST).read_bytes()
+        with open(path / MANIFEST, "rb") as file:
+            return number_of(file.read(HEAD_BYTES))
     except OSError:
-        return False
+        return None
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -164,8 +178,9 @@ def check_file(folder: Path, manifest: Manifest, number: int, read: disk.Written
     try:
         found = path.stat().st_size
         wrong = None if found == told.num_bytes else f"it has {found} bytes and had {told.num_bytes}"
-        if wrong is None and disk.hash_of(path, read) != told.sha256:
-            wrong = "its content has not the hash that the manifest gives"
+        check = disk.checksum_of if told.checksum else disk.sha256_of
+        if wrong is None and check(path, read) != (told.checksum or told.sha256):
+            wrong = "its content has not the checksum that the manifest gives"
     except OSError as error:
         wrong = str(error)
     if wrong is not None:

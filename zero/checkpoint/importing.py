@@ -69,7 +69,7 @@ def import_checkpoint(
     """
     path = Path(os.fspath(source))
     found = _from_deepspeed(path, tag) if path.is_dir() else _from_torch(path, optimizer, buffers)
-    return _write(found, Folder(Path(os.fspath(out))), f"global_step{found.more.get('step', 0)}")
+    return _write(found, Folder.at(out), f"global_step{found.more.get('step', 0)}")
 
 
 def _write(found: _Found, folder: Folder, tag: str) -> Path:

@@ -35,9 +35,9 @@ class Lines:
         for stretch in stored.stretches:
             found = span.overlap(stretch.span)
             if found is not None:
-                source = self._files.get(stretch.file, key_of(name, what, stretch.start), dtype)
                 here, there = found.shifted(-span.start), found.shifted(-stretch.start)
-                target[here.start : here.stop].copy_(source[there.start : there.stop])
+                key = key_of(name, what, stretch.start)
+                self._files.read(stretch.file, key, dtype, there, target[here.start : here.stop])
 
     def check(self, files: Collection[int]) -> None:
         """Raises unless all that is said to lie in these files does, as what it is said to be. Reads no values."""

@@ -1,7 +1,7 @@
 """Tensor files in the safetensors format.
 
 They are read with the safetensors library. It is not what writes them: it takes all tensors at once, in host memory, and
-neither syncs nor hashes; here they pass one at a time from wherever they are, and their hash is made as they pass.
+neither syncs nor sums; here they pass one at a time from wherever they are, and their checksum is made as they pass.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from zero.checkpoint.disk import Written, write
 from zero.errors import BadCheckpoint
 from zero.plan.manifest import ANOTHER
+from zero.plan.spans import Span
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
@@ -29,7 +30,7 @@ Metadata = Mapping[str, str]
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], written: Written = lambda _: None, metadata: Metadata | None = None
 ) -> tuple[int, str]:
-    """Writes a file of these tensors; its size and its hash."""
+    """Writes a file of these tensors; its size and its checksum."""
     ordered = dict(sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize))  # so that each begins at a multiple of it
     sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items()}
     return write_stream(path, sizes, ordered.values(), written, metadata)
@@ -81,6 +82,7 @@ class TensorFiles:
         self._folder = folder
         self._names = list(names)
         self._open: dict[int, Any] = {}
+        self._raw: dict[int, _Raw] = {}
 
     def get(self, file: int, key: str, dtype: torch.dtype) -> torch.Tensor:
         """A whole tensor of a file, flat."""
@@ -101,7 +103,38 @@ class TensorFiles:
             raise BadCheckpoint(f"{key} was to be read from {path} as {dtype}, but it is {flat.dtype}. {ANOTHER}")
         return flat.view(dtype)
 
+    def read(self, file: int, key: str, dtype: torch.dtype, span: Span, target: torch.Tensor) -> None:
+        """Copies a stretch of a tensor. On the host it is read to where it belongs: to map pages of a file takes longer."""
+        if not target.is_cpu or target.dtype != dtype or not target.is_contiguous() or not target.numel():
+            target.copy_(self.get(file, key, dtype)[span.start : span.stop])
+            return
+        if file not in self._raw:
+            self._raw[file] = _Raw(self._folder / self._names[file])
+        host: Any = target.detach().view(torch.uint8).numpy()
+        self._raw[file].read(key, span.start * dtype.itemsize, memoryview(host))
+
     def close(self) -> None:
         for opened in self._open.values():
             opened.__exit__(None, None, None)
+        for raw in self._raw.values():
+            raw.file.close()
         self._open.clear()
+        self._raw.clear()
+
+
+class _Raw:
+    """A file that was looked through already."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = open(path, "rb", buffering=0)  # noqa: SIM115 - until `TensorFiles.close`
+        size = int.from_bytes(self.file.read(8), "little")
+        self._header = json.loads(self.file.read(size))
+        self._data = 8 + size
+
+    def read(self, key: str, at: int, target: memoryview) -> None:
+        self.file.seek(self._data + self._header[key]["data_offsets"][0] + at)
+        while len(target):
+            count = self.file.readinto(target)
+            if not count:
+                raise BadCheckpoint(f"{key} was to be read from {self.file.name}, but the file ends before it. {ANOTHER}")
+            target = target[count:]

@@ -22,6 +22,8 @@ import torch
 
 from zero.memory.flat import bytes_of, dtype_name, dtype_named
 
+_DEEPEST = 100  # levels of containers: Python's own JSON ends at some number that hangs on who called it
+_MOST_BITS = 10_000  # of an integer: as a decimal Python reads no more than so many digits
 _INLINE_BYTES = 1024  # of a tensor; a larger one goes to a file
 _CONTAINERS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
 _MAPPINGS: dict[type, str] = {dict: "dict", collections.OrderedDict: "ordered", collections.Counter: "counter"}
@@ -48,7 +50,7 @@ class _Encoder:
 
     def encode(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, int, str):
+        if value is None or kind in (bool, str) or (kind is int and value.bit_length() <= _MOST_BITS):
             return value
         if kind is float:
             return value if math.isfinite(value) else _tagged("float", struct.pack("<d", value).hex())
@@ -67,6 +69,8 @@ class _Encoder:
     def _container(self, value: Any, path: str) -> Any:
         if id(value) in self._around:
             raise ValueError(f"A checkpoint of {path} was asked for, but it lies in itself. Keep what ends somewhere.")
+        if len(self._around) == _DEEPEST:
+            raise ValueError(f"A checkpoint of {path} was asked for, but it lies {_DEEPEST} levels deep. Keep flatter values.")
         self._around.append(id(value))
         try:
             kind = type(value)
@@ -85,9 +89,12 @@ class _Encoder:
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
         if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
             raise ValueError(f"A checkpoint of {path} was asked for, but it is no dense tensor with values. Make it one.")
+        made = [dtype_name(value.dtype), list(value.shape)]
         if self._keep is not None and value.nbytes > _INLINE_BYTES:
-            return _tagged("tensor in a file", [dtype_name(value.dtype), list(value.shape), self._keep(value.detach())])
-        return _tagged("tensor", [dtype_name(value.dtype), list(value.shape), base64.b64encode(bytes_of(value)).decode()])
+            coded = _tagged("tensor in a file", [*made, self._keep(value.detach())])
+        else:
+            coded = _tagged("tensor", [*made, base64.b64encode(bytes_of(value)).decode()])
+        return _tagged("wants a gradient", coded) if value.requires_grad else coded
 
 
 def _keeps(value: dict[str, Any]) -> bool:
@@ -147,6 +154,8 @@ def decode(coded: Any, fetch: Fetch | None = None) -> Any:
     if name == "tensor in a file" and fetch is not None:
         dtype, shape, key = value
         return fetch(key, dtype_named(dtype), shape)
+    if name == "wants a gradient":
+        return decode(value, fetch).detach().requires_grad_()
     make = _MADE.get(name)
     if make is None:
         raise ValueError(f"A value of type {name!r} was to be read, which no version of this format has. {value!r:.60}")
@@ -192,8 +201,8 @@ def first_difference(one: Any, other: Any, path: str) -> str | None:
     if type(one) is not type(other):
         return path
     if isinstance(one, torch.Tensor):
-        same = one.dtype == other.dtype and one.shape == other.shape and bytes_of(one) == bytes_of(other)
-        return None if same else path
+        kinds = [(tensor.dtype, tensor.shape, tensor.requires_grad) for tensor in (one, other)]
+        return None if kinds[0] == kinds[1] and bytes_of(one) == bytes_of(other) else path
     if type(one) in _MAPPINGS:
         if len(one) != len(other):
             return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -13,6 +13,8 @@ import torch
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 
 Result = TypeVar("Result")
+
+_STRETCH = 2**17  # elements
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,14 @@ class Group(Protocol):
         """Every rank's message, by rank, of any length; waits for all ranks, with a time limit."""
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory that this group can send without copying it first."""
+        """Memory that this group can send without copying it first. It may be written again when `is_read` says so."""
 
-    def note(self, doing: str) -> None:
-        """Says what this rank does from now on, for others to read if they miss it. No collective, some microseconds."""
+    def is_read(self, buffer: torch.Tensor) -> bool:
+        """False while other ranks may still read what was sent from this memory of `staging`."""
+
+    def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
+        """Says what this rank does from now on, for others to read if they miss it; if it ends by an error meanwhile, the
+        method `place` is asked where in that it was. No collective, some microseconds."""
 
     def hurry(self) -> None:
         """The first step is agreed on: from the next collective on, on all ranks, the shorter time limit holds."""
@@ -72,6 +78,17 @@ class Group(Protocol):
 
     def close(self) -> None:
         """Lets go of what this object made; never of a group that it was given."""
+
+
+def checked(group: Any) -> Group:
+    """A group of somebody's own making."""
+    if not all(hasattr(group, name) for name in ("rank", "size", "reduce_scatter", "all_gather", "exchange")):
+        raise TypeError(
+            f"group={group!r} was passed, which is neither a torch.distributed process group nor a zero Group. "
+            "Pass what torch.distributed.new_group returned, or leave it out for all ranks."
+        )
+    found: Group = group
+    return found
 
 
 class Ready:
@@ -90,10 +107,36 @@ class Ready:
 def sum_in_rank_order(pieces: torch.Tensor, num_ranks: int, sum_dtype: torch.dtype) -> torch.Tensor:
     """The sum of `num_ranks` equal stretches, added one after the other so that its bits depend on nothing else."""
     rows = pieces.view(num_ranks, -1)
-    total = rows[0].to(sum_dtype, copy=True)
-    for row in rows[1:]:
-        total.add_(row)
+    total = torch.empty(rows.shape[1], dtype=sum_dtype, device=pieces.device)
+    add_rows(list(rows), total)
     return total
+
+
+def add_rows(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 1.0, adds: bool = False) -> None:
+    """Writes `factor` times the sum of the rows, or adds it to what is there. The sum is taken in the target's dtype, in the
+    order of the rows, and on the host a stretch at a time, so that all passes but the first find it in the cache."""
+    stretch = _STRETCH if target.is_cpu else max(1, target.numel())
+    for start in range(0, target.numel(), stretch):
+        part = slice(start, start + stretch)
+        total = torch.empty_like(target[part]) if adds else target[part]
+        total.copy_(rows[0][part])
+        for row in rows[1:]:
+            total.add_(row[part])
+        if adds:
+            target[part].add_(total, alpha=factor)
+        elif factor != 1.0:
+            total.mul_(factor)
+
+
+def wait_into(pending: Pending, target: torch.Tensor, factor: float, adds: bool) -> None:
+    """Waits, and writes or adds `factor` times the result: at once where the collective can, or by way of memory of its own."""
+    direct = getattr(pending, "wait_into", None)
+    if direct is not None:
+        direct(target, factor, adds)
+    elif adds:
+        target.add_(pending.wait(), alpha=factor)
+    else:
+        torch.mul(pending.wait(), factor, out=target)
 
 
 def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:

@@ -132,7 +132,10 @@ class LoopbackGroup:
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def note(self, doing: str) -> None:
+    def is_read(self, buffer: torch.Tensor) -> bool:
+        return True  # once the collective was waited for
+
+    def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
         """Nobody needs it: whoever is missing is a thread of this process."""
 
     def hurry(self) -> None:

@@ -57,9 +57,12 @@ class Rehearsal:
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def is_read(self, buffer: torch.Tensor) -> bool:
+        return True
+
     # Nobody is there to be told, waited for or lost.
 
-    def note(self, doing: str) -> None:
+    def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
         pass
 
     def hurry(self) -> None:

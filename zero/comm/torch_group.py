@@ -32,9 +32,12 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from accelerators import Accelerator
 from accelerators.launch import read_launch
-from zero.comm.group import Group, Pending, Ready, TimeLimits, sum_in_rank_order
+from zero.comm import ending
+from zero.comm.group import Group, Pending, Ready, TimeLimits, checked
 from zero.comm.loopback import solo
-from zero.comm.watch import Watch, leave_words
+from zero.comm.shared_memory import through_shared_memory
+from zero.comm.watch import Watch
+from zero.comm.works import Exchanged, Works, bits
 from zero.errors import GroupLost
 
 # torch 2.13 has new names for these and warns of the old ones
@@ -49,10 +52,17 @@ _TURN = datetime.timedelta(seconds=0.5)  # of waiting, between two looks whether
 _TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
 
 
-def connect(accelerator: Accelerator, group: Any = None, limits: TimeLimits | None = None, may_start: bool = True) -> Group:
-    """The group to train with: the user's, else the launcher's, else a single rank."""
+def connect(
+    accelerator: Accelerator,
+    group: Any = None,
+    limits: TimeLimits | None = None,
+    may_start: bool = True,
+    shared_memory: bool | None = None,
+) -> Group:
+    """The group to train with: the user's, else the launcher's, else a single rank. `shared_memory`: whether ranks that can
+    exchange host tensors through it do; None asks nobody."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        return _checked(group)
+        return checked(group)
     limits = limits or TimeLimits()
     initialised = dist.is_available() and dist.is_initialized()
     if not initialised:
@@ -69,49 +79,32 @@ def connect(accelerator: Accelerator, group: Any = None, limits: TimeLimits | No
                 "initialised. Call init_process_group first, or leave dist_init_required out."
             )
         dist.init_process_group(accelerator.communication_backend, timeout=datetime.timedelta(seconds=limits.first_s))
-        atexit.register(_leave, os.getpid())
     elif group is None and dist.get_world_size() == 1:
         read_launch(os.environ).check_group(1)
     base = group if group is not None else dist.group.WORLD
     assert base is not None
-    return TorchGroup(accelerator, base, limits, owns_world=not initialised)
+    made = TorchGroup(accelerator, base, limits, owns_world=not initialised)
+    return made if shared_memory is None else sharing(made, shared_memory)
 
 
-def _leave(process: int) -> None:
-    """Ends the groups that we made before the interpreter ends: gloo's threads hold tensors, and must not outlive it."""
-    _kept.clear()
-    if os.getpid() == process and dist.is_initialized():
+def sharing(group: Group, wanted: bool) -> Group:
+    """The same, through shared memory where its tensors lie on the host and its ranks can. A collective."""
+    return through_shared_memory(group, wanted) if isinstance(group, TorchGroup) and group.carries_host_tensors else group
+
+
+def end() -> None:
+    """See [Note: the end]."""
+    is_on = dist.is_available() and dist.is_initialized()
+    if ending.end(_store() if is_on else None, dist.get_rank() if is_on else 0) and dist.is_initialized():
         dist.destroy_process_group()
+    _kept[:] = [kept for kept in _kept if kept[0][-1] != os.getpid()]
 
 
-def _checked(group: Any) -> Group:
-    if not all(hasattr(group, name) for name in ("rank", "size", "reduce_scatter", "all_gather", "exchange")):
-        raise TypeError(
-            f"group={group!r} was passed, which is neither a torch.distributed process group nor a zero Group. "
-            "Pass what torch.distributed.new_group returned, or leave it out for all ranks."
-        )
-    checked: Group = group
-    return checked
+atexit.register(end)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """What is only moved, as what every backend moves: some have no 16-bit floats."""
-    return tensor.view(torch.uint8) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-class _Works:
-    """Collectives of torch on their way, and what is to be done with their output."""
-
-    def __init__(self, owner: TorchGroup, works: list[Any], finish: Callable[[], torch.Tensor]) -> None:
-        self._owner, self._works, self._finish = owner, works, finish
-
-    def done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> torch.Tensor:
-        for work in self._works:
-            self._owner.wait_for(work)
-        return self._finish()
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 @dataclass(frozen=True)
@@ -131,12 +124,13 @@ class TorchGroup:
         self._backend = accelerator.communication_backend
         self._limits = limits
         self._connect()
+        ending.opened(self)
 
     def _connect(self) -> None:
         self._lost: str | None = None
         self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
         self._watch = self._new_watch()
-        self._watch.meet(self._limits.first_s)
+        self._watch.meet(self._limits.first_s, lambda rank: ending.words_of(_store(), self._ranks[rank]))
         self._patient, self._prompt = self._take_kept() or self._new_wires(self._limits)
         self._wires = self._patient  # those in use; the others serve to find out who is lost
 
@@ -153,7 +147,7 @@ class TorchGroup:
             )
         self._watch.close()
         if not self._is_over:
-            self._end_wires()
+            _end([self._patient, self._prompt])
         self._ranks = ranks
         self._connect()
 
@@ -161,7 +155,7 @@ class TorchGroup:
         """Those for the first step, and those for later."""
         patient = _Wires(self._new_group(self._backend, limits.first_s), self._new_group("gloo", limits.first_s))
         # What a native backend has begun can be called off, and its groups are expensive: one serves for both.
-        tensors = self._new_group("gloo", limits.later_s) if self._waits_in_turns else patient.tensors
+        tensors = self._new_group("gloo", limits.later_s) if self.carries_host_tensors else patient.tensors
         return patient, _Wires(tensors, self._new_group("gloo", limits.later_s))
 
     def _new_group(self, backend: str, limit_s: float) -> Any:
@@ -169,29 +163,29 @@ class TorchGroup:
         return dist.new_group(self._ranks, timeout=limit, backend=backend, use_local_synchronization=self._is_part)
 
     def _new_watch(self) -> Watch:
-        store = below = dist.distributed_c10d._get_default_store()
+        store = below = _store()
         while isinstance(below, PrefixStore):
             below = below.underlying_store
         ranks = ",".join(map(str, self._ranks))
         # The n-th group of these ranks: none of them comes to the next one before all came to this.
         number = (store.add(f"zero groups of {ranks}", 1) - 1) // self.size
         is_cheap = not isinstance(below, FileStore)  # which grows with every line
-        atexit.unregister(leave_words)
-        atexit.register(leave_words)  # the last one registered is the first to run: before connections are closed
+        atexit.unregister(end)
+        atexit.register(end)  # the last one registered is the first to run
         return Watch(PrefixStore(f"zero group {number} of {ranks}", store), self.rank, self.size, is_cheap)
 
     @property
     def _purpose(self) -> tuple[Any, ...]:
-        """What wires are made for, time limits included."""
-        return dist.group.WORLD, self._ranks, self._backend, self._limits
+        """What wires are made for, time limits included, and who has their threads."""
+        return dist.group.WORLD, self._ranks, self._backend, self._limits, os.getpid()
 
     @property
     def _is_part(self) -> bool:
         return self.size < dist.get_world_size()
 
     @property
-    def _waits_in_turns(self) -> bool:
-        """True where waiting for a tensor can be broken off and taken up again; elsewhere it waits on a stream."""
+    def carries_host_tensors(self) -> bool:
+        """Then waiting for one can be broken off and taken up again; elsewhere it is a stream that waits."""
         return self._backend == "gloo"
 
     def _take_kept(self) -> tuple[_Wires, _Wires] | None:
@@ -209,16 +203,16 @@ class TorchGroup:
         if self._backend == "nccl" and bucket.dtype == sum_dtype:
             share = torch.empty(bucket.numel() // self.size, dtype=sum_dtype, device=bucket.device)
             work = self._start(_scatter_sum, share, bucket)
-            return _Works(self, [work], lambda: share)
+            return Works(self, [work], lambda: share)
         pieces = torch.empty_like(bucket)
-        work = self._start(dist.all_to_all_single, _bits(pieces), _bits(bucket))
-        return _Works(self, [work], lambda: sum_in_rank_order(pieces, self.size, sum_dtype))
+        work = self._start(dist.all_to_all_single, bits(pieces), bits(bucket))
+        return Exchanged(self, [work], pieces, sum_dtype)
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
             return Ready(bucket.to(sum_dtype))
         total = bucket.to(sum_dtype, copy=True)
-        return _Works(self, [self._start(dist.all_reduce, total)], lambda: total)
+        return Works(self, [self._start(dist.all_reduce, total)], lambda: total)
 
     def all_gather(self, bucket: torch.Tensor) -> Pending:
         if self.size == 1:
@@ -226,18 +220,21 @@ class TorchGroup:
         numel = bucket.numel() // self.size
         if self._backend == "nccl":
             mine = bucket[self.rank * numel : (self.rank + 1) * numel]
-            return _Works(self, [self._start(_gather_into, bucket, mine)], lambda: bucket)
+            return Works(self, [self._start(_gather_into, bucket, mine)], lambda: bucket)
         parts = zip(bucket.view(self.size, numel), self._ranks, strict=True)
-        works = [self._start(dist.broadcast, _bits(part), src=rank) for part, rank in parts]
-        return _Works(self, works, lambda: bucket)
+        works = [self._start(dist.broadcast, bits(part), src=rank) for part, rank in parts]
+        return Works(self, works, lambda: bucket)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         if self.size == 1:
             return Ready(tensor)
-        return _Works(self, [self._start(dist.broadcast, _bits(tensor), src=self._ranks[0])], lambda: tensor)
+        return Works(self, [self._start(dist.broadcast, bits(tensor), src=self._ranks[0])], lambda: tensor)
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def is_read(self, buffer: torch.Tensor) -> bool:
+        return True  # once the collective was waited for
 
     # messages ----------------------------------------------------------------------------------------------------
 
@@ -256,13 +253,12 @@ class TorchGroup:
     def _gather(self, message: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         everyone = torch.empty(self.size * len(message), dtype=torch.uint8, device="cpu")
-        group = self._wires.messages
-        self._guarded(lambda: self._in_turns(_gather_into(everyone, mine, group=group, async_op=True)))
+        self._guarded(lambda: self._in_turns(_gather_into(everyone, mine, group=self._wires.messages, async_op=True)))
         whole = everyone.numpy().tobytes()
         return [whole[start : start + len(message)] for start in range(0, len(whole), len(message))]
 
-    def note(self, doing: str) -> None:
-        self._watch.note(doing)
+    def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
+        self._watch.note(doing, place)
 
     def hurry(self) -> None:
         self._wires = self._prompt
@@ -271,7 +267,7 @@ class TorchGroup:
 
     def wait_for(self, work: Any) -> None:
         """Until the output of a collective on tensors can be used on the current stream."""
-        self._guarded((lambda: self._in_turns(work)) if self._waits_in_turns else work.wait)
+        self._guarded((lambda: self._in_turns(work)) if self.carries_host_tensors else work.wait)
 
     def _start(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         return self._guarded(lambda: collective(*arguments, group=self._wires.tensors, async_op=True, **options))
@@ -336,11 +332,19 @@ class TorchGroup:
             _kept[:] = [kept for kept in _kept if kept[0][0] is dist.group.WORLD]
             _kept.append((self._purpose, (self._patient, self._prompt)))
             return
-        self._end_wires()
+        _end([self._patient, self._prompt])
         if self.owns_world:
             dist.destroy_process_group()
 
-    def _end_wires(self) -> None:
-        wires = (self._patient, self._prompt)
-        for group in {id(group): group for pair in wires for group in (pair.tensors, pair.messages)}.values():
-            dist.destroy_process_group(group)
+    def let_go(self) -> Callable[[], None]:
+        """The program ends. See [Note: the end]."""
+        is_over, wires = self._is_over, [self._patient, self._prompt]
+        self._world, self._lost = None, self._lost or "the program ends"
+        self._patient = self._prompt = self._wires = _Wires(None, None)
+        return lambda: wires.clear() if is_over else _end(wires)
+
+
+def _end(wires: list[_Wires]) -> None:
+    for group in {id(group): group for pair in wires for group in (pair.tensors, pair.messages)}.values():
+        dist.destroy_process_group(group)
+    wires.clear()

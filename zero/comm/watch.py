@@ -10,9 +10,9 @@ it is somewhere else. What the first rank finds out it writes down for all, so t
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -53,6 +53,7 @@ class Store(Protocol):
 class Watch:
     def __init__(self, store: Store, rank: int, size: int, is_cheap: bool) -> None:
         self.doing = ""  # now, on this rank
+        self._place: weakref.WeakMethod[Callable[[], str]] | None = None  # says where in that it is
         self._store = store
         self._rank = rank
         self._size = size
@@ -61,23 +62,26 @@ class Watch:
         self._process = os.getpid()
         _watching.add(self)
 
-    def note(self, doing: str) -> None:
-        """This rank does something else from now on."""
+    def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
+        """This rank does something else from now on; `place` is a method that says where in it, if somebody asks."""
         is_first, self.doing = not self.doing, doing
+        self._place = None if place is None else weakref.WeakMethod(place)
         if self._is_there and (self._is_cheap or is_first):
             self._is_there = _tried(lambda: self._store.set(f"doing/{self._rank}", doing))
 
-    def meet(self, limit_s: float) -> None:
-        """Waits until every rank has written its first line."""
+    def meet(self, limit_s: float, words_of: Callable[[int], str]) -> None:
+        """Waits until every rank has written its first line; `words_of` are those that one left which will write none."""
         self.note(_NOWHERE if self._is_cheap else _UNWRITTEN)
         keys = [f"doing/{rank}" for rank in range(self._size)]
         deadline = time.monotonic() + limit_s
         while not _tried(lambda: self._store.wait(keys, _TURN)):
-            if time.monotonic() > deadline:
-                late = [str(rank) for rank, key in enumerate(keys) if self._line(key) is None]
+            late = [rank for rank, key in enumerate(keys) if self._line(key) is None]
+            left = [f"rank {rank} {words}" for rank in late if (words := self._ask(functools.partial(words_of, rank)))]
+            if left or (late and time.monotonic() > deadline):
+                missing = f"of rank {', '.join(map(str, late))} nothing was seen within {limit_s:g} s"
                 raise GroupLost(
-                    f"{self._size} ranks were to train together, but of rank {', '.join(late)} nothing was seen within "
-                    f"{limit_s:g} s. Start all of them, and look what those print."
+                    f"{self._size} ranks were to train together, but {'; '.join(left) or missing}. Start all of them, and look "
+                    "what those print."
                 )
             time.sleep(_LOOK_S)  # a store that is gone answers at once
 
@@ -106,10 +110,11 @@ class Watch:
 
     def leave(self, error: BaseException) -> None:
         """This rank's last word: it ends with that error."""
-        last = traceback.extract_tb(error.__traceback__)[-1:]
-        where = f" ({last[0].filename}:{last[0].lineno})" if last else ""
-        words = f"raised {type(error).__name__}: {error}{where}, {self.doing or _NOWHERE}"
+        place = None if self._place is None else self._place()
+        doing = f"{self.doing or _NOWHERE}{'' if place is None else place()}"
+        words = f"{raised(error)}, {doing}"
         _tried(lambda: self._store.set(f"end/{self._rank}", words))
+        _tried(lambda: self._store.set("alarm", "1"))  # who waits for this rank looks for that
 
     def close(self) -> None:
         """The ranks part in order."""
@@ -166,20 +171,30 @@ class Watch:
             except RuntimeError:  # its connection is closed
                 answers.put(None)
 
-        threading.Thread(target=put, daemon=True, name="zero-watch").start()
+        asking = threading.Thread(target=put, daemon=True, name="zero-watch")
+        asking.start()
         try:
-            return answers.get(timeout=_ANSWER_S)
+            answer = answers.get(timeout=_ANSWER_S)
         except queue.Empty:
             self._is_there = False
             return None
+        asking.join()  # nothing of ours is at work any more when somebody ends the interpreter
+        return answer
 
 
-def leave_words() -> None:
-    """At the end of the interpreter: the error that ends it, where there is one, for the other ranks to tell."""
-    error = getattr(sys, "last_value", None)
-    for watch in list(_watching):
-        if error is not None and watch.is_of_this_process:
-            watch.leave(error)
+def leave(error: BaseException) -> bool:
+    """What ends this process, told to all that it trains with; False where that is nobody."""
+    watching = [watch for watch in _watching if watch.is_of_this_process]
+    for watch in watching:
+        watch.leave(error)
+    return bool(watching)
+
+
+def raised(error: BaseException) -> str:
+    """What to tell of it in a line."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" ({last[0].filename}:{last[0].lineno})" if last else ""
+    return f"raised {type(error).__name__}: {error}{where}"
 
 
 def _tried(act: Callable[[], object]) -> bool:

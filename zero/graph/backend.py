@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +11,7 @@ import torch
 from torch import fx, nn
 
 import accelerators
-from zero.graph.operators import has_hooks, number_of
+from zero.graph.operators import has_hooks, number_of, param_of
 from zero.graph.passes import ON_TRIAL, PASSES, Backward, Pass, check
 from zero.graph.queries import parameters_in
 from zero.graph.torch_private import (
@@ -47,7 +46,7 @@ class HandingOver:
 
     def __init__(self, backend: str, passes: Sequence[Pass] = PASSES) -> None:
         self.backend = backend
-        self.handed_over: dict[int, weakref.ref[nn.Parameter]] = {}  # by number
+        self.handed_over: set[int] = set()  # numbers of parameters
         self._passes = passes
         check(passes)
 
@@ -58,7 +57,7 @@ class HandingOver:
             backward = Backward(module.graph, params)
             for each in self._passes:
                 each.run(backward)
-            self.handed_over.update((number_of(param), weakref.ref(param)) for param in backward.gradients.values())
+            self.handed_over.update(number_of(param) for param in backward.gradients.values())
             module.recompile()
 
         return compile_with(self.backend, mode, graph, inputs, rewrite)
@@ -105,7 +104,7 @@ class _Call:
         self._compiled = torch.compile(call, backend=self._backend, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        params = (ref() for ref in self._backend.handed_over.values())
+        params = (param_of(number) for number in self._backend.handed_over)
         if any(has_hooks(param) for param in params if param is not None):
             self._backend = HandingOver(self._backend.backend)
             self._compiled = torch.compile(self._call, backend=self._backend, **self._options)

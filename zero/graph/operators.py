@@ -23,6 +23,11 @@ def number_of(param: nn.Parameter) -> int:
     return number
 
 
+def param_of(number: int) -> nn.Parameter | None:
+    """The parameter, while there is one."""
+    return _params[number]()
+
+
 def has_hooks(param: nn.Parameter) -> bool:
     """Whether somebody else waits for its gradient: he gets it from autograd, in the ordinary way."""
     ours = 0 if window_of(param) is None else 1
@@ -36,7 +41,7 @@ torch.library.define("zero::hand_over", "(Tensor(a!) grad, int number) -> ()", t
 @torch.library.impl("zero::hand_over", "CompositeExplicitAutograd")
 def hand_over(grad: torch.Tensor, number: int) -> None:
     """A number and no buffer stands in the graph, so a graph keeps nothing alive; who takes the gradient is asked each time."""
-    param = _params[number]()
+    param = param_of(number)
     if param is None or not is_wanted(param):
         return
     if has_hooks(param):  # which would be called with None, after all that this graph does

@@ -47,7 +47,8 @@ def compile_with(
 
     # What is cached there are graphs as they were before `rewrite`, or after somebody else's.
     with config.patch(enable_autograd_cache=False):
-        compiled: Callable[..., Any] = _COMPILERS[backend][2](mode, graph, inputs, rewrite)
+        find, _, compile_by = _COMPILERS[backend]
+        compiled: Callable[..., Any] = compile_by(find(), mode, graph, inputs, rewrite)
         return compiled
 
 
@@ -85,11 +86,11 @@ def _inductor() -> Callable[..., Any]:
     return compile_fx
 
 
-def _with_inductor(
-    mode: str | None, graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: Rewrite
-) -> Callable[..., Any]:
+def _by_inductor(
+    compile_fx: Callable[..., Any], mode: str | None, graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: Rewrite
+) -> Any:
     from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx_inner
 
     def inner(module: torch.fx.GraphModule, examples: Sequence[Any], **options: Any) -> Any:
         if options.get("is_backward"):
@@ -97,7 +98,7 @@ def _with_inductor(
         return compile_fx_inner(module, examples, **options)
 
     patches = list_mode_options(mode) if mode else None
-    return compile_fx(graph, inputs, inner_compile=inner, config_patches=patches)  # type: ignore[return-value]
+    return compile_fx(graph, inputs, inner_compile=inner, config_patches=patches)
 
 
 def _aot_eager() -> Callable[..., Any]:
@@ -106,21 +107,20 @@ def _aot_eager() -> Callable[..., Any]:
     return aot_eager
 
 
-def _with_aot_eager(
-    mode: str | None, graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: Rewrite
-) -> Callable[..., Any]:
-    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+def _by_aot_eager(
+    aot_eager: Callable[..., Any], mode: str | None, graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: Rewrite
+) -> Any:
+    from torch._dynamo.backends.debugging import boxed_nop
 
     def backward(module: torch.fx.GraphModule, examples: list[Any]) -> Any:
         rewrite(module)
         return boxed_nop(module, examples)
 
-    compiled: Callable[..., Any] = aot_eager(graph, list(inputs), bw_compiler=backward)
-    return compiled
+    return aot_eager(graph, list(inputs), bw_compiler=backward)
 
 
 # By name: how it is found, the argument without which it is of no use, and how it is called.
 _COMPILERS = {
-    "inductor": (_inductor, "inner_compile", _with_inductor),
-    "aot_eager": (_aot_eager, "bw_compiler", _with_aot_eager),
+    "inductor": (_inductor, "inner_compile", _by_inductor),
+    "aot_eager": (_aot_eager, "bw_compiler", _by_aot_eager),
 }

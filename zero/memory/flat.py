@@ -157,15 +157,25 @@ class Shard:
 
         Returns the crossing that still reads `values`, if there is one.
         """
+        if self.travels(bucket):
+            self.check_here()
+            self._pay(bucket)
+            return self._send(bucket, values, factor)
+        target, fresh = self.target(bucket)
+        if fresh:
+            torch.mul(values, factor, out=target)
+        else:
+            target.add_(values, alpha=factor)
+        return None
+
+    def target(self, bucket: int) -> tuple[torch.Tensor, bool]:
+        """Where values of a bucket that does not travel are to be added; or to be written, if it is fresh."""
         self.check_here()
         self._pay(bucket)
-        if self.travels(bucket):
-            return self._send(bucket, values, factor)
-        if bucket in self.shares:
-            self.shares[bucket].add_(values, alpha=factor)
-        else:
-            self.shares[bucket] = torch.mul(values, factor, out=self.make(bucket))
-        return None
+        fresh = bucket not in self.shares
+        if fresh:
+            self.shares[bucket] = self.make(bucket)
+        return self.shares[bucket], fresh
 
     def _send(self, bucket: int, values: torch.Tensor, factor: float) -> Crossing:
         assert self.host is not None

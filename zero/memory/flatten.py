@@ -48,9 +48,11 @@ class Flattener:
         self._place = place
         self.by_host: set[int] = set()  # parameters that were flattened by way of the host
         self._dtypes: dict[int, torch.dtype] = {}  # as they were read
+        self._spare: torch.Tensor | None = None  # memory of a chunk that was rounded: its pages are there
 
-    def read(self, chunk: int) -> torch.Tensor:
-        """The chunk as its parameters are now: in their dtype, or in that of sums where some are to be rounded."""
+    def read(self, chunk: int, fills: bool = True) -> torch.Tensor:
+        """The chunk as its parameters are now: in their dtype, or in that of sums where some are to be rounded. Only the gaps
+        are filled for who gets the values from somebody else."""
         dtype = self._source_dtype(chunk)
         num_bytes = self.weights.line.layout.chunks[chunk].numel * dtype.itemsize
         on_device = self._place.has_room_for(num_bytes)
@@ -61,23 +63,34 @@ class Flattener:
                 f"are available to {self._place.num_ranks} ranks. Give smaller bucket_bytes, or more memory."
             )
         source, on_device = self._allocated(self.weights.line.layout.chunks[chunk].numel, dtype, on_device)
+        end = 0
         for param in self.weights.line.layout.chunks[chunk].params:
             slot = self.weights.line.layout.slots[param]
             assert slot is not None
             self._dtypes[param] = self.tensors[param].dtype
-            self._forms[param].shaped(source[slot.span.start : slot.span.stop]).copy_(self.tensors[param].detach())
+            source[end : slot.span.start].zero_()
+            end = slot.span.stop
+            if fills:
+                self._forms[param].shaped(source[slot.span.start : end]).copy_(self.tensors[param].detach())
             if not on_device:
                 # only once its own storage is gone is there room on the device for what it is copied to
                 self.tensors[param].data = torch.empty(0, dtype=self.tensors[param].dtype, device=self._place.device)
                 self.by_host.add(param)
+        source[end:].zero_()
         return source
 
     def _allocated(self, numel: int, dtype: torch.dtype, on_device: bool) -> tuple[torch.Tensor, bool]:
-        """Zeros on the device, if they are to be there and it has the memory that it said; on the host otherwise."""
+        """Memory on the device, if it is to be there and the device has what it said; on the host otherwise."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.numel() >= numel and spare.dtype == dtype:
+            is_there = spare.device == self._place.device
+            if is_there or not on_device:
+                return spare[:numel], is_there
+        del spare  # before there is other memory
         if on_device:
             with contextlib.suppress(torch.OutOfMemoryError):  # in pieces, or somebody else was faster
-                return torch.zeros(numel, dtype=dtype, device=self._place.device), True
-        return torch.zeros(numel, dtype=dtype, device="cpu"), False
+                return torch.empty(numel, dtype=dtype, device=self._place.device), True
+        return torch.empty(numel, dtype=dtype, device="cpu"), False
 
     @contextlib.contextmanager
     def putting_back(self, chunk: int, source: torch.Tensor) -> Iterator[None]:
@@ -98,6 +111,7 @@ class Flattener:
         """Makes `source`, rounded if need be, the memory of the chunk's parameters."""
         flat = source.to(device=self._place.device, dtype=DTYPES[self.weights.line.layout.chunks[chunk].dtype])
         self.weights.chunks.append(flat)
+        self._spare = None if flat.data_ptr() == source.data_ptr() else source
         for param in self.weights.line.layout.chunks[chunk].params:
             self.tensors[param].data = self._forms[param].shaped(self.weights.slot(param))
 

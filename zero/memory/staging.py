@@ -25,9 +25,15 @@ class Staging:
     waits for all its work, and so for other ranks, in the middle of backward.
     """
 
-    def __init__(self, accelerator: Accelerator, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        allocate: Callable[[int, torch.dtype], torch.Tensor],
+        is_read: Callable[[torch.Tensor], bool] = lambda _: True,
+    ) -> None:
         self._accelerator = accelerator
         self._allocate = allocate
+        self._is_read = is_read  # by everybody who still may
         self._free: dict[torch.dtype, list[_Returned]] = {}
         self._whole: dict[int, torch.Tensor] = {}  # what was lent a part of, by its address
         self._sizes: dict[torch.dtype, int] = {}
@@ -48,10 +54,11 @@ class Staging:
         return buffer[:numel]
 
     def _reuse(self, dtype: torch.dtype) -> torch.Tensor | None:
-        free = self._free.get(dtype)
-        if not free:
+        free = self._free.get(dtype, [])
+        at = next((at for at in reversed(range(len(free))) if self._is_read(free[at].buffer)), None)
+        if at is None:
             return None
-        buffer, returned_on, crossing = free.pop()
+        buffer, returned_on, crossing = free.pop(at)
         if crossing is not None:
             crossing.wait()
         current = self._stream()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: every parameter by its canonical name, where its elements lie, and a hash of every file.
+"""What a checkpoint holds: every parameter by its canonical name, where its elements lie, and a checksum of every file.
 
 Nothing in here speaks of stages, buckets, padding or ranks: a file holds stretches of parameters, whoever wrote it, and
 all of them together hold every element once. Values of Python's own (settings, counts, schedules) are in the
@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,7 +22,8 @@ from zero.errors import BadCheckpoint, CheckpointFailed
 from zero.plan.spans import Span
 
 FORMAT, VERSION = "zero checkpoint", 1
-MARK = f'"format":"{FORMAT}"'  # in the text of every manifest
+_HEAD = re.compile(rb'\{"format":"%s","number":(\d{1,18}),"' % FORMAT.encode())
+HEAD_BYTES = 80  # of a manifest's text, which `number_of` wants
 VALUE = "value"  # what a parameter's own elements are called, beside the entries of its state
 
 
@@ -29,7 +31,8 @@ VALUE = "value"  # what a parameter's own elements are called, beside the entrie
 class File:
     name: str
     num_bytes: int
-    sha256: str
+    checksum: str = ""  # as zero/checkpoint/disk.py makes it
+    sha256: str = ""  # in its place where the first checkpoints were written
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,13 @@ class Manifest:
     aliases: dict[str, str] = field(default_factory=dict)  # other names of a parameter or buffer, and the one it is stored by
     training: Any = None  # typed: groups, counters, schedule, loss scale, configuration
     extra: Any = None  # typed: the caller's own
+    number: int = 0  # in its directory: a newer one there has a higher one
 
     def text(self) -> str:
-        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return _dumped({**body, "sha256": _hash_of(body)})
+        """Begins with what is wanted of many checkpoints at a time, so that nobody reads all of each."""
+        rest = asdict(self)
+        head = {"format": FORMAT, "number": rest.pop("number"), "version": VERSION}
+        return f"{_dumped(head)[:-1]},{_dumped({**rest, 'sha256': _hash_of({**head, **rest})})[1:]}"
 
     @property
     def digest(self) -> str:
@@ -119,7 +125,7 @@ class Manifest:
         if body.pop("sha256", None) != _hash_of(body):
             raise BadCheckpoint(f"{where} was to be read, but its content has not the hash that it gives. {ANOTHER}")
         try:
-            manifest = _reader().validate_json(text, strict=True)
+            manifest = _reader().validate_python(body)  # not the text again: pydantic's JSON has limits that Python's has not
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             what = ".".join(map(str, first["loc"]))
@@ -127,10 +133,17 @@ class Manifest:
         wrong = [name for name, stored in manifest.parameters.items() if not stored.covers()]
         wrong += [name for name, stored in manifest.parameters.items() if not stored.lies_in(len(manifest.files))]
         wrong += [file.name for file in manifest.files if "/" in file.name or "\\" in file.name]  # of elsewhere
+        wrong += [file.name for file in manifest.files if not (file.checksum or file.sha256)]
         wrong += [name for name in manifest.aliases.values() if name not in {*manifest.parameters, *manifest.buffers}]
         if wrong:
             raise BadCheckpoint(f"{where} was to be read, but what it says of {wrong[0]} cannot be. {ANOTHER}")
         return manifest
+
+
+def number_of(head: bytes) -> int | None:
+    """Which checkpoint of its directory this is, by how its manifest begins; None where it is no manifest of ours."""
+    found = _HEAD.match(head)
+    return None if found is None else int(found[1])
 
 
 ANOTHER = "Load another checkpoint."

@@ -118,12 +118,12 @@ class Codec:
 
 def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str], explain: Explain) -> Agreement:
     """What follows from all ranks' counts, under the order agreed before. `explain` is a collective: it gives the first
-    difference between two ranks in what a digest is of."""
+    difference between two ranks in what a digest is of, or where one failed."""
     error = _different_digest(everyone, explain)
     if error is not None:
         raise error  # no round can be trusted to be the same one on all ranks
     error = (
-        _failure(everyone)
+        _failure(everyone, explain)
         or _lost_parameters(everyone, names)
         or _different_place(everyone)
         or _different_settings(everyone, explain)
@@ -181,7 +181,7 @@ def _different_digest(everyone: Sequence[Counts], explain: Explain) -> ZeroError
     return None
 
 
-def _failure(everyone: Sequence[Counts]) -> ZeroError | None:
+def _failure(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
     """A rank that failed says so, or clears while the others go on: clearing is how a rank goes on after a failure."""
     clearing = [rank for rank, counts in enumerate(everyone) if counts.occasion == "zero_grad"]
     if len(clearing) == len(everyone):
@@ -189,8 +189,9 @@ def _failure(everyone: Sequence[Counts]) -> ZeroError | None:
     failed = sorted({rank for rank, counts in enumerate(everyone) if counts.failed} | set(clearing))
     if not failed:
         return None
+    places = "".join(explain("failed", rank) for rank in failed)
     return RankFailed(
-        f"{_ranks(failed)} failed or cleared its gradients at step {everyone[0].step}, where the others came to "
+        f"{_ranks(failed)} failed or cleared its gradients at step {everyone[0].step}{places}, where the others came to "
         f"{next(counts.occasion for counts in everyone if counts.occasion != 'zero_grad')}; its own error says why. "
         "Nothing was applied. Call zero_grad on all ranks to go on without this window."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,7 @@ class Gatherer(Timed):
         self._weights = weights
         self._masters = masters
         self.num_bytes = 0  # sent so far, by this rank
-        self._on_their_way: list[Pending] = []
+        self._on_their_way: deque[Pending] = deque()
 
     @property
     def num_weight_bytes(self) -> int:
@@ -38,7 +39,9 @@ class Gatherer(Timed):
 
     @stop("publish")
     def gather(self, batch: Sequence[Block]) -> None:
-        """Stop 7: sends the buckets that are complete with these blocks."""
+        """Stop 7: sends the buckets that are complete with these blocks, and takes in those that have come."""
+        while self._on_their_way and self._on_their_way[0].done():
+            self._on_their_way.popleft().wait()
         for block in batch:
             if block.is_last and self._line.layout.num_shares > 1:
                 bucket = self._weights.bucket(block.bucket)
@@ -53,7 +56,7 @@ class Gatherer(Timed):
     def finish(self, params: int) -> None:
         """When this returns every weight is the new one, on a device for whatever is issued next."""
         while self._on_their_way:
-            self._on_their_way.pop(0).wait()
+            self._on_their_way.popleft().wait()
         # Writing the flat buffer tells the parameters' version counters nothing; without this, backward through a graph from
         # before the step would take the new weights for the old ones and give wrong gradients where plain torch raises.
         # Those beside them keep their values, and their graphs.

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
+from zero.runtime.params import Params
+
 
 @dataclass
 class _Attached:
@@ -29,10 +31,12 @@ class GradHooks:
     parameter, whenever those were registered, and not under `autograd.grad`, which writes no `.grad`. Torch
     holds the node only weakly; we keep it, or our hooks would be gone with it. A parameter gets another node where
     its dtype or device changes through `.data`, as in `model.half(); model.float()`. What survives that is a hook on
-    the parameter itself, which runs just before those of the node: it looks whether the memory is another one.
+    the parameter itself, which runs just before those of the node: it looks whether the memory is another one, and keeps
+    which parameter it was, for whoever asks where a backward broke off.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, params: Params) -> None:
+        self._params = params
         self._handles: list[Any] = []
         self._attached: dict[int, _Attached] = {}
 
@@ -62,7 +66,7 @@ class GradHooks:
                 self._sit_on(index)
 
     def _follow(self, index: int) -> None:
-        attached = self._attached[index]
+        attached, self._params.reached = self._attached[index], index
         if attached.param.data_ptr() != attached.address:
             self.renew()
 

@@ -35,7 +35,7 @@ class Intake:
         flattener = Flattener(self._weights, self._params.tensors, self._forms, self._place)
         new = range(num_buckets, len(line.layout.buckets))
         for chunk in range(num_chunks, len(line.layout.chunks)):
-            source = together(self._group, lambda chunk=chunk: flattener.read(chunk))  # type: ignore[misc]
+            source = together(self._group, lambda chunk=chunk: flattener.read(chunk, self._group.rank == 0))  # type: ignore[misc]
             self._group.broadcast(source).wait()
             with flattener.putting_back(chunk, source):
                 together(self._group, lambda chunk=chunk, source=source: self._take(flattener, chunk, source))  # type: ignore[misc]

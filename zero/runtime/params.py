@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from zero.runtime.standin import StandIn
+
 
 class Params:
     """Managed parameters in the model's order; everywhere else they are numbers."""
@@ -14,6 +16,7 @@ class Params:
         self.tensors: list[torch.nn.Parameter] = []
         self.names: list[str] = []
         self.index: dict[int, int] = {}  # by id
+        self.reached: int | None = None  # the one that the backward under way, or broken off, came to last
         self.add(tensors, names)
         self._usual: dict[int, torch.dtype | None] = {}  # grad_dtype of those for which we changed it
 
@@ -36,17 +39,20 @@ class Params:
 
     def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
         param = self.tensors[index]
-        if grad is not None and grad.dtype != param.dtype and not hasattr(param, "grad_dtype"):
-            grad = None  # exchanged behind our back, as settling will find; torch before 2.10 cannot hold it
         if grad is None:
             param.grad = None
-            self.restore(index)
+            if self._usual:
+                self.restore(index)
             return
-        allowed = getattr(param, "grad_dtype", grad.dtype)
-        if allowed is not None and allowed != grad.dtype:
+        dtype = grad.own_dtype if isinstance(grad, StandIn) else grad.dtype
+        if dtype != param.dtype and not hasattr(param, "grad_dtype"):
+            self.set_grad(index, None)  # exchanged behind our back, as settling will find; torch before 2.10 cannot hold it
+            return
+        allowed = getattr(param, "grad_dtype", dtype)
+        if allowed is not None and allowed != dtype:
             param.grad = None  # torch changes the dtype of an empty .grad only
             self._usual.setdefault(index, allowed)
-            param.grad_dtype = grad.dtype
+            param.grad_dtype = dtype
         param.grad = grad
 
     def restore(self, index: int) -> None:

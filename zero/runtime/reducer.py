@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from accelerators import Accelerator
-from zero.comm.group import Group, Pending
+from zero.comm.group import Group, Pending, wait_into
 from zero.memory.flat import Form, Line, Shard, sum_dtype
 from zero.memory.staging import Staging
 from zero.runtime.agreement import Agreement
@@ -105,6 +105,11 @@ class Flight(Timed):
     @stop("keep")
     def _land(self, keep: bool) -> None:
         bucket, buffer, pending = self._rounds.popleft()
+        if keep and not self.shard.travels(bucket):
+            target, fresh = self.shard.target(bucket)
+            self._come_into(pending, target, adds=not fresh)
+            self._staging.give_back(buffer)
+            return
         total = self._come(pending)
         crossing = self.shard.add(bucket, total, self.factor) if keep else None
         self._staging.give_back(buffer, crossing if total is buffer else None)  # which the copy may still read
@@ -113,6 +118,11 @@ class Flight(Timed):
     def _come(self, pending: Pending) -> torch.Tensor:
         """To wait for a round, and to add up what came, is to reduce."""
         return pending.wait()
+
+    @stop("reduce")
+    def _come_into(self, pending: Pending, target: torch.Tensor, adds: bool) -> None:
+        """The same, straight to where it is kept."""
+        wait_into(pending, target, self.factor, adds)
 
 
 class Reducer(Timed):
@@ -199,7 +209,7 @@ class Reducer(Timed):
 
     def advance(self) -> None:
         """Sends every round whose turn it is and that is full; see [Note: rounds]."""
-        while any(index in self.order for index in self._rounds):
+        while not self._rounds.keys().isdisjoint(self.order):
             index = self.order[self.sent % len(self.order)]
             missing = self.line.layout.params_in[index]
             if self._expected is not None:

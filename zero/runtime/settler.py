@@ -76,9 +76,9 @@ class Settler:
         self._configuration = configuration  # as text
         self._settings = settings  # of the optimizer's groups, as text
 
-    def note(self, where: str) -> None:
-        """Says for the other ranks where this one is."""
-        self._group.note(f"{where} of step {self.step + 1}")
+    def note(self, where: str, place: Callable[[], str] | None = None) -> None:
+        """Says for the other ranks where this one is; `place` tells it more exactly if that is where it ends."""
+        self._group.note(f"{where} of step {self.step + 1}", place)
 
     def agree(self, occasion: str, window: Window, found: Found) -> Agreement:
         since, reducer, layout = window.since, window.reducer, self._line.layout
@@ -114,13 +114,19 @@ class Settler:
         self.note(f"meeting the others for {occasion}")
         messages = exchange_about(self._group, "step, zero_grad or settling", codec.pack(counts))
         self.settles += 1
-        return agree([codec.unpack(message) for message in messages], reducer.order, self._params.names, self._explain)
+
+        def explain(what: str, rank: int) -> str:
+            return self._explain(what, rank, window.place())
+
+        return agree([codec.unpack(message) for message in messages], reducer.order, self._params.names, explain)
 
     def _built(self) -> bytes:
         return _short_digest(f"{self._line.layout.digest} {self._configuration}")
 
-    def _explain(self, what: str, rank: int) -> str:
-        """The first difference between rank 0 and another; a collective."""
+    def _explain(self, what: str, rank: int, place: str) -> str:
+        """The first difference between rank 0 and another, or the place where that one failed; a collective."""
+        if what == "failed":
+            return exchange_texts(self._group, place)[rank]
         specs = self._line.layout.params
         params = (f"parameter {spec.name} {spec.shape} {spec.dtype} in group {spec.group}" for spec in specs)
         mine = self._settings() if what == "settings" else "\n".join((self._configuration, *params))

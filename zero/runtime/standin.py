@@ -40,13 +40,14 @@ class StandIn(torch.Tensor):
     label: str  # its name; `name` is taken by torch
     shares: Shares
     ended: bool  # its window did
+    own_dtype: torch.dtype  # the same as `dtype`, for which torch asks us each time
 
     @staticmethod
     def __new__(cls, like: torch.nn.Parameter, param: int, name: str, shares: Shares) -> StandIn:
         made: StandIn = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.param, made.label, made.shares, made.ended = param, name, shares, False
+        made.param, made.label, made.shares, made.ended, made.own_dtype = param, name, shares, False, like.dtype
         return made
 
     def __init__(self, like: torch.nn.Parameter, param: int, name: str, shares: Shares) -> None:

@@ -174,12 +174,26 @@ class Window(Timed):
             self.since.in_backward, self.since.placed = True, False  # some may have become trainable since the last one
             self.settler.aliases.notice()
             self.boundary.backwards += 1
-            self.settler.note("in a backward")
+            self.settler.note("in a backward", self.place)
             torch.autograd.Variable._execution_engine.queue_callback(self._note_backward_end)
 
     def _note_backward_end(self) -> None:
-        self.since.in_backward = False
+        self.since.in_backward, self.params.reached = False, None
         self.settler.note("after a backward")
+
+    def sign(self, error: BaseException) -> None:
+        """Adds to an error of a backward where in it that was, on Pythons that can."""
+        place = self.place()
+        if place and hasattr(error, "add_note"):
+            error.add_note(f"This was in a backward of step {self.settler.step + 1}{place}.")
+
+    def place(self) -> str:
+        """Where a backward is that broke off: at the parameter whose gradient, or a hook of it, was at work, or after it."""
+        reached, since = self.params.reached, self.since
+        if reached is None:
+            return ""
+        arrived = (since.touched >> reached & 1 or reached in since.aside) and reached not in since.writing
+        return f", {'after' if arrived else 'at'} parameter {self.params.names[reached]!r}"
 
     def put_stand_ins(self) -> None:
         """Into every `.grad`, since code that clips asks each parameter whether it has one before it does anything else.
@@ -190,7 +204,7 @@ class Window(Timed):
         for index, param in enumerate(self.params.tensors):
             if self.put >> index & 1 or index in self.since.writing or not param.requires_grad:
                 continue
-            if param.dtype == self._stand_ins[index].dtype:  # else exchanged behind our back, as settling will find
+            if param.dtype == self._stand_ins[index].own_dtype:  # else exchanged behind our back, as settling will find
                 self._find(index)
                 self.params.set_grad(index, self._stand_ins[index])
                 self.put |= 1 << index
@@ -286,7 +300,7 @@ class Window(Timed):
 
     def _begin(self, since: Since) -> None:
         """A new window, once every .grad is None."""
-        self.since = since
+        self.since, self.params.reached = since, None
         self.reducer.drop()
         self.reducer.flight.forget()
         self.shares.clear()

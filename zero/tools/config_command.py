@@ -1,4 +1,5 @@
-"""`python -m zero config file.json`: the effective configuration of a DeepSpeed file, or why it is refused."""
+"""`python -m zero config file.json`: the effective configuration of a DeepSpeed file, or why it is refused; without a file, the
+defaults."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from zero.tools.answers import DONE, NO, Subparsers, add_command, complain, tell
 def add_parser(subparsers: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(
-        subparsers, "config", "print the effective configuration of a DeepSpeed JSON file",
-        "Reads a DeepSpeed JSON file; prints what it means here, or why it is refused.", run, "accepted", "refused",
+        subparsers, "config", "print the effective configuration of a DeepSpeed JSON file, or the defaults",
+        "Reads a DeepSpeed JSON file; prints what it means here, or why it is refused.\n"
+        "Without one, prints what zero.shard(..., stage=2) takes where it is told nothing else.", run, "accepted", "refused",
     )  # fmt: skip
-    parser.add_argument("file", help="a DeepSpeed JSON file")
+    parser.add_argument("file", nargs="?", help="a DeepSpeed JSON file (default: none, the defaults of zero.shard)")
     parser.add_argument("--world-size", type=int, default=1, help="the number of data-parallel ranks (default: 1)")
     parser.add_argument("--implied", action="append", default=[], metavar="NAME=VALUE",
                         help='what the call would imply for "auto", for example lr=3e-4 or dtype=bfloat16; may be repeated')
@@ -23,11 +25,14 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Imported here: pydantic is for those who ask for a configuration, not for every subcommand.
+    from zero.config import ZeroConfig
     from zero.deepspeed_json import translate
 
     implied = _implied(args)
+    if args.file is None and (args.implied or args.world_size != 1):
+        raise ValueError("--implied and --world-size were given, but there is no file that they could fill in. Give one.")
     try:
-        config, notices = translate(args.file, implied)
+        config, notices = (ZeroConfig(stage=2), ()) if args.file is None else translate(args.file, implied)
     except (TypeError, ValueError) as error:
         if isinstance(error.__cause__, OSError):  # there is nothing that could be refused
             raise

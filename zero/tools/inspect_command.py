@@ -21,17 +21,16 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("directory", help="where the checkpoints are")
     parser.add_argument("--tag", help="which checkpoint (default: the latest)")
     parser.add_argument("--parameters", action="store_true", help="list every parameter and buffer")
-    parser.add_argument("--no-check", action="store_true", help="do not read the files to check their hashes")
+    parser.add_argument("--no-check", action="store_true", help="do not read the files to check their checksums")
 
 
 def run(args: argparse.Namespace) -> int:
     # Imported here: torch is not for those who ask for another subcommand.
-    from pathlib import Path
 
     from zero.checkpoint.folder import Folder, check_file, read_manifest
     from zero.errors import BadCheckpoint
 
-    found, wrong = Folder(Path(args.directory)).find(args.tag), []
+    found, wrong = Folder.at(args.directory).find(args.tag), []
     try:
         manifest = read_manifest(found)
     except BadCheckpoint as error:

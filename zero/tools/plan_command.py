@@ -22,6 +22,7 @@ the function is called with N and gives the model and a function that makes a lo
 the simulated device as one rank of so many, and the peak that was counted, activations included, is what is shown."""
 
 _MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0}
+_LEAST_BUCKET = 64 * 1024
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -82,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} was asked for, but it is at least 1. Raise it.")
     bucket_bytes = DEFAULT_BUCKET_BYTES if args.bucket_bytes is None else parse_bytes(args.bucket_bytes)
+    if bucket_bytes < _LEAST_BUCKET:
+        asked = f"--bucket-bytes {args.bucket_bytes} was asked for"
+        raise ValueError(f"{asked}, but nobody sends so many messages. Give 64KiB or more.")
     space = _space(args)
     subject = read_subject(args.model, args.dtype, bucket_bytes, args.batch)
     if args.batch is not None and subject.build is None:
@@ -90,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     best = recommended(rows, args.ranks, args.accumulation)
     told = f"activations of {args.batch} a micro-batch are included: {counted}" if counted else "activations come on top"
     lines = [
-        f"{subject.words}, {subject.dtypes}, {args.ranks} ranks, {space.words}", "",
+        f"{subject.words}, {subject.dtypes}, {args.ranks} rank{'s' * (args.ranks > 1)}, {space.words}", "",
         _table(rows, best, space), "",
         f"The peak is that of {'a rehearsed window' if counted else 'model states alone'}; {told}.",
         "Nothing fits. Take more ranks, devices with more memory, or a narrower dtype." if best is None else

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     # Imported here: torch is not for those who ask for another subcommand.
     import accelerators
     from zero.records import board_writer
-    from zero.tools.training.loop import check_same
+    from zero.tools.training.loop import check_directory, check_same
     from zero.tools.training.options import Options
     from zero.tools.training.text import Text, read_text
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ["ACCELERATOR"] = args.accelerator  # for the ranks that are started too
     options = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
     options.check()
-    text = Text(read_text(options.data), options.context, options.seed)
+    text = Text(read_text(options.data, options.directory), options.context, options.seed)
     accelerator = accelerators.current()
     if is_rank():
         return _train(options, text)
@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     options.check_ranks(ranks)
     if options.tensorboard:
         board_writer()
+    check_directory(options)
     if ranks == 1:
         return _train(options, text)
     return launch(["-m", "zero", "train", *args.words[1:]], ranks, args.restarts)
@@ -118,9 +119,10 @@ def _train(options: Options, text: Text) -> int:
     if is_first:
         records, sample = read_records(options.records), write(engine.module, b"def ", _SAMPLE_BYTES, options.seed)
         numel = sum(param.numel() for param in engine.module.parameters())
+        ranks = f"{records[-1]['ranks']} rank{'s' * (records[-1]['ranks'] > 1)}"
         speed = sum(record["tokens_per_second"] for record in records) / len(records)
         summary = (
-            f"{numel:,} parameters at stage {options.stage} on {records[-1]['ranks']} ranks ({engine.device.type}), "
+            f"{numel:,} parameters at stage {options.stage} on {ranks} ({engine.device.type}), "
             f"{options.steps} steps on {text.num_bytes:,} bytes of text: loss {records[0]['loss']:.4f} to "
             f"{records[-1]['loss']:.4f}, {speed:,.0f} tokens/s"
         )

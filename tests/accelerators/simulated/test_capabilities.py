@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import accelerators
 from accelerators import Accelerator
 from accelerators.simulated import CAPABILITIES, SimulatedAccelerator, without
 from accelerators.simulated.module import _BY_CAPABILITY
@@ -58,6 +59,14 @@ def test_without_fp64_every_double_tensor_raises_and_norms_are_taken_in_what_the
         assert torch.linalg.vector_norm(x, dtype=it.norm_dtype()).item() == 12.0
         assert torch.nn.utils.get_total_norm([x]).item() == 12.0
     assert torch.ones(3, dtype=torch.float64, device="sim").sum().item() == 3.0
+
+
+def test_what_the_accelerator_found_out_without_a_capability_is_not_believed_once_it_is_back(sim):
+    it = accelerators.get("sim")
+    for _ in range(2):
+        assert it.can_pin and it.supports(torch.bfloat16)
+        with without("pin", "bf16"):
+            assert not it.can_pin and not it.supports(torch.bfloat16)
 
 
 @pytest.mark.parametrize("capability", DTYPES)

@@ -1,11 +1,16 @@
 """A directory of checkpoints: how one appears in it, is found, and goes."""
 
+import contextlib
+import hashlib
 import os
+import random
+import zlib
+from dataclasses import replace
 
 import pytest
 
 from zero.checkpoint import disk
-from zero.checkpoint.folder import LATEST, MANIFEST, Folder, _being_written, check_tag, read_manifest
+from zero.checkpoint.folder import LATEST, MANIFEST, Folder, _being_written, check_file, check_tag, read_manifest
 from zero.errors import BadCheckpoint
 from zero.plan.manifest import File, Manifest, Outline, Part, Stored, Stretch, merged
 
@@ -19,11 +24,11 @@ def saved(folder, tag, manifest=NOTHING, **options):
 def test_a_checkpoint_is_found_by_its_tag_and_the_newest_without_one(tmp_path):
     folder = Folder(tmp_path / "new" / "one")
     assert folder.latest() is None
-    with pytest.raises(FileNotFoundError, match="Save one first"):
+    with pytest.raises(FileNotFoundError, match="or save one first"):
         folder.find(None)
     first, second = saved(folder, "a"), saved(folder, "b")
     assert (folder.find(None), folder.find("a"), folder.find("b")) == (second, first, second)
-    assert read_manifest(first) == NOTHING
+    assert read_manifest(first) == replace(NOTHING, number=1)
     with pytest.raises(FileNotFoundError, match=r"no folder of that name has a manifest\.json\. There are: a, b"):
         folder.find("c")
 
@@ -93,16 +98,27 @@ def test_a_pointer_that_cannot_be_written_leaves_all_as_it_was(tag, tmp_path, mo
         folder.commit(written, tag, Manifest((), {}, {}, training={"x": "y"}))
     folder.give_up(written)
     assert sorted(os.listdir(tmp_path)) == ["a", LATEST]
-    assert read_manifest(folder.find(None)) == NOTHING
+    assert read_manifest(folder.find(None)) == replace(NOTHING, number=1)
 
 
 def test_pruning_keeps_the_newest_and_the_one_that_the_pointer_names(tmp_path):
     folder = Folder(tmp_path)
-    for number, tag in enumerate("abcd"):
-        path = saved(folder, tag, is_latest=tag == "a")
-        os.utime(path / MANIFEST, ns=(number, number))
+    for tag in "abcd":
+        saved(folder, tag, is_latest=tag == "a")
     folder.prune(2)
     assert sorted(os.listdir(tmp_path)) == ["a", "c", "d", LATEST]
+
+
+def test_the_newest_is_what_was_written_last_whatever_the_clock_and_the_names_say(tmp_path):
+    folder = Folder(tmp_path)
+    for hours, tag in enumerate(["z", "y", "x10", "x9", "z"]):  # a clock that is set back before every save
+        os.utime(saved(folder, tag) / MANIFEST, (10**9 - 3600 * hours,) * 2)
+    assert folder.tags() == ["y", "x10", "x9", "z"]
+    (tmp_path / "x9" / MANIFEST).write_bytes(b"")  # which makes it no checkpoint, and nothing that is taken away
+    folder.prune(1)
+    assert saved(folder, "x8").name == "x8"
+    assert folder.tags() == ["z", "x8"]
+    assert [read_manifest(folder.find(tag)).number for tag in folder.tags()] == [5, 6]
 
 
 @pytest.mark.parametrize("tag", ["", ".hidden", "a/b", "..", "latest", "a\n", None, 3, "x" * 300])
@@ -139,6 +155,47 @@ def test_any_bit_of_a_manifest_that_flips_is_noticed():
 def test_what_is_no_manifest_of_ours_is_told_so(text):
     with pytest.raises(BadCheckpoint, match="it was to be read"):
         Manifest.read(text, "it")
+
+
+def test_the_checksum_of_a_file_does_not_hang_on_how_its_bytes_came(tmp_path):
+    content = random.Random(0).randbytes(3 * 2**20 + 5)
+    parts = [content[:7], b"", content[7 : 2**20 + 9], content[2**20 + 9 :]]
+    written = disk.write(tmp_path / "a", map(memoryview, parts))
+    assert written == (len(content), disk.checksum_of(tmp_path / "a"))
+    assert (tmp_path / "a").read_bytes() == content
+    sums = b"".join(zlib.crc32(content[at : at + 2**20]).to_bytes(4, "little") for at in range(0, len(content), 2**20))
+    assert written[1] == hashlib.sha256(sums).hexdigest()
+
+
+@pytest.mark.parametrize("at", [0, 2**20 - 1, 2**20, 2**21 + 4])
+def test_a_bit_that_flips_anywhere_gives_another_checksum(at, tmp_path):
+    content = bytearray(2**21 + 5)
+    one = disk.write(tmp_path / "a", [content])[1]
+    content[at] ^= 1
+    assert disk.write(tmp_path / "b", [content])[1] != one
+
+
+def test_files_of_checkpoints_that_have_sha256_are_verified_by_it(tmp_path):
+    disk.write(tmp_path / "a", [b"old"])
+    for sha256, fits in ((hashlib.sha256(b"old").hexdigest(), True), (hashlib.sha256(b"new").hexdigest(), False)):
+        manifest = Manifest((File("a", 3, sha256=sha256),), {}, {})
+        with contextlib.nullcontext() if fits else pytest.raises(BadCheckpoint, match="a was to be read, but its content"):
+            check_file(tmp_path, manifest, 0)
+    with pytest.raises(BadCheckpoint, match="what it says of a cannot be"):
+        Manifest.read(Manifest((File("a", 3),), {}, {}).text().encode(), "it")
+
+
+def test_a_file_of_another_size_is_told_so_before_it_is_read(tmp_path):
+    told = File("a", *disk.write(tmp_path / "a", [b"abc"]))
+    os.truncate(tmp_path / "a", 2)
+    with pytest.raises(BadCheckpoint, match="a was to be read, but it has 2 bytes and had 3"):
+        check_file(tmp_path, Manifest((told,), {}, {}), 0, read=pytest.fail)
+
+
+@pytest.mark.parametrize("name", ["../a", "/a", "b\\a"])
+def test_files_lie_in_the_checkpoint_and_nowhere_else(name):
+    with pytest.raises(BadCheckpoint, match="cannot be"):
+        Manifest.read(Manifest((File(name, 3, "ab"),), {}, {}).text().encode(), "it")
 
 
 def test_stretches_that_overlap_or_leave_a_gap_do_not_cover():

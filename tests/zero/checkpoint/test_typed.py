@@ -60,6 +60,9 @@ def test_what_is_stored_comes_back_with_its_types_and_bits(value):
         torch.zeros(0, 3),
         torch.tensor([True, False]),
         torch.tensor([1 + 2j]),
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, requires_grad=True) * 2,
+        numpy.zeros((0, 3)),
         torch.Size([2, 3]),
         torch.device("cpu"),
         numpy.arange(6, dtype=numpy.uint32).reshape(2, 3),
@@ -89,6 +92,13 @@ CIRCLE = []
 CIRCLE.append({"again": CIRCLE})
 
 
+def nest(levels):
+    value = 0
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("value", "path"),
     [
@@ -104,9 +114,11 @@ CIRCLE.append({"again": CIRCLE})
         ([datetime.time(1, fold=1)], r"it\[0\]"),
         ([slice(math.inf)], r"it\[0\]"),
         ([numpy.array([""])], r"it\[0\]"),
+        ({"a": nest(101)}, r"it\['a'\](\[0\])+ .* levels deep"),
+        ({"a": 10**4000}, r"it\['a'\]"),
     ],
     ids=["object", "function", "key", "circle", "parameter", "sparse", "objects", "defaultdict", "zone", "fold", "slice",
-         "texts"],
+         "texts", "deep", "digits"],
 )
 def test_what_cannot_be_stored_is_refused_with_the_path_to_it(value, path):
     with pytest.raises(ValueError, match=path):
@@ -120,9 +132,9 @@ def test_a_large_tensor_goes_to_a_file_and_a_small_one_does_not():
         kept[str(len(kept))] = tensor
         return str(len(kept) - 1)
 
-    value = {"large": torch.arange(5000.0), "small": torch.arange(5.0)}
+    value = {"large": torch.arange(5000.0), "small": torch.arange(5.0), "trained": torch.ones(5000, requires_grad=True)}
     coded = json.loads(json.dumps(encode(value, "it", keep)))
-    assert list(kept) == ["0"]
+    assert list(kept) == ["0", "1"]
     found = decode(coded, lambda key, dtype, shape: kept[key].to(dtype).reshape(shape))
     assert first_difference(value, found, "it") is None
 
@@ -131,6 +143,7 @@ def test_a_large_tensor_goes_to_a_file_and_a_small_one_does_not():
     ("one", "other"),
     [
         (1, True), (1, 1.0), (0.0, -0.0), ((1,), [1]), ({1: 2}, {"1": 2}), ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        (torch.ones(2), torch.ones(2, requires_grad=True)),
         (torch.ones(2), torch.ones(2).double()), (torch.ones(2), torch.ones(1, 2)), (numpy.int32(1), numpy.int64(1)),
         ([1, [2, 3]], [1, [2, 4]]), ({1}, {2}), (b"a", b"b"),
     ],

@@ -17,6 +17,7 @@ from zero.comm.torch_group import connect
 from zero.comm.watch import Watch
 from zero.errors import GroupLost, RankFailed, RanksDiffer
 
+both_wires = pytest.mark.parametrize("shared", [False, True], ids=["sockets", "shared memory"])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -44,28 +45,30 @@ def collectives(group):
     return found
 
 
-def collectives_over_gloo(rank, world):
-    return collectives(connect(accelerators.get("cpu"), None, TimeLimits(30.0, 30.0)))
+def collectives_of_processes(rank, world, shared):
+    return collectives(connect(accelerators.get("cpu"), None, TimeLimits(30.0, 30.0), shared_memory=shared))
 
 
+@both_wires
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_threads_and_processes_give_the_same(world):
+def test_threads_and_processes_give_the_same(world, shared):
     threads = run_ranks(world, collectives, 30.0)
-    processes = ranks.run(world, collectives_over_gloo)
+    processes = ranks.run(world, collectives_of_processes, shared)
     for one, other in zip(threads, processes, strict=True):
         for position, (mine, theirs) in enumerate(zip(one, other, strict=True)):
             if not isinstance(mine, torch.Tensor):
                 assert mine == theirs
-            elif position % 4 == 1 and world > 2:  # gloo's all-reduce goes round a ring, in another order
+            elif position % 4 == 1 and world > 2 and not shared:  # gloo's all-reduce goes round a ring, in another order
                 torch.testing.assert_close(mine, theirs)
             else:
                 assert mine.dtype == theirs.dtype
                 assert torch.equal(mine, theirs), position
 
 
+@both_wires
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_an_all_reduce_gives_every_rank_the_same_bits(world):
-    for found in (run_ranks(world, collectives, 30.0), ranks.run(world, collectives_over_gloo)):
+def test_an_all_reduce_gives_every_rank_the_same_bits(world, shared):
+    for found in (run_ranks(world, collectives, 30.0), ranks.run(world, collectives_of_processes, shared)):
         for position in range(1, 4 * len(DTYPES), 4):
             assert all(torch.equal(each[position], found[0][position]) for each in found)
 
@@ -85,13 +88,14 @@ def add_in_bf16(group):
     return [each.tolist() for each in reduced]
 
 
-def add_in_bf16_over_gloo(rank, world):
-    return add_in_bf16(connect(accelerators.get("cpu")))
+def add_in_bf16_in_processes(rank, world, shared):
+    return add_in_bf16(connect(accelerators.get("cpu"), shared_memory=shared))
 
 
-def test_256_and_1_make_257_over_every_wire():
+@both_wires
+def test_256_and_1_make_257_over_every_wire(shared):
     expected = [[257.0, 257.0], [257.0] * 4]
-    assert run_ranks(2, add_in_bf16) == ranks.run(2, add_in_bf16_over_gloo) == [expected, expected]
+    assert run_ranks(2, add_in_bf16) == ranks.run(2, add_in_bf16_in_processes, shared) == [expected, expected]
 
 
 def test_what_is_sent_may_be_written_again_at_once():
@@ -171,8 +175,8 @@ def test_a_rank_that_left_is_no_reason_to_wait():
     failed.join()
 
 
-def miss_a_collective(rank, world):
-    group = connect(accelerators.get("cpu"), None, TimeLimits(1.0, 1.0))
+def miss_a_collective(rank, world, shared):
+    group = connect(accelerators.get("cpu"), None, TimeLimits(1.0, 1.0), shared_memory=shared)
     if rank == 1:
         time.sleep(6.0)
         return []
@@ -186,8 +190,9 @@ def miss_a_collective(rank, world):
     return said
 
 
-def test_over_gloo_too_and_every_later_call_says_the_first_cause():
-    said, _ = ranks.run(2, miss_a_collective, fresh=True)
+@both_wires
+def test_over_gloo_too_and_every_later_call_says_the_first_cause(shared):
+    said, _ = ranks.run(2, miss_a_collective, shared, fresh=True)
     (first, took), (later, took_later) = said
     assert "on rank 0" in first
     assert "rank 1 was last seen before its first step, and did not come" in first, first
@@ -217,8 +222,8 @@ def test_a_later_group_of_the_same_ranks_has_time_limits_of_its_own():
     assert took < 4.0
 
 
-def end_torch_distributed(rank, world):
-    group, said = connect(accelerators.get("cpu"), None, TimeLimits(5.0, 5.0)), []
+def end_torch_distributed(rank, world, shared):
+    group, said = connect(accelerators.get("cpu"), None, TimeLimits(5.0, 5.0), shared_memory=shared), []
     group.exchange(b"x")
     dist.destroy_process_group()
     bucket = torch.ones(world)
@@ -231,8 +236,9 @@ def end_torch_distributed(rank, world):
     return said
 
 
-def test_a_group_whose_torch_distributed_was_ended_says_so():
-    for said in ranks.run(2, end_torch_distributed, fresh=True):
+@both_wires
+def test_a_group_whose_torch_distributed_was_ended_says_so(shared):
+    for said in ranks.run(2, end_torch_distributed, shared, fresh=True):
         assert len(said) == 3
         assert all("torch.distributed was ended since the group was made" in text for text in said)
         assert ["was lost before" in text for text in said] == [False, True, True]

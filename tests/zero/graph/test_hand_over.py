@@ -355,14 +355,14 @@ def test_a_torch_that_lacks_what_is_needed_compiles_in_the_ordinary_way(monkeypa
 def test_a_compiler_that_drops_the_operator_is_found_out_before_a_gradient_is_lost(monkeypatch, caplog, handed_over):
     found, argument, compile_graph = torch_private._COMPILERS["aot_eager"]
 
-    def dropping(mode, graph, inputs, rewrite):
+    def dropping(compiler, mode, graph, inputs, rewrite):
         def rewrite_and_drop(module):
             rewrite(module)
             for node in [node for node in module.graph.nodes if node.target is operators.OPERATOR]:
                 module.graph.erase_node(node)
             module.recompile()
 
-        return compile_graph(mode, graph, inputs, rewrite_and_drop)
+        return compile_graph(compiler, mode, graph, inputs, rewrite_and_drop)
 
     monkeypatch.setitem(torch_private._COMPILERS, "aot_eager", (found, argument, dropping))
     backend._loses_gradients.cache_clear()

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,23 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, 
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
 )
+
+
+@st.composite
+def manifests(draw):
+    """Parameters of all shapes, each cut into stretches that lie in any files in any order."""
+    num_files, parameters = draw(st.integers(1, 3)), {}
+    for number in range(draw(st.integers(0, 3))):
+        shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+        numel = math.prod(shape)
+        ends = [0, *sorted(draw(st.lists(st.integers(0, numel), max_size=2))), numel]
+        stretches = [Stretch(draw(st.integers(0, num_files - 1)), *ends[at : at + 2]) for at in range(len(ends) - 1)]
+        order = draw(st.none() | st.permutations(range(len(shape))).map(tuple))
+        state = draw(st.dictionaries(st.text(max_size=3), st.sampled_from(["float32", "bfloat16"]), max_size=2))
+        parameters[f"p{number}"] = Stored(shape, order, "bfloat16", "float32", state, draw(VALUES), tuple(stretches))
+    files = tuple(File(f"rank{number}.safetensors", draw(st.integers(0)), "ab") for number in range(num_files))
+    aliases = {"alias": "p0"} if parameters and draw(st.booleans()) else {}
+    return Manifest(files, parameters, {}, aliases, draw(VALUES), draw(VALUES))
 
 
 def body_of(manifest):
@@ -58,6 +76,26 @@ def changed(body, path, value, delete):
     else:
         node[last] = value
     return body
+
+
+@settings(max_examples=100, deadline=None)
+@given(manifests(), st.data(), VALUES, st.booleans())
+def test_any_manifest_is_read_and_with_one_thing_changed_refused_with_a_value_error_and_repaired_it_is_read(
+    manifest, data, value, delete
+):
+    body = body_of(manifest)
+    assert Manifest.read(written(body), "here") == manifest
+    path = data.draw(st.sampled_from([path for path in places_in(body) if path]))
+    broken = changed(body, path, value, delete)
+    try:
+        Manifest.read(written(broken), "here")
+    except ValueError as error:
+        assert str(error).startswith("here was to be read") and str(error).endswith("."), error
+    if not delete:
+        found = body
+        for key in path:
+            found = found[key]
+        assert Manifest.read(written(changed(broken, path, found, delete=False)), "here") == manifest
 
 
 def test_what_was_written_is_read():

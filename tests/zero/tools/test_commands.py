@@ -48,6 +48,28 @@ def test_the_help_names_every_command(capsys):
     assert [name for name in NAMES if re.search(rf"^    {name} ", told, re.MULTILINE)] == NAMES
 
 
+def test_without_a_word_the_help_is_told_and_nothing_is_done(capsys):
+    assert asked() == 2
+    told = capsys.readouterr()
+    assert "sharded over ranks" in told.err and not told.out
+
+
+def test_an_interruption_is_a_line_and_an_exit_status_of_its_own(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zero.deepspeed_json.translate", interrupted)
+    assert asked("config", "some.json") == 130
+    assert capsys.readouterr().err == "Interrupted at once: what was begun is not finished.\n"
+
+
+def test_the_configuration_of_no_file_is_that_of_the_defaults(capsys):
+    assert asked("config") == 0
+    assert capsys.readouterr().out == (DOCS / "defaults" / "shard.txt").read_text(encoding="utf-8")
+    assert asked("config", "--implied", "lr=1") == 2
+    assert "no file that they could fill in" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_help_of_each_says_what_it_exits_with_and_that_it_can_answer_in_json(name, capsys):
     assert asked(name, "--help") == 0

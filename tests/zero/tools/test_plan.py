@@ -122,6 +122,7 @@ def test_where_gradients_are_sent_once_for_several_micro_batches_stage_1_is_reco
         (["7B", "--batch", "1"], "makes no model. Give a function that does"),
         (["7B", "--memory", "much"], "Write it like 4GiB"),
         (["0"], "it has at least one"),
+        (["7B", "--bucket-bytes", "1"], "nobody sends so many messages. Give 64KiB"),
         (["math:floor"], "argument"),
     ],
 )

@@ -116,6 +116,7 @@ def test_a_directory_of_another_training_is_refused_and_one_that_is_done_says_so
         (["--ranks", "0"], "--ranks 0 --restarts 3 was asked for"),
         (["--steps", "0"], "--steps 0 was asked for, but it is at least 1"),
         (["--dropout", "1"], "it is a part of 1"),
+        (["--lr", "nan"], "--lr nan was asked for, but a learning rate is finite"),
         (["--width", "100"], "heads are 64 wide"),
         (["--batch", "1", "--accumulation", "2"], "--batch 1 was asked for, but 1 ranks of 2 micro-batches need 2 samples"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
@@ -130,6 +131,19 @@ def test_what_cannot_be_trained_is_said_in_one_line(words, said, tmp_path, capsy
     assert main(["train", "--ranks", "1", "--data", "text", "--steps", "1", *SAID, *words]) == 2
     told = capsys.readouterr()
     assert said in told.err and not told.out
+
+
+@pytest.mark.parametrize("taken", ["run", "run/checkpoints", "run/records.jsonl"])
+def test_a_directory_that_holds_something_else_is_named_before_ranks_are_started(taken, tmp_path, capsys, monkeypatch):
+    (tmp_path / "text").write_bytes(TEXT)
+    monkeypatch.chdir(tmp_path)
+    Path(taken).parent.mkdir(exist_ok=True)
+    Path(taken).write_text('{"loss": 1.0}\n')
+    monkeypatch.setattr("zero.tools.train_command.launch", lambda *_: pytest.fail("ranks were started"))
+    assert main(["train", "--ranks", "2", "--data", "text", "--directory", "run", "--steps", "1", *SAID]) == 2
+    told = capsys.readouterr()
+    assert taken in told.err and "give another" in told.err.lower() and not told.out
+    assert Path(taken).read_text() == '{"loss": 1.0}\n'
 
 
 def test_a_rank_whose_launcher_is_gone_stops_and_another_process_does_not_care_for_its_parent(monkeypatch):
@@ -199,6 +213,20 @@ def test_there_is_a_bar_at_a_terminal_and_a_line_now_and_then_elsewhere(stream, 
         assert len(shown.splitlines()) == lines
 
 
+@pytest.mark.parametrize("columns", [40, 60, 200])
+def test_the_bar_keeps_its_count_and_its_line_in_a_narrow_terminal(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")  # of a dumb one rich takes the width to be 80
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    display = Display(steps=160, log_every=20, quiet=False)
+    display.show({**RECORD, "step": 7})
+    display.close()
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", sys.stdout.getvalue())
+    last = re.split(r"[\r\n]+", plain.strip())[-1]
+    assert re.match(r"  7/160 .* loss 2\.5000", last) and len(last) <= columns
+    assert last.endswith("…") == (columns < 100)
+
+
 def test_ticks_are_round_and_between_the_ends():
     assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
     assert ticks(1, 400) == [100, 200, 300, 400]
@@ -211,6 +239,12 @@ def test_text_is_a_file_a_folder_or_the_standard_library_and_a_step_sees_the_sam
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "c").write_bytes(b"first")
     (tmp_path / ".hidden").write_bytes(b"no")
+    (tmp_path / "nothing").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "trained" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "trained" / "records.jsonl").write_bytes(b"what this training itself wrote")
+    assert read_text(str(tmp_path), but=str(tmp_path / "trained")) == b"first\nsecond"
+    (tmp_path / "trained" / "records.jsonl").unlink()
     assert read_text(str(tmp_path)) == b"first\nsecond" and read_text(str(tmp_path / "b")) == b"second"
     assert b"def join(" in read_text(None)
     text = Text(TEXT, 8, 0)
@@ -271,6 +305,17 @@ def test_a_rank_that_is_killed_starts_the_job_again_from_the_latest_checkpoint(u
     assert losses(tmp_path / "trained") == uninterrupted
     assert "exitcode: -9" in out and re.search(r"^0 +counted ", out, re.MULTILINE) and "It writes:\ndef " in out
     assert (tmp_path / "trained" / "report.html").is_file()
+
+
+@pytest.mark.full
+def test_the_first_command_trains_ten_million_parameters_and_its_loss_falls(tmp_path):
+    launcher = started("python -m zero train", tmp_path)  # what ci/train runs: tests/test_setup.py
+    out, _ = launcher.communicate(timeout=1200)
+    assert launcher.returncode == 0, out
+    numel = re.search(r"^([\d,]+) parameters at stage 2 on 2 ranks", out, re.MULTILINE)[1]
+    assert 9_000_000 < int(numel.replace(",", "")) < 12_000_000
+    found = losses(tmp_path / "trained")
+    assert len(found) == 160 and sum(found[-10:]) / 10 < 2.7 < 5 < found[0]
 
 
 def test_readme_has_the_same_lines_for_two_machines():

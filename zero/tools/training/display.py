@@ -18,6 +18,7 @@ class Display:
         self._quiet = quiet
         self._bar: Any = None
         self._task: Any = None
+        self._beside = 0  # columns of the terminal that are taken
 
     def show(self, record: Mapping[str, Any]) -> None:
         """One record."""
@@ -32,18 +33,24 @@ class Display:
 
     def _advance(self, step: int, words: str) -> None:
         if self._bar is None:
+            from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
             from rich.table import Column
 
-            counted, left = Column(min_width=2 * len(str(self._steps)) + 1), Column(min_width=7)
+            widths = 2 * len(str(self._steps)) + 1, 10, 7
+            counted, _, left = (Column(width=width) for width in widths)
             columns = (
                 MofNCompleteColumn(table_column=counted), BarColumn(10), TimeRemainingColumn(table_column=left),
-                TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),  # what may be cut
+                TextColumn("{task.description}"),
             )  # fmt: skip
-            self._bar = Progress(*columns)
+            self._bar = Progress(*columns, console=Console())
+            self._beside = sum(widths) + len(widths)  # and a space behind each
             self._task = self._bar.add_task("", total=self._steps, completed=step - 1)
             self._bar.start()
-        self._bar.update(self._task, completed=step, description=words)
+        # Cut here: rich would take the room for it from the other columns, down to nothing.
+        room = max(0, self._bar.console.width - self._beside)
+        shown = words if len(words) <= room else f"{words[: room - 1]}…"[:room]
+        self._bar.update(self._task, completed=step, description=shown)
 
     def close(self) -> None:
         if self._bar is not None:

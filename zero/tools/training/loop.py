@@ -93,6 +93,19 @@ def check_same(options: Options, identity: Mapping[str, Any]) -> int:
     return int(engine["global_steps"])
 
 
+def check_directory(options: Options) -> None:
+    """Makes the directory, before ranks are started that would all fail in it. No collective."""
+    try:
+        options.checkpoints.mkdir(parents=True, exist_ok=True)
+        options.records.open("a").close()
+    except OSError as error:
+        raise ValueError(
+            f"--directory {options.directory} was asked for, but {error.filename} cannot be written ({error.strerror}). Give "
+            "another, or move away what is there."
+        ) from error
+    read_records(options.records)
+
+
 def build(options: Options, stage: int) -> Engine:
     """A fresh model with its sharded optimizer. A collective."""
     torch.manual_seed(options.seed)
@@ -184,5 +197,16 @@ def _forget_after(path: Path, step: int) -> None:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """All complete ones; whoever was killed may have left half a line."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
+    return [_record(path, line) for line in lines if line.endswith("\n")]
+
+
+def _record(path: Path, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or "step" not in record:
+        raise ValueError(f"{path} was to be gone on with, but it has a line that is no record. Move it away, or give another "
+                         "--directory.")
+    return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class Options:
                 raise ValueError(f"{option} was asked for, but it is at least 1. Raise it.")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"--dropout {self.dropout} was asked for, but it is a part of 1. Give 0 or more and less than 1.")
+        if not 0.0 < self.lr < math.inf:
+            raise ValueError(f"--lr {self.lr} was asked for, but a learning rate is finite and above 0. Try 1e-3.")
         if self.width > 64 and self.width % 64:
             raise ValueError(f"--width {self.width} was asked for, but heads are 64 wide. Give a multiple of 64, or less.")
 

@@ -32,12 +32,14 @@ class Text:
         return self._bytes[starts + torch.arange(self._context + 1)].long()
 
 
-def read_text(path: str | None) -> bytes:
-    """A file, all files of a folder in the order of their names, or the source of Python's standard library."""
+def read_text(path: str | None, but: str | None = None) -> bytes:
+    """A file, all files of a folder in the order of their names, or the source of Python's standard library. `but` is a folder
+    that is left out: what a training writes there is not what it was begun with."""
+    out = None if but is None else Path(but).resolve()
     if path is None:
-        files = [file for file in _files_in(Path(os.__file__).parent, _NO_SOURCE) if file.suffix == ".py"]
+        files = [file for file in _files_in(Path(os.__file__).parent, out, _NO_SOURCE) if file.suffix == ".py"]
     else:
-        files = list(_files_in(Path(path))) if Path(path).is_dir() else [Path(path)]
+        files = list(_files_in(Path(path), out)) if Path(path).is_dir() else [Path(path)]
     content = b"\n".join(file.read_bytes() for file in sorted(files))
     if not content:
         where = path or "the standard library"
@@ -45,7 +47,9 @@ def read_text(path: str | None) -> bytes:
     return content
 
 
-def _files_in(folder: Path, but: Collection[str] = ()) -> Iterator[Path]:
+def _files_in(folder: Path, out: Path | None, but: Collection[str] = ()) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in but and not name.startswith(".")]
-        yield from (Path(place) / name for name in names if not name.startswith("."))
+        kept = (name for name in folders if name not in but and not name.startswith("."))
+        folders[:] = [name for name in kept if (Path(place) / name).resolve() != out]
+        files = (Path(place) / name for name in names if not name.startswith("."))
+        yield from (file for file in files if file.is_file())  # no pipes, which would be waited for, and no links to nothing

@@ -1,0 +1,196 @@
+"""What sharding costs on an accelerator at world size 1: step time over plain bf16 with fp32 masters, bytes, offload, compile.
+
+    python benchmarks/gpu.py                    on the accelerator of this machine; ACCELERATOR=... for another
+    python benchmarks/gpu.py --size 300M --batch 8 --json out.json
+
+A training of a GPT, each way in a process of its own, rounds in turn. *plain* is what one would write: weights in bf16, fp32
+masters, fused AdamW on them, clipping. Each of ours is to take at most 3 % more than that. *peak* is what the device held at
+most in the timed steps, *states* what it holds between two, beside what the budget of the layout predicts. An offloaded step is
+shown beside what its bytes need on the link (pinned copies, measured here) and in host memory. The compiled way is stage 1
+under `zero.compile`, whose peak is to be below that of the same without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from host_step import bandwidth
+from offload_step import LANDING_BYTES, LANDING_CROSSES, STEP_BYTES, STEP_CROSSES, crossing
+from peer_models import SIZES, batch, build
+from torch import nn
+
+import accelerators
+from accelerators import Accelerator
+
+WAYS = ("plain", "stage 0", "stage 1", "stage 2", "stage 2 offloaded", "stage 1 compiled", "stage 1 fp32", "plain fp32")
+RATE, CLIP, WARM_UP = 1e-4, 1.0, 5
+MIB = 2**20
+
+
+def plain(model: nn.Module, half: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Masters by hand, list operators throughout, the fused kernel."""
+    masters = [param.detach().float().clone() for param in model.parameters()] if half else list(model.parameters())
+    if half:
+        model.bfloat16()
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(masters, lr=RATE, fused=True)
+
+    def step(rows: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(rows)
+        loss.backward()
+        if half:
+            for master, param in zip(masters, params, strict=True):
+                master.grad = param.grad.float() if param.grad is not None else None
+                param.grad = None
+        nn.utils.clip_grad_norm_(masters, CLIP, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        if half:
+            torch._foreach_copy_([param.detach() for param in params], masters)
+        return loss.detach()
+
+    return step
+
+
+def ours(model: nn.Module, way: str) -> tuple[Callable[[torch.Tensor], torch.Tensor], Any]:
+    import zero
+
+    optimizer = zero.shard(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=RATE),
+        stage=int(way.split()[1]),
+        dtype=None if "fp32" in way else "bfloat16",
+        clip=CLIP,
+        kernels="compiled" if "offloaded" in way else "fused",
+        offload="cpu" if "offloaded" in way else None,
+    )
+    if "compiled" in way:
+        zero.compile(model)
+
+    def step(rows: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(rows)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, optimizer
+
+
+def serve(way: str, options: argparse.Namespace) -> None:
+    """In a process of its own: says how it did, as JSON."""
+    device = accelerators.current()
+    before = device.memory().allocated or 0
+    model, predicted = build(options).to(device.device()), None
+    if way.startswith("plain"):
+        step = plain(model, half="fp32" not in way)
+    else:
+        from zero.plan.budget import budget_of
+
+        step, optimizer = ours(model, way)
+        budget = budget_of(optimizer.parts.line.layout, num_backwards=1)
+        predicted = {"states": budget.states, "peak": budget.peak, "host": budget.host_peak}
+    rows = [batch(options, 0, number).to(device.device()) for number in range(4)]
+    for number in range(WARM_UP):
+        step(rows[number % 4])
+    device.synchronize()
+    device.reset_peak_memory()
+    seconds, losses = [], []
+    for number in range(options.steps):
+        begin = time.perf_counter()
+        losses.append(step(rows[number % 4]))
+        device.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    memory = device.memory()
+    found = {
+        "seconds": statistics.median(seconds),
+        "peak": (memory.peak or 0) - before,
+        "states": (memory.allocated or 0) - before,
+        "predicted": predicted,
+        "num_params": sum(param.numel() for param in model.parameters()),
+        "loss": losses[-1].item(),
+    }
+    print(json.dumps(found), flush=True)
+
+
+def run(way: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One way, once."""
+    given = [f"--{name}={getattr(options, name)}" for name in ("size", "length", "batch", "steps")]
+    command = [sys.executable, __file__, "--serve", way, *given]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    if answer.returncode:
+        raise SystemExit(f"{way} was asked to train, but its process ended with {answer.returncode}. Its own words are above.")
+    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    return found
+
+
+def report(device: Accelerator, found: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> None:
+    num_params = found[options.ways[0]][0]["num_params"]
+    print(f"torch {torch.__version__}, {device.name}, {num_params / 1e6:.1f} M parameters, {options.batch} x {options.length} "
+          f"tokens, {options.rounds} rounds of {options.steps} steps")  # fmt: skip
+    print(f"{'':20}{'step ms':>10}{'to plain':>10}{'peak MiB':>10}{'states':>10}{'predicted':>10}{'loss':>9}")
+    for way, runs in found.items():
+        base = found.get("plain fp32" if "fp32" in way else "plain", [])
+        ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in zip(runs, base, strict=True)) if base else None
+        first, step = runs[0], statistics.median(each["seconds"] for each in runs)
+        predicted = f"{first['predicted']['states'] / MIB:10.0f}" if first["predicted"] else f"{'':10}"
+        shown = f"{ratio:10.3f}" if ratio is not None else f"{'':10}"
+        print(f"{way:20}{step * 1e3:10.2f}{shown}{first['peak'] / MIB:10.0f}{first['states'] / MIB:10.0f}{predicted}"
+              f"{first['loss']:9.4f}")  # fmt: skip
+    if "stage 2 offloaded" in found:
+        down, up = crossing(device, 2**28)
+        memory = bandwidth()
+        link = num_params * (LANDING_CROSSES / down + STEP_CROSSES / 2 / down + STEP_CROSSES / 2 / up)
+        host = num_params * (LANDING_BYTES + STEP_BYTES) / memory
+        print(f"offloaded: the link needs at least {link * 1e3:.1f} ms ({down / 1e9:.1f} GB/s down, {up / 1e9:.1f} up), host "
+              f"memory {host * 1e3:.1f} ms ({memory / 1e9:.1f} GB/s), of which what backward hides is not lost")  # fmt: skip
+    losses = {way: runs[0]["loss"] for way, runs in found.items()}
+    apart = max(losses.values()) - min(losses.values())
+    print(f"last losses are at most {apart:.4f} apart")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="300M")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.model = "gpt"
+    if options.serve:
+        serve(options.serve, options)
+        return 0
+    device = accelerators.current()
+    if device.device().type == "cpu":
+        print(
+            "A training on an accelerator was asked for, but the accelerator here is the host. Run it on a machine with "
+            "another, or see python -m accelerators for why none was chosen; benchmarks/peers.py is for the host.",
+            file=sys.stderr,
+        )
+        return 1
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
+    for _ in range(options.rounds):
+        for way in options.ways:
+            found[way].append(run(way, options))
+    report(device, found, options)
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

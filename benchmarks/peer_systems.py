@@ -1,0 +1,247 @@
+"""One rank of one system of `peers.py`, in a process of its own, with the system's fastest flags.
+
+Every system is a function that gets the fp32 model and returns what computes a micro-batch's loss and sends it backward, and
+what steps. Nothing but `ours` imports this project, so that the others run in whatever environment they are installed in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from peer_models import batch, build
+from torch import nn
+
+RATE, CLIP = 1e-4, 1.0
+_TCP_INFO_RECEIVED = 128  # where a socket's count of received bytes is
+
+
+class System(NamedTuple):
+    backward: Callable[[torch.Tensor, bool], torch.Tensor]  # rows, and whether they are the last micro-batch; the loss
+    step: Callable[[], object]
+
+
+def half(options: argparse.Namespace) -> torch.dtype:
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
+
+
+def bare(model: nn.Module, options: argparse.Namespace) -> System:
+    """Forward and backward alone: no communication, no step."""
+    model = model.to(half(options))
+
+    def backward(rows: torch.Tensor, last: bool) -> torch.Tensor:
+        loss = model(rows)
+        (loss / options.accumulation).backward()
+        return loss.detach()
+
+    return System(backward, model.zero_grad)
+
+
+def ddp(model: nn.Module, options: argparse.Namespace, sharded: bool = False) -> System:
+    """On weights of the training's dtype: it keeps no fp32 masters."""
+    model = nn.parallel.DistributedDataParallel(
+        model.to(half(options)), gradient_as_bucket_view=True, static_graph=options.accumulation == 1
+    )
+    if sharded:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=RATE, fused=True
+        )
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+
+    def backward(rows: torch.Tensor, last: bool) -> torch.Tensor:
+        with contextlib.nullcontext() if last else model.no_sync():
+            loss = model(rows)
+            (loss / options.accumulation).backward()
+        return loss.detach()
+
+    return System(backward, stepping(model, optimizer))
+
+
+def stepping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """What follows the backwards, as plain torch has it."""
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def fsdp2(model: nn.Module, options: argparse.Namespace) -> System:
+    """As ZeRO-2: whole parameters stay from forward to backward. Gradients travel in the training's dtype."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (options.world,))
+    policy = MixedPrecisionPolicy(param_dtype=half(options), reduce_dtype=half(options))
+    for block in getattr(model, "blocks", ()):
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+
+    def backward(rows: torch.Tensor, last: bool) -> torch.Tensor:
+        model.set_requires_gradient_sync(last)
+        loss = model(rows)
+        (loss / options.accumulation).backward()
+        return loss.detach()
+
+    return System(backward, stepping(model, optimizer))
+
+
+def deepspeed(model: nn.Module, options: argparse.Namespace, stage: int, offload: bool = False) -> System:
+    import deepspeed as their
+
+    sharding: dict[str, Any] = {
+        "stage": stage, "overlap_comm": False, "contiguous_gradients": True, "reduce_bucket_size": options.their_bucket,
+        "allgather_bucket_size": options.their_bucket,
+    }  # fmt: skip
+    if offload:
+        sharding["offload_optimizer"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": options.batch,
+        "gradient_accumulation_steps": options.accumulation,
+        "bf16": {"enabled": options.dtype == "bf16"},
+        "gradient_clipping": CLIP,
+        "zero_optimization": sharding,
+        "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01}},
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = their.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def backward(rows: torch.Tensor, last: bool) -> torch.Tensor:
+        loss = engine(rows)
+        engine.backward(loss)  # which divides by the accumulation
+        if not last:
+            engine.step()
+        return loss.detach()
+
+    return System(backward, engine.step)
+
+
+def ours(model: nn.Module, options: argparse.Namespace, stage: int, offload: bool = False, shared: bool = True) -> System:
+    import zero
+
+    optimizer = zero.shard(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=RATE, fused=options.kernels == "fused"),
+        stage=stage,
+        dtype=half(options) if options.dtype != "fp32" else None,
+        clip=CLIP,
+        accumulation=options.accumulation,
+        kernels=options.kernels,
+        offload="cpu" if offload else None,
+        **({} if shared else {"shared_memory": False}),
+        **({"bucket_bytes": options.our_bucket} if options.our_bucket else {}),
+    )
+
+    def backward(rows: torch.Tensor, last: bool) -> torch.Tensor:
+        loss = model(rows)
+        (loss / options.accumulation).backward()
+        return loss.detach()
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return System(backward, step)
+
+
+SYSTEMS: dict[str, Callable[[nn.Module, argparse.Namespace], System]] = {
+    "bare": bare,
+    "ddp": ddp,
+    "ddp-zero": lambda model, options: ddp(model, options, sharded=True),
+    "fsdp2": fsdp2,
+    "deepspeed-1": lambda model, options: deepspeed(model, options, 1),
+    "deepspeed-2": lambda model, options: deepspeed(model, options, 2),
+    "deepspeed-2-offload": lambda model, options: deepspeed(model, options, 2, offload=True),
+    "ours-0": lambda model, options: ours(model, options, 0),
+    "ours-1": lambda model, options: ours(model, options, 1),
+    "ours-2": lambda model, options: ours(model, options, 2),
+    "ours-2-offload": lambda model, options: ours(model, options, 2, offload=True),
+    "ours-2-gloo": lambda model, options: ours(model, options, 2, shared=False),
+}
+
+
+def received_bytes() -> int:
+    """What came to this process through TCP so far."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, struct.error), socket.socket(fileno=os.dup(int(name))) as wire:
+            if wire.family in (socket.AF_INET, socket.AF_INET6) and wire.type == socket.SOCK_STREAM:
+                info = wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                total += struct.unpack_from("<Q", info, _TCP_INFO_RECEIVED)[0]
+    return total
+
+
+def resident() -> tuple[int, int]:
+    """The peak of resident bytes, and how many bytes of memory shared with others are resident now."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak, shared = (int(lines[key].split()[0]) * 1024 for key in ("VmHWM", "RssShmem"))
+    return peak, shared
+
+
+def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
+    model = build(options)
+    num_params = sum(param.numel() for param in model.parameters())
+    system = SYSTEMS[options.system](model, options)
+    del model
+    number = 0
+
+    def step() -> tuple[float, torch.Tensor]:
+        nonlocal number
+        rows = [batch(options, rank, number + micro) for micro in range(options.accumulation)]
+        number += options.accumulation
+        begin = time.perf_counter()
+        losses = [system.backward(part, micro + 1 == len(rows)) for micro, part in enumerate(rows)]
+        system.step()
+        return time.perf_counter() - begin, torch.stack(losses).float().mean()
+
+    found = [step() for _ in range(options.warm_up)]
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the mark of the peak begins anew
+    received = received_bytes()
+    found += [step() for _ in range(options.steps)]
+    received = received_bytes() - received
+    peak, shared = resident()
+    losses = torch.stack([loss for _, loss in found])
+    dist.all_reduce(losses)
+    return {
+        "num_params": num_params,
+        "seconds": [seconds for seconds, _ in found[options.warm_up :]],
+        "losses": (losses / options.world).tolist(),
+        "peak_bytes": peak - shared + shared // options.world,  # what is shared is the ranks' together
+        "shared_bytes": shared,
+        "received_bytes": received / options.steps,
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("options", help="what peers.py was asked for, as JSON")
+    options = argparse.Namespace(**json.loads(parser.parse_args().options))
+    torch.set_num_threads(options.threads)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found = train(options, rank)
+    Path(options.result, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()  # nobody leaves while others still wait for its last words
+    os._exit(0)  # some systems end with complaints, or never
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Tensors through memory that ranks share: proved or not used, written again only once read, and gone with who shared it."""
+
+import gc
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import accelerators
+from tests import ranks
+from zero.comm.arena import _IDLE_COLLECTIVES, Arena, meet
+from zero.comm.group import TimeLimits
+from zero.comm.loopback import LoopbackGroup, run_ranks
+from zero.comm.shared_memory import SharedMemoryGroup, through_shared_memory
+from zero.comm.torch_group import connect
+from zero.errors import GroupLost
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory files")
+
+
+def pages(arena):
+    """Bytes of an arena that take memory."""
+    return os.fstat(arena._descriptor).st_blocks * 512
+
+
+# The arena --------------------------------------------------------------------------------------------------------------
+
+
+def test_who_is_introduced_reads_what_is_written_later():
+    arena = Arena()
+    theirs = meet(arena.introduce())
+    lent = arena.lend(3)
+    lent.copy_(torch.tensor([7, 8, 9], dtype=torch.uint8))
+    begin = arena.offset(lent)
+    assert theirs[begin : begin + 3].tolist() == [7, 8, 9]
+    assert arena.offset(torch.zeros(3)) is None
+
+
+def test_a_stretch_is_lent_again_only_when_nobody_holds_it_and_all_have_read_it():
+    arena = Arena()
+    first = arena.lend(5000)
+    place, view = arena.offset(first), first[10:]
+    arena.send(first, collective=4)
+    del first
+    gc.collect()
+    assert arena.offset(arena.lend(5000)) != place  # a view of it is held
+    del view
+    assert arena.offset(arena.lend(5000)) != place  # and it may still be read
+    arena.heard(finished=4)
+    assert arena.offset(arena.lend(5000)) != place
+    arena.heard(finished=5)
+    both = arena.lend(5000), arena.lend(5000)
+    assert place in map(arena.offset, both)
+
+
+def test_pages_that_nobody_asks_for_are_given_back():
+    arena = Arena()
+    before = pages(arena)
+    lent = arena.lend(2**20).fill_(1)
+    assert pages(arena) >= before + 2**20
+    arena.vacate()
+    assert pages(arena) >= before + 2**20  # held
+    del lent
+    arena.heard(10)
+    assert pages(arena) >= before + 2**20  # the next one would only make them anew
+    arena.heard(10 + _IDLE_COLLECTIVES)
+    assert pages(arena) == before
+    assert arena.lend(2**20).sum() == 0
+
+
+# The proof --------------------------------------------------------------------------------------------------------------
+
+
+def kinds(group, wanted=True):
+    made = through_shared_memory(group, wanted)
+    return type(made), made.all_reduce(torch.ones(2), torch.float32).wait().tolist()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda told: told[:-1] + bytes([told[-1] ^ 1]), "another one's"),
+        (lambda told: (2**22 + 1).to_bytes(8, "little") + told[8:], "No such file or directory"),
+        (lambda told: told[:16] + (4096).to_bytes(8, "little") + told[24:], "told of 4096"),
+    ],
+    ids=["a wrong word", "no such process", "another size"],
+)
+def test_where_one_rank_is_not_what_it_says_all_take_the_ordinary_collective(spoil, said, caplog, monkeypatch):
+    introduce = Arena.introduce
+    told = []
+
+    def spoilt(arena):
+        told.append(introduce(arena))
+        return spoil(told[-1]) if len(told) == 2 else told[-1]
+
+    monkeypatch.setattr(Arena, "introduce", spoilt)
+    with caplog.at_level(logging.INFO, "zero"):
+        assert run_ranks(3, kinds) == [(LoopbackGroup, [3.0, 3.0])] * 3
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "3 ranks travel by ordinary collectives" in line and said in line
+
+
+def test_a_system_without_memory_files_takes_the_ordinary_collective(monkeypatch, caplog):
+    monkeypatch.delattr(os, "memfd_create")
+    with caplog.at_level(logging.INFO, "zero"):
+        assert run_ranks(2, kinds) == [(LoopbackGroup, [2.0, 2.0])] * 2
+    assert len(caplog.records) == 1 and "memfd_create" in caplog.records[0].getMessage()
+
+
+def test_it_is_turned_off_on_all_ranks_by_any_of_them():
+    def program(group):
+        return kinds(group, wanted=group.rank != 1)
+
+    assert run_ranks(2, program) == [(LoopbackGroup, [2.0, 2.0])] * 2
+    assert run_ranks(2, kinds) == [(SharedMemoryGroup, [2.0, 2.0])] * 2
+
+
+# Who writes when --------------------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_is_not_written_again_before_all_ranks_said_that_they_read_it():
+    def program(group):
+        group = through_shared_memory(group)
+        buffer = group.staging(4, torch.float32, torch.device("cpu"))
+        assert group.is_read(buffer)
+        sums, reads = [], []
+        for number in range(4):
+            sent = buffer.fill_(100.0) if number == 0 else torch.full((4,), float(number))
+            sums.append(group.reduce_scatter(sent, torch.float32).wait().tolist())
+            reads.append(group.is_read(buffer))
+        return sums, reads
+
+    for sums, reads in run_ranks(2, program):
+        assert sums == [[200.0] * 2, [2.0] * 2, [4.0] * 2, [6.0] * 2]
+        assert reads == [False, True, True, True]  # the message of the second said that all had finished the first
+
+
+def test_a_rank_that_is_ahead_takes_more_memory_and_waits_for_nobody():
+    def program(group):
+        group = through_shared_memory(group)
+        if group.rank == 1:
+            time.sleep(0.2)
+        pending = []
+        for number in range(6):
+            buffer = group.staging(64, torch.float32, torch.device("cpu")).fill_(float(number + group.rank))
+            pending.append(group.reduce_scatter(buffer, torch.float32))
+            del buffer
+        waited = [one.done() for one in pending] if group.rank == 0 else []
+        return waited, [one.wait().tolist() for one in pending]
+
+    (waited, first), (_, second) = run_ranks(2, program)
+    assert not any(waited)
+    assert first == second == [[2.0 * number + 1.0] * 32 for number in range(6)]
+
+
+def test_what_is_empty_travels_too():
+    def program(group):
+        group, nothing = through_shared_memory(group), torch.empty(0)
+        kinds = group.all_reduce, group.reduce_scatter
+        found = [kind(nothing, torch.float32).wait() for kind in kinds] + [group.all_gather(nothing).wait()]
+        return [one.numel() for one in (*found, group.broadcast(nothing).wait())]
+
+    assert run_ranks(2, program) == [[0] * 4] * 2
+
+
+def leave_at_once(rank, world):
+    """Rank 1 is gone before rank 0 looks at what it sent."""
+    group = connect(accelerators.get("cpu"), None, TimeLimits(20.0, 20.0), shared_memory=True)
+    assert isinstance(group, SharedMemoryGroup)
+    pending = group.reduce_scatter(torch.full((2**16,), 3.0), torch.float32)
+    if rank == 1:
+        pending.wait()
+        return None
+    time.sleep(0.5)
+    return pending.wait().unique().tolist()
+
+
+def test_what_a_rank_sent_can_be_read_after_its_end():
+    assert ranks.run(2, leave_at_once, fresh=True)[0] == [6.0]
+
+
+# Failure ----------------------------------------------------------------------------------------------------------------
+
+
+def die_in_backward(rank, world):
+    group = connect(accelerators.get("cpu"), None, TimeLimits(5.0, 5.0), shared_memory=True)
+    said = []
+    for number in range(3):
+        buffer = group.staging(2**20, torch.float32, torch.device("cpu")).fill_(1.0)
+        if rank == 1 and number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        try:
+            group.reduce_scatter(buffer, torch.float32).wait()
+        except GroupLost as error:
+            said.append((str(error), time.monotonic() - started))
+    return said
+
+
+def test_a_rank_that_is_killed_is_a_lost_group_within_the_limit_and_leaves_nothing_behind():
+    before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
+    survivor, killed = ranks.outcomes(2, die_in_backward, fresh=True)
+    assert killed.kind == "died"
+    ((text, took),) = survivor.value
+    assert "rank 1 was last seen" in text and "is gone" in text and took < 10.0
+    after = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
+    assert not [path for path in after - before if "zero" in path.name]

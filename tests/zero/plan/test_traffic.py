@@ -1,0 +1,77 @@
+"""The model of docs/scaling.md: what ranks send is what it says, and the page has its numbers."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.instruments import Ledger
+from tests.zoo.case import backward, draw, real_loss, real_mlp
+from zero.comm.loopback import run_ranks
+from zero.optimizer import shard
+from zero.plan.layout import FlatLayout, ParamSpec
+from zero.plan.traffic import Traffic, traffic_of
+
+PAGE = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
+
+
+def sent(entries, world):
+    """Bytes that a rank sends for what it issued, and how often that goes round."""
+    total = passes = 0
+    for entry in entries:
+        part = entry.numel * (world - 1) // world
+        item = getattr(torch, entry.dtype).itemsize
+        total += part * 2 * max(4, item) if entry.operation == "all_reduce" else part * item
+        passes += 2 if entry.operation == "all_reduce" else 1
+    return total, passes
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("num_backwards", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_step_sends_what_the_model_says(stage, num_backwards, dtype, world):
+    def program(group):
+        ledger, model = Ledger(group), real_mlp()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"dtype": dtype, "accumulation": num_backwards, "bucket_bytes": 256}
+        optimizer = shard(model, inner, stage=stage, group=ledger, **options)
+        for step in range(2):  # the first one learns the order
+            ledger.phase = f"step {step}"
+            for micro in range(num_backwards):
+                backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, step, micro, real=True))))
+            optimizer.step()
+            optimizer.zero_grad()
+        entries = [entry for entry in ledger.of("step 1") if not entry.is_message]
+        return sent(entries, world), traffic_of(optimizer.parts.line.layout, stage, world, num_backwards)
+
+    for (num_bytes, passes), traffic in run_ranks(world, program):
+        assert (traffic.total, traffic.passes) == (num_bytes, passes)
+        assert traffic.total > 0
+
+
+def rows(heading):
+    """The cells of the table under a heading, without its head."""
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_page_has_the_numbers_of_the_model():
+    layer = [ParamSpec(f"layer {number}", (7_000_000_000 // 32,), "bfloat16") for number in range(32)]
+    found = rows("Larger clusters")
+    assert len(found) == 9
+    for world, stage, gradients, weights, *seconds in found:
+        layout = FlatLayout.build(layer, int(world) if int(stage) else 1, 256 * 2**20)
+        traffic = traffic_of(layout, int(stage), int(world))
+        assert [gradients, weights] == [f"{traffic.gradients / 1e9:.1f}", f"{traffic.weights / 1e9:.1f}"]
+        assert seconds == [f"{traffic.seconds(int(world), speed * 1e9, 5e-6):.2f}" for speed in (12.5, 50, 450)]
+
+
+def test_time_is_bytes_over_the_link_and_a_delay_a_rank_and_collective():
+    assert Traffic(6, 4, 3).seconds(world=5, link_bytes_per_s=2.0, latency_s=0.5) == pytest.approx(5.0 + 3 * 4 * 0.5)
+
+
+def test_the_page_speaks_of_the_stages_that_there_are():
+    assert re.search(r"\| 0 .*\| 1 .*\| 2 ", PAGE, re.DOTALL)

@@ -1,0 +1,162 @@
+"""Memory of one process that others of the same host can read: a file without a name, mapped by all of them at the start.
+
+[Note: arena]
+An arena is a memfd, sealed so that it never grows nor shrinks. It has no name, is as large as any use of it could be, since
+only pages that were written take memory, and is gone with the last process that maps it, however that ends. Its owner alone
+writes. Others open it through /proc/PID/fd once, when the group is made, so what a rank has sent can be read after its end.
+That path may be another process's where ranks are in containers of their own; so before anything travels this way every
+rank proves that it found in the memory of every other a random word that only that one could have written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import struct
+import sys
+import weakref
+from collections.abc import Iterator
+
+import torch
+
+if sys.platform == "linux":
+    import fcntl
+
+    _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+_WORD_BYTES = 16
+_INTRODUCTION = struct.Struct(f"<qqq{_WORD_BYTES}s")
+_TIMES_MEMORY = 4  # addresses, beside what the host has of memory: stretches are never moved together
+_IDLE_COLLECTIVES = 256  # for so long pages are kept that nobody asks for: to make one costs more than to fill it
+
+
+class _Stretch:
+    __slots__ = ("__weakref__", "held", "lent", "num_bytes", "sent", "start", "vacant")
+
+    def __init__(self, start: int, num_bytes: int) -> None:
+        self.start = start
+        self.num_bytes = num_bytes
+        self.held = False  # somebody on this rank has a tensor of it
+        self.vacant = True  # it has no pages
+        self.lent = 0  # how many collectives all had finished when it was last asked for
+        self.sent = -1  # the last collective that others read it for
+
+    def release(self) -> None:
+        self.held = False
+
+
+class Arena:
+    """What this rank shares, in stretches. One that nobody holds and all have read serves whoever asks next; where nobody does
+    for a while, it gives its pages back."""
+
+    def __init__(self) -> None:
+        if sys.platform != "linux":
+            raise OSError("only Linux has memory files that can be sealed and reached by others")
+        num_bytes = _TIMES_MEMORY * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+        descriptor = os.memfd_create("zero", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with _closing(descriptor):
+            os.ftruncate(descriptor, num_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self._mapping = mmap.mmap(descriptor, num_bytes)  # which keeps a descriptor of its own
+            self._descriptor = os.dup(descriptor)
+        self._begin = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
+        self._stretches: list[_Stretch] = []
+        self._read = 0  # collectives that all ranks have finished
+
+    def introduce(self) -> bytes:
+        """What this rank says of itself, for `meet`."""
+        word = secrets.token_bytes(_WORD_BYTES)
+        self._mapping[:_WORD_BYTES] = word
+        return _INTRODUCTION.pack(os.getpid(), self._descriptor, len(self._mapping), word)
+
+    def introduced(self) -> None:
+        """Nobody needs to find it any more."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def lend(self, num_bytes: int) -> torch.Tensor:
+        """Memory for as long as somebody holds the tensor, or one that shares its storage."""
+        stretch = self._free(num_bytes)
+        stretch.held, stretch.vacant, stretch.sent, stretch.lent = True, False, -1, self._read
+        view = memoryview(self._mapping)[stretch.start : stretch.start + max(1, num_bytes)]
+        weakref.finalize(view, stretch.release).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8)[:num_bytes]
+
+    def _free(self, num_bytes: int) -> _Stretch:
+        fitting = [one for one in self._stretches if self._is_idle(one) and num_bytes <= one.num_bytes]
+        if fitting:
+            return min(fitting, key=lambda one: (one.vacant, one.num_bytes, -one.lent))
+        last = self._stretches[-1] if self._stretches else _Stretch(0, mmap.PAGESIZE)  # after the word of the introduction
+        start, size = last.start + last.num_bytes, -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if start + size > len(self._mapping):
+            raise MemoryError(
+                f"{num_bytes} bytes of shared memory were asked for, but all {len(self._mapping)} addresses of them were given "
+                "out. Set shared_memory=False."
+            )
+        self._stretches.append(_Stretch(start, size))
+        return self._stretches[-1]
+
+    def _is_idle(self, stretch: _Stretch) -> bool:
+        return not stretch.held and stretch.sent < self._read
+
+    def vacate(self, idle_collectives: int = 0) -> None:
+        """Gives back the pages of what nobody asked for while all finished so many collectives."""
+        for one in self._stretches:
+            if self._is_idle(one) and not one.vacant and one.lent + idle_collectives <= self._read:
+                with contextlib.suppress(OSError):  # where pages cannot be given back they are kept
+                    self._mapping.madvise(mmap.MADV_REMOVE, one.start, one.num_bytes)
+                one.vacant = True
+
+    def _stretch_of(self, tensor: torch.Tensor) -> _Stretch | None:
+        begin = tensor.data_ptr() - self._begin
+        return next((one for one in self._stretches if one.start <= begin < one.start + one.num_bytes), None)
+
+    def offset(self, tensor: torch.Tensor) -> int | None:
+        """Where others find this memory; None for memory that is not shared."""
+        return None if self._stretch_of(tensor) is None else tensor.data_ptr() - self._begin
+
+    def send(self, tensor: torch.Tensor, collective: int) -> None:
+        """Others will read it, for this collective."""
+        stretch = self._stretch_of(tensor)
+        assert stretch is not None
+        stretch.sent = collective
+
+    def heard(self, finished: int) -> None:
+        """All ranks have finished so many collectives."""
+        self._read = max(self._read, finished)
+        self.vacate(_IDLE_COLLECTIVES)
+
+    def restart(self) -> None:
+        """Nobody reads anything any more, and collectives are counted anew."""
+        self._read = 0
+        for one in self._stretches:
+            one.sent, one.lent = -1, 0
+
+    def is_read(self, tensor: torch.Tensor) -> bool:
+        stretch = self._stretch_of(tensor)
+        return stretch is None or stretch.sent < self._read
+
+
+def meet(message: bytes) -> torch.Tensor:
+    """The whole arena of who said this; an OSError where that is somebody else's, or cannot be reached."""
+    process, theirs, num_bytes, word = _INTRODUCTION.unpack(message)
+    descriptor = os.open(f"/proc/{process}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
+    with _closing(descriptor):
+        size, seals = os.fstat(descriptor).st_size, fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        if size != num_bytes or seals != _SEALS:
+            raise OSError(f"process {process} has {size} bytes there with seals {seals}, and told of {num_bytes}")
+        mapping = mmap.mmap(descriptor, size)
+    if mapping[:_WORD_BYTES] != word:
+        raise OSError(f"the memory of process {process} is another one's")
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+@contextlib.contextmanager
+def _closing(descriptor: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,44 @@
+"""Bytes that a rank sends for one step: what a layout and a stage must cost on any wire. `docs/scaling.md` is this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero.plan.layout import ITEM_BYTES, FlatLayout
+from zero.plan.stages import stage_of
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one rank, in one step."""
+
+    gradients: int
+    weights: int
+    passes: int  # round all ranks: one for a collective, two for an all-reduce
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.weights
+
+    def seconds(self, world: int, link_bytes_per_s: float, latency_s: float) -> float:
+        """What it takes where each rank sends at so many bytes a second, and what goes round passes all ranks in turn."""
+        return self.total / link_bytes_per_s + self.passes * (world - 1) * latency_s
+
+
+def traffic_of(layout: FlatLayout, stage: int, world: int, num_backwards: int = 1) -> Traffic:
+    """For a window of `num_backwards`, on `world` ranks that all use all of the layout's parameters.
+
+    A reduce-scatter and an all-gather of N bytes both send N (world - 1) / world from each rank, an all-reduce twice as many,
+    and of sums, which are fp32 or wider.
+    """
+    row = stage_of(stage)
+    rounds = 1 if row.accumulates_locally else num_backwards
+    # what waited for the end of an accumulation is wider than its weights, and is sent so
+    as_sums = not row.shards_optimizer or (row.accumulates_locally and num_backwards > 1)
+    gradients = weights = 0
+    for bucket in layout.buckets:
+        item = ITEM_BYTES[layout.chunks[bucket.chunk].dtype]
+        sent = bucket.span.numel * (world - 1) // world
+        gradients += rounds * sent * (max(4, item) if as_sums else item) * (1 if row.shards_optimizer else 2)
+        weights += sent * item if row.shards_optimizer else 0
+    return Traffic(gradients, weights, (rounds + 1) * len(layout.buckets))
