@@ -137,10 +137,11 @@ class Parts:
                 with self.room.explaining("A step", self.line):
                     self.updater.step(batch, used, coefficient)
                 self.gatherer.gather(waiting.popleft())
-        except BaseException:
-            self.window.since.failed = True  # which the others hear when they next settle; until then they gather
+        except BaseException as error:
+            self.window.since.failed = self.window.since.torn = True  # which the others hear when they next settle
+            self.window.sign(error)
             self.masters.give_up()
-            for batch in waiting:
+            for batch in waiting:  # as the others do
                 self.gatherer.gather(batch)
             raise
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import signal
 import sys
 import time
@@ -133,6 +134,46 @@ def test_a_rank_that_fails_is_named_on_all_others_with_its_phase_and_step(world,
 def test_the_rank_that_holds_the_store_is_named_though_its_last_lines_are_lost_with_it(tmp_path):
     for text in told_by_others(3, 0, "kill", "backward", tmp_path):
         assert "rank 0 was last seen at a place that is not known" in text and "and is gone" in text, text
+
+
+# Uneven batches ---------------------------------------------------------------------------------------------------------
+
+
+def train_unevenly(rank, world, lengths, stage, then, folder):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    limits = {"timeout_s": LIMIT_S, "first_step_timeout_s": 60.0}
+    optimizer = zero.shard(model, inner, stage=stage, bucket_bytes=64, **limits)
+    try:
+        for batch in torch.ones(lengths[rank], 2, 4):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        begun = time.monotonic()
+        if then == "saves":
+            zero.save(folder / "checkpoints", optimizer)
+        if then == "goes on alone":
+            time.sleep((LIMIT_S + SLACK_S) * (lengths[rank] < max(lengths)))
+        if then == "ends" and lengths[rank] < max(lengths):
+            fail("end", folder, world)
+    except ZeroError as error:
+        return str(error)
+    return f"nothing was said in {time.monotonic() - begun:.1f} s"
+
+
+@pytest.mark.promise("L03")
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("then", ["saves", "goes on alone", "ends"])
+def test_a_rank_that_runs_out_of_batches_is_named_with_the_step_that_it_did_not_take(then, stage, tmp_path):
+    found = ranks.outcomes(3, train_unevenly, (10, 9, 10), stage, then, tmp_path, timeout=60.0)
+    for outcome in (found[0], found[2]):
+        assert outcome.ok, ranks.describe(found)
+        if then == "saves":
+            came = r"Rank 1 of 3 came to a save, .* \(in a save\), rank 0 to step, .* \(after a backward of step 10\)\."
+            assert re.search(came, outcome.value), outcome.value
+            assert found[1].value == outcome.value
+        else:
+            assert "rank 1 was last seen before a backward of step 10, and " in outcome.value, outcome.value
 
 
 # Which parameter --------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from tests.devices import needs_sim
 from tests.faults import end_as_the_interpreter_does
 from tests.zoo.case import filled
 from zero.comm.loopback import run_ranks
-from zero.errors import GroupLost, NonFinite, RanksDiffer
+from zero.errors import GroupLost, NonFinite, RankFailed, RanksDiffer
 
 LIMIT_S = 1.5
 
@@ -170,6 +171,60 @@ def test_ranks_whose_settings_drift_apart_stop_with_both_digests_and_the_first_d
             optimizer.step()
 
     run_ranks(2, program, time_limit_s=20.0)
+
+
+def break_an_update(rank, world, at_call, tmp_path):
+    """What is said of an update that breaks off on rank 1, and the weights after a load and two steps."""
+    model = small()
+    optimizer = sharded(model, timeout_s=20.0)
+    one_step(model, optimizer, rank, 0)
+    zero.save(tmp_path, optimizer)
+    calls, said, step = [], [], torch.optim.SGD.step
+
+    def fail(inner):
+        calls.append(None)
+        if rank == 1 and len(calls) == at_call:
+            raise ArithmeticError("too much of it")
+        step(inner)
+
+    with mock.patch.object(torch.optim.SGD, "step", fail):
+        for _ in range(2):  # ranks that did not fail hear of it at their next step
+            try:
+                model(torch.full((1, 4), float(rank + 1))).square().mean().backward()
+                optimizer.step()
+                said.append(None)
+            except (ArithmeticError, RankFailed) as error:
+                said.append((type(error).__name__, str(error), getattr(error, "__notes__", [])))
+                break
+    optimizer.zero_grad()
+    optimizer.check()  # all have the same weights, whatever they are
+    zero.load(tmp_path, optimizer)
+    for step in (1, 2):
+        one_step(model, optimizer, rank, step)
+    return said, [param.detach().clone() for param in model.parameters()]
+
+
+def undisturbed(rank, world):
+    model = small()
+    optimizer = sharded(model)
+    for step in range(3):
+        one_step(model, optimizer, rank, step)
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.promise("K12")
+@pytest.mark.parametrize("at_call", [1, 3])  # of those of the four buckets
+def test_an_update_that_breaks_off_on_one_rank_is_told_as_such_on_all_and_after_a_load_all_go_on(at_call, tmp_path):
+    (first, of_first), (second, of_second) = ranks.run(2, break_an_update, at_call, tmp_path)
+    place = "in the update (this rank's share of the weights may be stepped in part: load a checkpoint to have them whole)"
+    [(kind, text, notes)] = second
+    assert (kind, text) == ("ArithmeticError", "too much of it")
+    assert notes == [f"This was in step 2, {place}."] or sys.version_info < (3, 11)
+    assert first[0] is None
+    kind, text, _ = first[1]
+    assert kind == "RankFailed" and f"Rank 1 failed or cleared its gradients at step 2, {place}, where" in text
+    for mine, theirs, expected in zip(of_first, of_second, *ranks.run(2, undisturbed)[:1], strict=True):
+        assert torch.equal(mine, expected) and torch.equal(theirs, expected)
 
 
 @pytest.mark.promise("L05")

@@ -45,6 +45,10 @@ class Group(Protocol):
     rank: int
     size: int
 
+    @property
+    def doing(self) -> str:
+        """What was noted last."""
+
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         """This rank's share of the sum of all ranks' buckets, taken in `sum_dtype`, in rank order."""
 
@@ -145,17 +149,20 @@ def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
     first = told[0][0]
     for rank, (theirs, *_) in enumerate(told):
         if theirs != first:
+            came = [
+                f"{subject.decode(errors='replace')}{f' ({place.decode()})' if place else ''}"
+                for (subject, *_), place in zip(told, group.exchange(group.doing.encode()), strict=True)
+            ]
             raise RanksDiffer(
-                f"Rank {rank} of {group.size} came to {theirs.decode(errors='replace')}, rank 0 to "
-                f"{first.decode(errors='replace')}. All ranks must call step, zero_grad, operations on gradients and other "
-                "collectives in the same order."
+                f"Rank {rank} of {group.size} came to {came[rank]}, rank 0 to {came[0]}. All ranks must call step, zero_grad, "
+                "operations on gradients and other collectives in the same order, and as often."
             )
     return [rest for _, rest in told]
 
 
 def exchange_texts(group: Group, text: str) -> list[str]:
     """Every rank's text, by rank."""
-    return [message.decode() for message in exchange_about(group, "a state_dict, a check or the like", text.encode())]
+    return [message.decode() for message in exchange_about(group, "a save, a state_dict, a check or the like", text.encode())]
 
 
 def first_difference(first: str, other: str, rank: int) -> str:

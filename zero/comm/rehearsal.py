@@ -62,6 +62,8 @@ class Rehearsal:
 
     # Nobody is there to be told, waited for or lost.
 
+    doing = ""
+
     def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
         pass
 

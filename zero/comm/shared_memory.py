@@ -132,6 +132,10 @@ class SharedMemoryGroup:
     def exchange(self, message: bytes) -> list[bytes]:
         return self._group.exchange(message)
 
+    @property
+    def doing(self) -> str:
+        return self._group.doing
+
     def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
         self._group.note(doing, place)
 

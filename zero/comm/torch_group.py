@@ -189,11 +189,8 @@ class TorchGroup:
         return self._backend == "gloo"
 
     def _take_kept(self) -> tuple[_Wires, _Wires] | None:
-        for index, (purpose, wires) in enumerate(_kept):
-            if purpose == self._purpose:
-                del _kept[index]
-                return wires
-        return None
+        found = next((index for index, (purpose, _) in enumerate(_kept) if purpose == self._purpose), None)
+        return None if found is None else _kept.pop(found)[1]
 
     # tensors -----------------------------------------------------------------------------------------------------
 
@@ -254,8 +251,11 @@ class TorchGroup:
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         everyone = torch.empty(self.size * len(message), dtype=torch.uint8, device="cpu")
         self._guarded(lambda: self._in_turns(_gather_into(everyone, mine, group=self._wires.messages, async_op=True)))
-        whole = everyone.numpy().tobytes()
-        return [whole[start : start + len(message)] for start in range(0, len(whole), len(message))]
+        return [theirs.numpy().tobytes() for theirs in everyone.view(self.size, -1)]
+
+    @property
+    def doing(self) -> str:
+        return self._watch.doing
 
     def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
         self._watch.note(doing, place)
@@ -297,9 +297,9 @@ class TorchGroup:
             if isinstance(error, ValueError) and not self._is_over:
                 raise
             self._lost = self._cause_of(error)
-            doing = f", {self._watch.doing}" if self._watch.doing else ""
             raise GroupLost(
-                f"A collective of {self.size} ranks was asked for on rank {self.rank}{doing}, but {self._lost}. {_REMEDY}"
+                f"A collective of {self.size} ranks was asked for on rank {self.rank}, {self.doing}, but {self._lost}. "
+                f"{_REMEDY}"
             ) from error
 
     def _cause_of(self, error: Exception) -> str:

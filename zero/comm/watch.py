@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from zero.errors import GroupLost
@@ -147,9 +147,9 @@ class Watch:
             return f"{self._last_seen(ended)}, and is gone: its program ended or was killed"
         if absent:
             return f"{self._last_seen(absent)}, and did not come ({noticed})"
-        return f"{noticed}, though all ranks are there"
+        return f"{noticed}, though all ranks are there: {self._last_seen(range(self._size))}"
 
-    def _last_seen(self, ranks: list[int]) -> str:
+    def _last_seen(self, ranks: Iterable[int]) -> str:
         return " and ".join(f"rank {rank} was last seen {self._line(f'doing/{rank}') or _UNKNOWN}" for rank in ranks)
 
     def _told(self) -> str:

@@ -33,6 +33,7 @@ class Since:
     weights: list[float] = field(default_factory=list)  # of the micro-batches so far, where they have any
     quiet: bool = False  # said that it has no contribution
     failed: bool = False
+    torn: bool = False  # in the middle of an update
     placed: bool = False  # every trainable parameter's .grad holds a stand-in
     in_backward: bool = False
     stepped: bool = False  # nothing came since a step has used what there is
@@ -111,7 +112,6 @@ class Settler:
             later=later,
             order=reducer.arrival_order,
         )
-        self.note(f"meeting the others for {occasion}")
         messages = exchange_about(self._group, "step, zero_grad or settling", codec.pack(counts))
         self.settles += 1
 

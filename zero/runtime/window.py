@@ -35,6 +35,7 @@ from zero.runtime.settler import Found, Settler, Since
 from zero.runtime.shares import GradientShares
 from zero.runtime.standin import StandIn
 
+_TORN = "this rank's share of the weights may be stepped in part: load a checkpoint to have them whole"
 _HELD_BY_US = 2  # references: the table's, and that of the question
 
 Lay = Callable[[Sequence[int]], Sequence[int]]  # gives parameters a place on the line, and returns their new buckets
@@ -182,14 +183,16 @@ class Window(Timed):
         self.settler.note("after a backward")
 
     def sign(self, error: BaseException) -> None:
-        """Adds to an error of a backward where in it that was, on Pythons that can."""
-        place = self.place()
+        """Adds to an error of a backward or an update where in it that was, on Pythons that can."""
+        place, step = self.place(), self.settler.step
         if place and hasattr(error, "add_note"):
-            error.add_note(f"This was in a backward of step {self.settler.step + 1}{place}.")
+            error.add_note(f"This was in {f'step {step}' if self.since.torn else f'a backward of step {step + 1}'}{place}.")
 
     def place(self) -> str:
         """Where a backward is that broke off: at the parameter whose gradient, or a hook of it, was at work, or after it."""
         reached, since = self.params.reached, self.since
+        if since.torn:
+            return f", in the update ({_TORN})"
         if reached is None:
             return ""
         arrived = (since.touched >> reached & 1 or reached in since.aside) and reached not in since.writing

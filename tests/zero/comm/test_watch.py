@@ -99,10 +99,13 @@ def test_a_rank_whose_connection_is_closed_is_gone_and_that_is_known_before_the_
 def test_where_all_are_there_what_was_noticed_is_told():
     first, second = watches(2)
     answering = threading.Thread(target=second.cause, args=("seen", lambda rank: False))
+    first.note("in a backward of step 3")
+    second.note("in a save")
     answering.start()
     told = first.cause("it failed", lambda rank: False)
     answering.join()
-    assert told.endswith(", though all ranks are there")
+    places = "rank 0 was last seen in a backward of step 3 and rank 1 was last seen in a save"
+    assert told.endswith(f", though all ranks are there: {places}")  # by whichever was first
 
 
 def test_what_the_first_found_is_what_all_say():
