@@ -13,7 +13,9 @@ device that no backend of torch serves has to bring its own.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,6 +89,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         self._rank, self._size = rank, size
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout or TIME_LIMIT)
         self._lanes: dict[int, Lane] = {}
+        self._under_way: deque[tuple[Task, Any]] = deque()  # what is still to land, and what gloo makes of it
         self._named = ""
         self._described = ""
         # Object collectives and barriers look a backend up; the collectives themselves come through this class.
@@ -156,7 +159,24 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
                     ends[key].view.copy_(on_host[key])
 
             addresses = {ends[key].address for key in written}
-            return StagedWork(carried, lane, lanes.put_off(lane, land, set(), addresses, carried.is_completed), result)
+            task = lanes.put_off(lane, land, set(), addresses, carried.is_completed)
+            while self._under_way and self._under_way[0][0].done:
+                self._under_way.popleft()
+            self._under_way.append((task, carried))
+            return StagedWork(carried, lane, task, result)
+
+    def shutdown(self) -> None:
+        """The group is destroyed: what has come lands, and what has not never will. To keep it would keep connections."""
+        with lanes.lock, torch.no_grad(), below_autograd(), excluding(WATCH_KEY):
+            for task, carried in self._under_way:
+                with contextlib.suppress(RuntimeError):  # it failed
+                    if task.action is not None and carried.is_completed():
+                        task.action()
+                task.action = task.has_come = None
+            self._under_way.clear()
+            for lane in self._lanes.values():  # nothing of it writes any more, and the host knows
+                lanes.wait_host(lane, lane.snapshot())
+        super().shutdown()
 
     def _lane(self, index: int) -> Lane:
         if index not in self._lanes:
