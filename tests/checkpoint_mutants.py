@@ -95,8 +95,8 @@ CHECKPOINTS = [
     Mutant(
         "hashes are not compared",
         K + "folder.py",
-        "check(path, read) != (told.checksum or told.sha256)",
-        "not check(path, read)",
+        "disk.checksum_of(path, read) != told.checksum",
+        "not disk.checksum_of(path, read)",
     ),
     Mutant(
         "sizes are not compared",

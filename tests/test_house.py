@@ -69,7 +69,7 @@ FLOORS = (
 ROOM_OF = {module: (floor, room) for floor, rooms in enumerate(FLOORS) for room, modules in rooms.items() for module in modules}
 
 NAMES_SPOKEN_IN_ONE_PLACE = {
-    "torch.distributed": r"(zero/(comm/torch_group|tools/launch|checkpoint/\w+)|accelerators/simulated/group)\.py",
+    "torch.distributed": r"(zero/(comm/torch_group|tools/launch|checkpoint/\w+)|accelerators/simulated/(group|work))\.py",
     "torch.cuda": r"accelerators/backends/cuda\.py",
 }
 NO_TORCH = r"zero/plan/.*|zero/(config\w*|errors|deepspeed_\w+|recipes|blocks)\.py"

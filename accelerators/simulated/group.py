@@ -7,7 +7,7 @@ when somebody waits. Each group has a stream of its own on each device, as NCCL 
 and the work that is returned makes the stream that waits for it wait. So the race detector sees a collective's reads and
 writes, and results that nobody waited for stay unwritten.
 
-Process groups are otherwise spoken of in zero/comm/torch_group.py only. This file is the exception, because a
+Process groups are otherwise spoken of in zero/comm/torch_group.py only. This file and its works are the exception, because a
 device that no backend of torch serves has to bring its own.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from accelerators.simulated.copies import End
 from accelerators.simulated.current import current_lane
 from accelerators.simulated.lanes import Lane, Task, lanes
 from accelerators.simulated.place import here
-from accelerators.simulated.settings import settings
 from accelerators.simulated.storage import block_of, host_view, is_sim
 from accelerators.simulated.torch_private import NAME, WATCH_KEY, below_autograd, excluding
+from accelerators.simulated.work import Several, StagedWork
 
 BACKEND = "staged"
 TIME_LIMIT = datetime.timedelta(minutes=5)
@@ -40,45 +40,7 @@ Carry = Callable[[Tensors, Tensors], Any]  # a collective of gloo, given host in
 
 
 # Any: torch's stubs give each collective several signatures, of which Python calls one.
-_Work: Any = dist.Work
 _ProcessGroup: Any = dist.ProcessGroup
-
-
-class StagedWork(_Work):  # type: ignore[misc]
-    """A collective on its way. To wait is for the current stream; the host goes on."""
-
-    def __init__(self, carried: Any, lane: Lane, task: Task, result: Any) -> None:
-        super().__init__()
-        self._carried = carried
-        self._clock = lane.snapshot()
-        self._lane = lane
-        self._task = task
-        self._result = result
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        if settings.order == "eager" or self._carried.is_completed():
-            self._carried.wait()  # a failure that is known is raised here and not at some later operator
-        with lanes.lock:
-            current_lane(self._lane.index).wait_for(self._lane, self._clock, self._task)
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return bool(self._carried.is_completed())
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def result(self) -> Any:
-        return self._result
-
-    def get_future(self) -> Any:
-        self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result(self._result)
-        return future
 
 
 class StagedGroup(_ProcessGroup):  # type: ignore[misc]
@@ -98,11 +60,10 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
 
     # who it is
 
-    def getBackendName(self) -> str:
-        return BACKEND
-
     def name(self) -> str:
         return BACKEND
+
+    getBackendName = name
 
     def rank(self) -> int:
         return self._rank
@@ -116,15 +77,12 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
     def setGroupName(self, name: str) -> None:
         self._named = name
 
-    def _set_group_name(self, name: str) -> None:
-        self._named = name
+    _set_group_name = setGroupName
 
     def _set_group_desc(self, description: str) -> None:
         self._described = description
 
-    @property
-    def group_name(self) -> str:
-        return self._named
+    group_name = property(getGroupName)
 
     @property
     def group_desc(self) -> str:
@@ -275,7 +233,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
             for step in range(1, self._size):
                 to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
                 works += [self._gloo.send([given[to]], to, step), self._gloo.recv([out[source]], source, step)]
-            return _Several(works)
+            return Several(works)
 
         return self._start("all_to_all", carry, inputs, outputs, outputs)
 
@@ -297,20 +255,6 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-class _Several:
-    """Several works of gloo as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
 
 
 def _summing(options: Any, size: int, outputs: Tensors) -> Callable[[Any], Any]:

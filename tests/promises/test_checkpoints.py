@@ -35,8 +35,10 @@ from tests.promises.checkpoints import (
 )
 from tests.traces import copied
 from zero.checkpoint import disk, typed
+from zero.checkpoint.folder import read_manifest
 from zero.checks import ELEMENTWISE
 from zero.comm.loopback import run_ranks, solo
+from zero.config import ZeroConfig
 from zero.engine import Engine
 from zero.errors import BadCheckpoint, CheckpointFailed, RanksDiffer
 from zero.lion import Lion
@@ -461,6 +463,15 @@ def test_it_holds_what_the_state_dict_holds_frozen_and_buffers_and_nothing_that_
     assert model.scratch.tolist() == [3, 3, 3]
     assert model.steps.item() == 2
     optimizer.close()
+
+
+def test_the_configuration_that_it_was_trained_with_can_be_read_from_it(tmp_path):
+    options = {"dtype": "bfloat16", "offload": {"ratio": 0.5}, "clip": 1.0, "accumulation": 3, "on_nonfinite": "skip"}
+    with training(**options) as optimizer:
+        zero.save(tmp_path, optimizer, "a")
+        manifest = read_manifest(tmp_path / "a")
+        assert ZeroConfig(**typed.decode(manifest.training)["config"]) == optimizer.parts.config
+        assert optimizer.parts.config.accumulation == 3
 
 
 def test_modules_that_keep_more_than_tensors_get_it_back(tmp_path):

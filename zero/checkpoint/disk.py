@@ -62,7 +62,8 @@ def write(path: Path, parts: Iterable[bytes | memoryview], written: Written = la
                     at += os.write(descriptor, piece[at:])
                 total += len(piece)
                 if total - begun >= _BEGIN_EVERY:
-                    begun += _begin(descriptor, begun, total - begun)
+                    _begin(descriptor, begun, total - begun)
+                    begun = total
                 written(len(piece))
         os.fsync(descriptor)
     finally:
@@ -70,11 +71,10 @@ def write(path: Path, parts: Iterable[bytes | memoryview], written: Written = la
     return total, hashlib.sha256(checksum.sums()).hexdigest()
 
 
-def _begin(descriptor: int, start: int, size: int) -> int:
+def _begin(descriptor: int, start: int, size: int) -> None:
     """Lets the disk begin with what is written so far, while the rest is made; without it, it would begin at the sync."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
-    return size
 
 
 def replace(path: Path, text: str) -> None:
@@ -110,14 +110,14 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def _parts_of(path: Path, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
+def _parts_of(path: Path, start: int, stop: int) -> Iterator[memoryview]:
     """The bytes of a file from one place to another, a part at a time; each part is of use until the next one is asked for."""
     buffer = memoryview(bytearray(_AT_ONCE))
     with open(path, "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):  # more is read ahead
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         file.seek(start)
-        while count := file.readinto(buffer if stop is None else buffer[: stop - start]):
+        while count := file.readinto(buffer[: stop - start]):
             yield buffer[:count]
             start += count
 
@@ -136,11 +136,3 @@ def checksum_of(path: Path, read: Written = lambda _: None) -> str:
 
     with ThreadPoolExecutor(_READERS) as readers:
         return hashlib.sha256(b"".join(readers.map(sums_from, range(0, size, share)))).hexdigest()
-
-
-def sha256_of(path: Path, read: Written = lambda _: None) -> str:
-    found = hashlib.sha256()
-    for part in _parts_of(path):
-        found.update(part)
-        read(len(part))
-    return found.hexdigest()

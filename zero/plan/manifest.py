@@ -31,8 +31,7 @@ VALUE = "value"  # what a parameter's own elements are called, beside the entrie
 class File:
     name: str
     num_bytes: int
-    checksum: str = ""  # as zero/checkpoint/disk.py makes it
-    sha256: str = ""  # in its place where the first checkpoints were written
+    checksum: str  # as zero/checkpoint/disk.py makes it
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,6 @@ class Manifest:
         wrong = [name for name, stored in manifest.parameters.items() if not stored.covers()]
         wrong += [name for name, stored in manifest.parameters.items() if not stored.lies_in(len(manifest.files))]
         wrong += [file.name for file in manifest.files if "/" in file.name or "\\" in file.name]  # of elsewhere
-        wrong += [file.name for file in manifest.files if not (file.checksum or file.sha256)]
         wrong += [name for name in manifest.aliases.values() if name not in {*manifest.parameters, *manifest.buffers}]
         if wrong:
             raise BadCheckpoint(f"{where} was to be read, but what it says of {wrong[0]} cannot be. {ANOTHER}")

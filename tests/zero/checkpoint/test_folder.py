@@ -1,6 +1,5 @@
 """A directory of checkpoints: how one appears in it, is found, and goes."""
 
-import contextlib
 import hashlib
 import os
 import random
@@ -173,16 +172,6 @@ def test_a_bit_that_flips_anywhere_gives_another_checksum(at, tmp_path):
     one = disk.write(tmp_path / "a", [content])[1]
     content[at] ^= 1
     assert disk.write(tmp_path / "b", [content])[1] != one
-
-
-def test_files_of_checkpoints_that_have_sha256_are_verified_by_it(tmp_path):
-    disk.write(tmp_path / "a", [b"old"])
-    for sha256, fits in ((hashlib.sha256(b"old").hexdigest(), True), (hashlib.sha256(b"new").hexdigest(), False)):
-        manifest = Manifest((File("a", 3, sha256=sha256),), {}, {})
-        with contextlib.nullcontext() if fits else pytest.raises(BadCheckpoint, match="a was to be read, but its content"):
-            check_file(tmp_path, manifest, 0)
-    with pytest.raises(BadCheckpoint, match="what it says of a cannot be"):
-        Manifest.read(Manifest((File("a", 3),), {}, {}).text().encode(), "it")
 
 
 def test_a_file_of_another_size_is_told_so_before_it_is_read(tmp_path):
