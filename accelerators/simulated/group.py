@@ -57,6 +57,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         # Object collectives and barriers look a backend up; the collectives themselves come through this class.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._register_backend(torch.device(NAME), dist.ProcessGroup.BackendType.CUSTOM, self._gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)  # which torch's flight recorder asks for its name
 
     # who it is
 
