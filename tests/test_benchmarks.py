@@ -52,6 +52,14 @@ def test_a_checkpoint_is_timed_beside_plain_files(tmp_path):
     assert "save" in found.stdout and "plain read" in found.stdout, found.stdout
 
 
+def test_a_start_is_timed_beside_one_copy_of_the_weights():
+    environment = {**os.environ, "ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "benchmarks/start.py", "--params", "5000000", "--rounds", "1"]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr
+    assert "4,194,304 parameters of bfloat16" in found.stdout and "times as long" in found.stdout, found.stdout
+
+
 def test_a_training_is_timed_beside_others_whose_losses_agree(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     plot, numbers = tmp_path / "out.svg", tmp_path / "out.json"

@@ -147,3 +147,17 @@ def test_ci_runs_the_same_for_every_python_and_names_no_index_of_its_own():
         assert f'"{python}"' in workflow
     assert "PIP_EXTRA_INDEX_URL: ${{ vars.CPU_WHEEL_INDEX }}" in workflow
     assert "http" not in workflow
+
+
+@pytest.mark.promise("P10")
+def test_ci_runs_an_older_and_a_newer_torch_beside_the_pinned_one():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    constraints = (ROOT / "ci" / "constraints.txt").read_text()
+    pinned = version(re.search(r"^torch==([\d.]+)", constraints, re.MULTILINE)[1])
+    others = [version(text) for text in re.findall(r'"([\d.]+)"', re.search(r"torch: \[(.*)\]", workflow)[1])]
+    assert min(others) < pinned < max(others)
+    assert "run: ci/test --torch ${{ matrix.torch }} " in workflow
+
+
+def version(text):
+    return tuple(map(int, text.split(".")))
