@@ -125,26 +125,27 @@ class Engine(Answers, Checkpoints):
         self._announce_boundary()
 
     def discard(self) -> None:
-        """Throws this window away: the next micro-step is the first of a new one. A collective, unless the window was settled
-        and nothing came since."""
+        """Throws this window away: the next micro-step is the first of a new one. A collective, unless a step has used the
+        window and nothing came since."""
         self.optimizer.discard()
         self._accumulation.begin()
         self._announce_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients; the count of micro-steps goes on, as it would in a plain loop. A collective, unless the window
-        was settled and nothing came since."""
+        """Clears the gradients; the count of micro-steps goes on, as it would in a plain loop. A collective, unless a step has
+        used the window and nothing came since."""
         self.optimizer.zero_grad(set_to_none)
         self._announce_boundary()
 
     def _take_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
-        skipped = self.optimizer.skipped_steps
-        with during("step", self.optimizer.parts.window.clock):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        skipped, loss = self.optimizer.skipped_steps, self._accumulation.loss
+        try:
+            with during("step", self.optimizer.parts.window.clock):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        finally:
+            self._accumulation.begin()  # whatever became of the step, its window is over
         self._applied = self.optimizer.skipped_steps == skipped
-        loss = self._accumulation.loss
-        self._accumulation.begin()
         self.global_steps += 1
         if self.config.batch is not None:
             self.global_samples += self.config.batch.global_samples

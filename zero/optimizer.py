@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zero.checks import check_original, check_used, check_weights
+from zero.comm.group import exchange_about
 from zero.config import DEFAULT_BUCKET_BYTES, ZeroConfig
 from zero.construction import construct, reduction
 from zero.loss_scaling import loaded_scale, loss_scale_of, with_loss_scale
@@ -118,7 +119,7 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         parts.update(used, verdict.coefficient)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Ends the window. A collective, unless it was settled and nothing came since."""
+        """Ends the window. A collective, unless a step has used it and nothing came since."""
         if not set_to_none:
             self.parts.travel.check("zero_grad", "weights", "gradients")
         self.parts.window.end(to_zeros=not set_to_none)
@@ -152,6 +153,7 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         """The global gradient of a parameter, whole on every rank; None where no rank had one. A collective."""
         window, index = self.parts.window, self._index(param)
         self.parts.travel.check("whole_grad", "weights", "gradients")
+        self._about("whole_grad", index)
         window.settle("whole_grad")
         if not window.used >> index & 1:
             return None
@@ -161,6 +163,7 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
     def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
         """The optimizer's state of a parameter, whole on every rank. A collective."""
         self.parts.travel.check("whole_state", "moments", "weights")
+        self._about("whole_state", self._index(param))
         return whole_state(self.parts, self.inner, self._index(param))
 
     def any_rank(self, flag: bool) -> bool:
@@ -272,6 +275,10 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
             "A copy of a sharded optimizer was asked for, but it belongs to its model and to a group of ranks. Keep its "
             "state_dict(), which loads at any number of ranks."
         )
+
+    def _about(self, what: str, param: int) -> None:
+        """All ranks ask for the same."""
+        exchange_about(self.group, f"{what} of {self.parts.params.names[param]}", b"")
 
     def _index(self, param: nn.Parameter) -> int:
         index = self.parts.params.index.get(id(param))

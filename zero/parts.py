@@ -19,7 +19,7 @@ from zero.config import ZeroConfig
 from zero.memory.flat import DTYPES, Form, Line, sum_dtype
 from zero.memory.flatten import unflatten
 from zero.memory.masters import Masters
-from zero.plan.layout import ParamSpec
+from zero.plan.layout import Block, ParamSpec
 from zero.room import Room
 from zero.runtime.gatherer import Gatherer
 from zero.runtime.hooks import GradHooks
@@ -129,17 +129,24 @@ class Parts:
         layout = self.line.layout
         buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
         batches = self.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
-        waiting = collections.deque(batches)
         self.torn = True
+        try:
+            self._step(batches, used, coefficient)
+        except BaseException as error:
+            self.window.since.failed = self.window.since.torn = True  # which the others hear when they next settle
+            self.window.sign(error)
+            raise
+        self.torn = False
+
+    def _step(self, batches: Sequence[Sequence[Block]], used: int, coefficient: float) -> None:
+        waiting = collections.deque(batches)
         try:
             for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
                 self.gatherer.fetch((*batch, *following))  # weights on their way while this batch is stepped
                 with self.room.explaining("A step", self.line):
                     self.updater.step(batch, used, coefficient)
                 self.gatherer.gather(waiting.popleft())
-        except BaseException as error:
-            self.window.since.failed = self.window.since.torn = True  # which the others hear when they next settle
-            self.window.sign(error)
+        except BaseException:
             self.masters.give_up()
             for batch in waiting:  # as the others do
                 self.gatherer.gather(batch)
@@ -147,7 +154,6 @@ class Parts:
         finally:
             self.window.shares.forget_norms()  # they are those of before clipping
             self.gatherer.finish(used)
-        self.torn = False
 
 
 def check_unmanaged(names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:

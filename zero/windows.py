@@ -64,7 +64,7 @@ class Windows:
         self.parts.window.settle("settle")
 
     def discard(self) -> None:
-        """Throws this window's gradients away. A collective, unless the window was settled and nothing came since."""
+        """Throws this window's gradients away. A collective, unless a step has used the window and nothing came since."""
         self.zero_grad()
 
     def flush(self) -> None:

@@ -35,6 +35,7 @@ class Counts:
     weighted: bool = False
     contributed: bool = False  # had a gradient, or said that it has none
     failed: bool = False
+    kept: bool = False  # has gradients from before, which were settled
     changes: int = 0  # digest of what the user did to settled gradients
     micro_steps: int = 0  # that whoever counts them has counted of this window
     used: int = 0  # parameters: had a gradient here
@@ -86,7 +87,7 @@ class Codec:
         self._num_bytes = _HEAD.size + 6 * self._param_bytes + 3 * self._bucket_bytes + self._order.size
 
     def pack(self, counts: Counts) -> bytes:
-        flags = counts.weighted | counts.contributed << 1 | counts.failed << 2
+        flags = counts.weighted | counts.contributed << 1 | counts.failed << 2 | counts.kept << 3
         head = _HEAD.pack(
             OCCASIONS.index(counts.occasion), counts.step, counts.settles, counts.digest, counts.settings, counts.sent,
             counts.clears, counts.weight, counts.changes, counts.micro_steps, flags,
@@ -110,7 +111,7 @@ class Codec:
         used, put, trained, removed, replaced, lost, open_, wide, later = masks
         return Counts(
             OCCASIONS[code], step, settles, digest, settings, sent, clears, weight,
-            bool(flags & 1), bool(flags & 2), bool(flags & 4), changes, micro_steps,
+            bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8), changes, micro_steps,
             used, put, trained, removed, replaced, lost, open_, wide, later,
             order=tuple(bucket for bucket in self._order.unpack_from(message, at) if bucket >= 0),
         )  # fmt: skip
@@ -128,6 +129,7 @@ def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str]
         or _different_place(everyone)
         or _different_settings(everyone, explain)
         or _different_freezing(everyone, names)
+        or _different_windows(everyone)
         or _different_contributions(everyone)
         or _different_edits(everyone, names)
         or _different_changes(everyone)
@@ -149,7 +151,7 @@ def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str]
         weight=sum(counts.weight for counts in everyone) if any(counts.weighted for counts in everyone) else None,
         order=everyone[0].order,
         error=error,
-        starts_over=error is not None or apart,
+        starts_over=error is not None or apart or any(counts.failed for counts in everyone),
     )
 
 
@@ -246,6 +248,16 @@ def _different_freezing(everyone: Sequence[Counts], names: Sequence[str]) -> Zer
                 "requires_grad on all ranks alike."
             )
     return None
+
+
+def _different_windows(everyone: Sequence[Counts]) -> ZeroError | None:
+    cleared = [rank for rank, counts in enumerate(everyone) if not counts.kept]
+    if everyone[0].occasion == "zero_grad" or len(cleared) in (0, len(everyone)):
+        return None
+    return RanksDiffer(
+        f"{_ranks(cleared)} cleared gradients that were settled at step {everyone[0].step}, where the others kept them and "
+        f"came to {everyone[0].occasion}. Clear gradients on all ranks alike."
+    )
 
 
 def _different_contributions(everyone: Sequence[Counts]) -> ZeroError | None:

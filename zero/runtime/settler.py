@@ -79,7 +79,9 @@ class Settler:
 
     def note(self, where: str, place: Callable[[], str] | None = None) -> None:
         """Says for the other ranks where this one is; `place` tells it more exactly if that is where it ends."""
-        self._group.note(f"{where} of step {self.step + 1}", place)
+        doing = f"{where} of step {self.step + 1}"
+        if doing != self._group.doing:
+            self._group.note(doing, place)
 
     def agree(self, occasion: str, window: Window, found: Found) -> Agreement:
         since, reducer, layout = window.since, window.reducer, self._line.layout
@@ -99,6 +101,7 @@ class Settler:
             weighted=bool(since.weights),
             contributed=bool(since.touched or local or since.quiet or since.weights),
             failed=since.failed or since.broken_off,
+            kept=since.settled,
             changes=window.shares.changes,
             micro_steps=0 if window.boundary.counting is None else window.boundary.counting.micro_steps,
             used=since.touched | local,

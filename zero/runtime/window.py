@@ -260,13 +260,13 @@ class Window(Timed):
     def end(self, to_zeros: bool = False) -> None:
         """Throws the gradients away, or makes those that there are zeros, which count as gradients of the next window.
 
-        A collective, unless the window was settled, or ended by an error, and nothing came since. A rank that has nothing
-        cannot know whether the others have: it may have failed before its first gradient, and this is how they hear of it.
+        A collective, unless a step has used the window, or an error that all know of ended it, and nothing came since. Anybody
+        else cannot know what the others have: this rank may have failed alone, and this is how they hear of it.
         """
         self.notice()
         kept, error = sum(1 << index for index in set_bits(self.used) if self.params.tensors[index].grad is not None), None
         found = self._look() if to_zeros else Found(0, 0, 0)
-        if self.since.unsettled or found.local or not (self.since.settled or self.since.over):
+        if self.since.unsettled or found.local or not (self.since.stepped or self.since.over):
             agreement = self.settler.agree("zero_grad", self, found)
             with torch.no_grad():
                 self.reducer.catch_up(agreement)
@@ -275,6 +275,7 @@ class Window(Timed):
             kept = self.used & ~agreement.removed | agreement.used
             error = agreement.error
         self.forget()
+        self.settler.note("before a backward")
         if isinstance(error, RanksDiffer):  # that a rank failed is no news to ranks that clear
             raise error
         if to_zeros:
