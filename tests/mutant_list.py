@@ -518,6 +518,48 @@ NAMED = [
         "    for watch in watching:\n        watch.leave(error)",
         "    for watch in watching[1:]:\n        watch.leave(error)",
     ),
+    Mutant(
+        "apart: a settled window is cleared without the others",
+        R + "window.py",
+        "not (self.since.stepped or self.since.over)",
+        "not (self.since.settled or self.since.over)",
+    ),
+    Mutant(
+        "apart: a settled window that the model cleared is not compared",
+        R + "agreement.py",
+        "        or _different_windows(everyone)\n",
+        "",
+    ),
+    Mutant(
+        "apart: ranks may ask for different parameters",
+        "zero/optimizer.py",
+        '        self._about("whole_grad", index)\n',
+        "",
+    ),
+    Mutant(
+        "apart: a failure on all ranks begins no window",
+        R + "agreement.py",
+        "starts_over=error is not None or apart or any(counts.failed for counts in everyone),",
+        "starts_over=error is not None or apart,",
+    ),
+    Mutant(
+        "apart: a step that is refused ends no window",
+        "zero/engine.py",
+        "        finally:\n            self._accumulation.begin()",
+        "        except ZeroDivisionError:\n            self._accumulation.begin()",
+    ),
+    Mutant(
+        "apart: whoever handled an error is still where it was",
+        R + "window.py",
+        '        self.settler.note("before a backward")\n',
+        "",
+    ),
+    Mutant(
+        "apart: a late rank is taken for one that is gone",
+        C + "torch_group.py",
+        'for late in ("imed out", "timeout")',
+        'for late in ("imed out",)',
+    ),
 ]
 
 # Survivors, by name, and why they change nothing.

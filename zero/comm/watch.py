@@ -145,6 +145,8 @@ class Watch:
         ended = [rank for rank in absent if gone.get(rank)]
         if ended:
             return f"{self._last_seen(ended)}, and is gone: its program ended or was killed"
+        if not self._is_there:  # so that nobody can be heard of
+            return f"the process that holds the ranks' store, which is rank 0 or the launcher, does not answer ({noticed})"
         if absent:
             return f"{self._last_seen(absent)}, and did not come ({noticed})"
         return f"{noticed}, though all ranks are there: {self._last_seen(range(self._size))}"

@@ -161,6 +161,8 @@ def test_a_store_that_does_not_answer_is_given_up_and_not_asked_again(monkeypatc
     assert not alone.is_alarmed() and not alone.is_alarmed()
     assert store.asked == 1
     assert "at a place that is not known" in alone.cause("x", lambda rank: True)
+    others = "the process that holds the ranks' store, which is rank 0 or the launcher, does not answer (x)"
+    assert alone.cause("x", lambda rank: False) == others  # who cannot be heard is not said to be late
     store.answers.set()
 
 
