@@ -80,6 +80,10 @@ class Ledger:
     def is_read(self, buffer: torch.Tensor) -> bool:
         return self.group.is_read(buffer)
 
+    @property
+    def doing(self) -> str:
+        return self.group.doing
+
     def note(self, doing: str, place: Any = None) -> None:
         self.group.note(doing, place)
 

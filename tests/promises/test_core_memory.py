@@ -182,6 +182,8 @@ class OneOfMany:
     def is_read(self, buffer):
         return True
 
+    doing = ""
+
     def note(self, doing, place=None):
         pass
 
