@@ -470,16 +470,19 @@ def test_ctrl_c_ends_a_rank_that_waits_for_one_that_stands_still_long_before_the
     assert waits.returncode == -signal.SIGINT and "KeyboardInterrupt" in err
 
 
-def fail_before_sharding(rank, world):
+def fail_before_sharding(rank, world, trained_before):
+    before = sharded(small()) if trained_before else None  # which is still there
     if rank == 1:
         end_as_the_interpreter_does(LookupError("no such model"))
     with pytest.raises(GroupLost, match=r"2 ranks were to train together, but rank 1 raised LookupError: no such model"):
         sharded(small(), timeout_s=60.0, first_step_timeout_s=600.0)
+    return before is not None
 
 
 @pytest.mark.promise("L01")
-def test_a_rank_that_raises_before_it_shards_is_named_without_waiting_for_the_time_limit():
-    waiting, ended = ranks.outcomes(2, fail_before_sharding, timeout=30.0)
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_rank_that_raises_before_it_shards_is_named_without_waiting_for_the_time_limit(trained_before):
+    waiting, ended = ranks.outcomes(2, fail_before_sharding, trained_before, timeout=30.0)
     assert waiting.ok and ended.kind == "died", ranks.describe([waiting, ended])
 
 

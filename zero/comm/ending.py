@@ -55,13 +55,16 @@ def end(store: Store | None, rank: int) -> bool:
 def leave_words(store: Store | None, rank: int) -> None:
     """Tells the others what error ends this process; `store` is that of all ranks, where they can still be told something."""
     error = getattr(sys, "last_value", None)
-    if error is not None and not leave(error) and store is not None:
+    if error is None:
+        return
+    leave(error)
+    if store is not None:
         with contextlib.suppress(RuntimeError):  # who kept the store is gone
             store.set(_key_of(rank), f"{raised(error)}, before it sharded")
 
 
 def words_of(store: Store, rank: int) -> str:
-    """What a rank left that ended before it sharded; nothing where it did not."""
+    """What a rank left that ended before it sharded, for the first time or once more; nothing where it did not."""
     return store.get(_key_of(rank)).decode() if store.check([_key_of(rank)]) else ""
 
 

@@ -184,12 +184,11 @@ class Watch:
         return answer
 
 
-def leave(error: BaseException) -> bool:
-    """What ends this process, told to all that it trains with; False where that is nobody."""
+def leave(error: BaseException) -> None:
+    """What ends this process, told to all that it trains with."""
     watching = [watch for watch in _watching if watch.is_of_this_process]
     for watch in watching:
         watch.leave(error)
-    return bool(watching)
 
 
 def raised(error: BaseException) -> str:
