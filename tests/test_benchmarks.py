@@ -52,6 +52,14 @@ def test_a_checkpoint_is_timed_beside_plain_files(tmp_path):
     assert "save" in found.stdout and "plain read" in found.stdout, found.stdout
 
 
+def test_the_lines_that_ranks_write_for_each_other_are_timed():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "benchmarks/watch.py", "--steps", "3"]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr
+    assert all(f"rank {rank}: 4 lines a step, " in found.stdout for rank in (0, 1)), found.stdout
+
+
 def test_a_start_is_timed_beside_one_copy_of_the_weights():
     environment = {**os.environ, "ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "benchmarks/start.py", "--params", "5000000", "--rounds", "1"]

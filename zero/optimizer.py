@@ -163,8 +163,9 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
     def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
         """The optimizer's state of a parameter, whole on every rank. A collective."""
         self.parts.travel.check("whole_state", "moments", "weights")
-        self._about("whole_state", self._index(param))
-        return whole_state(self.parts, self.inner, self._index(param))
+        index = self._index(param)
+        self._about("whole_state", index)
+        return whole_state(self.parts, self.inner, index)
 
     def any_rank(self, flag: bool) -> bool:
         """True where any rank passed True. A collective."""

@@ -28,6 +28,7 @@ class Rehearsal:
     that exchanges the pieces of a bucket; so a training with it holds, from moment to moment, what a real one does."""
 
     rank = 0
+    doing = ""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -61,8 +62,6 @@ class Rehearsal:
         return True
 
     # Nobody is there to be told, waited for or lost.
-
-    doing = ""
 
     def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
         pass
