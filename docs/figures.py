@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zero.config import DEFAULT_BUCKET_BYTES
 from zero.plan.budget import Budget, budget_of
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.plan.stages import STAGES
@@ -23,7 +24,7 @@ def toy_layout() -> FlatLayout:
 def budget(stage: int, num_ranks: int) -> Budget:
     """Of one rank that trains the large model with Adam."""
     row = STAGES[stage]
-    layout = FlatLayout.build(LARGE, num_ranks if row.shards_optimizer else 1, 8 * 2**20, 64)
+    layout = FlatLayout.build(LARGE, num_ranks if row.shards_optimizer else 1, DEFAULT_BUCKET_BYTES, 64)
     return budget_of(layout)
 
 

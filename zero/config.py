@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # Large enough that a collective is worth its latency, small enough that a few in flight do not matter beside the model.
-DEFAULT_BUCKET_BYTES = 8 * 2**20
+DEFAULT_BUCKET_BYTES = 16 * 2**20
 
 Half = Literal["bfloat16", "float16"]
 Kernels = Literal["torch", "fused", "compiled"]
