@@ -38,7 +38,6 @@ def shapes(num_params: int) -> list[tuple[int, ...]]:
 def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
     """The landing of the gradients, and then the step, as a training on this machine runs them."""
     import zero
-    from zero.comm.group import wait_into
 
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes(num_params))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -47,14 +46,18 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
         param.sum().backward()
     optimizer.step()
     parts, used = optimizer.parts, optimizer.parts.window.used
-    shard, layout = parts.window.shares.shard, parts.line.layout
-    arrived = [torch.randn(bucket.span.numel).bfloat16() for bucket in layout.buckets]
+    reducer, numels = parts.window.reducer, [bucket.span.numel for bucket in parts.line.layout.buckets]
+    parts.window.shares.clear()
+    buffers = [reducer.staging.borrow(numel, torch.bfloat16).normal_() for numel in numels]
+    for buffer in buffers:
+        reducer.staging.give_back(buffer)
+    reducer.flight.factor = SCALE
 
     def land() -> None:
-        shard.clear()
-        for index, values in enumerate(arrived):
-            target, fresh = shard.target(index)  # of one rank the sum is its own, in fp32
-            wait_into(parts.group.reduce_scatter(values, torch.float32), target, SCALE, adds=not fresh)
+        parts.window.shares.clear()
+        for index, numel in enumerate(numels):
+            reducer.flight.send(index, reducer.staging.borrow(numel, torch.bfloat16))  # with what was sent before
+        reducer.flight.land_all(keep=True)
 
     @torch.no_grad()
     def step() -> None:

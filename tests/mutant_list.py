@@ -131,26 +131,56 @@ NAMED = [
     Mutant(
         "a round of nothing is sent as it is",
         R + "reducer.py",
-        "return self._staging.borrow(bucket.span.numel, self.line.dtype_of(index)).zero_()",
-        "return self._staging.borrow(bucket.span.numel, self.line.dtype_of(index))",
+        "return self.staging.borrow(bucket.span.numel, self.line.dtype_of(index)).zero_()",
+        "return self.staging.borrow(bucket.span.numel, self.line.dtype_of(index))",
     ),
     Mutant(
         "check only the first tensor for inf",
         R + "shares.py",
-        "square = sum(norm * norm for norm in _norms(self.shard.present()))",
-        "square = sum(norm * norm for norm in _norms(self.shard.present()[:1]))",
+        "square = _square(self.shard.present()) + self.shard.square_of_waiting()",
+        "square = _square(self.shard.present()[:1]) + self.shard.square_of_waiting()",
     ),
     Mutant(
         "the norm of one rank's share only",
         R + "shares.py",
-        "        if self._sharded:\n            square = sum(",
-        "        if False:\n            square = sum(",
+        "square = sum(squares) if self._sharded else squares[0]",
+        "square = squares[0]",
+    ),
+    Mutant(
+        "rows that wait keep their factor when gradients are multiplied",
+        M + "flat.py",
+        "        for rows in self.waiting.values():\n            rows.factor *= factor\n",
+        "",
+    ),
+    Mutant(
+        "rows that wait are clipped by no step",
+        R + "updater.py",
+        "rows, weights, rounded, coefficient * factor)",
+        "rows, weights, rounded, coefficient)",
+    ),
+    Mutant(
+        "rows that wait are not added up before more comes",
+        M + "flat.py",
+        "        self._pay(bucket)\n        self._add_up(bucket)\n        fresh =",
+        "        self._pay(bucket)\n        fresh =",
+    ),
+    Mutant(
+        "rows that wait are let go at once",
+        R + "flight.py",
+        "        self.shard.hold(bucket, Rows(rows",
+        "        let_go(), (let_go := lambda: None)\n        self.shard.hold(bucket, Rows(rows",
+    ),
+    Mutant(
+        "the norm leaves out rows that wait",
+        R + "shares.py",
+        "square = _square(self.shard.present()) + self.shard.square_of_waiting()",
+        "square = _square(self.shard.present())",
     ),
     Mutant(
         "each rank judges for itself",
         R + "shares.py",
-        'square = sum(numbers[0] for numbers in self.exchange_numbers([square], "the norm of all gradients"))',
-        'square = self.exchange_numbers([square], "the norm of all gradients")[self._rank][0]',
+        "square = sum(squares) if self._sharded else squares[0]",
+        "square = squares[self._group.rank]",
     ),
     Mutant(
         "norms are remembered over a change",
@@ -344,7 +374,7 @@ NAMED = [
     Mutant(
         "staging is kept for ever",
         R + "reducer.py",
-        "        self._staging.release(keep=_KEPT)",
+        "        self.staging.release(keep=_KEPT)",
         "        pass",
     ),
     Mutant(

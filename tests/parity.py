@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests import grid, oracle, ranks
@@ -40,7 +41,10 @@ from tests.zoo import CASES, Case
 from zero.comm.group import Group
 from zero.comm.loopback import LoopbackGroup, run_ranks
 from zero.engine import Engine
+from zero.memory.flat import Shard
 from zero.optimizer import ShardedOptimizer
+from zero.runtime import flight
+from zero.runtime.sums import SumsByTorch
 
 # A rank that failed leaves the others waiting for it, for this long. A point takes a fraction of a second.
 TIME_LIMIT_S = 20.0
@@ -51,6 +55,8 @@ FEW_PARAMETERS = 100
 MOST_FAILURES = 25
 PROBLEM_CHARS = 1500
 WORKERS = max(1, min(4, os.cpu_count() or 1))  # processes that train points over loopback, each on a core
+
+WAITING = "cpu:waiting"  # a device of no axis: the host, where whatever ranks send is added up as late as it can be
 
 # What a script is given, made from the sharded optimizer.
 ENTRIES: dict[str, Callable[[ShardedOptimizer], Any]] = {
@@ -140,6 +146,23 @@ def _adopted(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.where(weight == master.to(weight.dtype), master, weight.float())
 
 
+@contextlib.contextmanager
+def rows_wait() -> Iterator[None]:
+    """All rows, as many and as wide as they are, and with any kernels of the step."""
+
+    def square(sums: SumsByTorch, rows: Sequence[torch.Tensor], sum_dtype: torch.dtype) -> float:
+        total = torch.empty(rows[0].numel(), dtype=sum_dtype)
+        sums.add(rows, total, 1.0, False)
+        return float(total.dot(total))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SumsByTorch, "may_wait", lambda *_: True)
+        patched.setattr(SumsByTorch, "square", square)
+        patched.setattr(flight, "_HARDLY_MORE", float("inf"))
+        patched.setattr(Shard, "may_hold", lambda shard, bucket: bucket not in shard and not shard.travels(bucket))
+        yield
+
+
 _building = threading.Lock()  # ranks that are threads share torch's generators and registries
 
 
@@ -147,6 +170,10 @@ _building = threading.Lock()  # ranks that are threads share torch's generators 
 def _device(name: str) -> Iterator[str]:
     if name == "cpu":
         yield name
+        return
+    if name == WAITING:
+        with rows_wait():
+            yield "cpu"
         return
     from accelerators import simulated
 

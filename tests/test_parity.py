@@ -5,6 +5,7 @@ of the other axes occurs, by processes over gloo as well. The simulated device a
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -56,6 +57,13 @@ def test_threads_for_ranks_equal_the_oracle(points, over_gloo, world):
 
 def test_threads_for_ranks_give_the_bits_of_processes(over_gloo):
     failures = parity.differences(over_gloo[::5])
+    assert not failures, failures
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_that_wait_equal_the_oracle(over_gloo, world):
+    points = [replace(point, device=parity.WAITING) for point in over_gloo if point.world == world]
+    failures = parity.run(points)
     assert not failures, failures
 
 

@@ -15,8 +15,9 @@ from zero.comm.group import Group, exchange_about
 from zero.errors import RanksDiffer
 from zero.lion import Lion
 from zero.memory.flat import DTYPES, bytes_of, overlapping
-from zero.runtime.one_pass import Kind, OnePass
+from zero.runtime.one_pass import Kind, OnePass, row_kinds
 from zero.runtime.params import Params
+from zero.runtime.sums import build_sums
 
 # Optimizers that treat every element by itself, so that a share of the elements steps as the whole would.
 _OPTIM = torch.optim
@@ -159,7 +160,7 @@ def _problem_of(tensor: nn.Parameter) -> str | None:
 
 
 def check_kernels(
-    optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, kinds: Collection[Kind] = ()
+    optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, kinds: Collection[Kind] = (), num_ranks: int = 1
 ) -> None:
     """Refuses a kernel of the step that there is none of, by trying it: torch has no list of where they run. `kinds` are those
     of the masters on the host."""
@@ -167,7 +168,7 @@ def check_kernels(
     if kernels == "fused":
         reason = _why_not_fused(optimizer, device)
     elif kernels == "compiled":
-        reason = _why_not_compiled(optimizer, kinds)
+        reason = _why_not_compiled(optimizer, kinds, num_ranks)
     if reason is not None:
         raise ValueError(f"kernels={kernels!r} was asked for, but {reason}. Use kernels='torch'.")
 
@@ -185,7 +186,7 @@ def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> st
     return None
 
 
-def _why_not_compiled(optimizer: torch.optim.Optimizer, kinds: Collection[Kind]) -> str | None:
+def _why_not_compiled(optimizer: torch.optim.Optimizer, kinds: Collection[Kind], num_ranks: int) -> str | None:
     if type(optimizer) not in (_OPTIM.Adam, _OPTIM.AdamW):
         return f"only Adam and AdamW have a compiled step, and not {type(optimizer).__name__}"
     if not kinds:
@@ -193,7 +194,9 @@ def _why_not_compiled(optimizer: torch.optim.Optimizer, kinds: Collection[Kind])
     one_pass = OnePass(optimizer)
     one_pass.check(optimizer.param_groups)
     try:
-        one_pass.build(kinds)
+        one_pass.build(kinds, num_ranks)
+        for rows in row_kinds(kinds, num_ranks):
+            build_sums(rows)
     except (RuntimeError, OSError, ImportError, SubprocessError) as error:  # of torch's compiler, and of the one behind it
         return f"the step could not be compiled: {error}"
     return None

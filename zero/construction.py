@@ -40,15 +40,17 @@ from zero.plan.stages import stage_of
 from zero.room import Room
 from zero.runtime.aliases import Aliases
 from zero.runtime.boundary import Boundary
+from zero.runtime.flight import Flight
 from zero.runtime.gatherer import Gatherer
 from zero.runtime.hooks import GradHooks
 from zero.runtime.intake import Intake
 from zero.runtime.managed import manage
-from zero.runtime.one_pass import OnePass
+from zero.runtime.one_pass import OnePass, rows_that_wait
 from zero.runtime.params import Params
-from zero.runtime.reducer import Flight, Reducer
+from zero.runtime.reducer import Reducer
 from zero.runtime.settler import Settler
 from zero.runtime.shares import GradientShares
+from zero.runtime.sums import CompiledSums, SumsByTorch
 from zero.runtime.updater import Rules, Updater
 from zero.runtime.window import Window
 from zero.sameness import agree_on_what_is_built, settings_of
@@ -70,7 +72,7 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
     group = connect(_accelerator_of(optimizer), given, limits, shared_memory=config.shared_memory)
     try:
-        chosen = together(group, lambda: _check(model, optimizer, config))
+        chosen = together(group, lambda: _check(model, optimizer, config, group.size))
         stage = stage_of(config.stage)
         num_shares = group.size if stage.shards_optimizer else 1
         specs, latent, frozen = chosen.specs(), range(len(chosen.names)), chosen.latent
@@ -94,7 +96,7 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
     return parts
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Chosen:
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, num_ranks: int) -> Chosen:
     """Everything that can be said before anything is changed."""
     check_optimizer(optimizer, config.elementwise)
     check_model(model)
@@ -105,7 +107,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     check_views(model, chosen.names, chosen.tensors)
     device = _device_of(chosen.tensors)
     check_dtypes(accelerators.get(device.type), set(chosen.dtypes))
-    check_kernels(optimizer, config.kernels, device, kinds_on_host(chosen.specs(), device))
+    check_kernels(optimizer, config.kernels, device, kinds_on_host(chosen.specs(), device), num_ranks)
     return chosen
 
 
@@ -160,7 +162,9 @@ def _assemble(
         staging = Staging(place.accelerator, allocate, group.is_read)
         gradients = Shard(line, place.device, room.host)
         widest = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
-        flight = Flight(line, group, staging, gradients, widest, looks=config.on_nonfinite == "raise")
+        kinds = kinds_on_host(layout.params, place.device)
+        sums = CompiledSums(rows_that_wait(kinds, group.size)) if config.kernels == "compiled" else SumsByTorch()
+        flight = Flight(line, group, staging, gradients, widest, looks=config.on_nonfinite == "raise", sums=sums)
         reducer = Reducer(line, forms, place.accelerator, staging, flight)
         shares = GradientShares(line, forms, group, flight)
         boundary = Boundary(config.accumulation, stage_of(config.stage).accumulates_locally)

@@ -111,7 +111,7 @@ class Parts:
         check_devices(names, tensors, device)
         check_dtypes(self.accelerator, set(dtypes))
         layout = self.line.layout.joined(specs)
-        check_kernels(inner, self.config.kernels, device, kinds_on_host(layout.params, device))
+        check_kernels(inner, self.config.kernels, device, kinds_on_host(layout.params, device), self.group.size)
         waiting = [index for index, tensor in enumerate((*self.params.tensors, *tensors))
                    if tensor.requires_grad and layout.slots[index] is None]  # fmt: skip
         self.room.take([offload_of(inner.param_groups[group], self.config)], layout.extended(waiting), self.line.layout)

@@ -208,7 +208,7 @@ def test_at_stage_2_no_more_gradient_bytes_live_than_the_shard_and_the_buckets_i
             alive.append(weakref.ref(parameter.grad.untyped_storage()))
             reducer, shares = optimizer.parts.window.reducer, optimizer.parts.window.shares.shard
             grads = sum(storage.nbytes() for storage in (ref() for ref in alive) if storage is not None)
-            open_buckets = reducer._staging.borrowed
+            open_buckets = reducer.staging.borrowed
             most_buckets.append(open_buckets)
             live.append(grads + open_buckets * bucket_bytes + shares.num_bytes)
 

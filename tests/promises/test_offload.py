@@ -94,7 +94,7 @@ def bytes_of_windows(model, optimizer, rank):
                 send(model, optimizer, rank, 0, micro)
             optimizer.settle()
             gradients.present()  # everything has arrived
-        buffers = sum(b.nbytes for free in optimizer.parts.window.reducer._staging._free.values() for b, _, _ in free)
+        buffers = sum(b.nbytes for free in optimizer.parts.window.reducer.staging._free.values() for b, _, _ in free)
         on_device = device.memory().allocated - before
         found.append((sum(made), gradients.host.num_lent_bytes - lent, gradients.num_bytes, on_device, buffers))
         gradients.clear()  # as if the window had been thrown away, without a step that lends memory for other ends

@@ -16,7 +16,7 @@ from tests.promises.loops import alone, one_step, same, weights
 from tests.promises.offloads import SHARDED, adamw, on_sim, place_of, send
 from tests.promises.test_core_memory import Peak, deep, tensors_inside
 from tests.zoo.case import backward, draw, real_loss, real_mlp
-from zero.comm.group import Ready
+from zero.comm.group import Alone, Ready
 from zero.comm.loopback import solo
 from zero.comm.torch_group import TorchGroup
 from zero.memory.offload import Host
@@ -48,7 +48,7 @@ class _OverWhenTheNextIsSent:
 
 def in_pace(group, bucket, sum_dtype, reduce=TorchGroup.reduce_scatter):
     pending = reduce(group, bucket, sum_dtype)
-    return pending if isinstance(pending, Ready) else _OverWhenTheNextIsSent(pending)
+    return pending if isinstance(pending, Ready | Alone) else _OverWhenTheNextIsSent(pending)
 
 
 def measure(rank, world, points, device_type="sim"):

@@ -106,7 +106,7 @@ def bytes_by_state(model, optimizer, rank):
         "moments": sum(value.nbytes for entries in state for value in entries.values() if value.dim()),
         "gradients": optimizer.parts.window.shares.shard.num_bytes,
         "weights": sum(chunk.nbytes for chunk in optimizer.parts.gatherer._weights.chunks),
-        "buffers": sum(b.nbytes for free in optimizer.parts.window.reducer._staging._free.values() for b, _, _ in free),
+        "buffers": sum(b.nbytes for free in optimizer.parts.window.reducer.staging._free.values() for b, _, _ in free),
     }
     start, found = allocated(), {}
     for name, non_blocking in itertools.product(expected, (False, True)):

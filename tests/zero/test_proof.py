@@ -17,7 +17,7 @@ from zero.config import Batch, LossScale, OptimizerSpec, ZeroConfig
 from zero.engine import Engine
 from zero.memory.masters import Masters
 from zero.optimizer import ShardedOptimizer
-from zero.runtime.reducer import Flight
+from zero.runtime.flight import Flight
 from zero.runtime.updater import Updater
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -246,7 +246,7 @@ def subject(rank, num_ranks):
                 optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), config={"zero_optimization": {"stage": 2}})
 
 def broken():
-    from zero.runtime.reducer import Flight
+    from zero.runtime.flight import Flight
     land = Flight._land
     def halved(flight, keep):
         flight.factor /= 2

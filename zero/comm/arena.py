@@ -17,7 +17,7 @@ import secrets
 import struct
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -25,6 +25,8 @@ if sys.platform == "linux":
     import fcntl
 
     _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+LINES = 2  # of collectives, each counted by itself: what one leaves unread for long does not keep what another has read
 
 _WORD_BYTES = 16
 _INTRODUCTION = struct.Struct(f"<qqq{_WORD_BYTES}s")
@@ -41,7 +43,7 @@ class _Stretch:
         self.held = False  # somebody on this rank has a tensor of it
         self.vacant = True  # it has no pages
         self.lent = 0  # how many collectives all had finished when it was last asked for
-        self.sent = -1  # the last collective that others read it for
+        self.sent = (0, -1)  # the last collective that others read it for, and of which line that is
 
     def release(self) -> None:
         self.held = False
@@ -63,7 +65,7 @@ class Arena:
             self._descriptor = os.dup(descriptor)
         self._begin = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
         self._stretches: list[_Stretch] = []
-        self._read = 0  # collectives that all ranks have finished
+        self._read = [0] * LINES  # collectives that all ranks have finished
 
     def introduce(self) -> bytes:
         """What this rank says of itself, for `meet`."""
@@ -80,7 +82,7 @@ class Arena:
     def lend(self, num_bytes: int) -> torch.Tensor:
         """Memory for as long as somebody holds the tensor, or one that shares its storage."""
         stretch = self._free(num_bytes)
-        stretch.held, stretch.vacant, stretch.sent, stretch.lent = True, False, -1, self._read
+        stretch.held, stretch.vacant, stretch.sent, stretch.lent = True, False, (0, -1), sum(self._read)
         view = memoryview(self._mapping)[stretch.start : stretch.start + max(1, num_bytes)]
         weakref.finalize(view, stretch.release).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)[:num_bytes]
@@ -100,12 +102,16 @@ class Arena:
         return self._stretches[-1]
 
     def _is_idle(self, stretch: _Stretch) -> bool:
-        return not stretch.held and stretch.sent < self._read
+        return not stretch.held and self._was_read(stretch)
+
+    def _was_read(self, stretch: _Stretch) -> bool:
+        line, collective = stretch.sent
+        return collective < self._read[line]
 
     def vacate(self, idle_collectives: int = 0) -> None:
         """Gives back the pages of what nobody asked for while all finished so many collectives."""
         for one in self._stretches:
-            if self._is_idle(one) and not one.vacant and one.lent + idle_collectives <= self._read:
+            if self._is_idle(one) and not one.vacant and one.lent + idle_collectives <= sum(self._read):
                 with contextlib.suppress(OSError):  # where pages cannot be given back they are kept
                     self._mapping.madvise(mmap.MADV_REMOVE, one.start, one.num_bytes)
                 one.vacant = True
@@ -118,26 +124,26 @@ class Arena:
         """Where others find this memory; None for memory that is not shared."""
         return None if self._stretch_of(tensor) is None else tensor.data_ptr() - self._begin
 
-    def send(self, tensor: torch.Tensor, collective: int) -> None:
+    def send(self, tensor: torch.Tensor, line: int, collective: int) -> None:
         """Others will read it, for this collective."""
         stretch = self._stretch_of(tensor)
         assert stretch is not None
-        stretch.sent = collective
+        stretch.sent = line, collective
 
-    def heard(self, finished: int) -> None:
-        """All ranks have finished so many collectives."""
-        self._read = max(self._read, finished)
+    def heard(self, finished: Iterable[int]) -> None:
+        """All ranks have finished so many collectives of each line."""
+        self._read = [max(known, told) for known, told in zip(self._read, finished, strict=True)]
         self.vacate(_IDLE_COLLECTIVES)
 
     def restart(self) -> None:
         """Nobody reads anything any more, and collectives are counted anew."""
-        self._read = 0
+        self._read = [0] * LINES
         for one in self._stretches:
-            one.sent, one.lent = -1, 0
+            one.sent, one.lent = (0, -1), 0
 
     def is_read(self, tensor: torch.Tensor) -> bool:
         stretch = self._stretch_of(tensor)
-        return stretch is None or stretch.sent < self._read
+        return stretch is None or self._was_read(stretch)
 
 
 def meet(message: bytes) -> torch.Tensor:

@@ -95,6 +95,44 @@ def checked(group: Any) -> Group:
     return found
 
 
+class Added:
+    """The sum of a stretch of every rank, which are added where it is needed."""
+
+    def __init__(self, sum_dtype: torch.dtype) -> None:
+        self.sum_dtype = sum_dtype
+
+    def done(self) -> bool:
+        return True
+
+    def rows(self) -> Sequence[torch.Tensor]:
+        """The stretches, in the order of ranks. Waits for them; they may be read until `finish`."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """They were read."""
+
+    def wait(self) -> torch.Tensor:
+        rows = self.rows()
+        total = torch.empty(rows[0].numel(), dtype=self.sum_dtype, device=rows[0].device)
+        add_rows(rows, total)
+        self.finish()
+        return total
+
+
+class Alone(Added):
+    """That of a single rank."""
+
+    def __init__(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> None:
+        super().__init__(sum_dtype)
+        self._bucket = bucket
+
+    def rows(self) -> Sequence[torch.Tensor]:
+        return [self._bucket]
+
+    def wait(self) -> torch.Tensor:
+        return self._bucket.to(self.sum_dtype)
+
+
 class Ready:
     """A result that was there at once."""
 
@@ -120,27 +158,26 @@ def add_rows(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float =
     """Writes `factor` times the sum of the rows, or adds it to what is there. The sum is taken in the target's dtype, in the
     order of the rows, and on the host a stretch at a time, so that all passes but the first find it in the cache."""
     stretch = _STRETCH if target.is_cpu else max(1, target.numel())
+    is_total = len(rows) == 1 and rows[0].dtype == target.dtype
     for start in range(0, target.numel(), stretch):
         part = slice(start, start + stretch)
-        total = torch.empty_like(target[part]) if adds else target[part]
-        total.copy_(rows[0][part])
+        there = target[part]
+        total = rows[0][part] if is_total else (torch.empty_like(there) if adds else there).copy_(rows[0][part])
         for row in rows[1:]:
             total.add_(row[part])
         if adds:
-            target[part].add_(total, alpha=factor)
-        elif factor != 1.0:
-            total.mul_(factor)
+            there.add_(total, alpha=factor)
+        elif is_total or factor != 1.0:
+            torch.mul(total, factor, out=there)
 
 
-def wait_into(pending: Pending, target: torch.Tensor, factor: float, adds: bool) -> None:
-    """Waits, and writes or adds `factor` times the result: at once where the collective can, or by way of memory of its own."""
-    direct = getattr(pending, "wait_into", None)
-    if direct is not None:
-        direct(target, factor, adds)
-    elif adds:
-        target.add_(pending.wait(), alpha=factor)
+def wait_into(pending: Pending, target: torch.Tensor, factor: float, adds: bool, add: Callable[..., None] = add_rows) -> None:
+    """Waits, and writes or adds `factor` times the result: straight from the rows where there are any."""
+    if isinstance(pending, Added):
+        add(pending.rows(), target, factor, adds)
+        pending.finish()
     else:
-        torch.mul(pending.wait(), factor, out=target)
+        add([pending.wait()], target, factor, adds)
 
 
 def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zero.comm.group import Pending, Ready, sum_in_rank_order
+from zero.comm.group import Alone, Pending, Ready, sum_in_rank_order
 from zero.errors import GroupLost
 
 Result = TypeVar("Result")
@@ -98,14 +98,14 @@ class LoopbackGroup:
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
-            return Ready(bucket.to(sum_dtype))
+            return Alone(bucket, sum_dtype)
         numel = bucket.numel() // self.size
         mine = slice(self.rank * numel, (self.rank + 1) * numel)
         return self._meet(bucket, lambda all_: sum_in_rank_order(torch.cat([one[mine] for one in all_]), self.size, sum_dtype))
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
-            return Ready(bucket.to(sum_dtype))
+            return Alone(bucket, sum_dtype)
         return self._meet(bucket, lambda all_: sum_in_rank_order(torch.cat(all_), self.size, sum_dtype))
 
     def all_gather(self, bucket: torch.Tensor) -> Pending:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from zero.comm.group import Pending, Ready, sum_in_rank_order
+from zero.comm.group import Alone, Pending, Ready, sum_in_rank_order
 
 
 class _Sent:
@@ -36,13 +36,13 @@ class Rehearsal:
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
-            return Ready(bucket.to(sum_dtype))
+            return Alone(bucket, sum_dtype)
         pieces = bucket.clone()
         return _Sent(self, lambda: sum_in_rank_order(pieces, self.size, sum_dtype))
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
-            return Ready(bucket.to(sum_dtype))
+            return Alone(bucket, sum_dtype)
         total = bucket.to(sum_dtype, copy=True)
         return _Sent(self, lambda: total)
 

@@ -1,10 +1,11 @@
 """Ranks of one host exchange tensors through memory that they share, ordered by small messages of the group.
 
 [Note: who writes when]
-For each collective every rank sends one small message, by the group's own all-gather: where its part lies, and how many
+For each collective every rank sends one small message, by the group's own all-reduce: where its part lies, and how many
 collectives it has finished. A message arrives when all ranks have sent theirs, so whoever has it may read everybody's part,
 and waiting, time limits and lost ranks are those of the group. A part is written again only after a later message has said
-that all ranks finished the collective it was for. Nobody ever waits for that: who needs memory before takes more.
+that all ranks finished the collective it was for. Nobody ever waits for that: who needs memory before takes more. What is to
+be added may be read as late as in the step, and weights are read at once; so these are counted apart.
 
 Weights stay every rank's own; what is shared is only what travels.
 """
@@ -13,19 +14,21 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from zero.comm.arena import Arena, meet
-from zero.comm.group import Group, Pending, Ready, add_rows
+from zero.comm.arena import LINES, Arena, meet
+from zero.comm.group import Added, Group, Pending, Ready
 
 logger = logging.getLogger("zero")
 
 Given = TypeVar("Given")
 
-_FIELDS = 2  # of a message: where its part lies, and how many collectives are finished
+_SUMS, _WEIGHTS = range(LINES)
+_FIELDS = 1 + LINES  # of a message: where its part lies, and how many collectives of each line are finished
 _PIECE_BYTES = 2 * 2**20  # of what is broadcast at a time: it stays in the cache from one rank's core to the next
 
 
@@ -81,9 +84,7 @@ class SharedMemoryGroup:
         self.arenas = arenas  # of the other ranks
         self._group = group
         self._arena = arena
-        self._started = 0  # collectives, on this rank
-        self._finished = 0  # all before this one, on this rank
-        self._finished_early: set[int] = set()  # some after it
+        self._lines = [_Line() for _ in range(LINES)]
 
     @property
     def owns_world(self) -> bool:
@@ -95,25 +96,25 @@ class SharedMemoryGroup:
         if not bucket.is_cpu:
             return self._group.reduce_scatter(bucket, sum_dtype)
         share_bytes = bucket.nbytes // self.size
-        return _Sum(self, self._tell(self._shared(bucket)), sum_dtype, bucket.dtype, self.rank * share_bytes, share_bytes)
+        return _Sum(self._tell(_SUMS, self._shared(bucket)), sum_dtype, bucket.dtype, self.rank * share_bytes, share_bytes)
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if not bucket.is_cpu:
             return self._group.all_reduce(bucket, sum_dtype)
-        return _Sum(self, self._tell(self._shared(bucket)), sum_dtype, bucket.dtype, 0, bucket.nbytes)
+        return _Sum(self._tell(_SUMS, self._shared(bucket)), sum_dtype, bucket.dtype, 0, bucket.nbytes)
 
     def all_gather(self, bucket: torch.Tensor) -> Pending:
         if not bucket.is_cpu:
             return self._group.all_gather(bucket)
         mine = _bytes(bucket).view(self.size, -1)[self.rank]
-        return _Gathering(self, self._tell(self._part(mine)), bucket)
+        return _Gathering(self, self._tell(_WEIGHTS, self._part(mine)), bucket)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         """Waits for the others, a piece after the other: rank 0 fills the next one while they read."""
         if not tensor.is_cpu or not tensor.is_contiguous():
             return self._group.broadcast(tensor)
         for piece in torch.split(_bytes(tensor), _PIECE_BYTES):
-            told = self._tell(self._part(piece) if self.rank == 0 else None)
+            told = self._tell(_WEIGHTS, self._part(piece) if self.rank == 0 else None)
             if self.rank:
                 piece.copy_(told.row(0, 0, piece.numel()))
             told.finish()
@@ -144,8 +145,7 @@ class SharedMemoryGroup:
 
     def reconnect(self, base: Any) -> None:
         self._group.reconnect(base)
-        self._started = self._finished = 0
-        self._finished_early.clear()
+        self._lines = [_Line() for _ in range(LINES)]
         self._arena.restart()
 
     def close(self) -> None:
@@ -162,36 +162,52 @@ class SharedMemoryGroup:
         """A copy of some bytes that others can read."""
         return self._arena.lend(content.numel()).copy_(content)
 
-    def _tell(self, part: torch.Tensor | None) -> _Told:
-        number, offset = self._started, 0
-        self._started += 1
+    def _tell(self, line: int, part: torch.Tensor | None) -> _Told:
+        counts, offset = self._lines[line], 0
+        number = counts.begin()
         if part is not None and part.numel():  # what is empty lies nowhere
             found = self._arena.offset(part)
             assert found is not None
             offset = found
-            self._arena.send(part, number)
+            self._arena.send(part, line, number)
         table = torch.zeros(self.size, _FIELDS, dtype=torch.int64, device="cpu")
-        table[self.rank] = torch.tensor([offset, self._finished], dtype=torch.int64, device="cpu")
-        return _Told(self, number, part, self._group.all_gather(table.view(-1)))
+        table[self.rank] = torch.tensor([offset, *(one.finished for one in self._lines)], dtype=torch.int64, device="cpu")
+        return _Told(self, partial(counts.finish, number), part, self._group.all_reduce(table.view(-1), torch.int64))
 
-    def heard(self, finished: int) -> None:
-        """All ranks have finished so many collectives."""
-        self._arena.heard(finished)
+    def heard(self, finished: Sequence[Sequence[int]]) -> None:
+        """How many collectives of each line every rank has finished."""
+        self._arena.heard(map(min, zip(*finished, strict=True)))
+
+
+class _Line:
+    """Collectives that are counted together, on this rank. Those of a connection that was lost count no more: their line is
+    not the group's any more."""
+
+    def __init__(self) -> None:
+        self.finished = 0  # all before this one
+        self._started = 0
+        self._early: set[int] = set()  # finished after it
+
+    def begin(self) -> int:
+        self._started += 1
+        return self._started - 1
 
     def finish(self, number: int) -> None:
         """This rank reads nothing of that collective any more."""
-        self._finished_early.add(number)
-        while self._finished in self._finished_early:
-            self._finished_early.remove(self._finished)
-            self._finished += 1
+        self._early.add(number)
+        while self.finished in self._early:
+            self._early.remove(self.finished)
+            self.finished += 1
 
 
 class _Told:
     """The small message of one collective, on its way."""
 
-    def __init__(self, group: SharedMemoryGroup, number: int, part: torch.Tensor | None, pending: Pending) -> None:
+    def __init__(
+        self, group: SharedMemoryGroup, count: Callable[[], None], part: torch.Tensor | None, pending: Pending
+    ) -> None:
         self.group = group
-        self._number = number
+        self._count = count  # it as finished
         self._part = part
         self._pending = pending
         self._table: list[list[int]] | None = None
@@ -210,39 +226,32 @@ class _Told:
     def _wait(self) -> list[list[int]]:
         if self._table is None:
             self._table = self._pending.wait().view(-1, _FIELDS).tolist()
-            self.group.heard(min(finished for _, finished in self._table))
+            self.group.heard([finished for _, *finished in self._table])
         return self._table
 
     def finish(self) -> None:
         """This rank has read all that it wants of it; waits for the message of all ranks, in case it wants nothing."""
         self._wait()
         self._part = None
-        self.group.finish(self._number)
+        self._count()
 
 
-class _Sum:
+class _Sum(Added):
     """The sum of all ranks' stretches, read straight from their memory."""
 
-    def __init__(
-        self, group: SharedMemoryGroup, told: _Told, sum_dtype: torch.dtype, dtype: torch.dtype, begin: int, num_bytes: int
-    ) -> None:
+    def __init__(self, told: _Told, sum_dtype: torch.dtype, dtype: torch.dtype, begin: int, num_bytes: int) -> None:
+        super().__init__(sum_dtype)
         self._told = told
-        self._dtypes = dtype, sum_dtype
+        self._dtype = dtype
         self._span = begin, num_bytes
-        self._size = group.size
 
     def done(self) -> bool:
         return self._told.done()
 
-    def wait(self) -> torch.Tensor:
-        dtype, sum_dtype = self._dtypes
-        total = torch.empty(self._span[1] // dtype.itemsize, dtype=sum_dtype, device="cpu")
-        self.wait_into(total)
-        return total
+    def rows(self) -> Sequence[torch.Tensor]:
+        return [self._told.row(rank, *self._span).view(self._dtype) for rank in range(self._told.group.size)]
 
-    def wait_into(self, target: torch.Tensor, factor: float = 1.0, adds: bool = False) -> None:
-        rows = [self._told.row(rank, *self._span).view(self._dtypes[0]) for rank in range(self._size)]
-        add_rows(rows, target, factor, adds)
+    def finish(self) -> None:
         self._told.finish()
 
 

@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from accelerators import Accelerator
 from accelerators.launch import read_launch
 from zero.comm import ending
-from zero.comm.group import Group, Pending, Ready, TimeLimits, checked
+from zero.comm.group import Alone, Group, Pending, Ready, TimeLimits, checked
 from zero.comm.loopback import solo
 from zero.comm.shared_memory import through_shared_memory
 from zero.comm.watch import Watch
@@ -196,18 +196,18 @@ class TorchGroup:
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
-            return Ready(bucket.to(sum_dtype))
+            return Alone(bucket, sum_dtype)
         if self._backend == "nccl" and bucket.dtype == sum_dtype:
             share = torch.empty(bucket.numel() // self.size, dtype=sum_dtype, device=bucket.device)
             work = self._start(_scatter_sum, share, bucket)
             return Works(self, [work], lambda: share)
         pieces = torch.empty_like(bucket)
         work = self._start(dist.all_to_all_single, bits(pieces), bits(bucket))
-        return Exchanged(self, [work], pieces, sum_dtype)
+        return Exchanged(self, work, pieces, sum_dtype)
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
-            return Ready(bucket.to(sum_dtype))
+            return Alone(bucket, sum_dtype)
         total = bucket.to(sum_dtype, copy=True)
         return Works(self, [self._start(dist.all_reduce, total)], lambda: total)
 
@@ -292,15 +292,15 @@ class TorchGroup:
         if self._lost is not None:
             raise GroupLost(f"A collective was asked for, but this group was lost before: {self._lost}. {_REMEDY}")
         try:
+            if self._is_over:  # not every collective of torch would say so
+                raise RuntimeError("torch.distributed was ended")
             return call()
         except (RuntimeError, ValueError) as error:
             if isinstance(error, ValueError) and not self._is_over:
                 raise
             self._lost = self._cause_of(error)
-            raise GroupLost(
-                f"A collective of {self.size} ranks was asked for on rank {self.rank}, {self.doing}, but {self._lost}. "
-                f"{_REMEDY}"
-            ) from error
+            asked = f"A collective of {self.size} ranks was asked for on rank {self.rank}, {self.doing}"
+            raise GroupLost(f"{asked}, but {self._lost}. {_REMEDY}") from error
 
     def _cause_of(self, error: Exception) -> str:
         if self._is_over:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from zero.comm.group import add_rows, sum_in_rank_order
+from zero.comm.group import Added
 
 
 class Owner(Protocol):
@@ -28,24 +28,24 @@ class Works:
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> torch.Tensor:
-        self._wait()
-        return self._finish()
-
-    def _wait(self) -> None:
         for work in self._works:
             self._owner.wait_for(work)
+        return self._finish()
 
 
-class Exchanged(Works):
+class Exchanged(Added):
     """Pieces of all ranks, to be added."""
 
-    def __init__(self, owner: Owner, works: list[Any], pieces: torch.Tensor, sum_dtype: torch.dtype) -> None:
-        super().__init__(owner, works, lambda: sum_in_rank_order(pieces, owner.size, sum_dtype))
-        self._rows = list(pieces.view(owner.size, -1))
+    def __init__(self, owner: Owner, work: Any, pieces: torch.Tensor, sum_dtype: torch.dtype) -> None:
+        super().__init__(sum_dtype)
+        self._works = Works(owner, [work], lambda: pieces)
+        self._size = owner.size
 
-    def wait_into(self, target: torch.Tensor, factor: float, adds: bool) -> None:
-        self._wait()
-        add_rows(self._rows, target, factor, adds)
+    def done(self) -> bool:
+        return self._works.done()
+
+    def rows(self) -> Sequence[torch.Tensor]:
+        return list(self._works.wait().view(self._size, -1))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from zero.memory.offload import Crossing, Host
+from zero.memory.rows import Rows
 from zero.plan.layout import FlatLayout, Piece
 from zero.plan.spans import Span
 
@@ -123,13 +124,15 @@ class Shard:
     the next time: nothing else keeps it ready, and the system would clear every page of it again.
 
     Those of offloaded buckets have their home on the host. What is added to them travels there while others go on;
-    whoever looks at a share finds everything arrived, since looking waits for it.
+    whoever looks at a share finds everything arrived, and added up, since looking waits for it.
     """
 
     def __init__(self, line: Line, device: torch.device, host: Host | None = None) -> None:
         self.device = device  # where weights are, and what is added comes from
         self.host = host
         self.shares: dict[int, torch.Tensor] = {}
+        self.waiting: dict[int, Rows] = {}  # see [Note: rows that wait]
+        self._wanted = [False, False]  # whether somebody but the step wanted a sum: in the last window, and in this one
         self.away: Sequence[str] = ()  # what gradients cannot do without and was moved to the host for a while
         self._line = line
         self._kept: dict[int, torch.Tensor] = {}
@@ -145,8 +148,13 @@ class Shard:
 
     def share(self, bucket: int) -> torch.Tensor:
         """The share of a bucket; zeros when nothing was added to it yet."""
+        self._wanted[1] = True
+        return self._summed(bucket)
+
+    def _summed(self, bucket: int) -> torch.Tensor:
         self.check_here()
         self._take_in()
+        self._add_up(bucket)
         if bucket not in self.shares:
             self.shares[bucket] = self.make(bucket).zero_()
         self._pay(bucket)
@@ -172,10 +180,38 @@ class Shard:
         """Where values of a bucket that does not travel are to be added; or to be written, if it is fresh."""
         self.check_here()
         self._pay(bucket)
+        self._add_up(bucket)
         fresh = bucket not in self.shares
         if fresh:
             self.shares[bucket] = self.make(bucket)
+        self._wanted[1] |= not fresh
         return self.shares[bucket], fresh
+
+    def __contains__(self, bucket: int) -> bool:
+        """Whether anything was added to a share yet."""
+        return bucket in self.shares or bucket in self.waiting
+
+    def rows(self, bucket: int) -> tuple[Sequence[torch.Tensor], float]:
+        """What a share is the sum of, and what that is to be multiplied by."""
+        if bucket not in self.waiting:
+            return [self._summed(bucket)], 1.0
+        self.check_here()
+        return self.waiting[bucket].tensors, self.waiting[bucket].factor
+
+    def may_hold(self, bucket: int) -> bool:
+        """Whether rows may wait here, if they can anywhere."""
+        return bucket not in self and not self.travels(bucket) and not any(self._wanted)
+
+    def hold(self, bucket: int, rows: Rows) -> None:
+        self.waiting[bucket] = rows
+        self._kept.pop(bucket, None)
+
+    def _add_up(self, bucket: int) -> None:
+        if bucket in self.waiting:
+            share = self.make(bucket)
+            self.waiting[bucket].add_into(share)
+            self.shares[bucket] = share
+            self.waiting.pop(bucket).let_go()
 
     def _send(self, bucket: int, values: torch.Tensor, factor: float) -> Crossing:
         assert self.host is not None
@@ -200,6 +236,9 @@ class Shard:
 
     def owe(self, bucket: int, factor: float) -> None:
         """Multiplies a share when it is next looked at: never, if it is cleared before."""
+        if bucket in self.waiting:
+            self.waiting[bucket].factor *= factor
+            return
         self._owed[bucket] = self._owed.get(bucket, 1.0) * factor
 
     def _pay(self, bucket: int) -> None:
@@ -218,18 +257,29 @@ class Shard:
         return self.share(piece.bucket)[piece.in_share.start : piece.in_share.stop]
 
     def multiply(self, factor: float) -> None:
+        for rows in self.waiting.values():
+            rows.factor *= factor
         if self.shares and factor != 1.0:
             for indices in by_device(shares := self.present()):
                 torch._foreach_mul_([shares[index] for index in indices], factor)
 
     def present(self) -> list[torch.Tensor]:
-        return [self.share(bucket) for bucket in sorted(self.shares)]
+        """The shares whose sums were taken."""
+        return [self._summed(bucket) for bucket in sorted(self.shares)]
+
+    def square_of_waiting(self) -> float:
+        """The square of the norm of all others."""
+        return sum(rows.square(sum_dtype(self._line.dtype_of(bucket))) for bucket, rows in sorted(self.waiting.items()))
 
     def clear(self) -> None:
         self._take_in()  # memory that a copy still writes must not be somebody else's
         at_home = {bucket: share for bucket, share in self.shares.items() if self._lives_on_host(bucket)}
         self._kept.update(at_home)  # and not those that are there for a while
         self.shares.clear()
+        for rows in self.waiting.values():
+            rows.let_go()
+        self.waiting.clear()
+        self._wanted = [self._wanted[1], False]
         self._owed.clear()
 
     def release(self) -> None:
@@ -238,8 +288,13 @@ class Shard:
         self._kept.clear()
 
     @property
+    def num_staged_bytes(self) -> int:
+        """Of these, those that are staging buffers."""
+        return sum(rows.num_bytes for rows in self.waiting.values() if rows.is_staged)
+
+    @property
     def num_bytes(self) -> int:
-        return sum(share.nbytes for share in self.shares.values())
+        return sum(share.nbytes for share in self.shares.values()) + sum(rows.num_bytes for rows in self.waiting.values())
 
     def make(self, bucket: int) -> torch.Tensor:
         """Memory for the share of a bucket, with anything in it."""

@@ -112,7 +112,7 @@ class _Round:
     filled: int
     pieces: int  # of all ranks, received in exchange; where every rank wants the whole sum, that is what comes
     whole: int  # all of it, in the dtype of sums
-    total: int  # their sum, which is apart unless it came as such, or a single rank has it in the right dtype already
+    total: int  # their sum, which is apart unless it came as such, or is a single rank's and written where it is kept
     share: int
     weights: int  # this rank's share of the weights
     narrow: bool  # whether weights are narrower than sums
@@ -127,7 +127,7 @@ class _Round:
         filled = whole if waits else bucket.span.numel * item
         shared = layout.num_shares > 1
         pieces = filled if shared else share if are_others else 0
-        total = share if shared or (item < wide and not are_others) else 0
+        total = share if shared or (item < wide and not are_others and bucket.offloaded) else 0
         return _Round(filled, pieces, whole, total, share, bucket.share_numel * item, item < wide, bucket.offloaded)
 
 

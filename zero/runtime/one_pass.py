@@ -4,44 +4,47 @@ from __future__ import annotations
 
 import functools
 import itertools
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from zero.memory.masters import adopt
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span
+from zero.runtime.compiled import LONG, build, compiled
+from zero.runtime.sums import RowKind, total_of
 
 # The dtypes of masters and of their weights, None where they are the same memory, and whether the new weights go elsewhere.
 Kind = tuple[torch.dtype, torch.dtype | None, bool]
-_LONG = 2**18
 _NOT_COMPILED = ("amsgrad", "capturable", "differentiable")  # settings of a group
 # A master, and the group of its parameter; None where nobody used it.
 Member = tuple[Piece, torch.nn.Parameter, "dict[str, Any] | None"]
 
 
-@dataclass(frozen=True)
-class Variant:
+def row_kinds(kinds: Iterable[Kind], num_ranks: int) -> set[RowKind]:
+    """Of what ranks send for such weights."""
+    return {RowKind(weights or masters, num_ranks, masters) for masters, weights, apart in kinds if not apart}
+
+
+def rows_that_wait(kinds: Iterable[Kind], num_ranks: int) -> set[RowKind]:
+    """Those that take no more memory than their sum; see [Note: rows that wait]."""
+    return {kind for kind in row_kinds(kinds, num_ranks) if kind.number * kind.rows.itemsize <= kind.total.itemsize}
+
+
+class Variant(NamedTuple):
     """What the compiler must know. Everything else may change from call to call."""
 
     masters: torch.dtype
     weights: torch.dtype | None
     apart: bool
     decoupled: bool  # weight decay that does not go through the moments, as in AdamW
+    rows: torch.dtype
+    num_rows: int  # that the gradient is the sum of
 
 
 class OnePass:
     """The step of Adam and AdamW on the host.
-
-    [Note: one code, several compilations]
-    The compiler keeps what it made with the code object that it was made from, checks all of it at every call, and refuses
-    after some number. Each variant therefore has a code object of its own, shared by every optimizer of the process. Its
-    numbers come in a tensor and its lengths are left open, so nothing that changes in a training would give another code.
-    The compiler checks more than that, such as whether autocast is on where a step is called, and would build within that
-    step; so it is told to check nothing (torch 2.8 and later can be).
 
     [Note: runs]
     A call costs as much as some ten thousand elements. So what lies side by side with the same settings, which is nearly
@@ -53,11 +56,12 @@ class OnePass:
         self._inner = inner
         self._moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by bucket
 
-    def build(self, kinds: Iterable[Kind]) -> None:
+    def build(self, kinds: Iterable[Kind], num_ranks: int = 1) -> None:
         """Waits for the compiler, so that no step has to."""
-        for masters, weights, apart in kinds:
+        for kind in kinds:
             for decoupled in {self._is_decoupled(group) for group in self._inner.param_groups}:
-                _try(Variant(masters, weights, apart, decoupled))
+                for rows, number, _ in {RowKind(kind[0], 1, kind[0]), *rows_that_wait([kind], num_ranks)}:
+                    _build(Variant(*kind, decoupled, rows, number))
 
     def check(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raises where a group has a setting that the compiled step knows nothing of."""
@@ -77,16 +81,17 @@ class OnePass:
         self,
         block: Block,
         members: Iterable[Member],
-        shares: tuple[torch.Tensor, torch.Tensor],
+        masters: torch.Tensor,
+        rows: Sequence[torch.Tensor],
         weights: torch.Tensor | None,
         rounded: torch.Tensor | None,
         coefficient: float,
     ) -> None:
-        """Steps a block of `shares`, which are a bucket's masters and gradients. These are multiplied by `coefficient` on their
-        way and stay what they are. The block's `weights` are compared with and `rounded` written; both are None where the
-        masters are the weights themselves."""
+        """Steps a block of a bucket's `masters`. Their gradient is `coefficient` times the sum of `rows`, which stay what they
+        are. The block's `weights` are compared with and `rounded` written; both are None where the masters are the weights
+        themselves."""
         if block.bucket not in self._moments:
-            self._moments[block.bucket] = torch.zeros_like(shares[0]), torch.zeros_like(shares[0])
+            self._moments[block.bucket] = torch.zeros_like(masters), torch.zeros_like(masters)
         moments = self._moments[block.bucket]
         apart = weights is not None and rounded is not None and weights.data_ptr() != rounded.data_ptr()
         dtype = None if weights is None else weights.dtype
@@ -94,11 +99,12 @@ class OnePass:
             there = slice(span.start - block.span.start, span.stop - block.span.start)
             old = None if weights is None else weights[there]
             new = None if rounded is None else rounded[there]
-            master, grad, mean, square = (whole[span.start : span.stop] for whole in (*shares, *moments))
+            master, mean, square, *grad = (whole[span.start : span.stop] for whole in (masters, *moments, *rows))
             if group is not None:
-                variant = Variant(master.dtype, dtype, apart, self._is_decoupled(group))
+                variant = Variant(master.dtype, dtype, apart, self._is_decoupled(group), grad[0].dtype, len(grad))
                 numbers = torch.tensor(self._numbers(group, step, coefficient), dtype=master.dtype, device="cpu")
-                _compiled(variant)(variant.decoupled, numbers, master, grad, mean, square, old, new if apart else None)
+                step_all = compiled(_one_pass, *variant)
+                step_all(variant.decoupled, numbers, master, grad, mean, square, old, new if apart else None)
             elif old is not None and new is not None:
                 adopt(old, master)
                 new.copy_(master)
@@ -143,14 +149,14 @@ def _one_pass(
     decoupled: bool,
     numbers: torch.Tensor,
     master: torch.Tensor,
-    grad: torch.Tensor,
+    rows: list[torch.Tensor],
     mean: torch.Tensor,
     square: torch.Tensor,
     weights: torch.Tensor | None,
     rounded: torch.Tensor | None,
 ) -> None:
     factor, kept, new_mean, old_square, new_square, rate, inverse_root, eps = numbers.unbind()
-    value, slope = master, grad * factor
+    value, slope = master, total_of(rows, master.dtype) * factor
     if weights is not None:  # an edit is where a weight is not its master's rounded value
         value = torch.where(weights != master.to(weights.dtype), weights.to(master.dtype), master)
     if decoupled:
@@ -168,33 +174,13 @@ def _one_pass(
 
 
 @functools.cache
-def _compiled(variant: Variant) -> Callable[..., None]:
-    name = "_".join(str(part).removeprefix("torch.") for part in vars(variant).values())
-    # Without the first, a rounding whose result is only compared is left out, and every weight is taken for an edit. Without
-    # the second, what a process with fewer threads left in the compiler's cache is taken, and runs with as few.
-    options: dict[str, Any] = {"emulate_precision_casts": True, "cpp.threads": torch.get_num_threads()}
-    if hasattr(torch.compiler, "skip_guard_on_globals_unsafe"):  # so there is also this option
-        options["guard_filter_fn"] = lambda checks: [False for _ in checks]
-    code = _one_pass.__code__.replace(co_name=f"one_pass_{name}")
-    return torch.compile(types.FunctionType(code, globals()), dynamic=True, fullgraph=True, options=options)
+def _build(variant: Variant) -> None:
+    def example() -> list[Any]:
+        master = torch.linspace(-1.0, 1.0, LONG, dtype=variant.masters)
+        numbers = torch.full((8,), 0.5, dtype=variant.masters)
+        weights = None if variant.weights is None else master.to(variant.weights)
+        rounded = torch.zeros(LONG, dtype=variant.weights) if variant.apart else None
+        rows = [master.flip(0).to(variant.rows) for _ in range(variant.num_rows)]
+        return [variant.decoupled, numbers, master, rows, master * 0.1, master.square(), weights, rounded]
 
-
-@functools.cache
-def _try(variant: Variant) -> None:
-    """Builds, by running: the compiler works at the first call, and makes one thread of what is short then. What it made is
-    compared with what it was made from: some leave out a rounding whatever they are told (torch 2.8)."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        with torch.device("cpu"):  # and no longer: the compiler would take it for a part of what it compiles
-            master = torch.linspace(-1.0, 1.0, _LONG, dtype=variant.masters)
-            numbers = torch.full((8,), 0.5, dtype=variant.masters)
-            weights = None if variant.weights is None else master.to(variant.weights)
-            rounded = torch.zeros(_LONG, dtype=variant.weights) if variant.apart else None
-        given = [master, master.flip(0), master * 0.1, master.square(), weights, rounded]
-        twins = [None if tensor is None else tensor.clone() for tensor in given]
-        _compiled(variant)(variant.decoupled, numbers, *given)
-        _one_pass(variant.decoupled, numbers, *twins)  # type: ignore[arg-type]
-        for found, expected in zip(given, twins, strict=True):
-            if found is not None and expected is not None and not torch.allclose(found, expected, rtol=1e-2, atol=1e-5):
-                raise RuntimeError(f"what torch {torch.__version__} compiles is not what it was given")
-        if not torch.allclose(master, twins[0], rtol=1e-5, atol=1e-6):  # type: ignore[arg-type]
-            raise RuntimeError(f"torch {torch.__version__} takes every rounded weight for an edit")
+    build(_one_pass, variant, example)

@@ -16,16 +16,15 @@ window settles. Where the two dtypes are the same, it is simply added.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 
 from accelerators import Accelerator
-from zero.comm.group import Group, Pending, wait_into
-from zero.memory.flat import Form, Line, Shard, sum_dtype
+from zero.memory.flat import Form, Line, sum_dtype
 from zero.memory.staging import Staging
 from zero.runtime.agreement import Agreement
+from zero.runtime.flight import Flight
 from zero.runtime.labels import Timed, stop
 
 _KEPT = 2  # staging buffers that wait for the next window: one to fill while another is sent
@@ -43,88 +42,6 @@ class _Round:
         self.producers: list[object] = []  # streams that wrote into it, where there are any
 
 
-class Flight(Timed):
-    """Rounds on their way, first in, first out, and the shard that they end in.
-
-    `widest` is the dtype that wider buckets are rounded to before they are sent; None rounds none. With `looks` each is
-    searched for what is not finite, which in the sum is nobody's any more.
-    """
-
-    def __init__(
-        self, line: Line, group: Group, staging: Staging, shard: Shard, widest: torch.dtype | None = None, looks: bool = False
-    ) -> None:
-        self.factor = 1.0  # what a sum is multiplied with when it is kept
-        self.num_bytes = 0  # sent so far, by this rank
-        self._reduce = group.all_reduce if line.layout.num_shares < group.size else group.reduce_scatter
-        self._staging = staging
-        self.shard = shard
-        self.looks = looks
-        self._greatest: torch.Tensor | None = None  # magnitude that was sent since the last `forget`, NaN included
-        self._widest = widest
-        self._rounds: deque[tuple[int, torch.Tensor, Pending]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._rounds)
-
-    @stop("reduce")
-    def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True) -> None:
-        buffer, dtype = self._rounded(buffer), sum_dtype(buffer.dtype)
-        self.num_bytes += buffer.nbytes
-        if self.looks:
-            greatest = torch.linalg.vector_norm(buffer, torch.inf)
-            self._greatest = greatest if self._greatest is None else torch.maximum(self._greatest, greatest)
-        self._rounds.append((bucket, buffer, self._reduce(buffer, dtype)))
-        while self._rounds and self._rounds[0][2].done():
-            self._land(keep)
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all that this rank sent since the last `forget` was."""
-        return self._greatest is None or bool(self._greatest.isfinite())
-
-    def forget(self) -> None:
-        self._greatest = None
-
-    def _rounded(self, buffer: torch.Tensor) -> torch.Tensor:
-        if self._widest is None or buffer.dtype.itemsize <= self._widest.itemsize:
-            return buffer
-        narrow = self._staging.borrow(buffer.numel(), self._widest).copy_(buffer)
-        self._staging.give_back(buffer)
-        return narrow
-
-    def land_all(self, keep: bool) -> None:
-        while self._rounds:
-            self._land(keep)
-
-    def abandon(self) -> None:
-        """Forgets what is on its way over connections that are lost, which may still write into it."""
-        for _, buffer, _ in self._rounds:
-            self._staging.lose(buffer)
-        self._rounds.clear()
-
-    @stop("keep")
-    def _land(self, keep: bool) -> None:
-        bucket, buffer, pending = self._rounds.popleft()
-        if keep and not self.shard.travels(bucket):
-            target, fresh = self.shard.target(bucket)
-            self._come_into(pending, target, adds=not fresh)
-            self._staging.give_back(buffer)
-            return
-        total = self._come(pending)
-        crossing = self.shard.add(bucket, total, self.factor) if keep else None
-        self._staging.give_back(buffer, crossing if total is buffer else None)  # which the copy may still read
-
-    @stop("reduce")
-    def _come(self, pending: Pending) -> torch.Tensor:
-        """To wait for a round, and to add up what came, is to reduce."""
-        return pending.wait()
-
-    @stop("reduce")
-    def _come_into(self, pending: Pending, target: torch.Tensor, adds: bool) -> None:
-        """The same, straight to where it is kept."""
-        wait_into(pending, target, self.factor, adds)
-
-
 class Reducer(Timed):
     def __init__(
         self, line: Line, forms: Sequence[Form], accelerator: Accelerator, staging: Staging, flight: Flight
@@ -135,7 +52,7 @@ class Reducer(Timed):
         self.line = line
         self._forms = forms
         self._accelerator = accelerator
-        self._staging = staging
+        self.staging = staging
         self._rounds: dict[int, _Round] = {}
         self._wide: dict[int, torch.Tensor] = {}
         self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
@@ -183,7 +100,7 @@ class Reducer(Timed):
         return index in self._rounds and bool(self._rounds[index].filled >> param & 1)
 
     def _open(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        buffer = self._staging.borrow(self.line.layout.buckets[index].span.numel, dtype)
+        buffer = self.staging.borrow(self.line.layout.buckets[index].span.numel, dtype)
         gaps = self.line.layout.gaps[index]
         # What lies between the slots is summed with everything else, and could be NaN from whoever had this memory before.
         if len(gaps) > _FEW_GAPS:
@@ -196,7 +113,7 @@ class Reducer(Timed):
     def _wide_buffer(self, index: int) -> torch.Tensor:
         if index not in self._wide:
             dtype = sum_dtype(self.line.dtype_of(index))
-            self._wide[index] = self._staging.borrow(self.line.layout.buckets[index].span.numel, dtype).zero_()
+            self._wide[index] = self.staging.borrow(self.line.layout.buckets[index].span.numel, dtype).zero_()
         return self._wide[index]
 
     def _note_producer(self, round_: _Round) -> None:
@@ -230,7 +147,7 @@ class Reducer(Timed):
         bucket = self.line.layout.buckets[index]
         round_ = self._rounds.pop(index, None)
         if round_ is None:
-            return self._staging.borrow(bucket.span.numel, self.line.dtype_of(index)).zero_()
+            return self.staging.borrow(bucket.span.numel, self.line.dtype_of(index)).zero_()
         if len(self.line.layout.gaps[index]) <= _FEW_GAPS:
             for param in bucket.params:
                 if not round_.filled >> param & 1:
@@ -246,7 +163,7 @@ class Reducer(Timed):
 
     @property
     def num_staging_bytes(self) -> int:
-        return self._staging.num_bytes
+        return self.staging.num_bytes - self.flight.shard.num_staged_bytes
 
     @property
     def open_buckets(self) -> int:
@@ -279,7 +196,7 @@ class Reducer(Timed):
         if index in self._rounds:
             ordinary = self._close(index)
             wide.add_(ordinary)
-            self._staging.give_back(ordinary)
+            self.staging.give_back(ordinary)
         return wide
 
     def learn(self, agreement: Agreement, used_here: int) -> None:
@@ -291,7 +208,7 @@ class Reducer(Timed):
             self._expected = used_here
         self.sent = 0
         self._arrived.clear()
-        self._staging.release(keep=_KEPT)  # what a rank ahead of the others had in flight is not kept into the step
+        self.staging.release(keep=_KEPT)  # what a rank ahead of the others had in flight is not kept into the step
 
     def restart(self) -> None:
         """Begins as at the first window: what was sent is lost, and what was learned not all ranks may have heard."""
@@ -303,9 +220,9 @@ class Reducer(Timed):
     def drop(self) -> None:
         """Forgets what has not been sent."""
         for round_ in self._rounds.values():
-            self._staging.give_back(round_.buffer)
+            self.staging.give_back(round_.buffer)
         for wide in self._wide.values():
-            self._staging.give_back(wide)
+            self.staging.give_back(wide)
         self._rounds.clear()
         self._wide.clear()
 
@@ -317,7 +234,7 @@ class Reducer(Timed):
 
     def release_buffers(self) -> None:
         """Lets go of those that nothing is in; the next gradients make new ones."""
-        self._staging.release()
+        self.staging.release()
 
     def drop_param(self, param: int) -> None:
         """Forgets what has not been sent of one parameter."""

@@ -15,8 +15,10 @@ from zero.comm.group import Group, exchange_about
 from zero.errors import ZeroError
 from zero.memory.flat import DTYPES, Form, Line, by_device, sum_dtype
 from zero.plan.layout import Block, Piece
-from zero.runtime.reducer import Flight
+from zero.runtime.flight import Flight
 from zero.runtime.standin import StandIn
+
+_PIECE = 2**15  # elements: what one thread adds up by itself, however many there are
 
 
 class GradientShares:
@@ -119,9 +121,10 @@ class GradientShares:
 
     def total_norm(self) -> float:
         """The 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is."""
-        square = sum(norm * norm for norm in _norms(self.shard.present()))
-        if self._sharded:
-            square = sum(numbers[0] for numbers in self.exchange_numbers([square], "the norm of all gradients"))
+        square = _square(self.shard.present()) + self.shard.square_of_waiting()
+        if self._group.size > 1:
+            squares = [numbers[0] for numbers in self.exchange_numbers([square], "the norm of all gradients")]
+            square = sum(squares) if self._sharded else squares[0]  # ranks of other threads or processors add up otherwise
         return float(square**0.5)
 
     def multiply(self, block: Block, factor: float) -> None:
@@ -135,7 +138,7 @@ class GradientShares:
 
     def zero(self, param: int) -> None:
         for piece in self.pieces(param):
-            if piece.bucket in self.shard.shares:
+            if piece.bucket in self.shard:
                 self.shard.piece(piece).zero_()
         self.forget_norms(param)
 
@@ -181,7 +184,7 @@ class GradientShares:
             (param, self.shard.piece(piece))
             for param in missing
             for piece in self.pieces(param)
-            if piece.bucket in self.shard.shares
+            if piece.bucket in self.shard
         ]
         amounts = _norms([values for _, values in present], order)
         local: dict[int, list[float]] = {param: [] for param in missing}
@@ -203,6 +206,13 @@ class GradientShares:
         form = self.forms[piece.param]
         values = form.line(argument.detach().expand(form.shape))[piece.in_param.start : piece.in_param.stop]
         return values.to(self.shard.piece(piece).device)
+
+
+def _square(tensors: Sequence[torch.Tensor]) -> float:
+    """The square of the norm of all together. Torch adds up millions of squares one after the other, and is wrong in the third
+    digit then; so of short pieces."""
+    norms = _norms([piece for tensor in tensors for piece in torch.split(tensor, _PIECE)])
+    return sum((norm * norm for norm in norms), 0.0)
 
 
 def _norms(tensors: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:

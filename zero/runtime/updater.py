@@ -122,8 +122,8 @@ class Updater(Timed):
             (piece, master, groups[places[piece.param][0]] if used >> piece.param & 1 and piece.param in places else None)
             for piece, master in masters.in_block(block)
         ]
-        shares = masters.shard.share(bucket), self._shares.shard.share(bucket)
-        one_pass.step(block, members, shares, weights, rounded, coefficient)
+        rows, factor = self._shares.shard.rows(bucket)
+        one_pass.step(block, members, masters.shard.share(bucket), rows, weights, rounded, coefficient * factor)
         self._shares.owe(bucket, coefficient)
         if weights is not None:
             masters.compared(block)

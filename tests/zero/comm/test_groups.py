@@ -131,6 +131,7 @@ def test_with_nccl_a_rank_gathers_from_its_own_share_and_gets_as_much_of_the_sum
     monkeypatch.setattr(torch_group, "_gather_into", note)
     monkeypatch.setattr(torch_group, "_scatter_sum", note)
     group = object.__new__(torch_group.TorchGroup)
+    monkeypatch.setattr(torch_group.TorchGroup, "_is_over", False)
     ours = {"_wires": SimpleNamespace(tensors=None), "_lost": None, "_watch": Watch(None, 1, 3, False)}
     vars(group).update(rank=1, size=3, _backend="nccl", **ours)
     bucket = torch.arange(12.0)

@@ -44,15 +44,15 @@ def test_a_stretch_is_lent_again_only_when_nobody_holds_it_and_all_have_read_it(
     arena = Arena()
     first = arena.lend(5000)
     place, view = arena.offset(first), first[10:]
-    arena.send(first, collective=4)
+    arena.send(first, line=1, collective=4)
     del first
     gc.collect()
     assert arena.offset(arena.lend(5000)) != place  # a view of it is held
     del view
     assert arena.offset(arena.lend(5000)) != place  # and it may still be read
-    arena.heard(finished=4)
+    arena.heard(finished=[5, 4])  # each line counts by itself
     assert arena.offset(arena.lend(5000)) != place
-    arena.heard(finished=5)
+    arena.heard(finished=[0, 5])
     both = arena.lend(5000), arena.lend(5000)
     assert place in map(arena.offset, both)
 
@@ -65,9 +65,9 @@ def test_pages_that_nobody_asks_for_are_given_back():
     arena.vacate()
     assert pages(arena) >= before + 2**20  # held
     del lent
-    arena.heard(10)
+    arena.heard([10, 0])
     assert pages(arena) >= before + 2**20  # the next one would only make them anew
-    arena.heard(10 + _IDLE_COLLECTIVES)
+    arena.heard([10, _IDLE_COLLECTIVES])
     assert pages(arena) == before
     assert arena.lend(2**20).sum() == 0
 

@@ -94,7 +94,7 @@ def test_a_step_is_torchs_own_to_a_few_ulp_of_the_masters_not_of_the_weights(kin
                 (piece, master, group if piece.param in used else None)
                 for piece, master, group in zip(pieces, masters, groups, strict=True)
             ]
-            one_pass.step(block, members, (share, grads), weights, rounded, clip)
+            one_pass.step(block, members, share, [grads], weights, rounded, clip)
             theirs.step()
             for master, other in zip(masters, plain, strict=True):
                 torch.testing.assert_close(master, other, rtol=1e-6, atol=1e-8)
@@ -196,7 +196,7 @@ def test_any_length_is_stepped_as_part_of_a_longer_one(kind):
             piece = Piece(0, bucket, span, span)
             old, new = (None if whole is None else whole[here] for whole in (weights, rounded))
             members = [(piece, nn.Parameter(share[here]), one_pass._inner.param_groups[0])]
-            one_pass.step(Block(bucket, span, True), members, (share[here], grads[here]), old, new, 0.5)
+            one_pass.step(Block(bucket, span, True), members, share[here], [grads[here]], old, new, 0.5)
             start += length
         assert start == numel
         return share

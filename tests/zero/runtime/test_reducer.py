@@ -12,7 +12,8 @@ from zero.memory.flat import Form, Line, Shard
 from zero.memory.staging import Staging
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.runtime.agreement import Counts, agree
-from zero.runtime.reducer import Flight, Reducer
+from zero.runtime.flight import Flight
+from zero.runtime.reducer import Reducer
 
 NUMEL = 16  # of each parameter: one bucket each for one rank in fp32
 

@@ -1,0 +1,321 @@
+"""What ranks sent stays unsummed until somebody needs the sum: the same gradients, less memory, and none written too early."""
+
+import shutil
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import zero
+from tests import ranks
+from tests.zoo.case import filled, real_numbers
+from zero.runtime.sums import SumsByTorch
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="there is no C++ compiler here, which the compiled step needs"
+)
+LAYERS, WIDTH, BUCKET_BYTES = 3, 64, 4096
+
+
+def sharded(stage, dtype, kernels, **options):
+    model = filled(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), real=True)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    given = {"clip": 0.01, "bucket_bytes": BUCKET_BYTES, **options}
+    return model, zero.shard(model, inner, stage=stage, dtype=dtype, kernels=kernels, **given)
+
+
+def send(model, rank, step):
+    inputs = real_numbers((2, WIDTH), "inputs", rank, step).to(model[0].weight.dtype)
+    model(inputs).float().square().mean().backward()
+
+
+def twice(model, optimizer, rank, step):
+    send(model, rank, step + 10)
+
+
+def clip(model, optimizer, rank, step):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.005)
+
+
+def edit(model, optimizer, rank, step):
+    model[1].weight.grad.mul_(3.0)
+
+
+def remove(model, optimizer, rank, step):
+    model[0].bias.grad = None
+
+
+def look(model, optimizer, rank, step):
+    optimizer.whole_grad(model[2].weight)
+
+
+def settle_and_send(model, optimizer, rank, step):
+    optimizer.settle()
+    send(model, rank, step + 20)
+
+
+def to_zeros_and_send(model, optimizer, rank, step):
+    optimizer.zero_grad(set_to_none=False)
+    send(model, rank, step + 30)
+
+
+def fail(model, optimizer, rank, step):
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="backward"):
+        loss = model(torch.ones(1, WIDTH, dtype=model[0].weight.dtype))
+        loss.register_hook(_raise)
+        loss.sum().backward()
+    optimizer.zero_grad()
+    send(model, rank, step + 40)
+
+
+def _raise(grad):
+    raise RuntimeError("in backward")
+
+
+def step_twice(model, optimizer, rank, step):
+    optimizer.step()
+
+
+BETWEEN = (None, twice, clip, edit, remove, look, settle_and_send, to_zeros_and_send, fail, step_twice)
+
+
+def gradients_of(model, optimizer):
+    """Without their being wanted, which would change the next window."""
+    shard = optimizer.parts.window.shares.shard
+    before = list(shard._wanted)
+    found = [optimizer.whole_grad(param) for param in model.parameters()]
+    shard._wanted[:] = before
+    return found
+
+
+def train(rank, world, stage, dtype, kernels, between, **options):
+    """What a training gave, and how many buckets waited just before each step."""
+    model, optimizer = sharded(stage, dtype, kernels, **options)
+    grads, waiting = [], []
+    for step in range(3):
+        send(model, rank, step)
+        if between is not None:
+            between(model, optimizer, rank, step)
+        optimizer.settle()
+        waiting.append(len(optimizer.parts.window.shares.shard.waiting))
+        optimizer.step()
+        grads.append((optimizer.grad_norm, gradients_of(model, optimizer)))
+        optimizer.zero_grad()
+    saved = optimizer.state_dict()
+    optimizer.close()
+    return (grads, saved["masters"], saved["state"]), waiting
+
+
+def assert_same(ours, theirs, rtol, atol, between):
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, msg=lambda text: f"{between}: {text}")
+
+
+def compare(rank, world, stage, dtype, shared_memory):
+    """How often buckets waited, by what was done between backward and step; the trainings are compared here."""
+    waited = {}
+    for between in BETWEEN:
+        (ours, waiting), (theirs, never) = (
+            train(rank, world, stage, dtype, kernels, between, shared_memory=shared_memory) for kernels in ("compiled", "torch")
+        )
+        assert_same(ours[0][0], theirs[0][0], 1e-5, 1e-7, between)
+        # A master that is an ulp away may round to another weight, whose gradients are then as far away as weights are coarse.
+        assert_same(ours, theirs, *((1e-5, 1e-6) if dtype is None else (5e-3, 1e-4)), between)
+        assert never == [0, 0, 0]
+        waited["" if between is None else between.__name__] = waiting
+    return waited
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("stage", "world", "dtype"), [(0, 2, "bfloat16"), (1, 1, None), (1, 2, "bfloat16"), (2, 1, "bfloat16"), (2, 2, "bfloat16")]
+)
+def test_a_training_is_the_same_whatever_comes_between_backward_and_step(stage, world, dtype):
+    for waited in ranks.run(world, compare, stage, dtype, True):
+        assert all(waited[""])  # otherwise this shows nothing
+        assert waited["look"][0] > 0 and waited["look"][1:] == [0, 0]  # who wanted a sum may want it again
+
+
+@needs_compiler
+def test_they_wait_also_where_ranks_share_no_memory():
+    for waited in ranks.run(2, compare, 2, "bfloat16", False):
+        assert all(waited[""])
+
+
+def hold(rank, world, dtype):
+    model, optimizer = sharded(2, dtype, "compiled")
+    send(model, rank, 0)
+    optimizer.settle()
+    shard, reducer = optimizer.parts.window.shares.shard, optimizer.parts.window.reducer
+    held = len(shard.waiting), shard.num_bytes, reducer.num_staging_bytes
+    optimizer.close()
+    return held, reducer.staging.borrowed
+
+
+@needs_compiler
+def test_rows_wait_only_where_they_take_no_more_memory_than_their_sum():
+    less, more = ((1, None), (1, "bfloat16"), (2, "bfloat16")), ((2, None), (3, "bfloat16"))
+    for (world, dtype), is_less in ((given, given in less) for given in (*less, *more)):
+        sums = 4 * LAYERS * WIDTH * (WIDTH + 1) // world
+        for (waiting, gradients, staging), borrowed in ranks.run(world, hold, dtype):
+            assert borrowed == 0  # everything was given back
+            assert (waiting > 0) == is_less
+            assert gradients <= 1.25 * sums and staging <= 4 * BUCKET_BYTES
+
+
+def be_late(rank, world, stage, kernels):
+    """Rank 1 reads what it was sent only when rank 0 is far into its next backward."""
+    model, optimizer = sharded(stage, "bfloat16", kernels, clip=None)
+    step_of_one = optimizer.parts.updater.step
+
+    def step(*arguments):
+        time.sleep(0.03 * rank)
+        step_of_one(*arguments)
+
+    optimizer.parts.updater.step = step
+    for number in range(3):
+        send(model, rank, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [param.detach().clone() for param in model.parameters()]
+    optimizer.close()
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_a_slow_rank_still_has_to_read_is_not_written_over(stage):
+    fast, slow = ranks.run(2, be_late, stage, "compiled")
+    expected, _ = ranks.run(2, be_late, stage, "torch")
+    assert all(map(torch.equal, fast, slow))
+    torch.testing.assert_close(fast, expected, rtol=0.02, atol=1e-3)
+
+
+def go_on(rank, world):
+    """Rows of a window that is thrown away with its connections, and what becomes of their memory then."""
+    model, optimizer = sharded(2, "bfloat16", "compiled")
+    for number in range(2):
+        send(model, rank, number)
+        optimizer.settle()
+        waiting = len(optimizer.parts.window.shares.shard.waiting)
+        optimizer.rebuild()
+        for step in range(3):
+            send(model, rank, 10 * number + step)
+            optimizer.step()
+            optimizer.zero_grad()
+    borrowed = optimizer.parts.window.reducer.staging.borrowed
+    found = waiting, borrowed, [param.detach().clone() for param in model.parameters()]
+    optimizer.close()
+    return found
+
+
+@needs_compiler
+def test_a_rebuild_lets_go_of_what_waits():
+    (waiting, borrowed, first), (*_, second) = ranks.run(2, go_on, fresh=True)
+    assert waiting > 0 and borrowed == 0
+    assert all(map(torch.equal, first, second))
+
+
+def send_twice(rank, world):
+    """The most bytes of gradients and buffers in each window of two backwards that nobody declared."""
+    model, optimizer = sharded(2, "bfloat16", "compiled")
+    shard, staging, most = optimizer.parts.window.shares.shard, optimizer.parts.window.reducer.staging, []
+    for step in range(3):
+        most.append(0)
+        for micro in range(2):
+            send(model, rank, 2 * step + micro)
+            kept = sum(share.nbytes for share in shard._kept.values())
+            sums = sum(share.nbytes for share in shard.shares.values())
+            most[-1] = max(most[-1], kept + sums + staging.num_bytes)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return most
+
+
+@needs_compiler
+def test_several_backwards_take_memory_for_waiting_once_and_never_again():
+    ((first, *later),) = ranks.run(1, send_twice)  # of more ranks, one that is ahead needs more
+    sums = 4 * LAYERS * WIDTH * (WIDTH + 1)
+    assert sums < first <= 2 * sums and max(later) <= sums + 5 * BUCKET_BYTES
+
+
+def run_out_of_memory(rank, world):
+    """Of rank 0, once, as the rows of a bucket are added up; then a window in which nothing is wrong."""
+    model, optimizer = sharded(2, "bfloat16", "compiled")
+    send(model, rank, 0)
+    optimizer.settle()
+    shard, reducer = optimizer.parts.window.shares.shard, optimizer.parts.window.reducer
+    make, shard.make = shard.make, _refuse
+    with pytest.raises(MemoryError):
+        shard.share(0)
+    shard.make = make
+    found = [optimizer.whole_grad(model[2].weight)]
+    optimizer.zero_grad()
+    borrowed = reducer.staging.borrowed
+    optimizer.close()
+    return found, borrowed
+
+
+def _refuse(bucket):
+    raise MemoryError
+
+
+@needs_compiler
+def test_a_sum_that_there_is_no_memory_for_is_there_when_there_is():
+    (found, borrowed), _ = ranks.run(2, run_out_of_memory)
+    assert found[0].float().norm() > 0.0 and borrowed == 0
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).bfloat16()
+
+    def forward(self, inputs):
+        return self.narrow(self.wide(inputs).bfloat16())
+
+
+def step_mixed(rank, world):
+    model = filled(Mixed(), real=True)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = zero.shard(model, inner, stage=2, kernels="compiled", reduce_dtype="bfloat16", bucket_bytes=BUCKET_BYTES)
+    built = counters["stats"]["unique_graphs"]
+    for step in range(2):
+        model(real_numbers((2, WIDTH), "inputs", rank, step)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.check()
+    optimizer.close()
+    return counters["stats"]["unique_graphs"] - built
+
+
+@needs_compiler
+def test_what_is_rounded_on_its_way_brings_nothing_that_was_not_built_for():
+    assert ranks.run(2, step_mixed) == [0, 0]
+
+
+def clip_with_threads(rank, world, kernels):
+    torch.set_num_threads(1 + rank)
+    model = filled(nn.Sequential(*(nn.Linear(512, 512) for _ in range(2))), real=True)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = zero.shard(model, inner, stage=0, dtype="bfloat16", clip=1e-3, kernels=kernels)
+    model(real_numbers((2, 512), "inputs", rank).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    found = optimizer.grad_norm, [param.detach().clone() for param in model.parameters()], optimizer.state_dict()["masters"]
+    optimizer.close()
+    torch.set_num_threads(1)
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+def test_ranks_of_different_threads_clip_alike(kernels):
+    one, other = ranks.run(2, clip_with_threads, kernels, fresh=True)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_without_a_compiled_step_nothing_waits():
+    assert not SumsByTorch().may_wait(torch.float32, 1, torch.float32)

@@ -1,0 +1,52 @@
+"""Sums that are not taken before somebody needs them.
+
+[Note: rows that wait]
+A step that is one pass over memory can add what the ranks sent as it reads it. Then the sum is written nowhere, which is a
+third of what landing a gradient costs, and needs no memory. So where what was sent takes hardly more bytes than its sum would,
+as with bf16 on one rank or two, it stays as it came. Whoever wants to see or to change the gradient, or to add to it, has it
+added up first; and as he may want so in every window, nothing waits in the next one, which would take memory for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Sums(Protocol):
+    """How what ranks sent is added."""
+
+    def add(self, rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
+        """Writes `factor` times the sum of the rows, or adds it to what is there."""
+
+    def may_wait(self, rows: torch.dtype, number: int, total: torch.dtype) -> bool:
+        """Whether the step takes so many rows of that dtype themselves, on the host."""
+
+    def square(self, rows: Sequence[torch.Tensor], sum_dtype: torch.dtype) -> float:
+        """The square of the norm of their sum; of rows that may wait."""
+
+
+@dataclass
+class Rows:
+    """`factor` times their sum is a share of the gradient."""
+
+    tensors: Sequence[torch.Tensor]
+    factor: float
+    sums: Sums
+    num_bytes: int  # of this rank's memory that they keep
+    is_staged: bool  # whether that is a staging buffer
+    let_go: Callable[[], None]  # of all of it, which is lent
+
+    def add_into(self, share: torch.Tensor) -> None:
+        self.sums.add(self.tensors, share, self.factor, False)
+
+    def square(self, sum_dtype: torch.dtype) -> float:
+        return self.factor**2 * self.sums.square(self.tensors, sum_dtype)
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of two stretches."""
+    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes

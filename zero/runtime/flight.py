@@ -1,0 +1,139 @@
+"""What is on its way between ranks: rounds of buckets that were sent, until their sums are kept."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from zero.comm.group import Added, Group, Pending, wait_into
+from zero.memory.flat import Line, Shard, sum_dtype
+from zero.memory.rows import Rows, Sums, share_memory
+from zero.memory.staging import Staging
+from zero.runtime.labels import Timed, stop
+from zero.runtime.sums import SumsByTorch
+
+_HARDLY_MORE = 1.25  # bytes than of the sum: buffers have the size of the largest bucket
+
+
+class Flight(Timed):
+    """Rounds on their way, first in, first out, and the shard that they end in.
+
+    `widest` is the dtype that wider buckets are rounded to before they are sent; None rounds none. With `looks` each is
+    searched for what is not finite, which in the sum is nobody's any more.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        group: Group,
+        staging: Staging,
+        shard: Shard,
+        widest: torch.dtype | None = None,
+        looks: bool = False,
+        sums: Sums | None = None,
+    ) -> None:
+        self.factor = 1.0  # what a sum is multiplied with when it is kept
+        self.num_bytes = 0  # sent so far, by this rank
+        self._line = line
+        self._reduce = group.all_reduce if line.layout.num_shares < group.size else group.reduce_scatter
+        self._staging = staging
+        self.shard = shard
+        self.looks = looks
+        self._greatest: torch.Tensor | None = None  # magnitude that was sent since the last `forget`, NaN included
+        self._widest = widest
+        self._sums = sums or SumsByTorch()
+        self._num_ranks = group.size
+        self._rounds: deque[tuple[int, torch.Tensor, Pending]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    @stop("reduce")
+    def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True) -> None:
+        buffer, dtype = self._rounded(buffer), sum_dtype(buffer.dtype)
+        self.num_bytes += buffer.nbytes
+        if self.looks:
+            greatest = torch.linalg.vector_norm(buffer, torch.inf)
+            self._greatest = greatest if self._greatest is None else torch.maximum(self._greatest, greatest)
+        self._rounds.append((bucket, buffer, self._reduce(buffer, dtype)))
+        while self._rounds and self._rounds[0][2].done():
+            self._land(keep)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that this rank sent since the last `forget` was."""
+        return self._greatest is None or bool(self._greatest.isfinite())
+
+    def forget(self) -> None:
+        self._greatest = None
+
+    def _rounded(self, buffer: torch.Tensor) -> torch.Tensor:
+        if self._widest is None or buffer.dtype.itemsize <= self._widest.itemsize:
+            return buffer
+        narrow = self._staging.borrow(buffer.numel(), self._widest).copy_(buffer)
+        self._staging.give_back(buffer)
+        return narrow
+
+    def land_all(self, keep: bool) -> None:
+        while self._rounds:
+            self._land(keep)
+
+    def abandon(self) -> None:
+        """Forgets what is on its way over connections that are lost, which may still write into it."""
+        for _, buffer, _ in self._rounds:
+            self._staging.lose(buffer)
+        self._rounds.clear()
+
+    @stop("keep")
+    def _land(self, keep: bool) -> None:
+        bucket, buffer, pending = self._rounds.popleft()
+        if keep and isinstance(pending, Added) and self._waits(bucket, buffer, pending):
+            return
+        if keep and not self.shard.travels(bucket):
+            target, fresh = self.shard.target(bucket)
+            self._come_into(pending, target, adds=not fresh)
+            self._staging.give_back(buffer)
+            return
+        total = self._come(pending)
+        crossing = self.shard.add(bucket, total, self.factor) if keep else None
+        self._staging.give_back(buffer, crossing if total is buffer else None)  # which the copy may still read
+
+    def _waits(self, bucket: int, buffer: torch.Tensor, pending: Added) -> bool:
+        """Leaves what came as it is, if it can be; see [Note: rows that wait]."""
+        dtype = buffer.dtype
+        if not self.shard.may_hold(bucket) or dtype != self._line.dtype_of(bucket) or not buffer.is_cpu:
+            return False
+        if not self._sums.may_wait(dtype, self._num_ranks, pending.sum_dtype):
+            return False
+        rows = self._rows_of(pending)
+        is_lent = any(share_memory(row, buffer) for row in rows)
+        num_bytes = buffer.untyped_storage().nbytes() if is_lent else sum(row.nbytes for row in rows)
+        if num_bytes > _HARDLY_MORE * rows[0].numel() * pending.sum_dtype.itemsize:
+            return False
+        if not is_lent:
+            self._staging.give_back(buffer)
+        let_go = partial(self._let_go, pending, buffer if is_lent else None)
+        self.shard.hold(bucket, Rows(rows, self.factor, self._sums, num_bytes, is_lent, let_go))
+        return True
+
+    def _let_go(self, pending: Added, buffer: torch.Tensor | None) -> None:
+        pending.finish()
+        if buffer is not None:
+            self._staging.give_back(buffer)
+
+    @stop("reduce")
+    def _rows_of(self, pending: Added) -> Sequence[torch.Tensor]:
+        return pending.rows()
+
+    @stop("reduce")
+    def _come(self, pending: Pending) -> torch.Tensor:
+        """To wait for a round, and to add up what came, is to reduce."""
+        return pending.wait()
+
+    @stop("reduce")
+    def _come_into(self, pending: Pending, target: torch.Tensor, adds: bool) -> None:
+        """The same, straight to where it is kept."""
+        wait_into(pending, target, self.factor, adds, self._sums.add)
