@@ -319,3 +319,18 @@ def test_ranks_of_different_threads_clip_alike(kernels):
 
 def test_without_a_compiled_step_nothing_waits():
     assert not SumsByTorch().may_wait(torch.float32, 1, torch.float32)
+
+
+@needs_compiler
+def test_a_weight_of_the_micro_batch_is_taken_off_what_waits_too():
+    found = []
+    for kernels in ("compiled", "torch"):
+        model, optimizer = sharded(2, None, kernels)
+        optimizer.weight(3.0)
+        send(model, 0, 0)
+        optimizer.settle()
+        found.append((len(optimizer.parts.window.shares.shard.waiting) > 0, gradients_of(model, optimizer)))
+        optimizer.close()
+    (waited, ours), (never, theirs) = found
+    assert waited and not never
+    assert_same(ours, theirs, 1e-5, 1e-7, "weighted")
