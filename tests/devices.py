@@ -1,8 +1,18 @@
 """What tests need of this machine and this torch, as marks that skip with the reason."""
 
+import shutil
+
 import pytest
+import torch
 
 from accelerators.simulated import SimulatedAccelerator
 
 _lacking = SimulatedAccelerator().unavailable_reason()
 needs_sim = pytest.mark.skipif(_lacking is not None, reason=str(_lacking))
+
+_has_compiler = any(map(shutil.which, ("g++", "clang++", "c++")))
+needs_compiler = pytest.mark.skipif(not _has_compiler, reason="there is no C++ compiler here, which the compiled step needs")
+_leaves_out = torch.__version__.startswith("2.8.")
+needs_compiled_rounding = pytest.mark.skipif(
+    not _has_compiler or _leaves_out, reason="a compiled step of rounded weights needs a C++ compiler and not torch 2.8"
+)

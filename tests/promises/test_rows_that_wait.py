@@ -1,6 +1,5 @@
 """What ranks sent stays unsummed until somebody needs the sum: the same gradients, less memory, and none written too early."""
 
-import shutil
 import time
 
 import pytest
@@ -10,12 +9,10 @@ from torch._dynamo.utils import counters
 
 import zero
 from tests import ranks
+from tests.devices import needs_compiled_rounding
 from tests.zoo.case import filled, real_numbers
 from zero.runtime.sums import SumsByTorch
 
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="there is no C++ compiler here, which the compiled step needs"
-)
 LAYERS, WIDTH, BUCKET_BYTES = 3, 64, 4096
 
 
@@ -128,7 +125,7 @@ def compare(rank, world, stage, dtype, shared_memory):
     return waited
 
 
-@needs_compiler
+@needs_compiled_rounding
 @pytest.mark.parametrize(
     ("stage", "world", "dtype"), [(0, 2, "bfloat16"), (1, 1, None), (1, 2, "bfloat16"), (2, 1, "bfloat16"), (2, 2, "bfloat16")]
 )
@@ -138,7 +135,7 @@ def test_a_training_is_the_same_whatever_comes_between_backward_and_step(stage, 
         assert waited["look"][0] > 0 and waited["look"][1:] == [0, 0]  # who wanted a sum may want it again
 
 
-@needs_compiler
+@needs_compiled_rounding
 def test_they_wait_also_where_ranks_share_no_memory():
     for waited in ranks.run(2, compare, 2, "bfloat16", False):
         assert all(waited[""])
@@ -154,7 +151,7 @@ def hold(rank, world, dtype):
     return held, reducer.staging.borrowed
 
 
-@needs_compiler
+@needs_compiled_rounding
 def test_rows_wait_only_where_they_take_no_more_memory_than_their_sum():
     less, more = ((1, None), (1, "bfloat16"), (2, "bfloat16")), ((2, None), (3, "bfloat16"))
     for (world, dtype), is_less in ((given, given in less) for given in (*less, *more)):
@@ -184,7 +181,7 @@ def be_late(rank, world, stage, kernels):
     return found
 
 
-@needs_compiler
+@needs_compiled_rounding
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_what_a_slow_rank_still_has_to_read_is_not_written_over(stage):
     fast, slow = ranks.run(2, be_late, stage, "compiled")
@@ -211,7 +208,7 @@ def go_on(rank, world):
     return found
 
 
-@needs_compiler
+@needs_compiled_rounding
 def test_a_rebuild_lets_go_of_what_waits():
     (waiting, borrowed, first), (*_, second) = ranks.run(2, go_on, fresh=True)
     assert waiting > 0 and borrowed == 0
@@ -235,7 +232,7 @@ def send_twice(rank, world):
     return most
 
 
-@needs_compiler
+@needs_compiled_rounding
 def test_several_backwards_take_memory_for_waiting_once_and_never_again():
     ((first, *later),) = ranks.run(1, send_twice)  # of more ranks, one that is ahead needs more
     sums = 4 * LAYERS * WIDTH * (WIDTH + 1)
@@ -263,7 +260,7 @@ def _refuse(bucket):
     raise MemoryError
 
 
-@needs_compiler
+@needs_compiled_rounding
 def test_a_sum_that_there_is_no_memory_for_is_there_when_there_is():
     (found, borrowed), _ = ranks.run(2, run_out_of_memory)
     assert found[0].float().norm() > 0.0 and borrowed == 0
@@ -292,7 +289,7 @@ def step_mixed(rank, world):
     return counters["stats"]["unique_graphs"] - built
 
 
-@needs_compiler
+@needs_compiled_rounding
 def test_what_is_rounded_on_its_way_brings_nothing_that_was_not_built_for():
     assert ranks.run(2, step_mixed) == [0, 0]
 
@@ -310,7 +307,7 @@ def clip_with_threads(rank, world, kernels):
     return found
 
 
-@needs_compiler
+@needs_compiled_rounding
 @pytest.mark.parametrize("kernels", ["torch", "compiled"])
 def test_ranks_of_different_threads_clip_alike(kernels):
     one, other = ranks.run(2, clip_with_threads, kernels, fresh=True)
@@ -321,7 +318,7 @@ def test_without_a_compiled_step_nothing_waits():
     assert not SumsByTorch().may_wait(torch.float32, 1, torch.float32)
 
 
-@needs_compiler
+@needs_compiled_rounding
 def test_a_weight_of_the_micro_batch_is_taken_off_what_waits_too():
     found = []
     for kernels in ("compiled", "torch"):

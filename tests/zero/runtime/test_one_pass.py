@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import shutil
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import zero
+from tests.devices import needs_compiler
 from tests.promises.loops import same, weights
 from tests.zoo.case import backward, real_numbers
 from zero.checks import check_kernels
@@ -20,9 +20,6 @@ from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span, round_up
 from zero.runtime.one_pass import OnePass
 
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="there is no C++ compiler here, which the compiled step needs"
-)
 HALVES = (torch.bfloat16, torch.float16)
 KINDS = (
     (torch.float32, None, False),
