@@ -137,8 +137,8 @@ NAMED = [
     Mutant(
         "check only the first tensor for inf",
         R + "shares.py",
-        "square = _square(self.shard.present()) + self.shard.square_of_waiting()",
-        "square = _square(self.shard.present()[:1]) + self.shard.square_of_waiting()",
+        "        return sum(squares[bucket] for bucket in sorted(squares))\n",
+        "        return sum(squares[bucket] for bucket in sorted(squares)[:1])\n",
     ),
     Mutant(
         "the norm of one rank's share only",
@@ -149,14 +149,38 @@ NAMED = [
     Mutant(
         "rows that wait keep their factor when gradients are multiplied",
         M + "flat.py",
-        "        for rows in self.waiting.values():\n            rows.factor *= factor\n",
+        "        for rows in self.waiting.values():\n            rows.factors += (factor,)\n",
         "",
     ),
     Mutant(
-        "rows that wait are clipped by no step",
+        "rows that wait are stepped on as they came",
         R + "updater.py",
-        "rows, weights, rounded, coefficient * factor)",
-        "rows, weights, rounded, coefficient)",
+        "(*factors, coefficient)",
+        "(coefficient,)",
+    ),
+    Mutant(
+        "all factors of a gradient are one",
+        M + "rows.py",
+        "        if math.frexp(found[-1])[0] == 0.5 or math.frexp(factor)[0] == 0.5:\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "the fused kernel steps gaps as well",
+        R + "fused_adam.py",
+        "torch.split(whole, sizes)[1::2]",
+        "[whole]",
+    ),
+    Mutant(
+        "the fused step adopts no edit",
+        R + "fused_adam.py",
+        "if not same_bits(olds[number], scratch):",
+        "if scratch is None:",
+    ),
+    Mutant(
+        "gradients wait in the first window",
+        M + "flat.py",
+        "self._wanted = [True, False]",
+        "self._wanted = [False, False]",
     ),
     Mutant(
         "rows that wait are not added up before more comes",
@@ -173,8 +197,8 @@ NAMED = [
     Mutant(
         "the norm leaves out rows that wait",
         R + "shares.py",
-        "square = _square(self.shard.present()) + self.shard.square_of_waiting()",
-        "square = _square(self.shard.present())",
+        "        for bucket, rows in shard.waiting.items():\n            squares[bucket] = rows.square(",
+        "        for bucket, rows in ():\n            squares[bucket] = rows.square(",
     ),
     Mutant(
         "each rank judges for itself",
@@ -203,7 +227,7 @@ NAMED = [
     Mutant(
         "adopt every weight, edited or not",
         M + "masters.py",
-        "        if master.is_cpu and _same_bits(weight, master.to(weight.dtype)):\n"
+        "        if master.is_cpu and same_bits(weight, master.to(weight.dtype, copy=True)):\n"
         "            continue  # as nearly always; a device is not asked, since its answer would have to be waited for\n",
         "        master.copy_(weight)\n",
     ),

@@ -150,14 +150,8 @@ def _adopted(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def rows_wait() -> Iterator[None]:
     """All rows, as many and as wide as they are, and with any kernels of the step."""
 
-    def square(sums: SumsByTorch, rows: Sequence[torch.Tensor], sum_dtype: torch.dtype) -> float:
-        total = torch.empty(rows[0].numel(), dtype=sum_dtype)
-        sums.add(rows, total, 1.0, False)
-        return float(total.dot(total))
-
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(SumsByTorch, "may_wait", lambda *_: True)
-        patched.setattr(SumsByTorch, "square", square)
         patched.setattr(flight, "_HARDLY_MORE", float("inf"))
         patched.setattr(Shard, "may_hold", lambda shard, bucket: bucket not in shard and not shard.travels(bucket))
         yield

@@ -15,12 +15,15 @@ from zero.comm.group import Group, exchange_about
 from zero.errors import RanksDiffer
 from zero.lion import Lion
 from zero.memory.flat import DTYPES, bytes_of, overlapping
-from zero.runtime.one_pass import Kind, OnePass, row_kinds
+from zero.runtime.compiled_adam import CompiledAdam
+from zero.runtime.fused_adam import FusedAdam
+from zero.runtime.one_pass import Kind, OnePass, is_decoupled, row_kinds
 from zero.runtime.params import Params
 from zero.runtime.sums import build_sums
 
 # Optimizers that treat every element by itself, so that a share of the elements steps as the whole would.
 _OPTIM = torch.optim
+_ADAMS = (_OPTIM.Adam, _OPTIM.AdamW)
 ELEMENTWISE = (
     _OPTIM.SGD, _OPTIM.Adam, _OPTIM.AdamW, _OPTIM.NAdam, _OPTIM.RAdam, _OPTIM.Adamax, _OPTIM.Adagrad, _OPTIM.Adadelta,
     _OPTIM.RMSprop, _OPTIM.Rprop, _OPTIM.ASGD, Lion,
@@ -164,13 +167,22 @@ def check_kernels(
 ) -> None:
     """Refuses a kernel of the step that there is none of, by trying it: torch has no list of where they run. `kinds` are those
     of the masters on the host."""
-    reason = None
+    reason, one_pass = None, one_pass_of(optimizer, kernels)
+    if one_pass is not None:
+        one_pass.check(optimizer.param_groups)
     if kernels == "fused":
         reason = _why_not_fused(optimizer, device)
     elif kernels == "compiled":
         reason = _why_not_compiled(optimizer, kinds, num_ranks)
     if reason is not None:
         raise ValueError(f"kernels={kernels!r} was asked for, but {reason}. Use kernels='torch'.")
+
+
+def one_pass_of(optimizer: torch.optim.Optimizer, kernels: str) -> OnePass | None:
+    """The step on the host, where it is one that knows what the optimizer computes."""
+    if type(optimizer) not in _ADAMS or kernels == "torch":
+        return None
+    return OnePass(optimizer, CompiledAdam() if kernels == "compiled" else FusedAdam())
 
 
 def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
@@ -187,14 +199,12 @@ def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> st
 
 
 def _why_not_compiled(optimizer: torch.optim.Optimizer, kinds: Collection[Kind], num_ranks: int) -> str | None:
-    if type(optimizer) not in (_OPTIM.Adam, _OPTIM.AdamW):
+    if type(optimizer) not in _ADAMS:
         return f"only Adam and AdamW have a compiled step, and not {type(optimizer).__name__}"
     if not kinds:
         return "it is compiled for the host, where nothing is stepped here: nothing is offloaded"
-    one_pass = OnePass(optimizer)
-    one_pass.check(optimizer.param_groups)
     try:
-        one_pass.build(kinds, num_ranks)
+        CompiledAdam().build(kinds, num_ranks, {is_decoupled(optimizer, group) for group in optimizer.param_groups})
         for rows in row_kinds(kinds, num_ranks):
             build_sums(rows)
     except (RuntimeError, OSError, ImportError, SubprocessError) as error:  # of torch's compiler, and of the one behind it

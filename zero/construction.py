@@ -25,6 +25,7 @@ from zero.checks import (
     check_optimizer,
     check_params,
     check_views,
+    one_pass_of,
     use_kernels,
 )
 from zero.chosen import Chosen, choose, offload_of
@@ -45,7 +46,7 @@ from zero.runtime.gatherer import Gatherer
 from zero.runtime.hooks import GradHooks
 from zero.runtime.intake import Intake
 from zero.runtime.managed import manage
-from zero.runtime.one_pass import OnePass, rows_that_wait
+from zero.runtime.one_pass import rows_that_wait
 from zero.runtime.params import Params
 from zero.runtime.reducer import Reducer
 from zero.runtime.settler import Settler
@@ -78,8 +79,8 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
         specs, latent, frozen = chosen.specs(), range(len(chosen.names)), chosen.latent
         device = _device_of(chosen.tensors)
         offloads = any(chosen.offload)
-        steps_by_blocks = (offloads or device.type == "cpu") and config.kernels != "compiled"  # one pass has no use for them
-        block_numel = BLOCK_NUMEL if steps_by_blocks else None
+        is_on_host = offloads or device.type == "cpu"
+        block_numel = BLOCK_NUMEL if is_on_host and one_pass_of(optimizer, config.kernels) is None else None
         layout = FlatLayout.build(specs, num_shares, config.bucket_bytes, config.align_bytes, latent, block_numel)
         agree_on_what_is_built(model, optimizer, chosen, config, group)
         place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
@@ -163,7 +164,10 @@ def _assemble(
         gradients = Shard(line, place.device, room.host)
         widest = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
         kinds = kinds_on_host(layout.params, place.device)
-        sums = CompiledSums(rows_that_wait(kinds, group.size)) if config.kernels == "compiled" else SumsByTorch()
+        one_pass = one_pass_of(optimizer, config.kernels)
+        sums = (CompiledSums if config.kernels == "compiled" else SumsByTorch)(
+            rows_that_wait(kinds, group.size) if one_pass is not None else ()
+        )
         flight = Flight(line, group, staging, gradients, widest, looks=config.on_nonfinite == "raise", sums=sums)
         reducer = Reducer(line, forms, place.accelerator, staging, flight)
         shares = GradientShares(line, forms, group, flight)
@@ -171,7 +175,6 @@ def _assemble(
         aliases = Aliases(model, params, weights, forms, chosen.left_out)
         settler = Settler(group, params, line, config.text(), aliases, partial(settings_of, optimizer))
         window = Window(params, reducer, shares, boundary, settler, lay)
-        one_pass = OnePass(optimizer) if config.kernels == "compiled" else None
         rules = Rules(config.clip, config.on_nonfinite, ELEMENTWISE)
         updater = Updater(params, shares, masters, optimizer, rules, one_pass)
         gatherer = Gatherer(line, params, group, weights, masters)

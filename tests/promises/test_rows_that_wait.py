@@ -1,5 +1,6 @@
 """What ranks sent stays unsummed until somebody needs the sum: the same gradients, less memory, and none written too early."""
 
+import contextlib
 import time
 
 import pytest
@@ -11,7 +12,7 @@ import zero
 from tests import ranks
 from tests.devices import needs_compiled_rounding
 from tests.zoo.case import filled, real_numbers
-from zero.runtime.sums import SumsByTorch
+from zero.memory.flat import Shard
 
 LAYERS, WIDTH, BUCKET_BYTES = 3, 64, 4096
 
@@ -76,6 +77,7 @@ def step_twice(model, optimizer, rank, step):
     optimizer.step()
 
 
+KERNELS = pytest.mark.parametrize("kernels", ["fused", pytest.param("compiled", marks=needs_compiled_rounding)])
 BETWEEN = (None, twice, clip, edit, remove, look, settle_and_send, to_zeros_and_send, fail, step_twice)
 
 
@@ -110,39 +112,68 @@ def assert_same(ours, theirs, rtol, atol, between):
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, msg=lambda text: f"{between}: {text}")
 
 
-def compare(rank, world, stage, dtype, shared_memory):
+@contextlib.contextmanager
+def nothing_waits():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Shard, "may_hold", lambda *_: False)
+        yield
+
+
+def compare(rank, world, kernels, stage, dtype, shared_memory):
     """How often buckets waited, by what was done between backward and step; the trainings are compared here."""
     waited = {}
     for between in BETWEEN:
-        (ours, waiting), (theirs, never) = (
-            train(rank, world, stage, dtype, kernels, between, shared_memory=shared_memory) for kernels in ("compiled", "torch")
-        )
-        assert_same(ours[0][0], theirs[0][0], 1e-5, 1e-7, between)
-        # A master that is an ulp away may round to another weight, whose gradients are then as far away as weights are coarse.
-        assert_same(ours, theirs, *((1e-5, 1e-6) if dtype is None else (5e-3, 1e-4)), between)
+        ours, waiting = train(rank, world, stage, dtype, kernels, between, shared_memory=shared_memory)
+        with nothing_waits():
+            own = "torch" if kernels == "compiled" else kernels
+            theirs, never = train(rank, world, stage, dtype, own, between, shared_memory=shared_memory)
+        if kernels == "fused":
+            assert_same(ours, theirs, 0.0, 0.0, between)
+        else:
+            assert_same(ours[0][0], theirs[0][0], 1e-5, 1e-7, between)
+            # A master that is an ulp away may round to another weight, and its gradients are as far away as weights are coarse.
+            assert_same(ours, theirs, *((1e-5, 1e-6) if dtype is None else (5e-3, 1e-4)), between)
         assert never == [0, 0, 0]
         waited["" if between is None else between.__name__] = waiting
     return waited
 
 
-@needs_compiled_rounding
 @pytest.mark.parametrize(
-    ("stage", "world", "dtype"), [(0, 2, "bfloat16"), (1, 1, None), (1, 2, "bfloat16"), (2, 1, "bfloat16"), (2, 2, "bfloat16")]
+    ("kernels", "stage", "world", "dtype"),
+    [
+        ("fused", 0, 2, "bfloat16"),
+        ("fused", 1, 1, None),
+        ("fused", 1, 2, "bfloat16"),
+        ("fused", 2, 1, "bfloat16"),
+        ("fused", 2, 2, "bfloat16"),
+        pytest.param("compiled", 1, 1, None, marks=needs_compiled_rounding),
+        pytest.param("compiled", 2, 2, "bfloat16", marks=needs_compiled_rounding),
+    ],
 )
-def test_a_training_is_the_same_whatever_comes_between_backward_and_step(stage, world, dtype):
-    for waited in ranks.run(world, compare, stage, dtype, True):
-        assert all(waited[""])  # otherwise this shows nothing
-        assert waited["look"][0] > 0 and waited["look"][1:] == [0, 0]  # who wanted a sum may want it again
+def test_a_training_is_the_same_whatever_comes_between_backward_and_step(kernels, stage, world, dtype):
+    for waited in ranks.run(world, compare, kernels, stage, dtype, True):
+        first, *later = waited[""]
+        assert first == 0 and all(later)  # otherwise this shows nothing
+        assert waited["look"] == [0, 0, 0]  # who wanted a sum may want it again
 
 
-@needs_compiled_rounding
-def test_they_wait_also_where_ranks_share_no_memory():
-    for waited in ranks.run(2, compare, 2, "bfloat16", False):
-        assert all(waited[""])
+@KERNELS
+def test_they_wait_also_where_ranks_share_no_memory(kernels):
+    for waited in ranks.run(2, compare, kernels, 2, "bfloat16", False):
+        assert all(waited[""][1:])
 
 
-def hold(rank, world, dtype):
-    model, optimizer = sharded(2, dtype, "compiled")
+def sharded_later(*arguments, **options):
+    """After a first window, in which nothing waits."""
+    model, optimizer = sharded(*arguments, **options)
+    send(model, 0, 100)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def hold(rank, world, kernels, dtype):
+    model, optimizer = sharded_later(2, dtype, kernels)
     send(model, rank, 0)
     optimizer.settle()
     shard, reducer = optimizer.parts.window.shares.shard, optimizer.parts.window.reducer
@@ -151,12 +182,12 @@ def hold(rank, world, dtype):
     return held, reducer.staging.borrowed
 
 
-@needs_compiled_rounding
-def test_rows_wait_only_where_they_take_no_more_memory_than_their_sum():
+@KERNELS
+def test_rows_wait_only_where_they_take_no_more_memory_than_their_sum(kernels):
     less, more = ((1, None), (1, "bfloat16"), (2, "bfloat16")), ((2, None), (3, "bfloat16"))
     for (world, dtype), is_less in ((given, given in less) for given in (*less, *more)):
         sums = 4 * LAYERS * WIDTH * (WIDTH + 1) // world
-        for (waiting, gradients, staging), borrowed in ranks.run(world, hold, dtype):
+        for (waiting, gradients, staging), borrowed in ranks.run(world, hold, kernels, dtype):
             assert borrowed == 0  # everything was given back
             assert (waiting > 0) == is_less
             assert gradients <= 1.25 * sums and staging <= 4 * BUCKET_BYTES
@@ -181,18 +212,18 @@ def be_late(rank, world, stage, kernels):
     return found
 
 
-@needs_compiled_rounding
+@KERNELS
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_what_a_slow_rank_still_has_to_read_is_not_written_over(stage):
-    fast, slow = ranks.run(2, be_late, stage, "compiled")
+def test_what_a_slow_rank_still_has_to_read_is_not_written_over(stage, kernels):
+    fast, slow = ranks.run(2, be_late, stage, kernels)
     expected, _ = ranks.run(2, be_late, stage, "torch")
     assert all(map(torch.equal, fast, slow))
     torch.testing.assert_close(fast, expected, rtol=0.02, atol=1e-3)
 
 
-def go_on(rank, world):
+def go_on(rank, world, kernels):
     """Rows of a window that is thrown away with its connections, and what becomes of their memory then."""
-    model, optimizer = sharded(2, "bfloat16", "compiled")
+    model, optimizer = sharded_later(2, "bfloat16", kernels)
     for number in range(2):
         send(model, rank, number)
         optimizer.settle()
@@ -208,46 +239,48 @@ def go_on(rank, world):
     return found
 
 
-@needs_compiled_rounding
-def test_a_rebuild_lets_go_of_what_waits():
-    (waiting, borrowed, first), (*_, second) = ranks.run(2, go_on, fresh=True)
+@KERNELS
+def test_a_rebuild_lets_go_of_what_waits(kernels):
+    (waiting, borrowed, first), (*_, second) = ranks.run(2, go_on, kernels, fresh=True)
     assert waiting > 0 and borrowed == 0
     assert all(map(torch.equal, first, second))
 
 
-def send_twice(rank, world):
-    """The most bytes of gradients and buffers in each window of two backwards that nobody declared."""
-    model, optimizer = sharded(2, "bfloat16", "compiled")
+def send_often(rank, world, kernels, often):
+    """The most bytes of gradients and buffers in each window of so many backwards that nobody declared."""
+    model, optimizer = sharded(2, "bfloat16", kernels)
     shard, staging, most = optimizer.parts.window.shares.shard, optimizer.parts.window.reducer.staging, []
-    for step in range(3):
+    for step, number in enumerate(often):
         most.append(0)
-        for micro in range(2):
+        for micro in range(number):
             send(model, rank, 2 * step + micro)
             kept = sum(share.nbytes for share in shard._kept.values())
             sums = sum(share.nbytes for share in shard.shares.values())
-            most[-1] = max(most[-1], kept + sums + staging.num_bytes)
+            most[-1] = max(most[-1], kept + sums + staging.num_bytes())
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()
     return most
 
 
-@needs_compiled_rounding
-def test_several_backwards_take_memory_for_waiting_once_and_never_again():
-    ((first, *later),) = ranks.run(1, send_twice)  # of more ranks, one that is ahead needs more
+@KERNELS
+def test_several_backwards_take_memory_for_waiting_only_after_a_single_one(kernels):
     sums = 4 * LAYERS * WIDTH * (WIDTH + 1)
-    assert sums < first <= 2 * sums and max(later) <= sums + 5 * BUCKET_BYTES
+    (found,) = ranks.run(1, send_often, kernels, (2, 2, 2))  # of more ranks, one that is ahead needs more
+    assert max(found) <= sums + 5 * BUCKET_BYTES
+    ((*before, surprised, after),) = ranks.run(1, send_often, kernels, (1, 1, 2, 2))
+    assert max(*before, after) <= sums + 5 * BUCKET_BYTES and surprised <= 2 * sums
 
 
-def run_out_of_memory(rank, world):
+def run_out_of_memory(rank, world, kernels):
     """Of rank 0, once, as the rows of a bucket are added up; then a window in which nothing is wrong."""
-    model, optimizer = sharded(2, "bfloat16", "compiled")
+    model, optimizer = sharded_later(2, "bfloat16", kernels)
     send(model, rank, 0)
     optimizer.settle()
     shard, reducer = optimizer.parts.window.shares.shard, optimizer.parts.window.reducer
     make, shard.make = shard.make, _refuse
     with pytest.raises(MemoryError):
-        shard.share(0)
+        shard.share(next(iter(shard.waiting)))
     shard.make = make
     found = [optimizer.whole_grad(model[2].weight)]
     optimizer.zero_grad()
@@ -260,9 +293,9 @@ def _refuse(bucket):
     raise MemoryError
 
 
-@needs_compiled_rounding
-def test_a_sum_that_there_is_no_memory_for_is_there_when_there_is():
-    (found, borrowed), _ = ranks.run(2, run_out_of_memory)
+@KERNELS
+def test_a_sum_that_there_is_no_memory_for_is_there_when_there_is(kernels):
+    (found, borrowed), _ = ranks.run(2, run_out_of_memory, kernels)
     assert found[0].float().norm() > 0.0 and borrowed == 0
 
 
@@ -307,27 +340,38 @@ def clip_with_threads(rank, world, kernels):
     return found
 
 
-@needs_compiled_rounding
-@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+@pytest.mark.parametrize("kernels", ["torch", "fused", pytest.param("compiled", marks=needs_compiled_rounding)])
 def test_ranks_of_different_threads_clip_alike(kernels):
     one, other = ranks.run(2, clip_with_threads, kernels, fresh=True)
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_without_a_compiled_step_nothing_waits():
-    assert not SumsByTorch().may_wait(torch.float32, 1, torch.float32)
-
-
-@needs_compiled_rounding
-def test_a_weight_of_the_micro_batch_is_taken_off_what_waits_too():
-    found = []
-    for kernels in ("compiled", "torch"):
-        model, optimizer = sharded(2, None, kernels)
-        optimizer.weight(3.0)
-        send(model, 0, 0)
+@pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.AdamW])
+def test_for_a_step_that_wants_sums_nothing_waits(inner):
+    model = nn.Linear(WIDTH, WIDTH)
+    kernels = "fused" if inner is torch.optim.SGD else "torch"
+    optimizer = zero.shard(model, inner(model.parameters(), lr=0.1), stage=2, kernels=kernels)
+    for _ in range(3):
+        model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.settle()
-        found.append((len(optimizer.parts.window.shares.shard.waiting) > 0, gradients_of(model, optimizer)))
-        optimizer.close()
-    (waited, ours), (never, theirs) = found
+        assert not optimizer.parts.window.shares.shard.waiting
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@KERNELS
+def test_a_weight_of_the_micro_batch_is_taken_off_what_waits_too(kernels):
+    found = []
+    for waits in (contextlib.nullcontext(), nothing_waits()):
+        with waits:
+            model, optimizer = sharded_later(2, None, kernels)
+            optimizer.weight(3.0)
+            send(model, 0, 0)
+            optimizer.settle()
+            waited = len(optimizer.parts.window.shares.shard.waiting) > 0
+            optimizer.step()
+            found.append((waited, gradients_of(model, optimizer), optimizer.state_dict()["masters"]))
+            optimizer.close()
+    (waited, *ours), (never, *theirs) = found
     assert waited and not never
-    assert_same(ours, theirs, 1e-5, 1e-7, "weighted")
+    assert_same(ours, theirs, *((0.0, 0.0) if kernels == "fused" else (1e-5, 1e-7)), "weighted")

@@ -132,7 +132,7 @@ class Shard:
         self.host = host
         self.shares: dict[int, torch.Tensor] = {}
         self.waiting: dict[int, Rows] = {}  # see [Note: rows that wait]
-        self._wanted = [False, False]  # whether somebody but the step wanted a sum: in the last window, and in this one
+        self._wanted = [True, False]  # whether somebody but the step wanted a sum: in the last window, and in this one
         self.away: Sequence[str] = ()  # what gradients cannot do without and was moved to the host for a while
         self._line = line
         self._kept: dict[int, torch.Tensor] = {}
@@ -191,12 +191,12 @@ class Shard:
         """Whether anything was added to a share yet."""
         return bucket in self.shares or bucket in self.waiting
 
-    def rows(self, bucket: int) -> tuple[Sequence[torch.Tensor], float]:
-        """What a share is the sum of, and what that is to be multiplied by."""
+    def rows(self, bucket: int) -> tuple[Sequence[torch.Tensor], tuple[float, ...]]:
+        """What a share is the sum of, and what that is to be multiplied by, one after the other."""
         if bucket not in self.waiting:
-            return [self._summed(bucket)], 1.0
+            return [self._summed(bucket)], ()
         self.check_here()
-        return self.waiting[bucket].tensors, self.waiting[bucket].factor
+        return self.waiting[bucket].tensors, self.waiting[bucket].factors
 
     def may_hold(self, bucket: int) -> bool:
         """Whether rows may wait here, if they can anywhere."""
@@ -237,7 +237,7 @@ class Shard:
     def owe(self, bucket: int, factor: float) -> None:
         """Multiplies a share when it is next looked at: never, if it is cleared before."""
         if bucket in self.waiting:
-            self.waiting[bucket].factor *= factor
+            self.waiting[bucket].factors += (factor,)
             return
         self._owed[bucket] = self._owed.get(bucket, 1.0) * factor
 
@@ -258,28 +258,25 @@ class Shard:
 
     def multiply(self, factor: float) -> None:
         for rows in self.waiting.values():
-            rows.factor *= factor
+            rows.factors += (factor,)
         if self.shares and factor != 1.0:
             for indices in by_device(shares := self.present()):
                 torch._foreach_mul_([shares[index] for index in indices], factor)
 
     def present(self) -> list[torch.Tensor]:
-        """The shares whose sums were taken."""
+        """The shares whose sums were taken, in the order of buckets."""
         return [self._summed(bucket) for bucket in sorted(self.shares)]
-
-    def square_of_waiting(self) -> float:
-        """The square of the norm of all others."""
-        return sum(rows.square(sum_dtype(self._line.dtype_of(bucket))) for bucket, rows in sorted(self.waiting.items()))
 
     def clear(self) -> None:
         self._take_in()  # memory that a copy still writes must not be somebody else's
+        if self.shares or self.waiting:
+            self._wanted = [self._wanted[1], False]
         at_home = {bucket: share for bucket, share in self.shares.items() if self._lives_on_host(bucket)}
         self._kept.update(at_home)  # and not those that are there for a while
         self.shares.clear()
         for rows in self.waiting.values():
             rows.let_go()
         self.waiting.clear()
-        self._wanted = [self._wanted[1], False]
         self._owed.clear()
 
     def release(self) -> None:

@@ -145,7 +145,7 @@ def adopt(weights: torch.Tensor, masters: torch.Tensor) -> None:
     # a part at a time, since what this needs beside the two is several times the weights
     numel = max(_LEAST_NUMEL_ON_HOST if masters.is_cpu else _LEAST_NUMEL, masters.numel() // 16)
     for weight, master in zip(torch.split(weights, numel), torch.split(masters, numel), strict=True):
-        if master.is_cpu and _same_bits(weight, master.to(weight.dtype)):
+        if master.is_cpu and same_bits(weight, master.to(weight.dtype, copy=True)):
             continue  # as nearly always; a device is not asked, since its answer would have to be waited for
         master.copy_(exact(weight, master))
 
@@ -155,9 +155,11 @@ def exact(weights: torch.Tensor, masters: torch.Tensor) -> torch.Tensor:
     return torch.where(weights != masters.to(weights.dtype), weights.to(masters.dtype), masters)
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compared eight bytes at a time where they lie so, which takes a fifth of the time of halves."""
-    item = one.element_size()
-    if not any(number * item % 8 for tensor in (one, other) for number in (tensor.numel(), tensor.storage_offset())):
-        one, other = one.view(torch.int64), other.view(torch.int64)
-    return torch.equal(one, other)
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(weights: torch.Tensor, rounded: torch.Tensor) -> bool:
+    """Writes over the second. Of what torch could be asked this is the fastest: `equal` and `any` look at one number after the
+    other, and the first with one thread."""
+    bits = _BITS[weights.element_size()]
+    return weights.numel() == 0 or not rounded.view(bits).ne_(weights.view(bits)).max()

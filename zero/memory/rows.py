@@ -4,11 +4,13 @@
 A step that is one pass over memory can add what the ranks sent as it reads it. Then the sum is written nowhere, which is a
 third of what landing a gradient costs, and needs no memory. So where what was sent takes hardly more bytes than its sum would,
 as with bf16 on one rank or two, it stays as it came. Whoever wants to see or to change the gradient, or to add to it, has it
-added up first; and as he may want so in every window, nothing waits in the next one, which would take memory for both.
+added up first; and as he may want so in every window, nothing waits in the next one, which would take memory for both. Nor
+does anything in the first, of which nobody knows yet.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,26 +27,40 @@ class Sums(Protocol):
     def may_wait(self, rows: torch.dtype, number: int, total: torch.dtype) -> bool:
         """Whether the step takes so many rows of that dtype themselves, on the host."""
 
-    def square(self, rows: Sequence[torch.Tensor], sum_dtype: torch.dtype) -> float:
-        """The square of the norm of their sum; of rows that may wait."""
+    def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
+        """The square of the norm of their sum times the factors; of rows that may wait."""
 
 
 @dataclass
 class Rows:
-    """`factor` times their sum is a share of the gradient."""
+    """Their sum, multiplied by one factor after the other, is a share of the gradient."""
 
     tensors: Sequence[torch.Tensor]
-    factor: float
+    factors: tuple[float, ...]
     sums: Sums
     num_bytes: int  # of this rank's memory that they keep
     is_staged: bool  # whether that is a staging buffer
     let_go: Callable[[], None]  # of all of it, which is lent
 
     def add_into(self, share: torch.Tensor) -> None:
-        self.sums.add(self.tensors, share, self.factor, False)
+        first, *others = merged(self.factors)
+        self.sums.add(self.tensors, share, first, False)
+        for factor in others:
+            share.mul_(factor)
 
     def square(self, sum_dtype: torch.dtype) -> float:
-        return self.factor**2 * self.sums.square(self.tensors, sum_dtype)
+        return self.sums.square(self.tensors, self.factors, sum_dtype)
+
+
+def merged(factors: Sequence[float]) -> list[float]:
+    """As few as give the same bits: times a power of two nothing is rounded."""
+    found = [1.0]
+    for factor in factors:
+        if math.frexp(found[-1])[0] == 0.5 or math.frexp(factor)[0] == 0.5:
+            found[-1] *= factor
+        else:
+            found.append(factor)
+    return found
 
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

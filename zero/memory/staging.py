@@ -78,10 +78,9 @@ class Staging:
         self.borrowed -= 1
         del self._whole[buffer.data_ptr()]
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all that there are, lent or not."""
-        free = (returned.buffer for kept in self._free.values() for returned in kept)
+    def num_bytes(self, most_free: int | None = None) -> int:
+        """Of what is lent, and of at most so many others of each dtype."""
+        free = (returned.buffer for kept in self._free.values() for returned in kept[:most_free])
         return sum(buffer.nbytes for buffer in (*self._whole.values(), *free))
 
     def release(self, keep: int = 0) -> None:

@@ -116,7 +116,7 @@ class Flight(Timed):
         if not is_lent:
             self._staging.give_back(buffer)
         let_go = partial(self._let_go, pending, buffer if is_lent else None)
-        self.shard.hold(bucket, Rows(rows, self.factor, self._sums, num_bytes, is_lent, let_go))
+        self.shard.hold(bucket, Rows(rows, (self.factor,), self._sums, num_bytes, is_lent, let_go))
         return True
 
     def _let_go(self, pending: Added, buffer: torch.Tensor | None) -> None:

@@ -1,23 +1,21 @@
-"""Adam's step as one pass over memory: edits adopted, gradients clipped, masters stepped and rounded; compiled."""
+"""Adam's step without the optimizer's own loops, a bucket at a time: edits adopted, gradients added up and clipped, masters
+stepped and rounded."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from zero.memory.masters import adopt
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span
-from zero.runtime.compiled import LONG, build, compiled
-from zero.runtime.sums import RowKind, total_of
+from zero.runtime.sums import RowKind
 
 # The dtypes of masters and of their weights, None where they are the same memory, and whether the new weights go elsewhere.
 Kind = tuple[torch.dtype, torch.dtype | None, bool]
-_NOT_COMPILED = ("amsgrad", "capturable", "differentiable")  # settings of a group
 # A master, and the group of its parameter; None where nobody used it.
 Member = tuple[Piece, torch.nn.Parameter, "dict[str, Any] | None"]
 
@@ -32,15 +30,52 @@ def rows_that_wait(kinds: Iterable[Kind], num_ranks: int) -> set[RowKind]:
     return {kind for kind in row_kinds(kinds, num_ranks) if kind.number * kind.rows.itemsize <= kind.total.itemsize}
 
 
-class Variant(NamedTuple):
-    """What the compiler must know. Everything else may change from call to call."""
+class Gradient(NamedTuple):
+    """Of a share: the sum of its rows, which stay what they are, multiplied by one factor after the other."""
 
-    masters: torch.dtype
-    weights: torch.dtype | None
-    apart: bool
+    rows: Sequence[torch.Tensor]
+    factors: Sequence[float] = ()
+
+    def cut(self, there: slice) -> Gradient:
+        return self._replace(rows=[row[there] for row in self.rows])
+
+
+class Settings(NamedTuple):
+    """Of a step, for all that is stepped alike; names as torch has them."""
+
+    step: float
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
     decoupled: bool  # weight decay that does not go through the moments, as in AdamW
-    rows: torch.dtype
-    num_rows: int  # that the gradient is the sum of
+    maximize: bool
+    amsgrad: bool
+
+
+class Elements(NamedTuple):
+    """What is stepped alike, side by side, with gaps between parameters."""
+
+    masters: torch.Tensor
+    moments: Sequence[torch.Tensor]
+    weights: torch.Tensor | None  # that the masters are compared with; None where they are the same memory
+    rounded: torch.Tensor | None  # the new weights, where they are to be written
+    pieces: Sequence[Span]  # of parameters, in their order
+
+
+class Kernel(Protocol):
+    """What computes a step of Adam."""
+
+    @property
+    def name(self) -> str:
+        """What `kernels` says."""
+
+    @property
+    def lacks(self) -> Sequence[str]:
+        """The settings of a group that it knows nothing of."""
+
+    def step(self, settings: Settings, gradient: Gradient, elements: Elements) -> None:
+        """Weights and `rounded` may be the same memory."""
 
 
 class OnePass:
@@ -52,24 +87,19 @@ class OnePass:
     optimizer's state of a parameter is a view of them.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, kernel: Kernel) -> None:
         self._inner = inner
-        self._moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by bucket
-
-    def build(self, kinds: Iterable[Kind], num_ranks: int = 1) -> None:
-        """Waits for the compiler, so that no step has to."""
-        for kind in kinds:
-            for decoupled in {self._is_decoupled(group) for group in self._inner.param_groups}:
-                for rows, number, _ in {RowKind(kind[0], 1, kind[0]), *rows_that_wait([kind], num_ranks)}:
-                    _build(Variant(*kind, decoupled, rows, number))
+        self._kernel = kernel
+        self._moments: dict[tuple[int, str], torch.Tensor] = {}  # by bucket, and torch's name for them
 
     def check(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Raises where a group has a setting that the compiled step knows nothing of."""
+        """Raises where a group has a setting that the kernel knows nothing of."""
+        name = self._kernel.name
         for group in groups:
-            for name in _NOT_COMPILED:
-                if group.get(name):
+            for setting in self._kernel.lacks:
+                if group.get(setting):
                     raise ValueError(
-                        f"kernels='compiled' was asked for, but {name} has no compiled step, and a group of the optimizer sets "
+                        f"kernels='{name}' was asked for, but {setting} has no {name} step, and a group of the optimizer sets "
                         "it. Use kernels='torch'."
                     )
 
@@ -82,105 +112,65 @@ class OnePass:
         block: Block,
         members: Iterable[Member],
         masters: torch.Tensor,
-        rows: Sequence[torch.Tensor],
+        gradient: Gradient,
         weights: torch.Tensor | None,
         rounded: torch.Tensor | None,
-        coefficient: float,
     ) -> None:
-        """Steps a block of a bucket's `masters`. Their gradient is `coefficient` times the sum of `rows`, which stay what they
-        are. The block's `weights` are compared with and `rounded` written; both are None where the masters are the weights
-        themselves."""
-        if block.bucket not in self._moments:
-            self._moments[block.bucket] = torch.zeros_like(masters), torch.zeros_like(masters)
-        moments = self._moments[block.bucket]
-        apart = weights is not None and rounded is not None and weights.data_ptr() != rounded.data_ptr()
-        dtype = None if weights is None else weights.dtype
-        for group, step, span in self._runs(block, members, moments):
-            there = slice(span.start - block.span.start, span.stop - block.span.start)
-            old = None if weights is None else weights[there]
-            new = None if rounded is None else rounded[there]
-            master, mean, square, *grad = (whole[span.start : span.stop] for whole in (masters, *moments, *rows))
+        """Steps a block of a bucket's `masters`, whose gradient is `gradient`. The block's `weights` are compared with and
+        `rounded` written; both are None where the masters are the weights themselves."""
+        for group, step, span, pieces in self._runs(block, members, masters):
+            there, part = slice(span.start, span.stop), slice(span.start - block.span.start, span.stop - block.span.start)
+            old, new = (None if whole is None else whole[part] for whole in (weights, rounded))
             if group is not None:
-                variant = Variant(master.dtype, dtype, apart, self._is_decoupled(group), grad[0].dtype, len(grad))
-                numbers = torch.tensor(self._numbers(group, step, coefficient), dtype=master.dtype, device="cpu")
-                step_all = compiled(_one_pass, *variant)
-                step_all(variant.decoupled, numbers, master, grad, mean, square, old, new if apart else None)
+                moments = [self._moment(block.bucket, name, masters)[there] for name in _moments_of(group)]
+                elements = Elements(masters[there], moments, old, new, [piece.shifted(-span.start) for piece in pieces])
+                self._kernel.step(self._settings(group, step), gradient.cut(there), elements)
             elif old is not None and new is not None:
-                adopt(old, master)
-                new.copy_(master)
+                adopt(old, masters[there])
+                new.copy_(masters[there])
 
     def _runs(
-        self, block: Block, members: Iterable[Member], moments: tuple[torch.Tensor, torch.Tensor]
-    ) -> Iterator[tuple[dict[str, Any] | None, float, Span]]:
-        """Group, step and place of what is stepped alike, together all of the block."""
-        found: list[tuple[dict[str, Any] | None, float, int]] = []  # with where each begins
+        self, block: Block, members: Iterable[Member], masters: torch.Tensor
+    ) -> Iterator[tuple[dict[str, Any] | None, float, Span, list[Span]]]:
+        """Group, step, place and pieces of what is stepped alike, together all of the block."""
+        found: list[tuple[dict[str, Any] | None, float, int, list[Span]]] = []  # with where each begins
         for piece, master, group in sorted(members, key=lambda member: member[0].in_share.start):
-            step = 0.0 if group is None else self._advance(piece, master, moments)
+            step = 0.0 if group is None else self._advance(piece, master, group, masters)
             if not found or found[-1][0] is not group or found[-1][1] != step:
-                found.append((group, step, piece.in_share.start if found else block.span.start))
-        found = found or [(None, 0.0, block.span.start)]
-        for (group, step, begin), (_, _, end) in itertools.pairwise([*found, (None, 0.0, block.span.stop)]):
-            yield group, step, Span(begin, end)
+                found.append((group, step, piece.in_share.start if found else block.span.start, []))
+            found[-1][-1].append(piece.in_share)
+        found = found or [(None, 0.0, block.span.start, [])]
+        for (group, step, begin, pieces), (_, _, end, _) in itertools.pairwise([*found, (None, 0.0, block.span.stop, [])]):
+            yield group, step, Span(begin, end), pieces
 
-    def _advance(self, piece: Piece, master: torch.nn.Parameter, moments: tuple[torch.Tensor, torch.Tensor]) -> float:
+    def _advance(self, piece: Piece, master: torch.nn.Parameter, group: dict[str, Any], masters: torch.Tensor) -> float:
         """Counts a step in the state of a master, which is made as torch makes it, or taken over from where it was."""
         state = self._inner.state[master]
-        for key, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
-            own = moment[piece.in_share.start : piece.in_share.stop]
-            if key not in state:
-                state[key] = own.zero_()
-            elif state[key].data_ptr() != own.data_ptr():
-                state[key] = own.copy_(state[key])
+        for name in _moments_of(group):
+            own = self._moment(piece.bucket, name, masters)[piece.in_share.start : piece.in_share.stop]
+            if name not in state:
+                state[name] = own.zero_()
+            elif state[name].data_ptr() != own.data_ptr():
+                state[name] = own.copy_(state[name])
         state["step"] = state["step"] + 1 if "step" in state else torch.tensor(1.0, device="cpu")
         return float(state["step"])
 
-    def _is_decoupled(self, group: dict[str, Any]) -> bool:
-        return bool(group.get("decoupled_weight_decay", isinstance(self._inner, torch.optim.AdamW)))
+    def _moment(self, bucket: int, name: str, masters: torch.Tensor) -> torch.Tensor:
+        if (bucket, name) not in self._moments:
+            self._moments[bucket, name] = torch.zeros_like(masters)
+        return self._moments[bucket, name]
 
-    def _numbers(self, group: dict[str, Any], step: float, coefficient: float) -> tuple[float, ...]:
-        lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
-        kept = 1.0 - lr * decay if self._is_decoupled(group) else decay
-        rate, inverse_root = -lr / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5
-        factor = -coefficient if group["maximize"] else coefficient
-        return factor, kept, 1.0 - beta1, beta2, 1.0 - beta2, rate, inverse_root, float(group["eps"])
-
-
-def _one_pass(
-    decoupled: bool,
-    numbers: torch.Tensor,
-    master: torch.Tensor,
-    rows: list[torch.Tensor],
-    mean: torch.Tensor,
-    square: torch.Tensor,
-    weights: torch.Tensor | None,
-    rounded: torch.Tensor | None,
-) -> None:
-    factor, kept, new_mean, old_square, new_square, rate, inverse_root, eps = numbers.unbind()
-    value, slope = master, total_of(rows, master.dtype) * factor
-    if weights is not None:  # an edit is where a weight is not its master's rounded value
-        value = torch.where(weights != master.to(weights.dtype), weights.to(master.dtype), master)
-    if decoupled:
-        value = value * kept
-    else:
-        slope = slope + value * kept
-    momentum = mean + (slope - mean) * new_mean
-    energy = square * old_square + slope * slope * new_square
-    value = value + rate * (momentum / (energy.sqrt() * inverse_root + eps))
-    mean.copy_(momentum)
-    square.copy_(energy)
-    master.copy_(value)
-    if weights is not None:
-        (weights if rounded is None else rounded).copy_(value)
+    def _settings(self, group: dict[str, Any], step: float) -> Settings:
+        beta1, beta2 = map(float, group["betas"])
+        lr, eps, decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+        return Settings(
+            step, lr, (beta1, beta2), eps, decay, is_decoupled(self._inner, group), group["maximize"], group["amsgrad"]
+        )
 
 
-@functools.cache
-def _build(variant: Variant) -> None:
-    def example() -> list[Any]:
-        master = torch.linspace(-1.0, 1.0, LONG, dtype=variant.masters)
-        numbers = torch.full((8,), 0.5, dtype=variant.masters)
-        weights = None if variant.weights is None else master.to(variant.weights)
-        rounded = torch.zeros(LONG, dtype=variant.weights) if variant.apart else None
-        rows = [master.flip(0).to(variant.rows) for _ in range(variant.num_rows)]
-        return [variant.decoupled, numbers, master, rows, master * 0.1, master.square(), weights, rounded]
+def is_decoupled(inner: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    return bool(group.get("decoupled_weight_decay", isinstance(inner, torch.optim.AdamW)))
 
-    build(_one_pass, variant, example)
+
+def _moments_of(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")

@@ -163,7 +163,8 @@ class Reducer(Timed):
 
     @property
     def num_staging_bytes(self) -> int:
-        return self.staging.num_bytes - self.flight.shard.num_staged_bytes
+        """Without what gradients wait in, or waited in and will again, which is theirs."""
+        return self.staging.num_bytes(_KEPT) - self.flight.shard.num_staged_bytes
 
     @property
     def open_buckets(self) -> int:

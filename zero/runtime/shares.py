@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 import weakref
 import zlib
@@ -14,11 +13,10 @@ import torch
 from zero.comm.group import Group, exchange_about
 from zero.errors import ZeroError
 from zero.memory.flat import DTYPES, Form, Line, by_device, sum_dtype
+from zero.memory.norms import joined, norms_of, squares_of
 from zero.plan.layout import Block, Piece
 from zero.runtime.flight import Flight
 from zero.runtime.standin import StandIn
-
-_PIECE = 2**15  # elements: what one thread adds up by itself, however many there are
 
 
 class GradientShares:
@@ -121,11 +119,19 @@ class GradientShares:
 
     def total_norm(self) -> float:
         """The 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is."""
-        square = _square(self.shard.present()) + self.shard.square_of_waiting()
+        square = self._square()
         if self._group.size > 1:
             squares = [numbers[0] for numbers in self.exchange_numbers([square], "the norm of all gradients")]
             square = sum(squares) if self._sharded else squares[0]  # ranks of other threads or processors add up otherwise
         return float(square**0.5)
+
+    def _square(self) -> float:
+        """Of this rank's part, added up bucket by bucket, so that it does not matter which of them wait."""
+        shard = self.shard
+        squares = dict(zip(sorted(shard.shares), squares_of(shard.present()), strict=True))
+        for bucket, rows in shard.waiting.items():
+            squares[bucket] = rows.square(sum_dtype(self._line.dtype_of(bucket)))
+        return sum(squares[bucket] for bucket in sorted(squares))
 
     def multiply(self, block: Block, factor: float) -> None:
         """All of a block; norms that were asked for before are not those of what is there then."""
@@ -186,14 +192,14 @@ class GradientShares:
             for piece in self.pieces(param)
             if piece.bucket in self.shard
         ]
-        amounts = _norms([values for _, values in present], order)
+        amounts = norms_of([values for _, values in present], order)
         local: dict[int, list[float]] = {param: [] for param in missing}
         for (param, _), amount in zip(present, amounts, strict=True):
             local[param].append(amount)
-        mine = [_joined(norms, order) for norms in local.values()]
+        mine = [joined(norms, order) for norms in local.values()]
         subject = f"the {order:g}-norm of {len(missing)} gradients"
         parts = self.exchange_numbers(mine, subject) if self._sharded else [tuple(mine)]
-        known.update(zip(missing, (_joined(norms, order) for norms in zip(*parts, strict=True)), strict=True))
+        known.update(zip(missing, (joined(norms, order) for norms in zip(*parts, strict=True)), strict=True))
 
     def _cut(self, argument: Any, piece: Piece) -> Any:
         """A tensor operand's part that lies beside a piece; numbers and 0-dim tensors as they are."""
@@ -206,35 +212,3 @@ class GradientShares:
         form = self.forms[piece.param]
         values = form.line(argument.detach().expand(form.shape))[piece.in_param.start : piece.in_param.stop]
         return values.to(self.shard.piece(piece).device)
-
-
-def _square(tensors: Sequence[torch.Tensor]) -> float:
-    """The square of the norm of all together. Torch adds up millions of squares one after the other, and is wrong in the third
-    digit then; so of short pieces."""
-    norms = _norms([piece for tensor in tensors for piece in torch.split(tensor, _PIECE)])
-    return sum((norm * norm for norm in norms), 0.0)
-
-
-def _norms(tensors: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
-    """Norms as numbers of the host, brought there together; made fp64 only there, as not every device has it."""
-    norms = [0.0] * len(tensors)
-    for indices in by_device(tensors):
-        found = torch._foreach_norm([tensors[index] for index in indices], order)
-        numbers = torch.stack(list(found)).tolist()  # of mixed dtypes, where there are any, the widest
-        for index, number in zip(indices, numbers, strict=True):
-            norms[index] = number
-    return norms
-
-
-def _joined(norms: Sequence[float], order: float) -> float:
-    """The norm of something from those of its parts. What is raised to the order is at most 1, which cannot overflow."""
-    if len(norms) == 1:
-        return norms[0]
-    if any(math.isnan(norm) for norm in norms):
-        return math.nan  # max would drop it, depending on the order
-    if order == 0.0:
-        return sum(norms)
-    largest = max(norms, default=0.0)
-    if order == math.inf or largest in (0.0, math.inf):
-        return largest
-    return float(largest * sum((norm / largest) ** order for norm in norms) ** (1.0 / order))

@@ -3,57 +3,71 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from zero.comm.group import add_rows
+from zero.memory.norms import PIECE, squares_of
+from zero.memory.rows import merged
 from zero.runtime.compiled import LONG, build, compiled
 
 
-class SumsByTorch:
-    """Torch's own kernels, which want a sum to be there."""
-
-    def add(self, rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
-        add_rows(rows, target, factor, adds)
-
-    def may_wait(self, rows: torch.dtype, number: int, total: torch.dtype) -> bool:
-        return False
-
-    def square(self, rows: Sequence[torch.Tensor], sum_dtype: torch.dtype) -> float:
-        raise NotImplementedError
-
-
 class RowKind(NamedTuple):
-    """What the compiler must know of rows and of what becomes of them."""
+    """What must be known of rows and of what becomes of them."""
 
     rows: torch.dtype
     number: int
     total: torch.dtype
 
 
-class CompiledSums:
-    """Where nothing was built for some rows, as for what seldom comes, torch's own kernels add them."""
+class SumsByTorch:
+    """By torch's own kernels."""
 
-    def __init__(self, waiting: Collection[RowKind]) -> None:
+    def __init__(self, waiting: Collection[RowKind] = ()) -> None:
         self._waiting = waiting  # what the step takes as well
 
     def add(self, rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
-        kind = RowKind(rows[0].dtype, len(rows), target.dtype)
-        if kind not in _built or not target.is_cpu:
-            add_rows(rows, target, factor, adds)
-            return
-        number = torch.full((), factor, dtype=target.dtype, device="cpu")
-        compiled(_sum, *kind, adds)(adds, list(rows), target, number)
+        add_rows(rows, target, factor, adds)
 
     def may_wait(self, rows: torch.dtype, number: int, total: torch.dtype) -> bool:
         return RowKind(rows, number, total) in self._waiting
 
-    def square(self, rows: Sequence[torch.Tensor], sum_dtype: torch.dtype) -> float:
+    def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
+        """To the bit that of the sum."""
+        scratch, squares = torch.empty(min(PIECE, rows[0].numel()), dtype=sum_dtype, device="cpu"), list[float]()
+        for parts in zip(*(torch.split(row, PIECE) for row in rows), strict=True):
+            total = scratch[: parts[0].numel()]
+            add_scaled(parts, total, factors)
+            squares += squares_of([total])
+        return sum(squares, 0.0)
+
+
+def add_scaled(rows: Sequence[torch.Tensor], target: torch.Tensor, factors: Sequence[float]) -> None:
+    """Writes their sum times the factors, rounded as often as if one after the other had come."""
+    first, *others = merged(factors)
+    add_rows(rows, target, first)
+    for factor in others:
+        target.mul_(factor)
+
+
+class CompiledSums(SumsByTorch):
+    """Where nothing was built for some rows, as for what seldom comes, torch's own kernels add them."""
+
+    def add(self, rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
+        kind = RowKind(rows[0].dtype, len(rows), target.dtype)
+        if kind not in _built or not target.is_cpu:
+            super().add(rows, target, factor, adds)
+            return
+        number = torch.full((), factor, dtype=target.dtype, device="cpu")
+        compiled(_sum, *kind, adds)(adds, list(rows), target, number)
+
+    def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
         found = torch.empty(1, dtype=sum_dtype, device="cpu")  # 0-dim and fp64, torch 2.13 writes nothing
         compiled(_square, rows[0].dtype, len(rows), sum_dtype)(list(rows), found)
-        return found.item()
+        return math.prod(factors) ** 2 * found.item()
 
 
 _built: set[RowKind] = set()

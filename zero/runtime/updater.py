@@ -15,7 +15,7 @@ from zero.errors import NonFinite
 from zero.memory.masters import Masters
 from zero.plan.layout import Block
 from zero.runtime.labels import Timed, stop
-from zero.runtime.one_pass import OnePass
+from zero.runtime.one_pass import Gradient, OnePass
 from zero.runtime.params import Params
 from zero.runtime.shares import GradientShares
 
@@ -122,8 +122,9 @@ class Updater(Timed):
             (piece, master, groups[places[piece.param][0]] if used >> piece.param & 1 and piece.param in places else None)
             for piece, master in masters.in_block(block)
         ]
-        rows, factor = self._shares.shard.rows(bucket)
-        one_pass.step(block, members, masters.shard.share(bucket), rows, weights, rounded, coefficient * factor)
+        rows, factors = self._shares.shard.rows(bucket)
+        gradient = Gradient(rows, (*factors, coefficient))
+        one_pass.step(block, members, masters.shard.share(bucket), gradient, weights, rounded)
         self._shares.owe(bucket, coefficient)
         if weights is not None:
             masters.compared(block)

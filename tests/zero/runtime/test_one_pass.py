@@ -1,4 +1,5 @@
-"""Adam's compiled step: torch's own to a few ulp, built once and before the first step, refused where it cannot be had."""
+"""Adam's step in one pass: with the fused kernel torch's own, compiled the same to a few ulp, built once and before the first
+step, refused where it cannot be had."""
 
 import contextlib
 import itertools
@@ -18,7 +19,9 @@ from zero.checks import check_kernels
 from zero.comm.loopback import solo
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span, round_up
-from zero.runtime.one_pass import OnePass
+from zero.runtime.compiled_adam import CompiledAdam
+from zero.runtime.fused_adam import FusedAdam
+from zero.runtime.one_pass import Gradient, OnePass
 
 HALVES = (torch.bfloat16, torch.float16)
 KINDS = (
@@ -35,18 +38,31 @@ ADAMS = (
 LENGTHS = (1003, 1, 500)  # of parameters that lie side by side, each in a slot of 16 elements or more
 
 
+BOTH = pytest.mark.parametrize("kernels", ["fused", pytest.param("compiled", marks=needs_compiler)])
+
+
 @pytest.fixture(autouse=True)
 def _rounding(request):
     """torch 2.8 compiles a step of rounded weights wrongly, and it is refused. Elsewhere a refusal fails these tests."""
     given = vars(request.node).get("callspec")
-    if "float16" not in str(given and given.params) and request.function is not test_nothing_is_built_within_a_step_in_any_mode:
+    params = dict(given.params) if given else {}
+    is_rounded = "float16" in str(params) or request.function is test_nothing_is_built_within_a_step_in_any_mode
+    if not is_rounded or params.get("kernels") == "fused":
         return
     try:
-        OnePass(torch.optim.AdamW([nn.Parameter(torch.zeros(1))])).build([(torch.float32, torch.bfloat16, False)])
+        CompiledAdam().build([(torch.float32, torch.bfloat16, False)])
     except RuntimeError as error:
         if not torch.__version__.startswith("2.8."):
             raise
         pytest.skip(f"this compiler leaves roundings out, so kernels='compiled' is refused for rounded weights: {error}")
+
+
+def in_one_pass(inner, kernels, kind):
+    if kernels == "fused":
+        return OnePass(inner, FusedAdam())
+    kernel = CompiledAdam()
+    kernel.build([kind], decoupled=(True, False))
+    return OnePass(inner, kernel)
 
 
 def pieces_of(lengths):
@@ -58,24 +74,26 @@ def pieces_of(lengths):
     return pieces, start
 
 
-@needs_compiler
+@BOTH
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_step_is_torchs_own_to_a_few_ulp_of_the_masters_not_of_the_weights(kind):
+def test_a_step_is_torchs_own_to_a_few_ulp_of_the_masters_not_of_the_weights(kind, kernels):
+    """Of the fused kernel to the bit."""
     _, dtype, apart = kind
     pieces, numel = pieces_of(LENGTHS)
-    block = Block(0, Span(0, numel), True)
-    for (adam, options), clip, unused in itertools.product(ADAMS, (1.0, 0.5), (None, 1, 2)):
+    block, is_fused = Block(0, Span(0, numel), True), kernels == "fused"
+    close = {"rtol": 0.0, "atol": 0.0} if is_fused else {"rtol": 1e-6, "atol": 1e-8}  # an ulp of the terms
+    adams = (*ADAMS, (torch.optim.Adam, {"amsgrad": True})) if is_fused else ADAMS
+    for (adam, options), clip, unused in itertools.product(adams, (1.0, 0.3), (None, 1, 2)):
         share = torch.zeros(numel)
         for piece in pieces:
             share[piece.in_share.start : piece.in_share.stop] = real_numbers((piece.in_param.numel,), "value", piece.param)
         masters = [nn.Parameter(share[piece.in_share.start : piece.in_share.stop]) for piece in pieces]
         plain = [nn.Parameter(master.detach().clone()) for master in masters]
         ours, theirs = (
-            adam([{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}], lr=1e-3, **options)
+            adam([{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}], lr=1e-3, fused=is_fused, **options)
             for params in (masters, plain)
         )
-        one_pass = OnePass(ours)
-        one_pass.build([kind])
+        one_pass = in_one_pass(ours, kernels, kind)
         weights = None if dtype is None else share.to(dtype)
         for step in range(3):
             if weights is not None and step == 1:  # edits, beyond what rounding does
@@ -91,13 +109,13 @@ def test_a_step_is_torchs_own_to_a_few_ulp_of_the_masters_not_of_the_weights(kin
                 (piece, master, group if piece.param in used else None)
                 for piece, master, group in zip(pieces, masters, groups, strict=True)
             ]
-            one_pass.step(block, members, share, [grads], weights, rounded, clip)
+            one_pass.step(block, members, share, Gradient([grads], [clip]), weights, rounded)
             theirs.step()
             for master, other in zip(masters, plain, strict=True):
-                torch.testing.assert_close(master, other, rtol=1e-6, atol=1e-8)
+                torch.testing.assert_close(master, other, **close)
                 assert set(ours.state[master]) == set(theirs.state[other])
                 for key, moment in theirs.state[other].items():
-                    torch.testing.assert_close(ours.state[master][key], moment, rtol=1e-6, atol=1e-8)  # an ulp of the terms
+                    torch.testing.assert_close(ours.state[master][key], moment, **close)
             if rounded is not None:
                 assert torch.equal(rounded, share.to(dtype))
                 weights = rounded
@@ -143,24 +161,24 @@ def trained(kernels, dtype, offload, clip):
     return {name: param.detach().float() for name, param in model.named_parameters()}, saved["masters"], saved["state"], grads
 
 
-@needs_compiler
+@BOTH
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize(("dtype", "clip"), [(None, 0.05), ("bfloat16", None), ("float16", 0.05)])
-def test_a_training_is_that_of_torchs_kernels_and_nothing_is_built_after_construction(dtype, clip, offload):
-    ours, theirs = (trained(kernels, dtype, offload, clip) for kernels in ("compiled", "torch"))
+def test_a_training_is_that_of_torchs_kernels_and_nothing_is_built_after_construction(dtype, clip, offload, kernels):
+    ours, theirs = (trained(kernels, dtype, offload, clip) for kernels in (kernels, "torch"))
     torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours[0], theirs[0], rtol=0.0 if dtype else 1e-5, atol=0.01 if dtype else 1e-6)
 
 
-@needs_compiler
-def test_what_was_trained_with_one_kernel_goes_on_with_another():
+@BOTH
+def test_what_was_trained_with_one_kernel_goes_on_with_another(kernels):
     def train(*phases):
         model, saved = nn.Linear(4, 3), None
         with torch.no_grad():
             model.weight.copy_(real_numbers((3, 4), "weights"))
             model.bias.zero_()
-        for number, kernels in enumerate(phases):
-            optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.02), stage=1, kernels=kernels)
+        for number, own in enumerate(phases):
+            optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.02), stage=1, kernels=own)
             if saved is not None:
                 optimizer.load_state_dict(saved)
             for step in range(2):
@@ -172,20 +190,19 @@ def test_what_was_trained_with_one_kernel_goes_on_with_another():
         return dict(model.named_parameters()), saved["state"]
 
     expected = train("torch", "torch")
-    for phases in (("torch", "compiled"), ("compiled", "torch")):
+    for phases in (("torch", kernels), (kernels, "torch")):
         torch.testing.assert_close(train(*phases), expected, rtol=1e-5, atol=1e-7)
 
 
-@needs_compiler
+@BOTH
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_any_length_is_stepped_as_part_of_a_longer_one(kind):
+def test_any_length_is_stepped_as_part_of_a_longer_one(kind, kernels):
     dtype, numel = kind[1], 4000
 
     def stepped(lengths):
         share, grads = (real_numbers((numel,), name) for name in ("value", "grad"))
         master = nn.Parameter(share)
-        one_pass = OnePass(torch.optim.AdamW([master], lr=1e-3))
-        one_pass.build([kind])
+        one_pass = in_one_pass(torch.optim.AdamW([master], lr=1e-3), kernels, kind)
         weights = None if dtype is None else share.to(dtype)
         rounded, start = torch.empty_like(weights) if kind[2] else weights, 0
         for bucket, length in enumerate(lengths):
@@ -193,13 +210,14 @@ def test_any_length_is_stepped_as_part_of_a_longer_one(kind):
             piece = Piece(0, bucket, span, span)
             old, new = (None if whole is None else whole[here] for whole in (weights, rounded))
             members = [(piece, nn.Parameter(share[here]), one_pass._inner.param_groups[0])]
-            one_pass.step(Block(bucket, span, True), members, share[here], [grads[here]], old, new, 0.5)
+            one_pass.step(Block(bucket, span, True), members, share[here], Gradient([grads[here]], [0.5]), old, new)
             start += length
         assert start == numel
         return share
 
     short = [1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 1, 63, 65, 127, 129, 1]
-    torch.testing.assert_close(stepped([*short, numel - sum(short)]), stepped([numel]), rtol=1e-6, atol=1e-9)
+    exactness = (0.0, 0.0) if kernels == "fused" else (1e-6, 1e-9)
+    torch.testing.assert_close(stepped([*short, numel - sum(short)]), stepped([numel]), rtol=exactness[0], atol=exactness[1])
 
 
 @contextlib.contextmanager
