@@ -161,7 +161,7 @@ NAMED = [
     Mutant(
         "all factors of a gradient are one",
         M + "rows.py",
-        "        if math.frexp(found[-1])[0] == 0.5 or math.frexp(factor)[0] == 0.5:\n",
+        "        if is_power_of_two(found[-1]) or is_power_of_two(factor):\n",
         "        if True:\n",
     ),
     Mutant(

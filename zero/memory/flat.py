@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+import accelerators
 from zero.memory.offload import Crossing, Host
 from zero.memory.rows import Rows
 from zero.plan.layout import FlatLayout, Piece
@@ -204,7 +205,8 @@ class Shard:
 
     def hold(self, bucket: int, rows: Rows) -> None:
         self.waiting[bucket] = rows
-        self._kept.pop(bucket, None)
+        if self._kept.pop(bucket, None) is not None:
+            accelerators.get(self.device.type).empty_cache()  # that it takes the place of
 
     def _add_up(self, bucket: int) -> None:
         if bucket in self.waiting:

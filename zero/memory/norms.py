@@ -10,15 +10,19 @@ import torch
 
 from zero.memory.flat import by_device
 
-PIECE = 2**15  # elements: what one thread adds up by itself, however many there are
+_PIECE = 2**15  # elements: what one thread adds up by itself, however many there are
+
+
+def squares_of_pieces(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """The squares of the norms of short pieces, one after the other: torch adds up millions of squares one after the other,
+    and is wrong in the third digit then."""
+    return [norm * norm for norm in norms_of([piece for tensor in tensors for piece in torch.split(tensor, _PIECE)])]
 
 
 def squares_of(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """The square of the norm of each. Torch adds up millions of squares one after the other, and is wrong in the third digit
-    then; so of short pieces."""
-    pieces = [torch.split(tensor, PIECE) for tensor in tensors]
-    norms = iter(norms_of([piece for parts in pieces for piece in parts]))
-    return [sum((norm * norm for norm in itertools.islice(norms, len(parts))), 0.0) for parts in pieces]
+    """The square of the norm of each."""
+    squares = iter(squares_of_pieces(tensors))
+    return [sum(itertools.islice(squares, -(-tensor.numel() // _PIECE)), 0.0) for tensor in tensors]
 
 
 def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:

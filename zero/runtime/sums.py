@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.comm.group import add_rows
-from zero.memory.norms import PIECE, squares_of
-from zero.memory.rows import merged
+from zero.memory.norms import squares_of_pieces
+from zero.memory.rows import is_power_of_two, merged
 from zero.runtime.compiled import LONG, build, compiled
+
+_STRETCH = 2**17  # elements that are added up at a time where their sum is kept nowhere
 
 
 class RowKind(NamedTuple):
@@ -36,13 +38,16 @@ class SumsByTorch:
         return RowKind(rows, number, total) in self._waiting
 
     def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
-        """To the bit that of the sum."""
-        scratch, squares = torch.empty(min(PIECE, rows[0].numel()), dtype=sum_dtype, device="cpu"), list[float]()
-        for parts in zip(*(torch.split(row, PIECE) for row in rows), strict=True):
-            total = scratch[: parts[0].numel()]
-            add_scaled(parts, total, factors)
-            squares += squares_of([total])
-        return sum(squares, 0.0)
+        """To the bit that of what is summed."""
+        first, *others = merged(factors)
+        if not is_power_of_two(first):
+            first, others = 1.0, [first, *others]
+        scratch, squares = torch.empty(min(_STRETCH, rows[0].numel()), dtype=sum_dtype, device="cpu"), list[float]()
+        for parts in zip(*(torch.split(row, _STRETCH) for row in rows), strict=True):
+            scratch = scratch[: parts[0].numel()]
+            add_scaled(parts, scratch, others)
+            squares += squares_of_pieces([scratch])
+        return first**2 * sum(squares, 0.0)
 
 
 def add_scaled(rows: Sequence[torch.Tensor], target: torch.Tensor, factors: Sequence[float]) -> None:
