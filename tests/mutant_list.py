@@ -161,7 +161,7 @@ NAMED = [
     Mutant(
         "all factors of a gradient are one",
         M + "rows.py",
-        "        if is_power_of_two(found[-1]) or is_power_of_two(factor):\n",
+        "        if math.frexp(found[-1])[0] == 0.5 or math.frexp(factor)[0] == 0.5:\n",
         "        if True:\n",
     ),
     Mutant(
@@ -173,8 +173,20 @@ NAMED = [
     Mutant(
         "the fused step adopts no edit",
         R + "fused_adam.py",
-        "if not same_bits(olds[number], scratch):",
+        "if not same_bits(olds[number], rounds_to):",
         "if scratch is None:",
+    ),
+    Mutant(
+        "a stretch of the fused step ends anywhere",
+        R + "fused_adam.py",
+        "            stop -= (stop - starts[last]) % _REGISTER\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "moments that are loaded are there twice",
+        "zero/state.py",
+        "    parts.updater.forget_moments()\n",
+        "",
     ),
     Mutant(
         "gradients wait in the first window",

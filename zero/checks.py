@@ -178,9 +178,13 @@ def check_kernels(
         raise ValueError(f"kernels={kernels!r} was asked for, but {reason}. Use kernels='torch'.")
 
 
+def has_one_pass(optimizer: torch.optim.Optimizer, kernels: str) -> bool:
+    return kernels != "torch" and type(optimizer) in _ADAMS
+
+
 def one_pass_of(optimizer: torch.optim.Optimizer, kernels: str) -> OnePass | None:
     """The step on the host, where it is one that knows what the optimizer computes."""
-    if type(optimizer) not in _ADAMS or kernels == "torch":
+    if not has_one_pass(optimizer, kernels):
         return None
     return OnePass(optimizer, CompiledAdam() if kernels == "compiled" else FusedAdam())
 

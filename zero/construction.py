@@ -25,6 +25,7 @@ from zero.checks import (
     check_optimizer,
     check_params,
     check_views,
+    has_one_pass,
     one_pass_of,
     use_kernels,
 )
@@ -80,7 +81,7 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
         device = _device_of(chosen.tensors)
         offloads = any(chosen.offload)
         is_on_host = offloads or device.type == "cpu"
-        block_numel = BLOCK_NUMEL if is_on_host and one_pass_of(optimizer, config.kernels) is None else None
+        block_numel = BLOCK_NUMEL if is_on_host and not has_one_pass(optimizer, config.kernels) else None
         layout = FlatLayout.build(specs, num_shares, config.bucket_bytes, config.align_bytes, latent, block_numel)
         agree_on_what_is_built(model, optimizer, chosen, config, group)
         place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
@@ -165,9 +166,8 @@ def _assemble(
         widest = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
         kinds = kinds_on_host(layout.params, place.device)
         one_pass = one_pass_of(optimizer, config.kernels)
-        sums = (CompiledSums if config.kernels == "compiled" else SumsByTorch)(
-            rows_that_wait(kinds, group.size) if one_pass is not None else ()
-        )
+        waiting = rows_that_wait(kinds, group.size) if one_pass is not None else ()
+        sums = CompiledSums(waiting) if config.kernels == "compiled" else SumsByTorch(waiting)
         flight = Flight(line, group, staging, gradients, widest, looks=config.on_nonfinite == "raise", sums=sums)
         reducer = Reducer(line, forms, place.accelerator, staging, flight)
         shares = GradientShares(line, forms, group, flight)

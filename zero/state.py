@@ -105,6 +105,7 @@ def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[s
     if kernels != parts.config.kernels:
         logger.warning("State of a run with kernels=%r goes on with kernels=%r, as here.", kernels, parts.config.kernels)
     take_settings(inner, groups)
+    parts.updater.forget_moments()
     for param, name in enumerate(parts.params.names):
         for owner in (parts.params.tensors[param], *(master for _, master in parts.masters.of(param))):
             inner.state.pop(owner, None)

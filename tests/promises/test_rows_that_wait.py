@@ -375,3 +375,33 @@ def test_a_weight_of_the_micro_batch_is_taken_off_what_waits_too(kernels):
     (waited, *ours), (never, *theirs) = found
     assert waited and not never
     assert_same(ours, theirs, *((0.0, 0.0) if kernels == "fused" else (1e-5, 1e-7)), "weighted")
+
+
+@KERNELS
+@pytest.mark.parametrize("asks", ["norm", "all of it"])
+def test_who_looks_at_what_waits_in_inference_mode_changes_nothing(kernels, asks):
+    model, optimizer = sharded_later(2, None, kernels)
+    send(model, 0, 0)
+    with torch.inference_mode():
+        model[0].weight.grad.norm() if asks == "norm" else optimizer.whole_grad(model[0].weight)
+    for step in (1, 2):
+        optimizer.step()
+        optimizer.zero_grad()
+        send(model, 0, step)
+    optimizer.close()
+
+
+@KERNELS
+def test_what_is_finite_only_with_its_factor_is_finite_also_where_it_waits(kernels):
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = zero.shard(model, inner, stage=2, kernels=kernels, reduce=2.0**40, on_nonfinite="skip")
+    found = []
+    for _ in range(3):
+        model.weight.backward(torch.full_like(model.weight, 2.0**70))
+        optimizer.settle()
+        found.append(len(optimizer.parts.window.shares.shard.waiting))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.grad_norm == WIDTH * 2.0**30
+    assert found == [0, 1, 1]

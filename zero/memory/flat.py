@@ -300,9 +300,10 @@ class Shard:
         if bucket in self._kept:
             return self._kept.pop(bucket)
         dtype, numel = sum_dtype(self._line.dtype_of(bucket)), self._line.layout.buckets[bucket].share_numel
-        if self.host is not None and self.travels(bucket):
-            return self.host.empty(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=self.device)
+        with torch.inference_mode(False):  # who looks at a gradient may be in it, and what he looks at is changed later
+            if self.host is not None and self.travels(bucket):
+                return self.host.empty(numel, dtype)
+            return torch.empty(numel, dtype=dtype, device=self.device)
 
 
 class _Coming(NamedTuple):

@@ -52,16 +52,11 @@ class Rows:
         return self.sums.square(self.tensors, self.factors, sum_dtype)
 
 
-def is_power_of_two(factor: float) -> bool:
-    """Times which nothing is rounded."""
-    return math.frexp(factor)[0] == 0.5
-
-
 def merged(factors: Sequence[float]) -> list[float]:
-    """As few as give the same bits."""
+    """As few as give the same bits: times a power of two nothing is rounded, short of what is nearly 0 or infinite."""
     found = [1.0]
     for factor in factors:
-        if is_power_of_two(found[-1]) or is_power_of_two(factor):
+        if math.frexp(found[-1])[0] == 0.5 or math.frexp(factor)[0] == 0.5:
             found[-1] *= factor
         else:
             found.append(factor)

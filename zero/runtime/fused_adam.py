@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -12,48 +13,56 @@ from zero.plan.spans import Span
 from zero.runtime.one_pass import Elements, Gradient, Settings
 from zero.runtime.sums import add_scaled
 
-_STRETCH, _THREADS_STRETCH = 2**17, 2**16  # elements, and at least so many for each thread; 22 bytes of each are in the cache
+_LEAST_STRETCH, _STRETCH_OF_A_THREAD = 2**17, 2**16  # elements; 22 bytes of each are in the cache
+_REGISTER = 64  # elements: a multiple of what the kernel computes at a time
 
 
 class FusedAdam:
     """To the bit what torch's optimizer does with whole parameters: its kernel is given each by itself, since it computes the
-    last few elements, which fill no register, in another way; and a stretch ends where a register does."""
+    last few elements, which fill no register, in another way; and a stretch that ends within one ends where a register does."""
 
     name = "fused"
     lacks = ("differentiable",)
 
     def step(self, settings: Settings, gradient: Gradient, elements: Elements) -> None:
         masters, moments, weights, rounded, pieces = elements
-        stretch = max(_STRETCH, _THREADS_STRETCH * torch.get_num_threads())
-        slope = torch.empty_like(masters[:stretch])
-        scratch = None if weights is None else torch.empty_like(weights[:stretch])
-        olds, news = ([] if whole is None else torch.split(whole, stretch) for whole in (weights, rounded))
-        rows, kept = ([torch.split(whole, stretch) for whole in wholes] for wholes in (gradient.rows, moments))
-        kernel, sizes = _kernel_of(settings), _cut(pieces, masters.numel(), stretch)
-        for number, master in enumerate(torch.split(masters, stretch)):
+        most = max(_LEAST_STRETCH, _STRETCH_OF_A_THREAD * torch.get_num_threads())
+        kernel, sizes = _kernel_of(settings), _cut(pieces, masters.numel(), most)
+        lengths = [sum(own) for own in sizes]
+        slopes = torch.empty_like(masters[:most])
+        scratch = None if weights is None else torch.empty_like(weights[:most])
+        olds, news = ([] if whole is None else torch.split(whole, lengths) for whole in (weights, rounded))
+        rows, kept = ([torch.split(whole, lengths) for whole in wholes] for wholes in (gradient.rows, moments))
+        for number, master in enumerate(torch.split(masters, lengths)):
             if scratch is not None:
-                scratch = scratch[: master.numel()].copy_(master)
-                if not same_bits(olds[number], scratch):
+                rounds_to = scratch[: master.numel()].copy_(master)
+                if not same_bits(olds[number], rounds_to):
                     master.copy_(exact(olds[number], master))
-            slope = slope[: master.numel()]
+            slope = slopes[: master.numel()]
             add_scaled([parts[number] for parts in rows], slope, gradient.factors)
             kernel(sizes[number], master, slope, *(parts[number] for parts in kept))
             if news:
                 news[number].copy_(master)
 
 
-def _cut(pieces: Sequence[Span], numel: int, stretch: int) -> list[list[int]]:
-    """Of each stretch the lengths of gaps and pieces in turn, as they lie: a gap, a piece, and so on up to the last gap."""
-    sizes: list[list[int]] = [[] for _ in range(0, numel, stretch)]
-    ends = [number * stretch for number in range(len(sizes))]  # of what is there so far
-    for piece in pieces:
-        for part in piece.cut(stretch):
-            number = part.start // stretch
-            sizes[number] += (part.start - ends[number], part.numel)
-            ends[number] = part.stop
-    for number, end in enumerate(ends):
-        sizes[number].append(min(numel, (number + 1) * stretch) - end)
-    return sizes
+def _cut(pieces: Sequence[Span], numel: int, most: int) -> list[list[int]]:
+    """Stretches of at most so many elements; of each the lengths of gaps and pieces in turn: a gap, a piece, and so on up to
+    the last gap."""
+    found, begin = list[list[int]](), 0
+    starts, stops = [piece.start for piece in pieces], [piece.stop for piece in pieces]
+    while begin < numel:
+        stop = min(numel, begin + most)
+        last = bisect_left(starts, stop) - 1
+        if last >= 0 and stop < stops[last]:
+            stop -= (stop - starts[last]) % _REGISTER
+        sizes, end = list[int](), begin
+        for piece in pieces[bisect_right(stops, begin) : bisect_left(starts, stop)]:
+            own = Span(max(begin, piece.start), min(stop, piece.stop))
+            sizes += (own.start - end, own.numel)
+            end = own.stop
+        found.append([*sizes, stop - end])
+        begin = stop
+    return found
 
 
 def _kernel_of(settings: Settings) -> Callable[..., None]:

@@ -104,6 +104,7 @@ class OnePass:
                     )
 
     def release(self) -> None:
+        """Lets go of all moments; those that the optimizer's state still has are taken over from there."""
         self._moments.clear()
 
     @torch.no_grad()
@@ -152,12 +153,16 @@ class OnePass:
                 state[name] = own.zero_()
             elif state[name].data_ptr() != own.data_ptr():
                 state[name] = own.copy_(state[name])
-        state["step"] = state["step"] + 1 if "step" in state else torch.tensor(1.0, device="cpu")
+        if not isinstance(state.get("step"), torch.Tensor):
+            with torch.inference_mode(False):
+                state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32, device="cpu")
+        state["step"] += 1
         return float(state["step"])
 
     def _moment(self, bucket: int, name: str, masters: torch.Tensor) -> torch.Tensor:
         if (bucket, name) not in self._moments:
-            self._moments[bucket, name] = torch.zeros_like(masters)
+            with torch.inference_mode(False):
+                self._moments[bucket, name] = torch.zeros_like(masters)
         return self._moments[bucket, name]
 
     def _settings(self, group: dict[str, Any], step: float) -> Settings:

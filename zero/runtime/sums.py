@@ -11,7 +11,7 @@ import torch
 
 from zero.comm.group import add_rows
 from zero.memory.norms import squares_of_pieces
-from zero.memory.rows import is_power_of_two, merged
+from zero.memory.rows import merged
 from zero.runtime.compiled import LONG, build, compiled
 
 _STRETCH = 2**17  # elements that are added up at a time where their sum is kept nowhere
@@ -39,15 +39,12 @@ class SumsByTorch:
 
     def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
         """To the bit that of what is summed."""
-        first, *others = merged(factors)
-        if not is_power_of_two(first):
-            first, others = 1.0, [first, *others]
         scratch, squares = torch.empty(min(_STRETCH, rows[0].numel()), dtype=sum_dtype, device="cpu"), list[float]()
         for parts in zip(*(torch.split(row, _STRETCH) for row in rows), strict=True):
             scratch = scratch[: parts[0].numel()]
-            add_scaled(parts, scratch, others)
+            add_scaled(parts, scratch, factors)
             squares += squares_of_pieces([scratch])
-        return first**2 * sum(squares, 0.0)
+        return sum(squares, 0.0)
 
 
 def add_scaled(rows: Sequence[torch.Tensor], target: torch.Tensor, factors: Sequence[float]) -> None:
@@ -72,7 +69,9 @@ class CompiledSums(SumsByTorch):
     def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
         found = torch.empty(1, dtype=sum_dtype, device="cpu")  # 0-dim and fp64, torch 2.13 writes nothing
         compiled(_square, rows[0].dtype, len(rows), sum_dtype)(list(rows), found)
-        return math.prod(factors) ** 2 * found.item()
+        square = math.prod(factors) ** 2 * found.item()
+        # The factors come last here, and before them squares may be too large or too small to be numbers.
+        return square if math.isfinite(square) and square > 0.0 else super().square(rows, factors, sum_dtype)
 
 
 _built: set[RowKind] = set()

@@ -159,13 +159,17 @@ class Updater(Timed):
             for group, params in zip(groups, kept, strict=True):
                 group["params"] = params
 
+    def forget_moments(self) -> None:
+        """Of what is about to be loaded, so that there is no memory for both."""
+        if self._one_pass is not None:
+            self._one_pass.release()
+
     def forget_state(self) -> None:
         """Takes the masters' state out of the user's optimizer, which would keep it alive."""
         for pieces in self._masters.pieces.values():
             for _, master in pieces:
                 self._inner.state.pop(master, None)
-        if self._one_pass is not None:
-            self._one_pass.release()
+        self.forget_moments()
 
     def nonfinite(self, norm: float) -> NonFinite:
         """The error that names what is not finite, and where it came from. A collective."""

@@ -2,9 +2,11 @@
 step, refused where it cannot be had."""
 
 import contextlib
+import gc
 import itertools
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import zero
+from tests import ranks
 from tests.devices import needs_compiler
 from tests.promises.loops import same, weights
 from tests.zoo.case import backward, real_numbers
@@ -168,6 +171,92 @@ def test_a_training_is_that_of_torchs_kernels_and_nothing_is_built_after_constru
     ours, theirs = (trained(kernels, dtype, offload, clip) for kernels in (kernels, "torch"))
     torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours[0], theirs[0], rtol=0.0 if dtype else 1e-5, atol=0.01 if dtype else 1e-6)
+
+
+def odd_model():
+    """No parameter fills registers, and every one is cut by buckets of 64 bytes."""
+    model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 5, bias=False), nn.Linear(5, 3))
+    with torch.no_grad():
+        for index, param in enumerate(model.parameters()):
+            param.copy_(real_numbers(tuple(param.shape), "weights", index))
+    return model
+
+
+def fused_trainings(rank, world, bucket_bytes, options):
+    """Ours, and that of torch's own optimizer, on the same inputs on every rank."""
+    found = []
+    for is_sharded in (True, False):
+        model = odd_model()
+        optimizer = inner = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1, fused=True, **options)
+        if is_sharded:
+            optimizer = zero.shard(model, inner, stage=2, kernels="fused", bucket_bytes=bucket_bytes)
+        for step in range(5):
+            model(real_numbers((3, 7), "inputs", step)).pow(2).mean().backward()
+            inner.param_groups[0]["lr"] *= 0.9
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                model[1].weight.data[0, 0] = 0.3
+        found.append({name: param.detach().clone() for name, param in model.named_parameters()})
+        if is_sharded:
+            optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("bucket_bytes", [64, 2**20])
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True}], ids=str)
+def test_a_fused_training_is_that_of_torchs_fused_optimizer_bit_by_bit(world, bucket_bytes, options):
+    for ours, theirs in ranks.run(world, fused_trainings, bucket_bytes, options):
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.0)
+
+
+def test_a_stretch_that_ends_within_a_parameter_ends_where_a_register_does():
+    sizes = (5, 140_000, 3, 400_000)  # which lie side by side with gaps of up to four elements
+
+    def trained(is_sharded):
+        params = [nn.Parameter(real_numbers((size,), "value", size)) for size in sizes]
+        optimizer = inner = torch.optim.AdamW(params, lr=0.01, fused=True)
+        if is_sharded:
+            optimizer = zero.shard(nn.ParameterList(params), inner, stage=2, kernels="fused", align_bytes=16, group=solo())
+        for step in range(3):
+            for index, param in enumerate(params):
+                param.backward(real_numbers((sizes[index],), "grad", index, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        state = [optimizer.whole_state(param) if is_sharded else inner.state[param] for param in params]
+        return [param.detach() for param in params], [(own["exp_avg"], own["exp_avg_sq"]) for own in state]
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=0.0, atol=0.0)
+
+
+@BOTH
+def test_state_that_is_loaded_takes_the_place_of_what_was_there(kernels):
+    model = nn.Linear(64, 64)
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2, kernels=kernels, group=solo())
+    for _ in range(2):
+        backward(optimizer, model(torch.ones(1, 64)).sum())
+        optimizer.step()
+        moments = weakref.ref(optimizer.state[next(iter(optimizer.state))]["exp_avg"].untyped_storage())
+        optimizer.load_state_dict(optimizer.state_dict())
+        gc.collect()
+        assert moments() is None
+
+
+@BOTH
+def test_steps_are_counted_where_they_are_and_in_fp32(kernels):
+    model = nn.Linear(4, 3)
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2, kernels=kernels, group=solo())
+    with in_float64():
+        backward(optimizer, model(torch.ones(1, 4, dtype=torch.float32)).sum())
+        optimizer.step()
+    counts = [state["step"] for state in optimizer.state.values()]
+    optimizer.step()
+    assert [(count.item(), count.dtype) for count in counts] == [(2.0, torch.float32)] * 2
+    for state in optimizer.state.values():
+        state["step"] = 2
+    optimizer.step()
+    assert [state["step"].item() for state in optimizer.state.values()] == [3.0, 3.0]
 
 
 @BOTH
