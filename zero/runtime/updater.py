@@ -100,7 +100,7 @@ class Updater(Timed):
     def step(self, batch: Sequence[Block], used: int, coefficient: float) -> None:
         """Stop 6: the user's edits of the weights are taken over before anything is made from the masters, those of what was
         used are stepped, and all are rounded to weights."""
-        if self._one_pass is not None and not _has_step_of_its_own(self._inner):
+        if self._one_pass is not None and not _has_step_of_its_own(self._inner) and _is_torchs(type(self._inner).step):
             [block] = batch
             if self._masters.shard.share(block.bucket).is_cpu:
                 self._step_in_one_pass(self._one_pass, block, used, coefficient)
@@ -189,6 +189,11 @@ def _has_step_of_its_own(inner: torch.optim.Optimizer) -> bool:
     """Put there by somebody, who wants it to be called: once, with everything."""
     own = vars(inner).get("step")
     return own is not None and not hasattr(own, "_wrapped_by_lr_sched")
+
+
+def _is_torchs(step: Any) -> bool:
+    """And nobody's who gave the class another one, and wants that to be called."""
+    return str(getattr(step, "__module__", "")).startswith("torch.")
 
 
 def _step_without_hooks(inner: torch.optim.Optimizer) -> None:

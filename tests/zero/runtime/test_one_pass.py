@@ -421,6 +421,23 @@ def test_a_step_of_the_users_own_is_called_and_not_the_compiled_one(bucket_bytes
     assert calls == [1]
 
 
+@BOTH
+def test_a_step_that_somebody_gave_the_class_is_called(kernels, monkeypatch):
+    model, calls = nn.Linear(4, 3), []
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2, kernels=kernels, group=solo())
+    step = torch.optim.AdamW.step
+
+    def counted(*arguments, **options):
+        calls.append(1)
+        return step(*arguments, **options)
+
+    for _ in range(2):
+        backward(optimizer, model(real_numbers((2, 4), 0)).pow(2).sum())
+        optimizer.step()
+        monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    assert calls == [1]
+
+
 def test_who_has_no_compiled_step_is_told_why():
     params = [nn.Parameter(torch.ones(3))]
     kinds = [(torch.float32, None, False)]
