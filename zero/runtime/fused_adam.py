@@ -13,7 +13,7 @@ from zero.plan.spans import Span
 from zero.runtime.one_pass import Elements, Gradient, Settings
 from zero.runtime.sums import add_scaled
 
-_LEAST_STRETCH, _STRETCH_OF_A_THREAD = 2**17, 2**16  # elements; 22 bytes of each are in the cache
+_STRETCH = 2**16  # elements for each thread; 22 bytes of each are in the cache
 _REGISTER = 64  # elements: a multiple of what the kernel computes at a time
 
 
@@ -26,7 +26,7 @@ class FusedAdam:
 
     def step(self, settings: Settings, gradient: Gradient, elements: Elements) -> None:
         masters, moments, weights, rounded, pieces = elements
-        most = max(_LEAST_STRETCH, _STRETCH_OF_A_THREAD * torch.get_num_threads())
+        most = _STRETCH * torch.get_num_threads()
         kernel, sizes = _kernel_of(settings), _cut(pieces, masters.numel(), most)
         lengths = [sum(own) for own in sizes]
         slopes = torch.empty_like(masters[:most])

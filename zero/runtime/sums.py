@@ -14,7 +14,7 @@ from zero.memory.norms import squares_of_pieces
 from zero.memory.rows import merged
 from zero.runtime.compiled import LONG, build, compiled
 
-_STRETCH = 2**17  # elements that are added up at a time where their sum is kept nowhere
+_STRETCH = 2**16  # elements that are added up at a time where their sum is kept nowhere
 
 
 class RowKind(NamedTuple):
