@@ -43,10 +43,7 @@ class Rows:
     let_go: Callable[[], None]  # of all of it, which is lent
 
     def add_into(self, share: torch.Tensor) -> None:
-        first, *others = merged(self.factors)
-        self.sums.add(self.tensors, share, first, False)
-        for factor in others:
-            share.mul_(factor)
+        add_scaled(self.sums.add, self.tensors, share, self.factors)
 
     def square(self, sum_dtype: torch.dtype) -> float:
         return self.sums.square(self.tensors, self.factors, sum_dtype)
@@ -61,6 +58,16 @@ def merged(factors: Sequence[float]) -> list[float]:
         else:
             found.append(factor)
     return found
+
+
+def add_scaled(
+    add: Callable[..., None], rows: Sequence[torch.Tensor], target: torch.Tensor, factors: Sequence[float]
+) -> None:
+    """Writes their sum times the factors, rounded as often as if one after the other had come."""
+    first, *others = merged(factors)
+    add(rows, target, first, False)
+    for factor in others:
+        target.mul_(factor)
 
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

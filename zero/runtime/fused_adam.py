@@ -8,10 +8,11 @@ from functools import partial
 
 import torch
 
+from zero.comm.group import add_rows
 from zero.memory.masters import exact, same_bits
+from zero.memory.rows import add_scaled
 from zero.plan.spans import Span
 from zero.runtime.one_pass import Elements, Gradient, Settings
-from zero.runtime.sums import add_scaled
 
 _STRETCH = 2**16  # elements for each thread; 22 bytes of each are in the cache
 _REGISTER = 64  # elements: a multiple of what the kernel computes at a time
@@ -39,7 +40,7 @@ class FusedAdam:
                 if not same_bits(olds[number], rounds_to):
                     master.copy_(exact(olds[number], master))
             slope = slopes[: master.numel()]
-            add_scaled([parts[number] for parts in rows], slope, gradient.factors)
+            add_scaled(add_rows, [parts[number] for parts in rows], slope, gradient.factors)
             kernel(sizes[number], master, slope, *(parts[number] for parts in kept))
             if news:
                 news[number].copy_(master)

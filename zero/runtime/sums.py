@@ -11,7 +11,7 @@ import torch
 
 from zero.comm.group import add_rows
 from zero.memory.norms import squares_of_pieces
-from zero.memory.rows import merged
+from zero.memory.rows import add_scaled
 from zero.runtime.compiled import LONG, build, compiled
 
 _STRETCH = 2**16  # elements that are added up at a time where their sum is kept nowhere
@@ -42,17 +42,9 @@ class SumsByTorch:
         scratch, squares = torch.empty(min(_STRETCH, rows[0].numel()), dtype=sum_dtype, device="cpu"), list[float]()
         for parts in zip(*(torch.split(row, _STRETCH) for row in rows), strict=True):
             scratch = scratch[: parts[0].numel()]
-            add_scaled(parts, scratch, factors)
+            add_scaled(add_rows, parts, scratch, factors)
             squares += squares_of_pieces([scratch])
         return sum(squares, 0.0)
-
-
-def add_scaled(rows: Sequence[torch.Tensor], target: torch.Tensor, factors: Sequence[float]) -> None:
-    """Writes their sum times the factors, rounded as often as if one after the other had come."""
-    first, *others = merged(factors)
-    add_rows(rows, target, first)
-    for factor in others:
-        target.mul_(factor)
 
 
 class CompiledSums(SumsByTorch):
