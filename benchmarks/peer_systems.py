@@ -188,10 +188,11 @@ def received_bytes() -> int:
 
 
 def resident() -> tuple[int, int]:
-    """The peak of resident bytes, and how many bytes of memory shared with others are resident now."""
+    """The peak of resident bytes, and of memory that others see too this process's part: of a page that two see, a half."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    peak, shared = (int(lines[key].split()[0]) * 1024 for key in ("VmHWM", "RssShmem"))
-    return peak, shared
+    parts = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    peak, shared, part = (int(text.split()[0]) * 1024 for text in (lines["VmHWM"], lines["RssShmem"], parts["Pss_Shmem"]))
+    return peak - shared + part, part
 
 
 def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
@@ -223,7 +224,7 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
         "num_params": num_params,
         "seconds": [seconds for seconds, _ in found[options.warm_up :]],
         "losses": (losses / options.world).tolist(),
-        "peak_bytes": peak - shared + shared // options.world,  # what is shared is the ranks' together
+        "peak_bytes": peak,
         "shared_bytes": shared,
         "received_bytes": received / options.steps,
         "torch": torch.__version__,

@@ -440,7 +440,7 @@ NAMED = [
     Mutant(
         "publish only what this rank owns",
         R + "gatherer.py",
-        "            if block.is_last and self._line.layout.num_shares > 1:\n",
+        "            if self._line.layout.num_shares > 1:\n",
         "            if False:\n",
     ),
     Mutant(
@@ -472,7 +472,7 @@ NAMED = [
     ),
     Mutant(
         "a share too far",
-        M + "flat.py",
+        M + "weights.py",
         "return self._cut(index, self.line.layout.buckets[index].share(rank))",
         "return self._cut(index, self.line.layout.buckets[index].share(max(rank - 1, 0)))",
     ),
@@ -625,6 +625,48 @@ NAMED = [
         C + "torch_group.py",
         'for late in ("imed out", "timeout")',
         'for late in ("imed out",)',
+    ),
+    Mutant(
+        "pages: nothing was edited",
+        M + "pages.py",
+        "            self._own = ((kinds != _THE_FILES) & (kinds != _NOBODYS)).nonzero()[:, 0]\n",
+        "            self._own = kinds.nonzero()[:0, 0]\n",
+    ),
+    Mutant(
+        "pages: what was edited is never dropped",
+        R + "gatherer.py",
+        "        self._weights.drop(written)\n",
+        "",
+    ),
+    Mutant(
+        "pages: what was edited last is looked for from one page on",
+        M + "pages.py",
+        "first, end = (part.start * size) // mmap.PAGESIZE, ",
+        "first, end = -(-part.start * size // mmap.PAGESIZE), ",
+    ),
+    Mutant(
+        "pages: an update ends without the others",
+        R + "gatherer.py",
+        "        if any(map(self._weights.is_common, written)):\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "pages: others go on writing what is seen after a failure",
+        "zero/parts.py",
+        "            self.masters.compare_all()\n",
+        "",
+    ),
+    Mutant(
+        "pages: masters that were loaded are taken for those of the weights",
+        "zero/state.py",
+        "    parts.masters.compare_all()\n",
+        "",
+    ),
+    Mutant(
+        "pages: after a failure edits are seen by who made them alone",
+        "zero/parts.py",
+        "                    self.masters.show(block)\n",
+        "                    pass\n",
     ),
 ]
 

@@ -32,10 +32,11 @@ from zero.checks import (
 from zero.chosen import Chosen, choose, offload_of
 from zero.comm.group import Group, TimeLimits, exchange_texts, together
 from zero.config import ZeroConfig
-from zero.memory.flat import DTYPES, FlatBuffer, Form, Line, Shard
+from zero.memory.flat import DTYPES, Form, Line, Shard
 from zero.memory.flatten import Place
 from zero.memory.masters import Masters
 from zero.memory.staging import Staging
+from zero.memory.weights import FlatBuffer
 from zero.parts import Parts, check_unmanaged, kinds_on_host
 from zero.plan.layout import FlatLayout
 from zero.plan.stages import stage_of

@@ -19,6 +19,7 @@ from zero.config import ZeroConfig
 from zero.memory.flat import DTYPES, Form, Line, sum_dtype
 from zero.memory.flatten import unflatten
 from zero.memory.masters import Masters
+from zero.memory.pages import pages_tell
 from zero.plan.layout import Block, ParamSpec
 from zero.room import Room
 from zero.runtime.gatherer import Gatherer
@@ -96,6 +97,7 @@ class Parts:
     def adopt(self) -> None:
         """Takes all edits of the weights over."""
         layout = self.line.layout
+        self.masters.look()
         for bucket in range(len(layout.buckets)):
             for block in layout.blocks(bucket):
                 self.masters.adopt(block)
@@ -130,11 +132,13 @@ class Parts:
         buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
         batches = self.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
         self.torn = True
+        self.masters.look()
         try:
             self._step(batches, used, coefficient)
         except BaseException as error:
             self.window.since.failed = self.window.since.torn = True  # which the others hear when they next settle
             self.window.sign(error)
+            self.masters.compare_all()
             raise
         self.torn = False
 
@@ -149,6 +153,8 @@ class Parts:
         except BaseException:
             self.masters.give_up()
             for batch in waiting:  # as the others do
+                for block in batch:
+                    self.masters.show(block)
                 self.gatherer.gather(batch)
             raise
         finally:
@@ -168,9 +174,11 @@ def kinds_on_host(specs: Iterable[ParamSpec], device: torch.device) -> set[Kind]
     """Of masters that are stepped there."""
     kinds = set[Kind]()
     for spec in specs:
-        dtype = DTYPES[spec.dtype]
-        if device.type == "cpu":
-            kinds.add((sum_dtype(dtype), None if sum_dtype(dtype) == dtype else dtype, False))
-        elif spec.offload:
-            kinds.add((sum_dtype(dtype), dtype, True))
+        dtype, masters = DTYPES[spec.dtype], sum_dtype(DTYPES[spec.dtype])
+        if device.type != "cpu" and spec.offload:
+            kinds.add(Kind(masters, dtype, dtype))
+        elif device.type == "cpu" and dtype == masters:
+            kinds.add(Kind(masters))
+        elif device.type == "cpu":
+            kinds.add(Kind(masters, rounded=dtype) if pages_tell() else Kind(masters, compared=dtype))
     return kinds

@@ -117,6 +117,7 @@ def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[s
             line = parts.window.shares.forms[param].line(masters[name])
             for piece, master in parts.masters.of(param):
                 master.copy_(line[piece.in_param.start : piece.in_param.stop])
+    parts.masters.compare_all()
 
 
 def _names_in_groups(parts: Parts, inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from accelerators import Accelerator
-from zero.memory.flat import FlatBuffer, Form, Shard
+from zero.memory.flat import Form, Shard
 from zero.memory.masters import Masters
 from zero.memory.offload import Crossing, Host
+from zero.memory.weights import FlatBuffer
 from zero.runtime.params import Params
 
 STATES = ("masters", "moments", "gradients", "weights", "buffers")

@@ -15,16 +15,12 @@ import mmap
 import os
 import secrets
 import struct
-import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
-if sys.platform == "linux":
-    import fcntl
-
-    _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+from accelerators.memory_file import closing, memory_file, reach
 
 LINES = 2  # of collectives, each counted by itself: what one leaves unread for long does not keep what another has read
 
@@ -54,13 +50,8 @@ class Arena:
     for a while, it gives its pages back."""
 
     def __init__(self) -> None:
-        if sys.platform != "linux":
-            raise OSError("only Linux has memory files that can be sealed and reached by others")
         num_bytes = _TIMES_MEMORY * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-        descriptor = os.memfd_create("zero", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        with _closing(descriptor):
-            os.ftruncate(descriptor, num_bytes)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        with closing(memory_file(num_bytes)) as descriptor:
             self._mapping = mmap.mmap(descriptor, num_bytes)  # which keeps a descriptor of its own
             self._descriptor = os.dup(descriptor)
         self._begin = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
@@ -149,20 +140,8 @@ class Arena:
 def meet(message: bytes) -> torch.Tensor:
     """The whole arena of who said this; an OSError where that is somebody else's, or cannot be reached."""
     process, theirs, num_bytes, word = _INTRODUCTION.unpack(message)
-    descriptor = os.open(f"/proc/{process}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
-    with _closing(descriptor):
-        size, seals = os.fstat(descriptor).st_size, fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        if size != num_bytes or seals != _SEALS:
-            raise OSError(f"process {process} has {size} bytes there with seals {seals}, and told of {num_bytes}")
-        mapping = mmap.mmap(descriptor, size)
+    with closing(reach(process, theirs, num_bytes)) as descriptor:
+        mapping = mmap.mmap(descriptor, num_bytes)
     if mapping[:_WORD_BYTES] != word:
         raise OSError(f"the memory of process {process} is another one's")
     return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-@contextlib.contextmanager
-def _closing(descriptor: int) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        os.close(descriptor)

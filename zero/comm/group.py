@@ -84,6 +84,13 @@ class Group(Protocol):
         """Lets go of what this object made; never of a group that it was given."""
 
 
+def one_file(group: Group, num_bytes: int, wanted: bool) -> int | None:
+    """A file of memory that all ranks have open, for each to close; None where some rank wants none, or the group, as most
+    do, shares no memory. A collective."""
+    shares = getattr(group, "one_file", None)
+    return None if shares is None else shares(num_bytes, wanted)
+
+
 def checked(group: Any) -> Group:
     """A group of somebody's own making."""
     if not all(hasattr(group, name) for name in ("rank", "size", "reduce_scatter", "all_gather", "exchange")):

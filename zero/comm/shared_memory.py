@@ -7,12 +7,13 @@ and waiting, time limits and lost ranks are those of the group. A part is writte
 that all ranks finished the collective it was for. Nobody ever waits for that: who needs memory before takes more. What is to
 be added may be read as late as in the step, and weights are read at once; so these are counted apart.
 
-Weights stay every rank's own; what is shared is only what travels.
+What travels is shared, and weights that lie in one file; see [Note: pages of one's own].
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from accelerators.memory_file import memory_file, reach
 from zero.comm.arena import LINES, Arena, meet
 from zero.comm.group import Added, Group, Pending, Ready
 
@@ -29,6 +31,7 @@ Given = TypeVar("Given")
 
 _SUMS, _WEIGHTS = range(LINES)
 _FIELDS = 1 + LINES  # of a message: where its part lies, and how many collectives of each line are finished
+_FILE = struct.Struct("<qq")  # whose it is, and its descriptor there
 _PIECE_BYTES = 2 * 2**20  # of what is broadcast at a time: it stays in the cache from one rank's core to the next
 
 
@@ -127,6 +130,20 @@ class SharedMemoryGroup:
 
     def is_read(self, buffer: torch.Tensor) -> bool:
         return self._arena.is_read(buffer)
+
+    def one_file(self, num_bytes: int, wanted: bool) -> int | None:
+        """Rank 0's, as all others open it."""
+        reason, descriptor = _Reason("" if wanted else "it is not wanted"), None
+        if self.rank == 0:
+            descriptor = reason.unless(lambda: memory_file(num_bytes))
+        told = self.exchange(b"" if descriptor is None else _FILE.pack(os.getpid(), descriptor))
+        if self.rank:
+            descriptor = reason.unless(lambda: _opened(told[0], num_bytes))
+        if any(self.exchange(reason.text.encode())):
+            if descriptor is not None:
+                os.close(descriptor)
+            return None
+        return descriptor
 
     # messages ----------------------------------------------------------------------------------------------------
 
@@ -274,6 +291,11 @@ class _Gathering:
                 share.copy_(self._told.row(rank, 0, share.numel()))
         self._told.finish()
         return self._bucket
+
+
+def _opened(message: bytes, num_bytes: int) -> int:
+    process, descriptor = _FILE.unpack(message)
+    return reach(process, descriptor, num_bytes)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ import accelerators
 from zero.memory.offload import Crossing, Host
 from zero.memory.rows import Rows
 from zero.plan.layout import FlatLayout, Piece
-from zero.plan.spans import Span
 
 _MOST_ON_THE_WAY = 2  # sums that travel to the host while the next one is made; each keeps its memory on the device
 
@@ -96,28 +95,6 @@ class Line:
         """Those whose parameters are narrower than their sums, as bits."""
         dtypes = (self.dtype_of(bucket) for bucket in range(len(self.layout.buckets)))
         return sum(1 << bucket for bucket, dtype in enumerate(dtypes) if dtype != sum_dtype(dtype))
-
-
-class FlatBuffer:
-    """The whole line on one device: a 1-D tensor a chunk."""
-
-    def __init__(self, line: Line) -> None:
-        self.line = line
-        self.chunks: list[torch.Tensor] = []
-
-    def slot(self, param: int) -> torch.Tensor:
-        slot = self.line.layout.slots[param]
-        assert slot is not None
-        return self.chunks[slot.chunk][slot.span.start : slot.span.stop]
-
-    def bucket(self, index: int) -> torch.Tensor:
-        return self._cut(index, self.line.layout.buckets[index].span)
-
-    def share(self, index: int, rank: int) -> torch.Tensor:
-        return self._cut(index, self.line.layout.buckets[index].share(rank))
-
-    def _cut(self, index: int, span: Span) -> torch.Tensor:
-        return self.chunks[self.line.layout.buckets[index].chunk][span.start : span.stop]
 
 
 class Shard:

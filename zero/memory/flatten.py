@@ -18,7 +18,8 @@ import torch
 
 from accelerators import Accelerator
 from accelerators.memory import format_bytes
-from zero.memory.flat import DTYPES, FlatBuffer, Form, sum_dtype
+from zero.memory.flat import DTYPES, Form, sum_dtype
+from zero.memory.weights import FlatBuffer
 
 logger = logging.getLogger("zero")
 
@@ -98,7 +99,7 @@ class Flattener:
         try:
             yield
         except BaseException:
-            del self.weights.chunks[chunk:]
+            self.weights.forget(chunk)
             for param in self.weights.line.layout.chunks[chunk].params:
                 slot = self.weights.line.layout.slots[param]
                 assert slot is not None
@@ -107,11 +108,10 @@ class Flattener:
                 self.tensors[param].data = values.clone(memory_format=torch.preserve_format)
             raise
 
-    def write(self, chunk: int, source: torch.Tensor) -> None:
-        """Makes `source`, rounded if need be, the memory of the chunk's parameters."""
-        flat = source.to(device=self._place.device, dtype=DTYPES[self.weights.line.layout.chunks[chunk].dtype])
-        self.weights.chunks.append(flat)
-        self._spare = None if flat.data_ptr() == source.data_ptr() else source
+    def write(self, chunk: int, source: torch.Tensor, rank: int) -> None:
+        """Gives the chunk's parameters memory with the values of `source`, rounded if need be."""
+        self.weights.fill(chunk, source, self._place.device, rank)
+        self._spare = None if self.weights.chunks[chunk].data_ptr() == source.data_ptr() else source
         for param in self.weights.line.layout.chunks[chunk].params:
             self.tensors[param].data = self._forms[param].shaped(self.weights.slot(param))
 

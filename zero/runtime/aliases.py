@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.memory.flat import FlatBuffer, Form
+from zero.memory.flat import Form
+from zero.memory.weights import FlatBuffer
 from zero.runtime.params import Params
 
 logger = logging.getLogger("zero")

@@ -19,7 +19,7 @@ class Variant(NamedTuple):
 
     masters: torch.dtype
     weights: torch.dtype | None
-    apart: bool
+    rounded: torch.dtype | None
     decoupled: bool
     rows: torch.dtype
     num_rows: int  # that the gradient is the sum of
@@ -33,18 +33,19 @@ class CompiledAdam:
         """Waits for the compiler, so that no step has to."""
         for kind in kinds:
             for is_decoupled in set(decoupled):
-                for rows, number, _ in {RowKind(kind[0], 1, kind[0]), *rows_that_wait([kind], num_ranks)}:
+                for rows, number, _ in {RowKind(kind.masters, 1, kind.masters), *rows_that_wait([kind], num_ranks)}:
                     _build(Variant(*kind, is_decoupled, rows, number))
 
     def step(self, settings: Settings, gradient: Gradient, elements: Elements) -> None:
         master, moments, weights, rounded, _ = elements
-        apart = weights is not None and rounded is not None and weights.data_ptr() != rounded.data_ptr()
-        dtype, rows = None if weights is None else weights.dtype, gradient.rows
-        variant = Variant(master.dtype, dtype, apart, settings.decoupled, rows[0].dtype, len(rows))
+        if weights is not None and rounded is not None and weights.data_ptr() == rounded.data_ptr():
+            rounded = None
+        rows, (old, new) = gradient.rows, (None if each is None else each.dtype for each in (weights, rounded))
+        variant = Variant(master.dtype, old, new, settings.decoupled, rows[0].dtype, len(rows))
         coefficient = math.prod(gradient.factors)
         numbers = torch.tensor(_numbers(settings, coefficient), dtype=master.dtype, device="cpu")
         step_all = compiled(_one_pass, *variant)
-        step_all(variant.decoupled, numbers, master, list(rows), *moments, weights, rounded if apart else None)
+        step_all(variant.decoupled, numbers, master, list(rows), *moments, weights, rounded)
 
 
 def _numbers(settings: Settings, coefficient: float) -> tuple[float, ...]:
@@ -79,8 +80,9 @@ def _one_pass(
     mean.copy_(momentum)
     square.copy_(energy)
     master.copy_(value)
-    if weights is not None:
-        (weights if rounded is None else rounded).copy_(value)
+    target = weights if rounded is None else rounded
+    if target is not None:
+        target.copy_(value)
 
 
 @functools.cache
@@ -89,7 +91,7 @@ def _build(variant: Variant) -> None:
         master = torch.linspace(-1.0, 1.0, LONG, dtype=variant.masters)
         numbers = torch.full((8,), 0.5, dtype=variant.masters)
         weights = None if variant.weights is None else master.to(variant.weights)
-        rounded = torch.zeros(LONG, dtype=variant.weights) if variant.apart else None
+        rounded = None if variant.rounded is None else torch.zeros(LONG, dtype=variant.rounded)
         rows = [master.flip(0).to(variant.rows) for _ in range(variant.num_rows)]
         return [variant.decoupled, numbers, master, rows, master * 0.1, master.square(), weights, rounded]
 

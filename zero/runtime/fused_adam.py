@@ -14,7 +14,8 @@ from zero.memory.rows import add_scaled
 from zero.plan.spans import Span
 from zero.runtime.one_pass import Elements, Gradient, Settings
 
-_STRETCH = 2**16  # elements for each thread; 22 bytes of each are in the cache
+# Elements at a time: as many for each thread, or a part of all where that is more, as calls cost time and scratch memory.
+_LEAST_STRETCH, _MOST_STRETCHES = 2**16, 16
 _REGISTER = 64  # elements: a multiple of what the kernel computes at a time
 
 
@@ -27,7 +28,7 @@ class FusedAdam:
 
     def step(self, settings: Settings, gradient: Gradient, elements: Elements) -> None:
         masters, moments, weights, rounded, pieces = elements
-        most = _STRETCH * torch.get_num_threads()
+        most = max(_LEAST_STRETCH * torch.get_num_threads(), masters.numel() // _MOST_STRETCHES)
         kernel, sizes = _kernel_of(settings), _cut(pieces, masters.numel(), most)
         lengths = [sum(own) for own in sizes]
         slopes = torch.empty_like(masters[:most])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from zero.comm.group import Group, together
-from zero.memory.flat import FlatBuffer, Form
+from zero.comm.group import Group, one_file, together
+from zero.memory.flat import Form
 from zero.memory.flatten import Flattener, Place, unflatten
 from zero.memory.masters import Masters
+from zero.memory.weights import FlatBuffer
 from zero.runtime.params import Params
 
 
@@ -33,8 +35,10 @@ class Intake:
         num_chunks, num_buckets = len(line.layout.chunks), len(line.layout.buckets)
         line.layout = line.layout.extended(params)
         flattener = Flattener(self._weights, self._params.tensors, self._forms, self._place)
-        new = range(num_buckets, len(line.layout.buckets))
-        for chunk in range(num_chunks, len(line.layout.chunks)):
+        new, chunks = range(num_buckets, len(line.layout.buckets)), range(num_chunks, len(line.layout.chunks))
+        if self._place.is_host:
+            together(self._group, lambda: self._weights.reserve(chunks, partial(one_file, self._group)))
+        for chunk in chunks:
             source = together(self._group, lambda chunk=chunk: flattener.read(chunk, self._group.rank == 0))  # type: ignore[misc]
             self._group.broadcast(source).wait()
             with flattener.putting_back(chunk, source):
@@ -48,10 +52,11 @@ class Intake:
         flattener.log(params)
 
     def _take(self, flattener: Flattener, chunk: int, source: torch.Tensor) -> None:
-        flattener.write(chunk, source)
+        rank = self._masters.rank
+        flattener.write(chunk, source, rank)
         for index, bucket in enumerate(self._weights.line.layout.buckets):
             if bucket.chunk == chunk:
-                share = bucket.share(self._group.rank if bucket.num_shares > 1 else 0)
+                share = bucket.share(rank)
                 self._masters.take(index, source[share.start : share.stop])
 
     def laid_out(self) -> list[torch.nn.Parameter]:
@@ -77,4 +82,4 @@ class Intake:
 
     def release(self) -> None:
         self._masters.release()
-        self._weights.chunks.clear()
+        self._weights.forget()

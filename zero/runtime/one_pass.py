@@ -14,15 +14,27 @@ from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span
 from zero.runtime.sums import RowKind
 
-# The dtypes of masters and of their weights, None where they are the same memory, and whether the new weights go elsewhere.
-Kind = tuple[torch.dtype, torch.dtype | None, bool]
 # A master, and the group of its parameter; None where nobody used it.
 Member = tuple[Piece, torch.nn.Parameter, "dict[str, Any] | None"]
 
 
+class Kind(NamedTuple):
+    """The dtypes of masters and of what belongs to them, each of which may be missing: where masters are the weights, both."""
+
+    masters: torch.dtype
+    compared: torch.dtype | None = None  # weights that may have been edited, unless it is known which were
+    rounded: torch.dtype | None = None  # new weights, unless they take the place of those that are compared
+
+    @property
+    def travels(self) -> bool:
+        """Whether the weights are in other memory, and no rows come to the masters'."""
+        return self.compared is not None and self.rounded is not None
+
+
 def row_kinds(kinds: Iterable[Kind], num_ranks: int) -> set[RowKind]:
     """Of what ranks send for such weights."""
-    return {RowKind(weights or masters, num_ranks, masters) for masters, weights, apart in kinds if not apart}
+    near = [kind for kind in kinds if not kind.travels]
+    return {RowKind(kind.compared or kind.rounded or kind.masters, num_ranks, kind.masters) for kind in near}
 
 
 def rows_that_wait(kinds: Iterable[Kind], num_ranks: int) -> set[RowKind]:
@@ -58,7 +70,7 @@ class Elements(NamedTuple):
 
     masters: torch.Tensor
     moments: Sequence[torch.Tensor]
-    weights: torch.Tensor | None  # that the masters are compared with; None where they are the same memory
+    weights: torch.Tensor | None  # that the masters are compared with, where it is not known that they agree
     rounded: torch.Tensor | None  # the new weights, where they are to be written
     pieces: Sequence[Span]  # of parameters, in their order
 
@@ -118,7 +130,7 @@ class OnePass:
         rounded: torch.Tensor | None,
     ) -> None:
         """Steps a block of a bucket's `masters`, whose gradient is `gradient`. The block's `weights` are compared with and
-        `rounded` written; both are None where the masters are the weights themselves."""
+        `rounded` written, where there are such."""
         for group, step, span, pieces in self._runs(block, members, masters):
             there, part = slice(span.start, span.stop), slice(span.start - block.span.start, span.stop - block.span.start)
             old, new = (None if whole is None else whole[part] for whole in (weights, rounded))
@@ -126,8 +138,10 @@ class OnePass:
                 moments = [self._moment(block.bucket, name, masters)[there] for name in _moments_of(group)]
                 elements = Elements(masters[there], moments, old, new, [piece.shifted(-span.start) for piece in pieces])
                 self._kernel.step(self._settings(group, step), gradient.cut(there), elements)
-            elif old is not None and new is not None:
+                continue
+            if old is not None:
                 adopt(old, masters[there])
+            if new is not None:
                 new.copy_(masters[there])
 
     def _runs(

@@ -116,7 +116,7 @@ class Updater(Timed):
     def _step_in_one_pass(self, one_pass: OnePass, block: Block, used: int, coefficient: float) -> None:
         masters, weights, rounded = self._masters, None, None
         if masters.is_copy(block.bucket):
-            weights, rounded = masters.weights_of(block), masters.rounded_of(block)
+            weights, rounded = masters.uncompared(block), masters.rounded_of(block)
         groups, places, bucket = self._inner.param_groups, self._places, block.bucket
         members = [
             (piece, master, groups[places[piece.param][0]] if used >> piece.param & 1 and piece.param in places else None)
@@ -126,7 +126,7 @@ class Updater(Timed):
         gradient = Gradient(rows, (*factors, coefficient))
         one_pass.step(block, members, masters.shard.share(bucket), gradient, weights, rounded)
         self._shares.owe(bucket, coefficient)
-        if weights is not None:
+        if rounded is not None:
             masters.compared(block)
             masters.written(block)
 

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zero.memory.flat import FlatBuffer, Form, Line, Shard, overlapping, sum_dtype
+from zero.memory.flat import Form, Line, Shard, overlapping, sum_dtype
 from zero.memory.masters import Masters
+from zero.memory.weights import FlatBuffer
 from zero.plan.layout import FlatLayout, ParamSpec
 
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)

@@ -10,9 +10,10 @@ import accelerators
 from accelerators.memory import MemoryReading
 from tests import ranks
 from tests.devices import needs_sim
-from zero.memory.flat import FlatBuffer, Form, Line
+from zero.memory.flat import Form, Line
 from zero.memory.flatten import Flattener, Place, unflatten
 from zero.memory.staging import Staging
+from zero.memory.weights import FlatBuffer
 from zero.optimizer import shard
 from zero.plan.layout import FlatLayout, ParamSpec
 
@@ -39,7 +40,7 @@ def flattener(tensors, dtype=None, place=None):
 
 def flatten(made):
     for chunk, _ in enumerate(made.weights.line.layout.chunks):
-        made.write(chunk, made.read(chunk))
+        made.write(chunk, made.read(chunk), 0)
 
 
 def parameters():
@@ -71,7 +72,7 @@ def test_what_is_cast_is_read_before_it_is_rounded():
     source = made.read(0)
     assert source.dtype == torch.float32
     assert source[0].item() == 1.0 + 2.0**-12
-    made.write(0, source)
+    made.write(0, source, 0)
     assert tensors[0].dtype == torch.bfloat16
     assert tensors[0].tolist() == [1.0, 3.0]
 
@@ -116,7 +117,7 @@ def test_what_fails_while_a_chunk_is_written_is_put_back():
     made = flattener(tensors, dtype="bfloat16")
     source = made.read(0)
     with pytest.raises(RuntimeError, match="on the way"), made.putting_back(0, source):
-        made.write(0, source)
+        made.write(0, source, 0)
         raise RuntimeError("on the way")
     assert not made.weights.chunks
     first = [index for index, _ in enumerate(tensors) if index in made.weights.line.layout.chunks[0].params]

@@ -24,12 +24,12 @@ from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span, round_up
 from zero.runtime.compiled_adam import CompiledAdam
 from zero.runtime.fused_adam import FusedAdam
-from zero.runtime.one_pass import Gradient, OnePass
+from zero.runtime.one_pass import Gradient, Kind, OnePass
 
 HALVES = (torch.bfloat16, torch.float16)
 KINDS = (
-    (torch.float32, None, False),
-    *((torch.float32, dtype, apart) for dtype, apart in itertools.product(HALVES, (False, True))),
+    Kind(torch.float32),
+    *(Kind(torch.float32, *pair) for half in HALVES for pair in ((half, None), (half, half), (None, half))),
 )
 ADAMS = (
     (torch.optim.AdamW, {"weight_decay": 0.1}),
@@ -53,7 +53,7 @@ def _rounding(request):
     if not is_rounded or params.get("kernels") == "fused":
         return
     try:
-        CompiledAdam().build([(torch.float32, torch.bfloat16, False)])
+        CompiledAdam().build([Kind(torch.float32, torch.bfloat16)])
     except RuntimeError as error:
         if not torch.__version__.startswith("2.8."):
             raise
@@ -81,7 +81,7 @@ def pieces_of(lengths):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_step_is_torchs_own_to_a_few_ulp_of_the_masters_not_of_the_weights(kind, kernels):
     """Of the fused kernel to the bit."""
-    _, dtype, apart = kind
+    dtype = kind.compared
     pieces, numel = pieces_of(LENGTHS)
     block, is_fused = Block(0, Span(0, numel), True), kernels == "fused"
     close = {"rtol": 0.0, "atol": 0.0} if is_fused else {"rtol": 1e-6, "atol": 1e-8}  # an ulp of the terms
@@ -106,7 +106,7 @@ def test_a_step_is_torchs_own_to_a_few_ulp_of_the_masters_not_of_the_weights(kin
             used = [param for param in range(len(pieces)) if param != unused or step == 2]
             for piece, other in zip(pieces, plain, strict=True):
                 other.grad = grads[piece.in_share.start : piece.in_share.stop] * clip if piece.param in used else None
-            rounded = torch.empty_like(weights) if apart else weights
+            rounded = weights if kind.rounded is None else torch.empty(numel, dtype=kind.rounded)
             groups = [ours.param_groups[0], ours.param_groups[0], ours.param_groups[1]]
             members = [
                 (piece, master, group if piece.param in used else None)
@@ -120,8 +120,8 @@ def test_a_step_is_torchs_own_to_a_few_ulp_of_the_masters_not_of_the_weights(kin
                 for key, moment in theirs.state[other].items():
                     torch.testing.assert_close(ours.state[master][key], moment, **close)
             if rounded is not None:
-                assert torch.equal(rounded, share.to(dtype))
-                weights = rounded
+                assert torch.equal(rounded, share.to(rounded.dtype))
+                weights = None if dtype is None else rounded
 
 
 class Awkward(nn.Module):
@@ -286,14 +286,14 @@ def test_what_was_trained_with_one_kernel_goes_on_with_another(kernels):
 @BOTH
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_any_length_is_stepped_as_part_of_a_longer_one(kind, kernels):
-    dtype, numel = kind[1], 4000
+    numel = 4000
 
     def stepped(lengths):
         share, grads = (real_numbers((numel,), name) for name in ("value", "grad"))
         master = nn.Parameter(share)
         one_pass = in_one_pass(torch.optim.AdamW([master], lr=1e-3), kernels, kind)
-        weights = None if dtype is None else share.to(dtype)
-        rounded, start = torch.empty_like(weights) if kind[2] else weights, 0
+        weights, rounded = (None if dtype is None else share.to(dtype) for dtype in (kind.compared, kind.rounded))
+        rounded, start = weights if rounded is None else rounded, 0
         for bucket, length in enumerate(lengths):
             here, span = slice(start, start + length), Span(0, length)
             piece = Piece(0, bucket, span, span)
@@ -440,7 +440,7 @@ def test_a_step_that_somebody_gave_the_class_is_called(kernels, monkeypatch):
 
 def test_who_has_no_compiled_step_is_told_why():
     params = [nn.Parameter(torch.ones(3))]
-    kinds = [(torch.float32, None, False)]
+    kinds = [Kind(torch.float32)]
     refused = (
         (torch.optim.SGD(params, lr=0.1), kinds, "only Adam and AdamW have a compiled step, and not SGD"),
         (torch.optim.AdamW(params, amsgrad=True), kinds, "amsgrad has no compiled step"),

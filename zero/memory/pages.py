@@ -1,0 +1,130 @@
+"""Weights on the host that tell by themselves what of them somebody edited.
+
+[Note: pages of one's own]
+Narrow weights are seen through a private mapping of a file without a name, and a step writes the new ones through a shared
+mapping of the same file. Whoever edits a weight, by whatever way, is given a page of his own by the system, and the system's
+table of pages says which those are: so where nothing was edited, nothing is compared. A step takes over what is on such pages
+and drops them, and the file shows again. Where the ranks of one host share memory the file is one for all of them: each writes
+its own share of the new weights, and all see them, without a copy.
+
+A page that is the process's own says no more than that it may have been edited; so whoever writes masters by another way
+than a step makes the pages of their weights his own, and the next step compares them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from accelerators.memory_file import closing, memory_file
+from zero.plan.spans import Span, round_up
+
+_ENTRY_BYTES = 8  # of the table, for a page
+_KIND_SHIFT, _KIND_MASK = 61, 7  # the topmost bits of an entry: it is there, it is swapped out, it is the file's
+_NOBODYS, _THE_FILES = 0b000, 0b101
+
+
+class Pages:
+    """A chunk of weights: as they are seen, which is where they are edited, and where new ones are written."""
+
+    def __init__(self, private: mmap.mmap, shared: mmap.mmap, start: int, numel: int, dtype: torch.dtype, common: bool) -> None:
+        self.seen, self.written = (
+            torch.frombuffer(mapping, dtype=dtype, offset=start, count=max(1, numel))[:numel] for mapping in (private, shared)
+        )
+        self.common = common  # to all ranks
+        self._private = private
+        self._start = start
+        self._address = self.seen.data_ptr()
+        self._num_pages = _whole_pages(numel, dtype) // mmap.PAGESIZE
+        self._own: torch.Tensor | None = None  # pages, in their order, as the last look found them; None for anything
+
+    def look(self) -> None:
+        """Finds out what was edited until now."""
+        if not self._moved():
+            kinds = self._kinds()
+            self._own = ((kinds != _THE_FILES) & (kinds != _NOBODYS)).nonzero()[:, 0]
+
+    def edited(self, part: Span) -> Span | None:
+        """The stretch of a part outside of which nothing was edited before the last look; None for nothing at all."""
+        if self._own is None or self._moved():
+            return part
+        size = self.seen.element_size()
+        first, end = (part.start * size) // mmap.PAGESIZE, -(-part.stop * size // mmap.PAGESIZE)
+        own = self._own[(self._own >= first) & (self._own < end)] if self._own.numel() else self._own
+        if not own.numel():
+            return None
+        begin, end = (int(page) * mmap.PAGESIZE // size for page in (own[0], own[-1] + 1))
+        return Span(max(part.start, begin), min(part.stop, end))
+
+    def drop(self) -> None:
+        """What was edited before the last look is forgotten: what was written last is seen there."""
+        if self._moved():
+            self.seen.copy_(self.written)
+        elif self._own is None or self._own.numel():
+            first, last = (0, self._num_pages - 1) if self._own is None else (int(self._own[0]), int(self._own[-1]))
+            begin, num_pages = self._start + first * mmap.PAGESIZE, last + 1 - first
+            self._private.madvise(mmap.MADV_DONTNEED, begin, num_pages * mmap.PAGESIZE)
+        self._own = None
+
+    def keep(self) -> None:
+        """What is seen now is seen whatever others write, and counts as edited."""
+        self.seen.view(torch.int16).bitwise_or_(0)
+        self._own = None
+
+    def _moved(self) -> bool:
+        """Storage can be exchanged under its tensors, as for sending it to another process."""
+        return self.seen.data_ptr() != self._address
+
+    def _kinds(self) -> torch.Tensor:
+        """Of all pages."""
+        table = bytearray(self._num_pages * _ENTRY_BYTES)
+        descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)  # anew: a fork would read its parent's
+        with closing(descriptor):
+            num_bytes = os.preadv(descriptor, [table], self._address // mmap.PAGESIZE * _ENTRY_BYTES)
+        if num_bytes != len(table):
+            raise OSError(f"{len(table)} bytes of the table of pages were asked for, and {num_bytes} came")
+        return torch.frombuffer(table, dtype=torch.int64).bitwise_right_shift(_KIND_SHIFT).bitwise_and(_KIND_MASK)
+
+
+def num_bytes_of(sizes: Sequence[tuple[int, torch.dtype]]) -> int:
+    return sum(_whole_pages(numel, dtype) for numel, dtype in sizes)
+
+
+def lay_out(descriptor: int, sizes: Sequence[tuple[int, torch.dtype]], common: bool) -> Iterator[Pages]:
+    """Chunks side by side in a file that is as large as they are together."""
+    shared, start = mmap.mmap(descriptor, num_bytes_of(sizes)), 0
+    private = mmap.mmap(descriptor, num_bytes_of(sizes), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    for numel, dtype in sizes:
+        yield Pages(private, shared, start, numel, dtype, common)
+        start += _whole_pages(numel, dtype)
+
+
+def _whole_pages(numel: int, dtype: torch.dtype) -> int:
+    return round_up(max(1, numel * dtype.itemsize), mmap.PAGESIZE)
+
+
+@functools.cache
+def pages_tell() -> bool:
+    """Whether the system's table of pages says which were written; tried, since a system may have none, or an empty one."""
+    sizes = [(2 * mmap.PAGESIZE // 2, torch.bfloat16)]
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        with closing(memory_file(num_bytes_of(sizes))) as descriptor:
+            [pages] = lay_out(descriptor, sizes, False)
+        whole, half = Span(0, pages.seen.numel()), pages.seen.numel() // 2
+
+        def told() -> Span | None:
+            pages.look()
+            return pages.edited(whole)
+
+        pages.written.fill_(1.0)
+        is_clean = told() is None and bool((pages.seen == 1.0).all()) and told() is None
+        pages.seen[-1] = 2.0
+        is_told = told() == Span(half, whole.stop) and bool((pages.written == 1.0).all())
+        pages.drop()
+        return is_clean and is_told and told() is None and bool((pages.seen == 1.0).all())
+    return False
