@@ -54,7 +54,8 @@ class Arena:
         with closing(memory_file(num_bytes)) as descriptor:
             self._mapping = mmap.mmap(descriptor, num_bytes)  # which keeps a descriptor of its own
             self._descriptor = os.dup(descriptor)
-        self._begin = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
+        whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._begin, self._counts = whole.data_ptr(), counts_of(whole)
         self._stretches: list[_Stretch] = []
         self._read = [0] * LINES  # collectives that all ranks have finished
 
@@ -82,7 +83,7 @@ class Arena:
         fitting = [one for one in self._stretches if self._is_idle(one) and num_bytes <= one.num_bytes]
         if fitting:
             return min(fitting, key=lambda one: (one.vacant, one.num_bytes, -one.lent))
-        last = self._stretches[-1] if self._stretches else _Stretch(0, mmap.PAGESIZE)  # after the word of the introduction
+        last = self._stretches[-1] if self._stretches else _Stretch(0, mmap.PAGESIZE)  # after what it says of itself
         start, size = last.start + last.num_bytes, -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         if start + size > len(self._mapping):
             raise MemoryError(
@@ -121,6 +122,10 @@ class Arena:
         assert stretch is not None
         stretch.sent = line, collective
 
+    def tell(self, line: int, finished: int) -> None:
+        """This rank has finished so many collectives of a line, for others to see."""
+        self._counts[line] = finished
+
     def heard(self, finished: Iterable[int]) -> None:
         """All ranks have finished so many collectives of each line."""
         self._read = [max(known, told) for known, told in zip(self._read, finished, strict=True)]
@@ -129,12 +134,18 @@ class Arena:
     def restart(self) -> None:
         """Nobody reads anything any more, and collectives are counted anew."""
         self._read = [0] * LINES
+        self._counts.zero_()
         for one in self._stretches:
             one.sent, one.lent = (0, -1), 0
 
     def is_read(self, tensor: torch.Tensor) -> bool:
         stretch = self._stretch_of(tensor)
         return stretch is None or self._was_read(stretch)
+
+
+def counts_of(whole: torch.Tensor) -> torch.Tensor:
+    """In an arena, how many collectives of each line its owner has finished."""
+    return whole[_WORD_BYTES : _WORD_BYTES + 8 * LINES].view(torch.int64)
 
 
 def meet(message: bytes) -> torch.Tensor:

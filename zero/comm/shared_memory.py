@@ -1,11 +1,11 @@
 """Ranks of one host exchange tensors through memory that they share, ordered by small messages of the group.
 
 [Note: who writes when]
-For each collective every rank sends one small message, by the group's own all-reduce: where its part lies, and how many
-collectives it has finished. A message arrives when all ranks have sent theirs, so whoever has it may read everybody's part,
-and waiting, time limits and lost ranks are those of the group. A part is written again only after a later message has said
-that all ranks finished the collective it was for. Nobody ever waits for that: who needs memory before takes more. What is to
-be added may be read as late as in the step, and weights are read at once; so these are counted apart.
+For each collective every rank sends one small message, by the group's own all-reduce: where its part lies. It arrives when all
+ranks have sent theirs, so whoever has it may read everybody's part, and waiting, time limits and lost ranks are those of the
+group. In memory that the others see every rank counts the collectives that it has finished, and a part is written again only
+when all ranks have finished the one it was for. Nobody ever waits for that: who needs memory before takes more. What is to be
+added may be read as late as in the step, and weights are read at once; so these are counted apart.
 
 What travels is shared, and weights that lie in one file; see [Note: pages of one's own].
 """
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from accelerators.memory_file import memory_file, reach
-from zero.comm.arena import LINES, Arena, meet
+from zero.comm.arena import LINES, Arena, counts_of, meet
 from zero.comm.group import Added, Group, Pending, Ready
 
 logger = logging.getLogger("zero")
@@ -30,7 +30,6 @@ logger = logging.getLogger("zero")
 Given = TypeVar("Given")
 
 _SUMS, _WEIGHTS = range(LINES)
-_FIELDS = 1 + LINES  # of a message: where its part lies, and how many collectives of each line are finished
 _FILE = struct.Struct("<qq")  # whose it is, and its descriptor there
 _PIECE_BYTES = 2 * 2**20  # of what is broadcast at a time: it stays in the cache from one rank's core to the next
 
@@ -88,6 +87,7 @@ class SharedMemoryGroup:
         self._group = group
         self._arena = arena
         self._lines = [_Line() for _ in range(LINES)]
+        self._counts = [counts_of(theirs) for theirs in arenas.values()]
 
     @property
     def owns_world(self) -> bool:
@@ -126,9 +126,10 @@ class SharedMemoryGroup:
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
             return self._group.staging(numel, dtype, device)
-        return self._arena.lend(numel * dtype.itemsize).view(dtype)
+        return self._lend(numel * dtype.itemsize).view(dtype)
 
     def is_read(self, buffer: torch.Tensor) -> bool:
+        self._hear()
         return self._arena.is_read(buffer)
 
     def one_file(self, num_bytes: int, wanted: bool) -> int | None:
@@ -161,9 +162,9 @@ class SharedMemoryGroup:
         self._group.hurry()
 
     def reconnect(self, base: Any) -> None:
-        self._group.reconnect(base)
         self._lines = [_Line() for _ in range(LINES)]
-        self._arena.restart()
+        self._arena.restart()  # first: once they are connected others may look
+        self._group.reconnect(base)
 
     def close(self) -> None:
         self._arena.vacate()  # what some have not read yet goes with this object
@@ -177,23 +178,33 @@ class SharedMemoryGroup:
 
     def _part(self, content: torch.Tensor) -> torch.Tensor:
         """A copy of some bytes that others can read."""
-        return self._arena.lend(content.numel()).copy_(content)
+        return self._lend(content.numel()).copy_(content)
+
+    def _lend(self, num_bytes: int) -> torch.Tensor:
+        self._hear()
+        return self._arena.lend(num_bytes)
+
+    def _hear(self) -> None:
+        """How many collectives of each line all ranks have finished by now."""
+        told = [[line.finished for line in self._lines], *(counts.tolist() for counts in self._counts)]
+        self._arena.heard(map(min, zip(*told, strict=True)))
 
     def _tell(self, line: int, part: torch.Tensor | None) -> _Told:
-        counts, offset = self._lines[line], 0
-        number = counts.begin()
+        counted, offset = self._lines[line], 0
+        number = counted.begin()
         if part is not None and part.numel():  # what is empty lies nowhere
             found = self._arena.offset(part)
             assert found is not None
             offset = found
             self._arena.send(part, line, number)
-        table = torch.zeros(self.size, _FIELDS, dtype=torch.int64, device="cpu")
-        table[self.rank] = torch.tensor([offset, *(one.finished for one in self._lines)], dtype=torch.int64, device="cpu")
-        return _Told(self, partial(counts.finish, number), part, self._group.all_reduce(table.view(-1), torch.int64))
+        offsets = torch.zeros(self.size, dtype=torch.int64, device="cpu")
+        offsets[self.rank] = offset
+        return _Told(self, partial(self._finish, line, counted, number), part, self._group.all_reduce(offsets, torch.int64))
 
-    def heard(self, finished: Sequence[Sequence[int]]) -> None:
-        """How many collectives of each line every rank has finished."""
-        self._arena.heard(map(min, zip(*finished, strict=True)))
+    def _finish(self, line: int, counted: _Line, number: int) -> None:
+        counted.finish(number)
+        if counted is self._lines[line]:
+            self._arena.tell(line, counted.finished)
 
 
 class _Line:
@@ -227,24 +238,23 @@ class _Told:
         self._count = count  # it as finished
         self._part = part
         self._pending = pending
-        self._table: list[list[int]] | None = None
+        self._offsets: list[int] | None = None
 
     def done(self) -> bool:
         return self._pending.done()
 
     def row(self, rank: int, begin: int, num_bytes: int) -> torch.Tensor:
         """So many bytes of what that rank has to offer; waits for the message of all ranks."""
-        table = self._wait()
+        offsets = self._wait()
         if rank == self.group.rank and self._part is not None:
             return _bytes(self._part)[begin : begin + num_bytes]
-        begin += table[rank][0]
+        begin += offsets[rank]
         return self.group.arenas[rank][begin : begin + num_bytes]
 
-    def _wait(self) -> list[list[int]]:
-        if self._table is None:
-            self._table = self._pending.wait().view(-1, _FIELDS).tolist()
-            self.group.heard([finished for _, *finished in self._table])
-        return self._table
+    def _wait(self) -> list[int]:
+        if self._offsets is None:
+            self._offsets = self._pending.wait().tolist()
+        return self._offsets
 
     def finish(self) -> None:
         """This rank has read all that it wants of it; waits for the message of all ranks, in case it wants nothing."""
