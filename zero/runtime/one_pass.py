@@ -149,8 +149,8 @@ class OnePass:
     ) -> Iterator[tuple[dict[str, Any] | None, float, Span, list[Span]]]:
         """Group, step, place and pieces of what is stepped alike, together all of the block."""
         found: list[tuple[dict[str, Any] | None, float, int, list[Span]]] = []  # with where each begins
-        for piece, master, group in sorted(members, key=lambda member: member[0].in_share.start):
-            step = 0.0 if group is None else self._advance(piece, master, group, masters)
+        ordered = sorted(members, key=lambda member: member[0].in_share.start)
+        for (piece, _, group), step in zip(ordered, self._advance(block.bucket, ordered, masters), strict=True):
             if not found or found[-1][0] is not group or found[-1][1] != step:
                 found.append((group, step, piece.in_share.start if found else block.span.start, []))
             found[-1][-1].append(piece.in_share)
@@ -158,20 +158,26 @@ class OnePass:
         for (group, step, begin, pieces), (_, _, end, _) in itertools.pairwise([*found, (None, 0.0, block.span.stop, [])]):
             yield group, step, Span(begin, end), pieces
 
-    def _advance(self, piece: Piece, master: torch.nn.Parameter, group: dict[str, Any], masters: torch.Tensor) -> float:
-        """Counts a step in the state of a master, which is made as torch makes it, or taken over from where it was."""
-        state = self._inner.state[master]
-        for name in _moments_of(group):
-            own = self._moment(piece.bucket, name, masters)[piece.in_share.start : piece.in_share.stop]
-            if name not in state:
-                state[name] = own.zero_()
-            elif state[name].data_ptr() != own.data_ptr():
-                state[name] = own.copy_(state[name])
-        if not isinstance(state.get("step"), torch.Tensor):
-            with torch.inference_mode(False):
-                state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32, device="cpu")
-        state["step"] += 1
-        return float(state["step"])
+    def _advance(self, bucket: int, members: Sequence[Member], masters: torch.Tensor) -> Iterator[float]:
+        """Counts a step in the state of each master that is used, and gives the count; 0 for the others. There may be thousands
+        in a bucket, so what is done for each is little."""
+        counters: list[torch.Tensor] = []
+        for piece, master, group in members:
+            if group is not None:
+                state = self._inner.state[master]
+                for name in _moments_of(group):
+                    own = self._moment(bucket, name, masters)
+                    begin = own.data_ptr() + piece.in_share.start * own.element_size()
+                    if name not in state or state[name].data_ptr() != begin:
+                        _take_over(state, name, own[piece.in_share.start : piece.in_share.stop])
+                if not isinstance(state.get("step"), torch.Tensor):
+                    with torch.inference_mode(False):
+                        state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32, device="cpu")
+                counters.append(state["step"])
+        if counters:
+            torch._foreach_add_(counters, 1)
+        counts = map(float, counters)
+        return (0.0 if group is None else next(counts) for _, _, group in members)
 
     def _moment(self, bucket: int, name: str, masters: torch.Tensor) -> torch.Tensor:
         if (bucket, name) not in self._moments:
@@ -185,6 +191,11 @@ class OnePass:
         return Settings(
             step, lr, (beta1, beta2), eps, decay, is_decoupled(self._inner, group), group["maximize"], group["amsgrad"]
         )
+
+
+def _take_over(state: dict[str, Any], name: str, own: torch.Tensor) -> None:
+    """Makes a moment as torch makes it, or puts it where it belongs."""
+    state[name] = own.copy_(state[name]) if name in state else own.zero_()
 
 
 def is_decoupled(inner: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
