@@ -473,8 +473,8 @@ NAMED = [
     Mutant(
         "a share too far",
         M + "weights.py",
-        "return self._cut(index, self.line.layout.buckets[index].share(rank))",
-        "return self._cut(index, self.line.layout.buckets[index].share(max(rank - 1, 0)))",
+        "        span = bucket.share(rank)\n",
+        "        span = bucket.share(max(rank - 1, 0))\n",
     ),
     Mutant(
         "sums in the dtype of the wire",
@@ -652,8 +652,8 @@ NAMED = [
     ),
     Mutant(
         "pages: others go on writing what is seen after a failure",
-        "zero/parts.py",
-        "            self.masters.compare_all()\n",
+        "zero/optimizer.py",
+        "            self.parts.masters.compare_all()  # the others may go on, and write what this rank sees\n",
         "",
     ),
     Mutant(

@@ -88,6 +88,16 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         window.settle("step")
+        try:
+            self._use()
+        except BaseException:
+            self.parts.masters.compare_all()  # the others may go on, and write what this rank sees
+            raise
+        return loss
+
+    def _use(self) -> None:
+        """The rest of a step, of what has settled."""
+        window = self.parts.window
         self.group.hurry()
         window.settler.note("in the update")
         window.settler.aliases.take_in()
@@ -104,7 +114,6 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         if every is not None and window.settler.step % every == 0:
             self.check()
         window.settler.note("before a backward")
-        return loss
 
     def _apply(self, used: int) -> None:
         parts = self.parts

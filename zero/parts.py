@@ -132,13 +132,12 @@ class Parts:
         buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
         batches = self.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
         self.torn = True
-        self.masters.look()
         try:
+            self.masters.look()
             self._step(batches, used, coefficient)
         except BaseException as error:
             self.window.since.failed = self.window.since.torn = True  # which the others hear when they next settle
             self.window.sign(error)
-            self.masters.compare_all()
             raise
         self.torn = False
 

@@ -84,11 +84,11 @@ class Group(Protocol):
         """Lets go of what this object made; never of a group that it was given."""
 
 
-def one_file(group: Group, num_bytes: int, wanted: bool) -> int | None:
-    """A file of memory that all ranks have open, for each to close; None where some rank wants none, or the group, as most
-    do, shares no memory. A collective."""
-    shares = getattr(group, "one_file", None)
-    return None if shares is None else shares(num_bytes, wanted)
+def in_one_file(group: Group, num_bytes: int, use: Callable[[int], Result] | None) -> Result | None:
+    """What `use` makes of the descriptor of one file of memory that all ranks have open meanwhile; None where some rank cannot
+    or has no use for it, or the group, as most do, shares no memory. A collective."""
+    shares: Callable[..., Result | None] | None = getattr(group, "in_one_file", None)
+    return None if shares is None else shares(num_bytes, use)
 
 
 def checked(group: Any) -> Group:

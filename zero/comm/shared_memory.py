@@ -12,6 +12,7 @@ What travels is shared, and weights that lie in one file; see [Note: pages of on
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import struct
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelerators.memory_file import memory_file, reach
+from accelerators.memory_file import closing, memory_file, reach
 from zero.comm.arena import LINES, Arena, counts_of, meet
 from zero.comm.group import Added, Group, Pending, Ready
 
@@ -132,19 +133,18 @@ class SharedMemoryGroup:
         self._hear()
         return self._arena.is_read(buffer)
 
-    def one_file(self, num_bytes: int, wanted: bool) -> int | None:
-        """Rank 0's, as all others open it."""
-        reason, descriptor = _Reason("" if wanted else "it is not wanted"), None
-        if self.rank == 0:
-            descriptor = reason.unless(lambda: memory_file(num_bytes))
-        told = self.exchange(b"" if descriptor is None else _FILE.pack(os.getpid(), descriptor))
-        if self.rank:
-            descriptor = reason.unless(lambda: _opened(told[0], num_bytes))
-        if any(self.exchange(reason.text.encode())):
-            if descriptor is not None:
-                os.close(descriptor)
-            return None
-        return descriptor
+    def in_one_file(self, num_bytes: int, use: Callable[[int], Given] | None) -> Given | None:
+        """Rank 0's, as the others open it, who proved that they reach that process."""
+        reason, made = _Reason("" if use is not None else "it is not wanted"), None
+        with contextlib.ExitStack() as opened:
+            mine = reason.unless(lambda: opened.enter_context(closing(memory_file(num_bytes)))) if self.rank == 0 else None
+            told = self.exchange(b"" if mine is None else _FILE.pack(os.getpid(), mine))
+            if self.rank:
+                mine = reason.unless(lambda: opened.enter_context(closing(_reached(told[0], num_bytes))))
+            if mine is not None and use is not None:
+                made = reason.unless(partial(use, mine))
+            reasons = self.exchange(reason.text.encode())
+        return None if any(reasons) else made
 
     # messages ----------------------------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ class _Gathering:
         return self._bucket
 
 
-def _opened(message: bytes, num_bytes: int) -> int:
+def _reached(message: bytes, num_bytes: int) -> int:
     process, descriptor = _FILE.unpack(message)
     return reach(process, descriptor, num_bytes)
 

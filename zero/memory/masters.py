@@ -90,14 +90,14 @@ class Masters:
 
     def uncompared(self, block: Block) -> torch.Tensor | None:
         """The weights of a block for a step to compare; None where it is known what of them was edited, and adopted now."""
-        if not self._weights.tells(block.bucket):
+        if not self._weights.is_in_file(block.bucket):
             return self.weights_of(block)
         self.adopt(block)
         return None
 
     def show(self, block: Block) -> None:
         """What this rank sees of its share becomes what all see, as the masters of it are not to be published."""
-        if self._weights.tells(block.bucket):
+        if self._weights.is_in_file(block.bucket):
             seen, shown = (of(block.bucket, self.rank) for of in (self._weights.share, self._weights.new_share))
             shown[block.span.start : block.span.stop].copy_(seen[block.span.start : block.span.stop])
 

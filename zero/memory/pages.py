@@ -5,7 +5,7 @@ Narrow weights are seen through a private mapping of a file without a name, and 
 mapping of the same file. Whoever edits a weight, by whatever way, is given a page of his own by the system, and the system's
 table of pages says which those are: so where nothing was edited, nothing is compared. A step takes over what is on such pages
 and drops them, and the file shows again. Where the ranks of one host share memory the file is one for all of them: each writes
-its own share of the new weights, and all see them, without a copy.
+its own share of the new weights, and all see them, without a copy. Who breaks off within `step` may therefore see some of them.
 
 A page that is the process's own says no more than that it may have been edited; so whoever writes masters by another way
 than a step makes the pages of their weights his own, and the next step compares them.
@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -27,6 +29,9 @@ from zero.plan.spans import Span, round_up
 _ENTRY_BYTES = 8  # of the table, for a page
 _KIND_SHIFT, _KIND_MASK = 61, 7  # the topmost bits of an entry: it is there, it is swapped out, it is the file's
 _NOBODYS, _THE_FILES = 0b000, 0b101
+
+
+_alive: weakref.WeakSet[Pages] = weakref.WeakSet()
 
 
 class Pages:
@@ -42,12 +47,15 @@ class Pages:
         self._address = self.seen.data_ptr()
         self._num_pages = _whole_pages(numel, dtype) // mmap.PAGESIZE
         self._own: torch.Tensor | None = None  # pages, in their order, as the last look found them; None for anything
+        _alive.add(self)
 
     def look(self) -> None:
         """Finds out what was edited until now."""
+        self._own = None
         if not self._moved():
-            kinds = self._kinds()
-            self._own = ((kinds != _THE_FILES) & (kinds != _NOBODYS)).nonzero()[:, 0]
+            with contextlib.suppress(OSError):  # what cannot be asked is compared
+                kinds = self._kinds()
+                self._own = ((kinds != _THE_FILES) & (kinds != _NOBODYS)).nonzero()[:, 0]
 
     def edited(self, part: Span) -> Span | None:
         """The stretch of a part outside of which nothing was edited before the last look; None for nothing at all."""
@@ -62,13 +70,18 @@ class Pages:
         return Span(max(part.start, begin), min(part.stop, end))
 
     def drop(self) -> None:
-        """What was edited before the last look is forgotten: what was written last is seen there."""
-        if self._moved():
+        """What was edited is forgotten, all of it: what was written last is seen."""
+        self.look()
+        if self._own is None:
             self.seen.copy_(self.written)
-        elif self._own is None or self._own.numel():
-            first, last = (0, self._num_pages - 1) if self._own is None else (int(self._own[0]), int(self._own[-1]))
-            begin, num_pages = self._start + first * mmap.PAGESIZE, last + 1 - first
-            self._private.madvise(mmap.MADV_DONTNEED, begin, num_pages * mmap.PAGESIZE)
+        elif self._own.numel():
+            first, end = int(self._own[0]), int(self._own[-1]) + 1
+            try:
+                self._private.madvise(
+                    mmap.MADV_DONTNEED, self._start + first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE
+                )
+            except OSError:  # of pages that are locked in memory
+                self.seen.copy_(self.written)
         self._own = None
 
     def keep(self) -> None:
@@ -76,8 +89,12 @@ class Pages:
         self.seen.view(torch.int16).bitwise_or_(0)
         self._own = None
 
+    def leave(self) -> None:
+        """Has nothing to do with the file any more: this is a process that was forked, and the file its parent's."""
+        self.written, self.common, self._address = self.seen, False, -1
+
     def _moved(self) -> bool:
-        """Storage can be exchanged under its tensors, as for sending it to another process."""
+        """Storage can be exchanged under its tensors, as for sending it to another process. And whoever left has none there."""
         return self.seen.data_ptr() != self._address
 
     def _kinds(self) -> torch.Tensor:
@@ -91,17 +108,32 @@ class Pages:
         return torch.frombuffer(table, dtype=torch.int64).bitwise_right_shift(_KIND_SHIFT).bitwise_and(_KIND_MASK)
 
 
+def _before_fork() -> None:
+    """What a child sees stays what it was when it was made."""
+    with torch.no_grad():
+        for pages in list(_alive):
+            pages.keep()
+
+
+def _in_child() -> None:
+    for pages in list(_alive):
+        pages.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_in_child)
+
+
 def num_bytes_of(sizes: Sequence[tuple[int, torch.dtype]]) -> int:
     return sum(_whole_pages(numel, dtype) for numel, dtype in sizes)
 
 
-def lay_out(descriptor: int, sizes: Sequence[tuple[int, torch.dtype]], common: bool) -> Iterator[Pages]:
+def lay_out(descriptor: int, sizes: Sequence[tuple[int, torch.dtype]], common: bool) -> list[Pages]:
     """Chunks side by side in a file that is as large as they are together."""
-    shared, start = mmap.mmap(descriptor, num_bytes_of(sizes)), 0
+    shared = mmap.mmap(descriptor, num_bytes_of(sizes))
     private = mmap.mmap(descriptor, num_bytes_of(sizes), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    for numel, dtype in sizes:
-        yield Pages(private, shared, start, numel, dtype, common)
-        start += _whole_pages(numel, dtype)
+    starts = itertools.accumulate((_whole_pages(*size) for size in sizes), initial=0)
+    return [Pages(private, shared, start, *size, common) for start, size in zip(starts, sizes, strict=False)]
 
 
 def _whole_pages(numel: int, dtype: torch.dtype) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -12,6 +13,10 @@ from zero.memory.pages import Pages, lay_out, num_bytes_of, pages_tell
 from zero.plan.layout import Block
 from zero.plan.spans import Span
 
+_MOST_FILES = 64  # of a training: each keeps two descriptors open
+# What is to be made of the descriptor of a file of so many bytes, by all ranks or none; None for who wants none.
+InOneFile = Callable[[int, "Callable[[int], list[Pages]] | None"], "list[Pages] | None"]
+
 
 class FlatBuffer:
     """The whole line on one device: a 1-D tensor a chunk."""
@@ -20,20 +25,25 @@ class FlatBuffer:
         self.line = line
         self.chunks: list[torch.Tensor] = []
         self.pages: dict[int, Pages] = {}  # of chunks that lie in a file; see [Note: pages of one's own]
+        self._num_files = 0
 
-    def reserve(self, chunks: Sequence[int], common: Callable[[int, bool], int | None]) -> None:
-        """Memory that tells of edits, for chunks whose masters are copies: in a file that all ranks have open, which `common`
-        gives for so many bytes to who wants one, or else in one of this rank's own."""
+    def reserve(self, chunks: Sequence[int], in_one_file: InOneFile) -> None:
+        """A file for chunks on the host whose masters are copies: one that all ranks have open, if `in_one_file` finds that
+        they can, or else one of this rank's own. Where there is none weights lie in ordinary memory, and all are compared."""
         layout = self.line.layout
         dtypes = {chunk: DTYPES[layout.chunks[chunk].dtype] for chunk in chunks}
-        sizes = {chunk: (layout.chunks[chunk].numel, dtype) for chunk, dtype in dtypes.items() if dtype != sum_dtype(dtype)}
-        if not sizes:
+        narrow = [chunk for chunk, dtype in dtypes.items() if dtype != sum_dtype(dtype)]
+        if not narrow or self._num_files == _MOST_FILES:
             return
-        tells, num_bytes = pages_tell(), num_bytes_of(list(sizes.values()))
-        descriptor = common(num_bytes, tells) if layout.num_shares > 1 else None
-        if tells:
-            with closing(memory_file(num_bytes) if descriptor is None else descriptor) as opened:
-                self.pages |= zip(sizes, lay_out(opened, list(sizes.values()), descriptor is not None), strict=True)
+        self._num_files += 1
+        sizes = [(layout.chunks[chunk].numel, dtypes[chunk]) for chunk in narrow]
+        num_bytes, made, tells = num_bytes_of(sizes), None, pages_tell()
+        if layout.num_shares > 1:
+            made = in_one_file(num_bytes, (lambda descriptor: lay_out(descriptor, sizes, True)) if tells else None)
+        if made is None and tells:
+            with contextlib.suppress(OSError), closing(memory_file(num_bytes)) as descriptor:
+                made = lay_out(descriptor, sizes, False)
+        self.pages |= zip(narrow, made or (), strict=False)
 
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, rank: int) -> None:
         """Gives a chunk, the next one, memory with these values; what all ranks see is there when all have done this."""
@@ -53,10 +63,32 @@ class FlatBuffer:
         del self.chunks[chunk:]
         self.pages = {index: pages for index, pages in self.pages.items() if index < chunk}
 
+    def slot(self, param: int) -> torch.Tensor:
+        slot = self.line.layout.slots[param]
+        assert slot is not None
+        return self.chunks[slot.chunk][slot.span.start : slot.span.stop]
+
+    def share(self, index: int, rank: int) -> torch.Tensor:
+        bucket = self.line.layout.buckets[index]
+        span = bucket.share(rank)
+        return self.chunks[bucket.chunk][span.start : span.stop]
+
+    def new_share(self, index: int, rank: int) -> torch.Tensor:
+        """Where new weights are written: where they are seen, or into the file behind."""
+        return self._cut_new(index, self.line.layout.buckets[index].share(rank))
+
+    def new_bucket(self, index: int) -> torch.Tensor:
+        return self._cut_new(index, self.line.layout.buckets[index].span)
+
+    def _cut_new(self, index: int, span: Span) -> torch.Tensor:
+        chunk = self.line.layout.buckets[index].chunk
+        written = self.pages[chunk].written if chunk in self.pages else self.chunks[chunk]
+        return written[span.start : span.stop]
+
     # what was edited ---------------------------------------------------------------------------------------------
 
-    def tells(self, bucket: int) -> bool:
-        """Whether it is known what of a bucket was edited."""
+    def is_in_file(self, bucket: int) -> bool:
+        """So that it is known what was edited."""
         return self._pages_of(bucket) is not None
 
     def is_common(self, bucket: int) -> bool:
@@ -78,7 +110,7 @@ class FlatBuffer:
         return None if edited is None else edited.shifted(-start)
 
     def drop(self, buckets: Iterable[int]) -> None:
-        """Edits of these, which were adopted, are taken back where they are."""
+        """What is seen of these is what was written last: edits were adopted, or come too late."""
         for chunk in {self.line.layout.buckets[bucket].chunk for bucket in buckets} & self.pages.keys():
             self.pages[chunk].drop()
 
@@ -89,29 +121,3 @@ class FlatBuffer:
 
     def _pages_of(self, bucket: int) -> Pages | None:
         return self.pages.get(self.line.layout.buckets[bucket].chunk)
-
-    def slot(self, param: int) -> torch.Tensor:
-        slot = self.line.layout.slots[param]
-        assert slot is not None
-        return self.chunks[slot.chunk][slot.span.start : slot.span.stop]
-
-    def bucket(self, index: int) -> torch.Tensor:
-        return self._cut(index, self.line.layout.buckets[index].span)
-
-    def share(self, index: int, rank: int) -> torch.Tensor:
-        return self._cut(index, self.line.layout.buckets[index].share(rank))
-
-    def _cut(self, index: int, span: Span) -> torch.Tensor:
-        return self.chunks[self.line.layout.buckets[index].chunk][span.start : span.stop]
-
-    # new ones, which are written where they are seen or into the pages behind ------------------------------------
-
-    def new_bucket(self, index: int) -> torch.Tensor:
-        return self._cut_new(index, self.line.layout.buckets[index].span)
-
-    def new_share(self, index: int, rank: int) -> torch.Tensor:
-        return self._cut_new(index, self.line.layout.buckets[index].share(rank))
-
-    def _cut_new(self, index: int, span: Span) -> torch.Tensor:
-        pages = self._pages_of(index)
-        return self._cut(index, span) if pages is None else pages.written[span.start : span.stop]

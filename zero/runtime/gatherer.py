@@ -60,9 +60,9 @@ class Gatherer(Timed):
     @stop("publish")
     def finish(self, params: int) -> None:
         """When this returns every weight is the new one, on a device for whatever is issued next."""
+        written, self._written = self._written, []
         while self._on_their_way:
             self._on_their_way.popleft().wait()
-        written, self._written = self._written, []
         if any(map(self._weights.is_common, written)):
             exchange_about(self._group, "the end of an update", b"")
         self._weights.drop(written)

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from zero.comm.group import Group, one_file, together
+from zero.comm.group import Group, in_one_file, together
 from zero.memory.flat import Form
 from zero.memory.flatten import Flattener, Place, unflatten
 from zero.memory.masters import Masters
@@ -37,13 +37,14 @@ class Intake:
         flattener = Flattener(self._weights, self._params.tensors, self._forms, self._place)
         new, chunks = range(num_buckets, len(line.layout.buckets)), range(num_chunks, len(line.layout.chunks))
         if self._place.is_host:
-            together(self._group, lambda: self._weights.reserve(chunks, partial(one_file, self._group)))
+            together(self._group, lambda: self._weights.reserve(chunks, partial(in_one_file, self._group)))
         for chunk in chunks:
             source = together(self._group, lambda chunk=chunk: flattener.read(chunk, self._group.rank == 0))  # type: ignore[misc]
             self._group.broadcast(source).wait()
             with flattener.putting_back(chunk, source):
                 together(self._group, lambda chunk=chunk, source=source: self._take(flattener, chunk, source))  # type: ignore[misc]
             del source  # before the next one is made
+        self._weights.drop(new)  # pages that are locked in memory were there before the file was filled
         together(self._group, lambda: self._finish(flattener, params))
         return list(new)
 

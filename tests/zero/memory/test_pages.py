@@ -1,6 +1,8 @@
 """Pages that tell what was written to them: all of it and little more, forgotten when it is dropped."""
 
+import ctypes
 import mmap
+import os
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ IN_A_PAGE = mmap.PAGESIZE // 2  # elements of two bytes
 def chunks(*numels, dtype=torch.bfloat16):
     sizes = [(numel, dtype) for numel in numels]
     with closing(memory_file(num_bytes_of(sizes))) as descriptor:
-        return list(lay_out(descriptor, sizes, False))
+        return lay_out(descriptor, sizes, False)
 
 
 def looked(chunk, part=None):
@@ -107,6 +109,67 @@ def test_storage_that_was_exchanged_is_all_edited_and_is_filled_when_it_is_dropp
     assert chunk.edited(Span(1, 7)) == Span(1, 7)
     assert bool((chunk.seen == 3.0).all())
     chunk.written.fill_(4.0)
+    chunk.drop()
+    assert bool((chunk.seen == 4.0).all())
+
+
+def test_an_edit_after_the_last_look_is_dropped_with_the_others():
+    [chunk] = chunks(3 * IN_A_PAGE)
+    chunk.look()
+    chunk.seen[0] = 1.0
+    chunk.drop()
+    assert chunk.seen[0] == 0.0
+
+
+def test_where_the_table_cannot_be_read_everything_counts_as_edited_and_is_filled_when_it_is_dropped(monkeypatch):
+    def too_many(_):
+        raise OSError(24, "Too many open files")
+
+    [chunk] = chunks(3 * IN_A_PAGE)
+    chunk.look()
+    chunk.seen[1] = 1.0
+    monkeypatch.setattr(Pages, "_kinds", too_many)
+    chunk.look()
+    assert chunk.edited(Span(5, 9)) == Span(5, 9)
+    chunk.written.fill_(2.0)
+    chunk.drop()
+    assert bool((chunk.seen == 2.0).all())
+
+
+def test_pages_that_are_locked_in_memory_are_filled_when_they_are_dropped():
+    [chunk] = chunks(2 * IN_A_PAGE)
+    locked = ctypes.CDLL(None).mlock(ctypes.c_void_p(chunk.seen.data_ptr()), ctypes.c_size_t(chunk.seen.nbytes))
+    assert locked == 0
+    chunk.written.fill_(3.0)
+    chunk.seen[0] = 1.0
+    for _ in range(2):
+        chunk.drop()
+        assert bool((chunk.seen == 3.0).all())
+
+
+def test_a_forked_process_sees_what_was_there_and_writes_nothing_of_its_parents():
+    [chunk] = chunks(2 * IN_A_PAGE)
+    chunk.written.fill_(3.0)
+    (go, told), (answer, found) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.read(go, 1)  # the parent has written
+            saw = bool((chunk.seen == 3.0).all())
+            chunk.written[0] = 9.0
+            chunk.look()
+            all_edited = chunk.edited(Span(0, 3)) == Span(0, 3)
+            chunk.drop()
+            os.write(found, b"held" if saw and all_edited and chunk.seen[0] == 9.0 and not chunk.common else b"lost")
+        finally:
+            os._exit(0)
+    chunk.written.fill_(4.0)
+    os.write(told, b".")
+    assert os.read(answer, 4) == b"held"
+    os.waitpid(child, 0)
+    assert bool((chunk.written == 4.0).all())
+    assert looked(chunk) == Span(0, chunk.seen.numel())  # what was seen when the child was made
+    assert bool((chunk.seen == 3.0).all())
     chunk.drop()
     assert bool((chunk.seen == 4.0).all())
 

@@ -26,10 +26,10 @@ from zero.runtime.compiled_adam import CompiledAdam
 from zero.runtime.fused_adam import FusedAdam
 from zero.runtime.one_pass import Gradient, Kind, OnePass
 
-HALVES = (torch.bfloat16, torch.float16)
 KINDS = (
     Kind(torch.float32),
-    *(Kind(torch.float32, *pair) for half in HALVES for pair in ((half, None), (half, half), (None, half))),
+    *(Kind(torch.float32, *pair) for pair in ((torch.bfloat16, None), (torch.bfloat16, torch.bfloat16))),
+    *(Kind(torch.float32, None, half) for half in (torch.bfloat16, torch.float16)),
 )
 ADAMS = (
     (torch.optim.AdamW, {"weight_decay": 0.1}),
