@@ -22,8 +22,8 @@ import torch
 
 SCALE, CLIP = 2.0**-4, 0.5
 # Bytes of an element that have to cross memory: the gradient is read in bf16, and in the step masters and two moments are read
-# and written, the weights read and written. A gradient kept in fp32 in between is written once and read once more.
-LEAST_BYTES = 2 + 3 * 8 + 4
+# and written, the weights written. A gradient kept in fp32 in between is written once and read once more.
+LEAST_BYTES = 2 + 3 * 8 + 2
 KEPT_BYTES = LEAST_BYTES + 8
 
 
