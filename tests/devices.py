@@ -1,6 +1,7 @@
 """What tests need of this machine and this torch, as marks that skip with the reason."""
 
 import shutil
+import sys
 
 import pytest
 import torch
@@ -16,3 +17,5 @@ _leaves_out = torch.__version__.startswith("2.8.")
 needs_compiled_rounding = pytest.mark.skipif(
     not _has_compiler or _leaves_out, reason="a compiled step of rounded weights needs a C++ compiler and not torch 2.8"
 )
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files and a table of a process's pages")

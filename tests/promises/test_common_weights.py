@@ -13,10 +13,12 @@ from torch import nn
 
 import zero
 from tests import ranks
+from tests.devices import needs_linux
 from tests.zoo.case import filled, real_numbers
-from zero.memory import pages
 from zero.parts import Parts
 from zero.runtime.updater import Updater
+
+pytestmark = needs_linux
 
 WIDTH = 48  # a layer's weights are more than a page and no multiple of one
 BUCKET_BYTES = 3 * 4096
@@ -33,6 +35,15 @@ def sharded(**options):
     inner = torch.optim.AdamW(model.parameters(), lr=0.02)
     given = {"stage": 2, "dtype": "bfloat16", "clip": 0.5, "on_nonfinite": "skip", "bucket_bytes": BUCKET_BYTES, **options}
     return model, zero.shard(model, inner, **given)
+
+
+def begun(rank, **options):
+    """After its first step."""
+    model, optimizer = sharded(**options)
+    send(model, rank, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
 
 
 def send(model, rank, step):
@@ -265,10 +276,7 @@ def test_nobody_sees_new_weights_before_its_own_step_nor_changing_ones_after(tmp
 
 def lost(rank, world):
     """Rank 1 ends in the middle of its update; what rank 0 has then stays what it is."""
-    model, optimizer = sharded(timeout_s=2.0)
-    send(model, rank, 0)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = begun(rank, timeout_s=2.0)
     send(model, rank, 1)
     if rank == 1:
         with mock.patch.object(Updater, "step", lambda self, *args: os._exit(0)):
@@ -290,10 +298,7 @@ def test_what_a_rank_sees_after_another_was_lost_is_its_own():
 
 
 def test_what_is_loaded_takes_the_place_of_edits_that_came_after_the_save(tmp_path):
-    model, optimizer = sharded(bucket_bytes=2**20)
-    send(model, 0, 0)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = begun(0, bucket_bytes=2**20)
     expected = bits(model)
     zero.save(tmp_path, optimizer)
     with torch.no_grad():
@@ -308,10 +313,7 @@ def test_what_is_loaded_takes_the_place_of_edits_that_came_after_the_save(tmp_pa
 
 def interrupted(rank, world, folder):
     """Rank 0 is interrupted between the last message and its update."""
-    model, optimizer = sharded(timeout_s=3.0)
-    send(model, rank, 0)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = begun(rank, timeout_s=3.0)
     send(model, rank, 1)
     if rank == 1:
         with mock.patch.object(Updater, "step", slowly(Updater.step, folder)), pytest.raises(zero.ZeroError):
@@ -343,6 +345,21 @@ def test_who_is_interrupted_in_a_step_keeps_what_it_saw(tmp_path):
     assert found[0].error is None, found[0].error
 
 
+def test_a_training_has_no_more_files_than_it_may():
+    with mock.patch("zero.memory.weights._MOST_FILES", 1):
+        model, optimizer = begun(0)
+        a_parameter_that_comes_later(model, optimizer, 0, 1)
+        before = bits(model)
+        send(model, 0, 1)
+        optimizer.step()
+    assert all(bits(model)[name] != before[name] for name in before)
+    parts = optimizer.parts
+    late, first = (parts.line.layout.buckets_of(index) for index in (len(parts.params.names) - 1, 0))
+    weights = parts.gatherer._weights
+    assert [weights.is_in_file(bucket) for bucket in (*first, *late)] == [True] * len(first) + [False] * len(late)
+    optimizer.close()
+
+
 def resident(rank, world, shared_memory):
     """Bytes that this rank's part of the pages of its weights comes to, after a step."""
     model = nn.Linear(2048, 2048, bias=False)
@@ -363,7 +380,6 @@ def resident(rank, world, shared_memory):
     return found, num_bytes
 
 
-@pytest.mark.skipif(not pages.pages_tell(), reason="this system has no table of pages")
 def test_weights_of_two_ranks_take_the_memory_of_one():
     together, apart = (ranks.run(2, resident, shared) for shared in (True, False))
     for found, num_bytes in together:

@@ -30,7 +30,6 @@ _ENTRY_BYTES = 8  # of the table, for a page
 _KIND_SHIFT, _KIND_MASK = 61, 7  # the topmost bits of an entry: it is there, it is swapped out, it is the file's
 _NOBODYS, _THE_FILES = 0b000, 0b101
 
-
 _alive: weakref.WeakSet[Pages] = weakref.WeakSet()
 
 
@@ -143,7 +142,7 @@ def _whole_pages(numel: int, dtype: torch.dtype) -> int:
 @functools.cache
 def pages_tell() -> bool:
     """Whether the system's table of pages says which were written; tried, since a system may have none, or an empty one."""
-    sizes = [(2 * mmap.PAGESIZE // 2, torch.bfloat16)]
+    sizes = [(mmap.PAGESIZE, torch.bfloat16)]  # two pages
     with contextlib.suppress(OSError, ValueError, AttributeError):
         with closing(memory_file(num_bytes_of(sizes))) as descriptor:
             [pages] = lay_out(descriptor, sizes, False)

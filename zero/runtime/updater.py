@@ -126,8 +126,9 @@ class Updater(Timed):
         gradient = Gradient(rows, (*factors, coefficient))
         one_pass.step(block, members, masters.shard.share(bucket), gradient, weights, rounded)
         self._shares.owe(bucket, coefficient)
-        if rounded is not None:
+        if weights is not None:
             masters.compared(block)
+        if rounded is not None:
             masters.written(block)
 
     def _step_inner(self, batch: Sequence[Block], used: int) -> None:

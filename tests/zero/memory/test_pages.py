@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from accelerators.memory_file import closing, memory_file
+from tests.devices import needs_linux
 from zero.memory import pages
-from zero.memory.pages import Pages, lay_out, num_bytes_of, pages_tell
+from zero.memory.pages import Pages, lay_out, num_bytes_of
 from zero.plan.spans import Span
 
-pytestmark = pytest.mark.skipif(not pages_tell(), reason="this system has no table of pages")
+pytestmark = needs_linux
 
 IN_A_PAGE = mmap.PAGESIZE // 2  # elements of two bytes
 
