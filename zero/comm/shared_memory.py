@@ -149,6 +149,8 @@ class SharedMemoryGroup:
     # messages ----------------------------------------------------------------------------------------------------
 
     def exchange(self, message: bytes) -> list[bytes]:
+        self._hear()
+        self._arena.exchanged()
         return self._group.exchange(message)
 
     @property

@@ -3,9 +3,10 @@
 [Note: chunks, buckets, shares]
 Parameters lie in the order in which backward reaches them (the last first), each in its *slot*, one dtype at a
 time. The line of a dtype is allocated in *chunks*, and cut into *buckets*, the unit in which gradients travel.
-A chunk is one bucket, filled with as many parameters as fit, or one parameter larger than a bucket and then as
-many buckets as it needs: so every parameter is one stretch of one allocation, no bucket grows for a large
-parameter, and flattening can go chunk by chunk. Every bucket divides evenly among the ranks that share it; the
+A chunk is one bucket of some parameters, or one parameter larger than a bucket and then as many buckets as it
+needs: so every parameter is one stretch of one allocation, no bucket grows for a large parameter, and flattening
+can go chunk by chunk. There are as few as there must be, and among those they are as even as can be: memory that
+gradients travel in is as large as the largest. Every bucket divides evenly among the ranks that share it; the
 rank's part is its *share*, and a slot's part of a share is a *piece*. A piece never crosses a bucket, so
 whatever is done bucket by bucket needs no other index arithmetic than this file's.
 
@@ -20,9 +21,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -103,15 +105,6 @@ class Chunk:
     dtype: str
     numel: int
     params: tuple[int, ...]
-
-
-@dataclass
-class _OpenChunk:
-    """A chunk of one dtype that still takes parameters."""
-
-    params: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    numel: int = 0
 
 
 @dataclass(frozen=True)
@@ -246,23 +239,35 @@ class _Builder:
         self._buckets: list[Bucket] = []
 
     def add(self, params: Collection[int]) -> FlatLayout:
-        open_chunks: dict[tuple[str, float], _OpenChunk] = {}
+        kinds: dict[tuple[str, float], list[int]] = {}
         for param in sorted(params, reverse=True):
             spec = self._layout.params[param]
-            kind = spec.dtype, spec.offload
-            chunk = open_chunks.setdefault(kind, _OpenChunk())
-            if chunk.params and chunk.numel + spec.numel > self._bucket_numel(spec.dtype):
-                self._close(spec.dtype, chunk)
-                chunk = open_chunks[kind] = _OpenChunk()
-            chunk.params.append(param)
-            chunk.starts.append(chunk.numel)
-            chunk.numel = round_up(chunk.numel + spec.numel, self._align(spec.dtype))
-        for (dtype, _), chunk in open_chunks.items():
-            self._close(dtype, chunk)
+            kinds.setdefault((spec.dtype, spec.offload), []).append(param)
+        for (dtype, _), members in kinds.items():
+            self._lay(dtype, members)
         # a bucket is full when the last of its parameters is reached, which is the first of them in the model's order
         new = sorted(self._buckets, key=lambda bucket: -min(bucket.params))
         buckets = (*self._layout.buckets, *self._offloaded(new))
         return replace(self._layout, slots=tuple(self._slots), chunks=tuple(self._chunks), buckets=buckets)
+
+    def _lay(self, dtype: str, params: Sequence[int]) -> None:
+        """In as few chunks as there must be, of which the longest is as short as can be."""
+        starts, ends, longest = [0], list[int](), self._bucket_numel(dtype)
+        for param in params:
+            ends.append(starts[-1] + self._layout.params[param].numel)
+            starts.append(round_up(ends[-1], self._align(dtype)))
+
+        def chunks(most: int) -> list[Span]:
+            found, first = list[Span](), 0
+            while first < len(params):
+                found.append(Span(first, max(first + 1, bisect_right(ends, starts[first] + most))))
+                first = found[-1].stop
+            return found
+
+        fewest = len(chunks(longest))
+        for own in chunks(bisect_left(range(longest), True, key=lambda most: len(chunks(most)) <= fewest)):
+            slots = [Span(starts[at], ends[at]).shifted(-starts[own.start]) for at in range(own.start, own.stop)]
+            self._close(dtype, params[own.start : own.stop], slots)
 
     def _offloaded(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         """Those that backward fills first go to the host, as their copies have the most time: of each kind as much as asked."""
@@ -278,17 +283,17 @@ class _Builder:
     def _offload(self, bucket: Bucket) -> float:
         return self._layout.params[bucket.params[0]].offload
 
-    def _close(self, dtype: str, chunk: _OpenChunk) -> None:
-        index = len(self._chunks)
-        for param, start in zip(chunk.params, chunk.starts, strict=True):
-            self._slots[param] = Slot(param, index, Span(start, start + self._layout.params[param].numel))
-        unit = self._layout.num_shares * self._align(dtype)
-        numel = round_up(chunk.numel, unit)
-        self._chunks.append(Chunk(dtype, numel, tuple(chunk.params)))
-        step = round_up(self._bucket_numel(dtype), unit)
-        for start in range(0, numel, step):
+    def _close(self, dtype: str, params: Sequence[int], slots: Sequence[Span]) -> None:
+        index, unit = len(self._chunks), self._layout.num_shares * self._align(dtype)
+        for param, span in zip(params, slots, strict=True):
+            self._slots[param] = Slot(param, index, span)
+        numel = round_up(slots[-1].stop, unit)
+        self._chunks.append(Chunk(dtype, numel, tuple(params)))
+        num_buckets = max(1, -(-numel // round_up(self._bucket_numel(dtype), unit)))
+        step = round_up(-(-numel // num_buckets), unit)
+        for start in range(0, numel, max(1, step)):
             span = Span(start, min(start + step, numel))
-            self._buckets.append(Bucket(index, span, tuple(chunk.params), self._layout.num_shares))
+            self._buckets.append(Bucket(index, span, tuple(params), self._layout.num_shares))
 
     def _align(self, dtype: str) -> int:
         return self._layout.align_bytes // ITEM_BYTES[dtype]

@@ -12,7 +12,7 @@ import torch
 
 import accelerators
 from tests import ranks
-from zero.comm.arena import _IDLE_COLLECTIVES, Arena, meet
+from zero.comm.arena import _IDLE_EXCHANGES, Arena, meet
 from zero.comm.group import TimeLimits
 from zero.comm.loopback import LoopbackGroup, run_ranks
 from zero.comm.shared_memory import SharedMemoryGroup, through_shared_memory
@@ -65,9 +65,10 @@ def test_pages_that_nobody_asks_for_are_given_back():
     arena.vacate()
     assert pages(arena) >= before + 2**20  # held
     del lent
-    arena.heard([10, 0])
+    for _ in range(_IDLE_EXCHANGES - 1):
+        arena.exchanged()
     assert pages(arena) >= before + 2**20  # the next one would only make them anew
-    arena.heard([10, _IDLE_COLLECTIVES])
+    arena.exchanged()
     assert pages(arena) == before
     assert arena.lend(2**20).sum() == 0
 

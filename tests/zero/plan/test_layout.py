@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.plan.layout import ITEM_BYTES, FlatLayout, ParamSpec
+from zero.plan.spans import round_up
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=12)
 some_sixty = settings(max_examples=60, deadline=None)
@@ -175,3 +176,34 @@ def test_a_layout_that_cannot_be_is_refused(wrong):
     with pytest.raises(ValueError, match="A layout of buckets"):
         FlatLayout.build([], **{"num_shares": 1, "bucket_bytes": 64, **wrong})
 
+
+
+@some_sixty
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=7), st.integers(1, 60))
+def test_there_are_as_few_chunks_as_there_must_be_and_the_longest_is_as_short_as_can_be(sizes, most):
+    layout = FlatLayout.build([ParamSpec(f"p{at}", (size,), "float64") for at, size in enumerate(sizes)], 1, 8 * most, 16)
+    aligned = [size + size % 2 for size in sizes]
+
+    def lengths(cuts):
+        """Of the runs between those cuts; None where one is too long, and not a single parameter."""
+        bounds = [0, *cuts, len(sizes)]
+        runs = [range(first, stop) for first, stop in itertools.pairwise(bounds)]
+        # what is laid last in a chunk, which is the first of the model, is followed by no gap
+        found = [sum(aligned[at] for at in run) - aligned[run[0]] + sizes[run[0]] for run in runs]
+        return found if all(length <= most or len(run) == 1 for length, run in zip(found, runs, strict=True)) else None
+
+    cuts = [cut for number in range(len(sizes)) for cut in itertools.combinations(range(1, len(sizes)), number)]
+    possible = [found for cut in cuts if (found := lengths(cut)) is not None]
+    fewest = min(map(len, possible))
+    best = min(max(found) for found in possible if len(found) == fewest)
+    assert len(layout.chunks) == fewest
+    assert max(chunk.numel for chunk in layout.chunks) == round_up(best, 2)
+
+
+@some_sixty
+@given(layouts())
+def test_buckets_of_a_large_parameter_differ_by_no_more_than_their_rounding(layout):
+    for chunk, found in enumerate(layout.chunks):
+        numels = [bucket.span.numel for bucket in layout.buckets if bucket.chunk == chunk]
+        unit = layout.num_shares * layout.align_bytes // ITEM_BYTES[found.dtype]
+        assert not numels or max(numels) - min(numels) < len(numels) * unit
