@@ -126,6 +126,9 @@ class _RankProcess:
             if torch.are_deterministic_algorithms_enabled():  # asked first, as switching it imports all of inductor
                 torch.use_deterministic_algorithms(False)
             torch.autograd.set_detect_anomaly(False)
+            simulated = sys.modules.get("accelerators.simulated.start")
+            if simulated is not None and simulated.is_up():  # it may have been asked what it can do while a test spoilt that
+                sys.modules["accelerators"].get("sim").forget_answers()
             gc.collect()
         except Exception:  # noqa: BLE001 - whatever it is, the parent says it
             return traceback.format_exc()

@@ -60,9 +60,11 @@ def without(*capabilities: str) -> Iterator[None]:
     try:
         yield
     finally:
-        lanes.run_all()
-        settings.without = before
-        _forget_answers()
+        try:
+            lanes.run_all()
+        finally:
+            settings.without = before
+            _forget_answers()
 
 
 def _forget_answers() -> None:
