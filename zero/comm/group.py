@@ -14,7 +14,7 @@ from zero.errors import RankFailed, RanksDiffer, ZeroError
 
 Result = TypeVar("Result")
 
-_STRETCH = 2**17  # elements
+_STRETCH = 2**18  # elements
 
 
 @dataclass(frozen=True)

@@ -10,30 +10,43 @@ import torch
 
 from zero.memory.flat import by_device
 
-_PIECE = 2**15  # elements: what one thread adds up by itself, however many there are
-
-
-def squares_of_pieces(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """The squares of the norms of short pieces, one after the other: torch adds up millions of squares one after the other,
-    and is wrong in the third digit then."""
-    return [norm * norm for norm in norms_of([piece for tensor in tensors for piece in torch.split(tensor, _PIECE)])]
+PIECE = 2**15  # elements: what one thread adds up by itself, however many there are
 
 
 def squares_of(tensors: Sequence[torch.Tensor]) -> list[float]:
     """The square of the norm of each."""
-    squares = iter(squares_of_pieces(tensors))
-    return [sum(itertools.islice(squares, -(-tensor.numel() // _PIECE)), 0.0) for tensor in tensors]
+    return [sum(squares, 0.0) for squares in squares_of_pieces(tensors)]
+
+
+def squares_of_pieces(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
+    """Of each the squares of the norms of short pieces: torch adds up millions of squares one after the other, and is wrong in
+    the third digit then."""
+    return [[norm * norm for norm in norms] for norms in _on_host([_norms_of_pieces(tensor) for tensor in tensors])]
 
 
 def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
-    """Norms as numbers of the host, brought there together; made fp64 only there, as not every device has it."""
-    norms = [0.0] * len(tensors)
+    """Norms as numbers of the host."""
+    norms = [torch.empty(0)] * len(tensors)
     for indices in by_device(tensors):
-        found = torch._foreach_norm([tensors[index] for index in indices], order)
-        numbers = torch.stack(list(found)).tolist()  # of mixed dtypes, where there are any, the widest
-        for index, number in zip(indices, numbers, strict=True):
-            norms[index] = number
-    return norms
+        for index, norm in zip(indices, torch._foreach_norm([tensors[index] for index in indices], order), strict=True):
+            norms[index] = norm.view(1)
+    return [norm for [norm] in _on_host(norms)]
+
+
+def _norms_of_pieces(line: torch.Tensor) -> torch.Tensor:
+    whole = line.numel() - line.numel() % PIECE
+    norms = torch.linalg.vector_norm(line[:whole].view(-1, PIECE), dim=1)
+    return norms if whole == line.numel() else torch.cat([norms, torch.linalg.vector_norm(line[whole:]).view(1)])
+
+
+def _on_host(norms: Sequence[torch.Tensor]) -> list[list[float]]:
+    """Brought there together; made fp64 only there, as not every device has it."""
+    found: list[list[float]] = [[]] * len(norms)
+    for indices in by_device(norms):
+        numbers = iter(torch.cat([norms[index] for index in indices]).tolist())  # of mixed dtypes, if there are any, the widest
+        for index in indices:
+            found[index] = list(itertools.islice(numbers, norms[index].numel()))
+    return found
 
 
 def joined(norms: Sequence[float], order: float) -> float:

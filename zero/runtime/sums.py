@@ -10,11 +10,18 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.comm.group import add_rows
-from zero.memory.norms import squares_of_pieces
+from zero.memory.norms import PIECE, squares_of_pieces
 from zero.memory.rows import add_scaled
+from zero.plan.spans import round_up
 from zero.runtime.compiled import LONG, build, compiled
 
-_STRETCH = 2**16  # elements that are added up at a time where their sum is kept nowhere
+_LEAST_STRETCH, _MOST_STRETCHES = 2**16, 16
+
+
+def stretch_of(numel: int) -> int:
+    """Elements that torch's kernels work on at a time: as many for each thread, or a part of all where that
+    is more, as calls cost time and scratch memory. Between two stretches is also the end of one of `norms.PIECE`."""
+    return round_up(max(_LEAST_STRETCH * torch.get_num_threads(), numel // _MOST_STRETCHES), PIECE)
 
 
 class RowKind(NamedTuple):
@@ -39,11 +46,12 @@ class SumsByTorch:
 
     def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
         """To the bit that of what is summed."""
-        scratch, squares = torch.empty(min(_STRETCH, rows[0].numel()), dtype=sum_dtype, device="cpu"), list[float]()
-        for parts in zip(*(torch.split(row, _STRETCH) for row in rows), strict=True):
+        stretch = stretch_of(rows[0].numel())
+        scratch, squares = torch.empty(min(stretch, rows[0].numel()), dtype=sum_dtype, device="cpu"), list[float]()
+        for parts in zip(*(torch.split(row, stretch) for row in rows), strict=True):
             scratch = scratch[: parts[0].numel()]
             add_scaled(add_rows, parts, scratch, factors)
-            squares += squares_of_pieces([scratch])
+            squares += squares_of_pieces([scratch])[0]
         return sum(squares, 0.0)
 
 
