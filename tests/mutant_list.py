@@ -165,10 +165,10 @@ NAMED = [
         "        if True:\n",
     ),
     Mutant(
-        "the fused kernel steps gaps as well",
+        "a parameter that is stepped in parts is stepped at its beginning each time",
         R + "fused_adam.py",
-        "torch.split(whole, sizes)[1::2]",
-        "[whole]",
+        "Span(first, behind).shifted(-starts[at])",
+        "Span(0, behind - first)",
     ),
     Mutant(
         "the fused step adopts no edit",
@@ -302,8 +302,8 @@ NAMED = [
     Mutant(
         "add the second use in the narrow dtype",
         R + "reducer.py",
-        "if narrow and (multiplier is not None or dtype != bucket_dtype or self._has(index, param)):",
-        "if narrow and multiplier is not None:",
+        "if (multiplier is not None or dtype != bucket_dtype or not fresh) and bucket_dtype",
+        "if multiplier is not None and bucket_dtype",
     ),
     Mutant(
         "wide rounds leave the ordinary one out",

@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,14 @@ class Form:
         """The elements of a tensor of this shape as they lie in the slot; a view where its memory allows."""
         return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
 
+    def placed(self, line: torch.Tensor, start: int) -> torch.Tensor:
+        """The view of a slot in a line that begins at `start`; in one operation, as `shaped` of a slice are two."""
+        return line.as_strided(self.shape, self._strides, line.storage_offset() + start)
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        return self.shaped(torch.empty(self.shape, device="meta").reshape(-1)).stride()
+
     def shaped(self, line: torch.Tensor) -> torch.Tensor:
         """The view of a slot that looks like the parameter."""
         if self.order is None:
@@ -86,9 +95,12 @@ class Line:
 
     def __init__(self, layout: FlatLayout) -> None:
         self.layout = layout
+        self._dtypes: list[torch.dtype] = []  # by bucket, of those that there were when somebody asked
 
     def dtype_of(self, bucket: int) -> torch.dtype:
-        return DTYPES[self.layout.chunks[self.layout.buckets[bucket].chunk].dtype]
+        for new in self.layout.buckets[len(self._dtypes) :] if bucket >= len(self._dtypes) else ():
+            self._dtypes.append(DTYPES[self.layout.chunks[new.chunk].dtype])
+        return self._dtypes[bucket]
 
     @property
     def narrow_buckets(self) -> int:

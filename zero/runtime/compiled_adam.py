@@ -37,7 +37,7 @@ class CompiledAdam:
                     _build(Variant(*kind, is_decoupled, rows, number))
 
     def step(self, settings: Settings, gradient: Gradient, elements: Elements) -> None:
-        master, moments, weights, rounded, _ = elements
+        master, moments, weights, rounded, *_ = elements
         if weights is not None and rounded is not None and weights.data_ptr() == rounded.data_ptr():
             rounded = None
         rows, (old, new) = gradient.rows, (None if each is None else each.dtype for each in (weights, rounded))

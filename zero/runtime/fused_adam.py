@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -13,9 +14,8 @@ from zero.memory.masters import exact, same_bits
 from zero.memory.rows import add_scaled
 from zero.plan.spans import Span
 from zero.runtime.one_pass import Elements, Gradient, Settings
+from zero.runtime.sums import stretch_of
 
-# Elements at a time: as many for each thread, or a part of all where that is more, as calls cost time and scratch memory.
-_LEAST_STRETCH, _MOST_STRETCHES = 2**16, 16
 _REGISTER = 64  # elements: a multiple of what the kernel computes at a time
 
 
@@ -27,42 +27,56 @@ class FusedAdam:
     lacks = ("differentiable",)
 
     def step(self, settings: Settings, gradient: Gradient, elements: Elements) -> None:
-        masters, moments, weights, rounded, pieces = elements
-        most = max(_LEAST_STRETCH * torch.get_num_threads(), masters.numel() // _MOST_STRETCHES)
-        kernel, sizes = _kernel_of(settings), _cut(pieces, masters.numel(), most)
-        lengths = [sum(own) for own in sizes]
+        masters, _, weights, rounded, pieces, parts = elements
+        most = stretch_of(masters.numel())
+        kernel, stretches = _kernel_of(settings), _cut(pieces, masters.numel(), most)
+        lengths = [sum(stretch.sizes) for stretch in stretches]
         slopes = torch.empty_like(masters[:most])
         scratch = None if weights is None else torch.empty_like(weights[:most])
         olds, news = ([] if whole is None else torch.split(whole, lengths) for whole in (weights, rounded))
-        rows, kept = ([torch.split(whole, lengths) for whole in wholes] for wholes in (gradient.rows, moments))
+        rows = [torch.split(row, lengths) for row in gradient.rows]
         for number, master in enumerate(torch.split(masters, lengths)):
             if scratch is not None:
                 rounds_to = scratch[: master.numel()].copy_(master)
                 if not same_bits(olds[number], rounds_to):
                     master.copy_(exact(olds[number], master))
             slope = slopes[: master.numel()]
-            add_scaled(add_rows, [parts[number] for parts in rows], slope, gradient.factors)
-            kernel(sizes[number], master, slope, *(parts[number] for parts in kept))
+            add_scaled(add_rows, [own[number] for own in rows], slope, gradient.factors)
+            kernel(torch.split(slope, stretches[number].sizes)[1::2], stretches[number].of(parts))
             if news:
                 news[number].copy_(master)
 
 
-def _cut(pieces: Sequence[Span], numel: int, most: int) -> list[list[int]]:
-    """Stretches of at most so many elements; of each the lengths of gaps and pieces in turn: a gap, a piece, and so on up to
-    the last gap."""
-    found, begin = list[list[int]](), 0
+class _Stretch(NamedTuple):
+    sizes: list[int]  # of gaps and pieces in turn: a gap, a piece, and so on up to the last gap
+    pieces: list[tuple[int, Span | None]]  # their numbers, and what of each lies here, unless all of it does
+
+    def of(self, parts: Sequence[tuple[torch.Tensor, ...]]) -> list[list[torch.Tensor]]:
+        """The masters of what lies here, and then the moments."""
+        here = [
+            parts[at] if part is None else [whole[part.start : part.stop] for whole in parts[at]] for at, part in self.pieces
+        ]
+        return [list(of_one_kind) for of_one_kind in zip(*here, strict=True)]
+
+
+def _cut(pieces: Sequence[Span], numel: int, most: int) -> list[_Stretch]:
+    """Stretches of at most so many elements."""
+    found, begin = list[_Stretch](), 0
     starts, stops = [piece.start for piece in pieces], [piece.stop for piece in pieces]
     while begin < numel:
         stop = min(numel, begin + most)
         last = bisect_left(starts, stop) - 1
         if last >= 0 and stop < stops[last]:
             stop -= (stop - starts[last]) % _REGISTER
-        sizes, end = list[int](), begin
-        for piece in pieces[bisect_right(stops, begin) : bisect_left(starts, stop)]:
-            own = Span(max(begin, piece.start), min(stop, piece.stop))
-            sizes += (own.start - end, own.numel)
-            end = own.stop
-        found.append([*sizes, stop - end])
+        stretch, end = _Stretch([], []), begin
+        for at in range(bisect_right(stops, begin), bisect_left(starts, stop)):
+            first, behind = max(begin, starts[at]), min(stop, stops[at])
+            stretch.sizes.extend((first - end, behind - first))
+            is_whole = behind - first == stops[at] - starts[at]
+            stretch.pieces.append((at, None if is_whole else Span(first, behind).shifted(-starts[at])))
+            end = behind
+        stretch.sizes.append(stop - end)
+        found.append(stretch)
         begin = stop
     return found
 
@@ -73,9 +87,10 @@ def _kernel_of(settings: Settings) -> Callable[..., None]:
     adam = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_
     kernel = partial(adam, beta1=beta1, beta2=beta2, **options)
 
-    def run(sizes: list[int], *tensors: torch.Tensor) -> None:
-        """Steps the pieces between gaps of masters, slopes and moments."""
-        masters, slopes, means, squares, *greatest = (torch.split(whole, sizes)[1::2] for whole in tensors)
-        kernel(masters, slopes, means, squares, greatest[0] if greatest else (), [step] * len(masters))
+    def run(slopes: Sequence[torch.Tensor], parts: list[list[torch.Tensor]]) -> None:
+        """Steps masters and moments, each by itself."""
+        if slopes:
+            masters, means, squares, *greatest = parts
+            kernel(masters, slopes, means, squares, greatest[0] if greatest else (), [step] * len(masters))
 
     return run

@@ -73,6 +73,7 @@ class Elements(NamedTuple):
     weights: torch.Tensor | None  # that the masters are compared with, where it is not known that they agree
     rounded: torch.Tensor | None  # the new weights, where they are to be written
     pieces: Sequence[Span]  # of parameters, in their order
+    parts: Sequence[tuple[torch.Tensor, ...]]  # of each piece master and moments, by themselves
 
 
 class Kernel(Protocol):
@@ -103,6 +104,7 @@ class OnePass:
         self._inner = inner
         self._kernel = kernel
         self._moments: dict[tuple[int, str], torch.Tensor] = {}  # by bucket, and torch's name for them
+        self._counters: dict[Block, torch.Tensor] = {}  # of steps: one of each master
 
     def check(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raises where a group has a setting that the kernel knows nothing of."""
@@ -118,6 +120,7 @@ class OnePass:
     def release(self) -> None:
         """Lets go of all moments; those that the optimizer's state still has are taken over from there."""
         self._moments.clear()
+        self._counters.clear()
 
     @torch.no_grad()
     def step(
@@ -131,12 +134,15 @@ class OnePass:
     ) -> None:
         """Steps a block of a bucket's `masters`, whose gradient is `gradient`. The block's `weights` are compared with and
         `rounded` written, where there are such."""
-        for group, step, span, pieces in self._runs(block, members, masters):
+        for group, step, span, run in self._runs(block, members, masters):
             there, part = slice(span.start, span.stop), slice(span.start - block.span.start, span.stop - block.span.start)
             old, new = (None if whole is None else whole[part] for whole in (weights, rounded))
             if group is not None:
-                moments = [self._moment(block.bucket, name, masters)[there] for name in _moments_of(group)]
-                elements = Elements(masters[there], moments, old, new, [piece.shifted(-span.start) for piece in pieces])
+                names = _moments_of(group)
+                moments = [self._moment(block.bucket, name, masters)[there] for name in names]
+                parts = [(master, *map(self._inner.state[master].__getitem__, names)) for _, master, _ in run]
+                pieces = [piece.in_share.shifted(-span.start) for piece, _, _ in run]
+                elements = Elements(masters[there], moments, old, new, pieces, parts)
                 self._kernel.step(self._settings(group, step), gradient.cut(there), elements)
                 continue
             if old is not None:
@@ -146,38 +152,50 @@ class OnePass:
 
     def _runs(
         self, block: Block, members: Iterable[Member], masters: torch.Tensor
-    ) -> Iterator[tuple[dict[str, Any] | None, float, Span, list[Span]]]:
-        """Group, step, place and pieces of what is stepped alike, together all of the block."""
-        found: list[tuple[dict[str, Any] | None, float, int, list[Span]]] = []  # with where each begins
+    ) -> Iterator[tuple[dict[str, Any] | None, float, Span, list[Member]]]:
+        """Group, step, place and members of what is stepped alike, together all of the block."""
+        found: list[tuple[dict[str, Any] | None, float, int, list[Member]]] = []  # with where each begins
         ordered = sorted(members, key=lambda member: member[0].in_share.start)
-        for (piece, _, group), step in zip(ordered, self._advance(block.bucket, ordered, masters), strict=True):
+        for member, step in zip(ordered, self._advance(block, ordered, masters), strict=True):
+            piece, _, group = member
             if not found or found[-1][0] is not group or found[-1][1] != step:
                 found.append((group, step, piece.in_share.start if found else block.span.start, []))
-            found[-1][-1].append(piece.in_share)
+            found[-1][-1].append(member)
         found = found or [(None, 0.0, block.span.start, [])]
-        for (group, step, begin, pieces), (_, _, end, _) in itertools.pairwise([*found, (None, 0.0, block.span.stop, [])]):
-            yield group, step, Span(begin, end), pieces
+        for (group, step, begin, run), (_, _, end, _) in itertools.pairwise([*found, (None, 0.0, block.span.stop, [])]):
+            yield group, step, Span(begin, end), run
 
-    def _advance(self, bucket: int, members: Sequence[Member], masters: torch.Tensor) -> Iterator[float]:
+    def _advance(self, block: Block, members: Sequence[Member], masters: torch.Tensor) -> list[float]:
         """Counts a step in the state of each master that is used, and gives the count; 0 for the others. There may be thousands
-        in a bucket, so what is done for each is little."""
-        counters: list[torch.Tensor] = []
-        for piece, master, group in members:
-            if group is not None:
-                state = self._inner.state[master]
-                for name in _moments_of(group):
-                    own = self._moment(bucket, name, masters)
-                    begin = own.data_ptr() + piece.in_share.start * own.element_size()
-                    if name not in state or state[name].data_ptr() != begin:
-                        _take_over(state, name, own[piece.in_share.start : piece.in_share.stop])
-                if not isinstance(state.get("step"), torch.Tensor):
-                    with torch.inference_mode(False):
-                        state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32, device="cpu")
-                counters.append(state["step"])
-        if counters:
-            torch._foreach_add_(counters, 1)
-        counts = map(float, counters)
-        return (0.0 if group is None else next(counts) for _, _, group in members)
+        in a bucket, so what is done for each is little: moments and counters are found by their addresses."""
+        if block not in self._counters:
+            with torch.inference_mode(False):
+                self._counters[block] = torch.zeros(len(members), dtype=torch.float32, device="cpu")
+        lines: dict[str, tuple[torch.Tensor, int]] = {}  # of moments, with their addresses
+        counters, used = self._counters[block], list[int]()
+        begin = counters.data_ptr()
+        for at, (piece, master, group) in enumerate(members):
+            if group is None:
+                continue
+            used.append(at)
+            state, start, stop = self._inner.state[master], piece.in_share.start, piece.in_share.stop
+            for name in _moments_of(group):
+                if name not in lines:
+                    own = self._moment(block.bucket, name, masters)
+                    lines[name] = own, own.data_ptr()
+                own, address = lines[name]
+                if name not in state or state[name].data_ptr() != address + start * own.element_size():
+                    _take_over(state, name, own[start:stop])
+            counter = state.get("step", 0.0)
+            if not isinstance(counter, torch.Tensor) or counter.data_ptr() != begin + at * counters.element_size():
+                counters[at] = float(counter)
+                state["step"] = counters[at]
+        if len(used) == len(members):
+            counters += 1
+        else:
+            counters[used] += 1
+        counts = counters.tolist()
+        return [0.0 if group is None else counts[at] for at, (_, _, group) in enumerate(members)]
 
     def _moment(self, bucket: int, name: str, masters: torch.Tensor) -> torch.Tensor:
         if (bucket, name) not in self._moments:

@@ -64,17 +64,15 @@ class Reducer(Timed):
     def collect(self, param: int, grad: torch.Tensor, multiplier: float | None = None) -> None:
         """Copies a gradient into its slot; the caller may free it."""
         self.flight.shard.check_here()  # now, and not when the sum comes, which depends on the other ranks
-        form = self._forms[param]
-        whole = self.line.layout.params[param].numel
-        for index, in_bucket, in_param in self.line.layout.parts(param):
+        form, parts = self._forms[param], self.line.layout.parts(param)
+        for index, in_bucket, in_param in parts:
             self._arrived.pop(index, None)
             self._arrived[index] = None
             target, fresh = self._target(index, param, grad.dtype, multiplier)
-            place = target[in_bucket.start : in_bucket.stop]
-            if in_param.numel == whole:  # as nearly always: no need to flatten it
-                place, values = form.shaped(place), grad
+            if len(parts) == 1:  # as nearly always: no need to flatten it
+                place, values = form.placed(target, in_bucket.start), grad
             else:
-                values = form.line(grad)[in_param.start : in_param.stop]
+                place, values = target[in_bucket.start : in_bucket.stop], form.line(grad)[in_param.start : in_param.stop]
             if not fresh:
                 place.add_(values, alpha=1.0 if multiplier is None else multiplier)
             else:
@@ -84,20 +82,15 @@ class Reducer(Timed):
 
     def _target(self, index: int, param: int, dtype: torch.dtype, multiplier: float | None) -> tuple[torch.Tensor, bool]:
         """Where a gradient goes, and whether it is the first there; see [Note: wide]."""
-        bucket_dtype = self.line.dtype_of(index)
-        narrow = bucket_dtype != sum_dtype(bucket_dtype)
-        if narrow and (multiplier is not None or dtype != bucket_dtype or self._has(index, param)):
+        round_, bucket_dtype = self._rounds.get(index), self.line.dtype_of(index)
+        fresh = round_ is None or not round_.filled >> param & 1
+        if (multiplier is not None or dtype != bucket_dtype or not fresh) and bucket_dtype != sum_dtype(bucket_dtype):
             return self._wide_buffer(index), False
-        round_ = self._rounds.get(index)
         if round_ is None:
             round_ = self._rounds[index] = _Round(self._open(index, bucket_dtype))
         self._note_producer(round_)
-        fresh = not round_.filled >> param & 1
         round_.filled |= 1 << param
         return round_.buffer, fresh
-
-    def _has(self, index: int, param: int) -> bool:
-        return index in self._rounds and bool(self._rounds[index].filled >> param & 1)
 
     def _open(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = self.staging.borrow(self.line.layout.buckets[index].span.numel, dtype)

@@ -94,7 +94,7 @@ class Window(Timed):
             if grad is None or isinstance(grad, StandIn):  # an undefined gradient, or another thread's backward took it
                 self.params.set_grad(index, self._stand_ins[index] if self.put >> index & 1 else None)
             else:
-                self._take(index, grad.detach())
+                self._take(index, grad.detach() if grad.requires_grad else grad)
             self.since.writing.pop(index, None)
 
     @stop("ready")
@@ -119,7 +119,7 @@ class Window(Timed):
         multiplier = self.scaling.multiplier
         if multiplier == 0.0:
             grad = torch.zeros_like(grad)  # what counts nothing adds nothing, not even the NaN of a mean over no tokens
-        edited = (since.removed | since.replaced) >> index & 1
+        edited = (since.removed or since.replaced) and (since.removed | since.replaced) >> index & 1
         leaves = self.boundary.synchronises and not edited and not since.clears and self._laid_out(index)
         waiting = since.aside.pop(index, None)
         if waiting is not None:
