@@ -29,6 +29,7 @@ _TCP_INFO_RECEIVED = 128  # where a socket's count of received bytes is
 class System(NamedTuple):
     backward: Callable[[torch.Tensor, bool], torch.Tensor]  # rows, and whether they are the last micro-batch; the loss
     step: Callable[[], object]
+    predicted_bytes: int = 0  # of a rank beside what bare compute needs, where the system says so beforehand
 
 
 def half(options: argparse.Namespace) -> torch.dtype:
@@ -134,6 +135,7 @@ def deepspeed(model: nn.Module, options: argparse.Namespace, stage: int, offload
 
 def ours(model: nn.Module, options: argparse.Namespace, stage: int, offload: bool = False, shared: bool = True) -> System:
     import zero
+    from zero.plan.costs import cost_of
 
     optimizer = zero.shard(
         model,
@@ -157,7 +159,10 @@ def ours(model: nn.Module, options: argparse.Namespace, stage: int, offload: boo
         optimizer.step()
         optimizer.zero_grad()
 
-    return System(backward, step)
+    in_one_pass = options.kernels != "torch"
+    layout, rank = optimizer.parts.line.layout, dist.get_rank()
+    cost = cost_of(layout, stage, options.world, rank, 2, options.accumulation, one_host=shared, one_pass=in_one_pass)
+    return System(backward, step, cost.peak)
 
 
 SYSTEMS: dict[str, Callable[[nn.Module, argparse.Namespace], System]] = {
@@ -225,6 +230,7 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
         "seconds": [seconds for seconds, _ in found[options.warm_up :]],
         "losses": (losses / options.world).tolist(),
         "peak_bytes": peak,
+        "predicted_bytes": system.predicted_bytes,
         "shared_bytes": shared,
         "received_bytes": received / options.steps,
         "torch": torch.__version__,

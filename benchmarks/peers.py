@@ -7,8 +7,9 @@
 Rounds go over all systems in turn, each in fresh processes, a rank a process, with its fastest flags, and nothing is left in
 shared memory from one to the next. *step* is the median over rounds of the median step, a step being as long as the slowest
 rank's; *to bare* is what it takes of forward and backward alone, *to peer* of the fastest peer that also keeps fp32 masters.
-*peak* is what is resident, and of memory that ranks share each one's part; *wire* is what a rank receives through sockets in a
-step. The losses must agree; a difference is an error.
+*peak* is what is resident, and of memory that ranks share each one's part; *to plan* what it is of the prediction of `zero plan`
+and the peak of forward and backward alone together; *wire* is what a rank receives through sockets in a step. The losses must
+agree; a difference is an error.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def run(system: str, options: argparse.Namespace) -> Result:
     return {
         "step": statistics.median(map(max, zip(*(each["seconds"] for each in found), strict=True))),
         "peak_bytes": max(each["peak_bytes"] for each in found),
+        "predicted_bytes": max(each["predicted_bytes"] for each in found),
         "received_bytes": max(each["received_bytes"] for each in found),
         "losses": found[0]["losses"],
         "num_params": found[0]["num_params"],
@@ -122,6 +124,7 @@ def summary(found: dict[str, list[Result]]) -> dict[str, Result]:
     did meanwhile met both."""
     rows: dict[str, Result] = {}
     masters = [name for name in found if name not in (*WITHOUT_MASTERS, *OURS)]
+    alone = statistics.median(each["peak_bytes"] for each in found["bare"]) if "bare" in found else 0
     for name, runs in found.items():
         bare = found.get("bare", [])
         best = [min(found[peer][number]["step"] for peer in masters) for number in range(len(runs))] if masters else []
@@ -130,7 +133,8 @@ def summary(found: dict[str, list[Result]]) -> dict[str, Result]:
             "to_bare": _ratio(runs, [each["step"] for each in bare]),
             "to_peer": _ratio(runs, best),
             "to": {other: _ratio(runs, [each["step"] for each in theirs]) for other, theirs in found.items() if other != name},
-            "peak_bytes": statistics.median(each["peak_bytes"] for each in runs),
+            "peak_bytes": (peak := statistics.median(each["peak_bytes"] for each in runs)),
+            "to_predicted": peak / (runs[0]["predicted_bytes"] + alone) if runs[0]["predicted_bytes"] and alone else None,
             "received_bytes": statistics.median(each["received_bytes"] for each in runs),
             "left_bytes": max(each["left_bytes"] for each in runs),
             "last_loss": runs[-1]["losses"][-1],
@@ -143,12 +147,16 @@ def _ratio(runs: list[Result], others: list[float]) -> float | None:
 
 
 def table(rows: dict[str, Result]) -> str:
-    lines = [f"{'':20}{'step ms':>9}{'to bare':>9}{'to peer':>9}{'peak MiB':>10}{'wire MiB':>10}{'last loss':>11}"]
+    lines = [
+        f"{'':20}{'step ms':>9}{'to bare':>9}{'to peer':>9}{'peak MiB':>10}{'to plan':>9}{'wire MiB':>10}{'last loss':>11}"
+    ]
     for name, row in rows.items():
-        ratios = "".join(f"{row[key]:9.2f}" if row[key] is not None else f"{'':9}" for key in ("to_bare", "to_peer"))
-        sizes = "".join(f"{row[key] / 2**20:10.1f}" for key in ("peak_bytes", "received_bytes"))
+        to_bare, to_peer, to_plan = (
+            f"{row[key]:9.2f}" if row[key] is not None else f"{'':9}" for key in ("to_bare", "to_peer", "to_predicted")
+        )
+        peak, wire = (f"{row[key] / 2**20:10.1f}" for key in ("peak_bytes", "received_bytes"))
         left = f"   left {row['left_bytes'] / 2**20:.0f} MiB in {SHARED}" if row["left_bytes"] else ""
-        lines.append(f"{name:20}{row['step'] * 1e3:9.1f}{ratios}{sizes}{row['last_loss']:11.4f}{left}")
+        lines.append(f"{name:20}{row['step'] * 1e3:9.1f}{to_bare}{to_peer}{peak}{to_plan}{wire}{row['last_loss']:11.4f}{left}")
     return "\n".join(lines)
 
 

@@ -91,7 +91,7 @@ def measure(rank, world, points, device_type="sim"):
     return found
 
 
-GEOMETRIES = {"four buckets": 4, "one bucket": NUM_LAYERS, "two unequal buckets": 12, "a bucket a layer": 1}
+GEOMETRIES = {"four buckets": 4, "one bucket": NUM_LAYERS, "three buckets": 6, "a bucket a layer": 1}
 
 
 def check_prediction(world, points, device_type="sim"):

@@ -22,6 +22,8 @@ the function is called with N and gives the model and a function that makes a lo
 the simulated device as one rank of so many, and the peak that was counted, activations included, is what is shown."""
 
 _MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0}
+_KERNELS = ("torch", "fused", "compiled")
+_IN_ONE_PASS = ("adamw", "adam")  # by kernels other than torch's
 _LEAST_BUCKET = 64 * 1024
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -68,8 +70,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--accelerator", metavar="NAME", help="as ACCELERATOR (default: the best there is)")
     parser.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: a function's own, the file's, bfloat16)")
     parser.add_argument("--optimizer", choices=_MOMENTS, default="adamw", help="how much it remembers (default: adamw)")
+    parser.add_argument("--kernels", choices=_KERNELS, default="torch", help="what steps, on the host (default: torch)")
     parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches of a step (default: 1)")
-    parser.add_argument("--bucket-bytes", metavar="SIZE", help="reduced at once (default: 8MiB)")
+    parser.add_argument("--bucket-bytes", metavar="SIZE", help="reduced at once (default: 16MiB)")
     parser.add_argument("--batch", type=int, metavar="N", help="rehearse with micro-batches of N, activations included")
 
 
@@ -148,7 +151,9 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
         for stage, row in STAGES.items():
             shares = args.ranks if row.shards_optimizer else 1
             layout = FlatLayout.build(params, shares, bucket_bytes)
-            cost = cost_of(layout, stage, args.ranks, 0, _MOMENTS[args.optimizer], args.accumulation)
+            one_pass = args.kernels != "torch" and args.optimizer in _IN_ONE_PASS
+            moments, one_host = _MOMENTS[args.optimizer], space.is_host and (args.ranks_per_host or args.ranks) >= args.ranks
+            cost = cost_of(layout, stage, args.ranks, 0, moments, args.accumulation, one_host, one_pass)
             cost = replace(cost, weights=cost.weights + subject.other_bytes, peak=cost.peak + subject.other_bytes)
             if args.batch:
                 assert subject.build is not None

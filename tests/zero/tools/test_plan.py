@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import math
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,13 +14,14 @@ from torch import nn
 
 import accelerators
 from tests import ranks
-from tests.devices import needs_sim
+from tests.devices import needs_linux, needs_sim
 from tests.promises.offloads import adamw, place_of
 from tests.promises.test_offload_memory import in_pace
 from tests.zoo.case import filled
 from zero.__main__ import main
 from zero.comm.torch_group import TorchGroup
 from zero.optimizer import shard
+from zero.plan.costs import cost_of
 from zero.plan.families import FAMILIES, parameters_of
 from zero.tools.plan_command import recommended
 
@@ -206,3 +208,43 @@ def test_the_peak_is_within_5_percent_of_what_a_rank_of_two_holds(points, batch)
         answer = json.loads(ranks.run(1, plan_here, [f"{__name__}:planned_for", *words, *rehearsed], apart="sim")[0])
         assert answer["includes_activations"] == (batch > 1)
         assert row_of(answer, stage, offload)["peak"] == pytest.approx(peak, rel=0.05), (stage, dtype, offload, accumulation)
+
+
+# on one host -------------------------------------------------------------------------------------------------------------
+
+
+def shared_bytes():
+    """Of this process's memory files, its part where others have them too."""
+    parts = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return int(parts["Pss_Shmem"].split()[0]) * 1024
+
+
+def kept_on_the_host(rank, world):
+    """After a backward: what this rank has of memory files and of the optimizer's state, and what was predicted of weights and
+    gradients, and of that."""
+    before = shared_bytes()
+    model = filled(nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))))
+    inner = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = shard(model, inner, stage=2, dtype="bfloat16", kernels="fused", bucket_bytes=2**22)
+    for _ in range(8):
+        model(torch.ones(2, 1024, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(torch.ones(2, 1024, dtype=torch.bfloat16)).float().square().mean().backward()
+    optimizer.settle()
+    assert not optimizer.parts.window.shares.shard.shares  # they wait for the step as they came
+    kept = [*optimizer.parts.masters.shard.present(), *(v for s in inner.state.values() for v in s.values() if v.dim())]
+    optimizer.any_rank(False)
+    files = shared_bytes() - before
+    optimizer.any_rank(False)
+    cost = cost_of(optimizer.parts.line.layout, 2, world, rank, one_host=True, one_pass=True)
+    planned = cost.weights + cost.device.gradients + cost.buckets, cost.device.masters + cost.device.moments
+    return files, sum(tensor.nbytes for tensor in kept), *planned
+
+
+@needs_linux
+def test_ranks_of_one_host_have_one_copy_of_the_weights_and_gradients_as_they_came():
+    found = ranks.run(2, kept_on_the_host, apart="plan on one host")
+    files, states, planned_files, planned_states = (sum(of_kind) for of_kind in zip(*found, strict=True))
+    assert states == planned_states
+    assert files == pytest.approx(planned_files, rel=0.05)
