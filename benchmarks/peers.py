@@ -7,9 +7,9 @@
 Rounds go over all systems in turn, each in fresh processes, a rank a process, with its fastest flags, and nothing is left in
 shared memory from one to the next. *step* is the median over rounds of the median step, a step being as long as the slowest
 rank's; *to bare* is what it takes of forward and backward alone, *to peer* of the fastest peer that also keeps fp32 masters.
-*peak* is what is resident, and of memory that ranks share each one's part; *to plan* what it is of the prediction of `zero plan`
-and the peak of forward and backward alone together; *wire* is what a rank receives through sockets in a step. The losses must
-agree; a difference is an error.
+*peak* is what is resident, and of memory that ranks share each one's part; *to plan* is what that is of the prediction of
+`zero plan` and the peak of forward and backward alone together; *wire* is what a rank receives through sockets in a step. The
+losses must agree; a difference is an error.
 """
 
 from __future__ import annotations

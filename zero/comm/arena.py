@@ -27,7 +27,7 @@ LINES = 2  # of collectives, each counted by itself: what one leaves unread for 
 _WORD_BYTES = 16
 _INTRODUCTION = struct.Struct(f"<qqq{_WORD_BYTES}s")
 _TIMES_MEMORY = 4  # addresses, beside what the host has of memory: stretches are never moved together
-_IDLE_EXCHANGES = 8  # for so long, some windows, pages are kept that nobody asks for: to make one costs more than to fill it
+_IDLE_STEPS = 2  # for so long pages are kept that nobody asks for: to make one costs more than to fill it
 
 
 class _Stretch:
@@ -38,7 +38,7 @@ class _Stretch:
         self.num_bytes = num_bytes
         self.held = False  # somebody on this rank has a tensor of it
         self.vacant = True  # it has no pages
-        self.lent = 0  # after how many exchanges it was last asked for
+        self.lent = 0  # after how many steps it was last held
         self.sent = (0, -1)  # the last collective that others read it for, and of which line that is
 
     def release(self) -> None:
@@ -58,7 +58,7 @@ class Arena:
         self._begin, self._counts = whole.data_ptr(), counts_of(whole)
         self._stretches: list[_Stretch] = []
         self._read = [0] * LINES  # collectives that all ranks have finished
-        self._exchanges = 0
+        self._steps = 0  # since it was made
 
     def introduce(self) -> bytes:
         """What this rank says of itself, for `meet`."""
@@ -75,7 +75,7 @@ class Arena:
     def lend(self, num_bytes: int) -> torch.Tensor:
         """Memory for as long as somebody holds the tensor, or one that shares its storage."""
         stretch = self._free(num_bytes)
-        stretch.held, stretch.vacant, stretch.sent, stretch.lent = True, False, (0, -1), self._exchanges
+        stretch.held, stretch.vacant, stretch.sent, stretch.lent = True, False, (0, -1), self._steps
         view = memoryview(self._mapping)[stretch.start : stretch.start + max(1, num_bytes)]
         weakref.finalize(view, stretch.release).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)[:num_bytes]
@@ -101,15 +101,18 @@ class Arena:
         line, collective = stretch.sent
         return collective < self._read[line]
 
-    def exchanged(self) -> None:
-        """Ranks talk between backwards and not within, so by this it is told what a whole window did without."""
-        self._exchanges += 1
-        self.vacate(_IDLE_EXCHANGES)
-
-    def vacate(self, idle_exchanges: int = 0) -> None:
-        """Gives back the pages of what nobody asked for since so many exchanges."""
+    def stepped(self) -> None:
+        """A window was used, and what it and those before it did without may go."""
+        self._steps += 1
         for one in self._stretches:
-            if self._is_idle(one) and not one.vacant and one.lent + idle_exchanges <= self._exchanges:
+            if one.held:
+                one.lent = self._steps
+        self.vacate(_IDLE_STEPS)
+
+    def vacate(self, idle_steps: int = 0) -> None:
+        """Gives back the pages of what nobody held for so many steps."""
+        for one in self._stretches:
+            if self._is_idle(one) and not one.vacant and one.lent + idle_steps <= self._steps:
                 with contextlib.suppress(OSError):  # where pages cannot be given back they are kept
                     self._mapping.madvise(mmap.MADV_REMOVE, one.start, one.num_bytes)
                 one.vacant = True

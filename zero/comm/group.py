@@ -75,7 +75,7 @@ class Group(Protocol):
         method `place` is asked where in that it was. No collective, some microseconds."""
 
     def hurry(self) -> None:
-        """The first step is agreed on: from the next collective on, on all ranks, the shorter time limit holds."""
+        """A step is agreed on; with the first one the shorter time limit holds, from the next collective on, on all ranks."""
 
     def reconnect(self, base: Any) -> None:
         """Meets the same ranks again after the connections were lost, over the process group `base` or the one that it had."""

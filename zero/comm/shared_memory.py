@@ -149,8 +149,6 @@ class SharedMemoryGroup:
     # messages ----------------------------------------------------------------------------------------------------
 
     def exchange(self, message: bytes) -> list[bytes]:
-        self._hear()
-        self._arena.exchanged()
         return self._group.exchange(message)
 
     @property
@@ -161,6 +159,8 @@ class SharedMemoryGroup:
         self._group.note(doing, place)
 
     def hurry(self) -> None:
+        self._hear()
+        self._arena.stepped()  # as every step says this
         self._group.hurry()
 
     def reconnect(self, base: Any) -> None:

@@ -98,8 +98,8 @@ class Line:
         self._dtypes: list[torch.dtype] = []  # by bucket, of those that there were when somebody asked
 
     def dtype_of(self, bucket: int) -> torch.dtype:
-        for new in self.layout.buckets[len(self._dtypes) :] if bucket >= len(self._dtypes) else ():
-            self._dtypes.append(DTYPES[self.layout.chunks[new.chunk].dtype])
+        if bucket >= len(self._dtypes):
+            self._dtypes = [DTYPES[self.layout.chunks[each.chunk].dtype] for each in self.layout.buckets]
         return self._dtypes[bucket]
 
     @property

@@ -252,7 +252,7 @@ class _Builder:
 
     def _lay(self, dtype: str, params: Sequence[int]) -> None:
         """In as few chunks as there must be, of which the longest is as short as can be."""
-        starts, ends, longest = [0], list[int](), self._bucket_numel(dtype)
+        starts, ends = [0], list[int]()
         for param in params:
             ends.append(starts[-1] + self._layout.params[param].numel)
             starts.append(round_up(ends[-1], self._align(dtype)))
@@ -264,8 +264,9 @@ class _Builder:
                 first = found[-1].stop
             return found
 
-        fewest = len(chunks(longest))
-        for own in chunks(bisect_left(range(longest), True, key=lambda most: len(chunks(most)) <= fewest)):
+        limit = min(self._bucket_numel(dtype), ends[-1])
+        fewest = len(chunks(limit))
+        for own in chunks(bisect_left(range(limit), True, key=lambda most: len(chunks(most)) <= fewest)):
             slots = [Span(starts[at], ends[at]).shifted(-starts[own.start]) for at in range(own.start, own.stop)]
             self._close(dtype, params[own.start : own.stop], slots)
 

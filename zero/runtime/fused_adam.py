@@ -27,7 +27,7 @@ class FusedAdam:
     lacks = ("differentiable",)
 
     def step(self, settings: Settings, gradient: Gradient, elements: Elements) -> None:
-        masters, _, weights, rounded, pieces, parts = elements
+        masters, _, weights, rounded, pieces, tensors = elements
         most = stretch_of(masters.numel())
         kernel, stretches = _kernel_of(settings), _cut(pieces, masters.numel(), most)
         lengths = [sum(stretch.sizes) for stretch in stretches]
@@ -42,19 +42,19 @@ class FusedAdam:
                     master.copy_(exact(olds[number], master))
             slope = slopes[: master.numel()]
             add_scaled(add_rows, [own[number] for own in rows], slope, gradient.factors)
-            kernel(torch.split(slope, stretches[number].sizes)[1::2], stretches[number].of(parts))
+            kernel(torch.split(slope, stretches[number].sizes)[1::2], stretches[number].cut_out(tensors))
             if news:
                 news[number].copy_(master)
 
 
 class _Stretch(NamedTuple):
     sizes: list[int]  # of gaps and pieces in turn: a gap, a piece, and so on up to the last gap
-    pieces: list[tuple[int, Span | None]]  # their numbers, and what of each lies here, unless all of it does
+    pieces: list[tuple[int, Span | None]]  # their numbers, and what of each lies here; None for all of it, which needs no cut
 
-    def of(self, parts: Sequence[tuple[torch.Tensor, ...]]) -> list[list[torch.Tensor]]:
+    def cut_out(self, tensors: Sequence[tuple[torch.Tensor, ...]]) -> list[list[torch.Tensor]]:
         """The masters of what lies here, and then the moments."""
         here = [
-            parts[at] if part is None else [whole[part.start : part.stop] for whole in parts[at]] for at, part in self.pieces
+            tensors[at] if own is None else [whole[own.start : own.stop] for whole in tensors[at]] for at, own in self.pieces
         ]
         return [list(of_one_kind) for of_one_kind in zip(*here, strict=True)]
 
@@ -87,10 +87,10 @@ def _kernel_of(settings: Settings) -> Callable[..., None]:
     adam = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_
     kernel = partial(adam, beta1=beta1, beta2=beta2, **options)
 
-    def run(slopes: Sequence[torch.Tensor], parts: list[list[torch.Tensor]]) -> None:
+    def run(slopes: Sequence[torch.Tensor], stepped: list[list[torch.Tensor]]) -> None:
         """Steps masters and moments, each by itself."""
         if slopes:
-            masters, means, squares, *greatest = parts
+            masters, means, squares, *greatest = stepped
             kernel(masters, slopes, means, squares, greatest[0] if greatest else (), [step] * len(masters))
 
     return run

@@ -73,7 +73,7 @@ class Elements(NamedTuple):
     weights: torch.Tensor | None  # that the masters are compared with, where it is not known that they agree
     rounded: torch.Tensor | None  # the new weights, where they are to be written
     pieces: Sequence[Span]  # of parameters, in their order
-    parts: Sequence[tuple[torch.Tensor, ...]]  # of each piece master and moments, by themselves
+    tensors: Sequence[tuple[torch.Tensor, ...]]  # of each piece master and moments, by themselves
 
 
 class Kernel(Protocol):
@@ -104,7 +104,7 @@ class OnePass:
         self._inner = inner
         self._kernel = kernel
         self._moments: dict[tuple[int, str], torch.Tensor] = {}  # by bucket, and torch's name for them
-        self._counters: dict[Block, torch.Tensor] = {}  # of steps: one of each master
+        self._counters: dict[Block, torch.Tensor] = {}  # of steps, in the order of a block's members
 
     def check(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raises where a group has a setting that the kernel knows nothing of."""
@@ -140,9 +140,9 @@ class OnePass:
             if group is not None:
                 names = _moments_of(group)
                 moments = [self._moment(block.bucket, name, masters)[there] for name in names]
-                parts = [(master, *map(self._inner.state[master].__getitem__, names)) for _, master, _ in run]
+                tensors = [(master, *map(self._inner.state[master].__getitem__, names)) for _, master, _ in run]
                 pieces = [piece.in_share.shifted(-span.start) for piece, _, _ in run]
-                elements = Elements(masters[there], moments, old, new, pieces, parts)
+                elements = Elements(masters[there], moments, old, new, pieces, tensors)
                 self._kernel.step(self._settings(group, step), gradient.cut(there), elements)
                 continue
             if old is not None:
@@ -166,36 +166,47 @@ class OnePass:
             yield group, step, Span(begin, end), run
 
     def _advance(self, block: Block, members: Sequence[Member], masters: torch.Tensor) -> list[float]:
-        """Counts a step in the state of each master that is used, and gives the count; 0 for the others. There may be thousands
-        in a bucket, so what is done for each is little: moments and counters are found by their addresses."""
+        """Counts a step in the state of each master that is used, and gives the count; 0 for the others."""
         if block not in self._counters:
             with torch.inference_mode(False):
                 self._counters[block] = torch.zeros(len(members), dtype=torch.float32, device="cpu")
-        lines: dict[str, tuple[torch.Tensor, int]] = {}  # of moments, with their addresses
-        counters, used = self._counters[block], list[int]()
-        begin = counters.data_ptr()
-        for at, (piece, master, group) in enumerate(members):
-            if group is None:
-                continue
-            used.append(at)
-            state, start, stop = self._inner.state[master], piece.in_share.start, piece.in_share.stop
-            for name in _moments_of(group):
-                if name not in lines:
-                    own = self._moment(block.bucket, name, masters)
-                    lines[name] = own, own.data_ptr()
-                own, address = lines[name]
-                if name not in state or state[name].data_ptr() != address + start * own.element_size():
-                    _take_over(state, name, own[start:stop])
-            counter = state.get("step", 0.0)
-            if not isinstance(counter, torch.Tensor) or counter.data_ptr() != begin + at * counters.element_size():
-                counters[at] = float(counter)
-                state["step"] = counters[at]
+        counters = self._counters[block]
+        self._take_over(block.bucket, members, masters, counters)
+        used = [at for at, (_, _, group) in enumerate(members) if group is not None]
         if len(used) == len(members):
             counters += 1
         else:
             counters[used] += 1
         counts = counters.tolist()
         return [0.0 if group is None else counts[at] for at, (_, _, group) in enumerate(members)]
+
+    def _take_over(self, bucket: int, members: Sequence[Member], masters: torch.Tensor, counters: torch.Tensor) -> None:
+        """Sees to it that the state of what is used lies where it belongs. There may be thousands in a bucket, so little is
+        done for each: what lies there is recognised by its address."""
+        lines: dict[str, tuple[torch.Tensor, int]] = {}  # of moments, with their addresses
+        first_counter, counter_bytes = counters.data_ptr(), counters.element_size()
+        foreign: list[tuple[dict[str, Any], str, torch.Tensor, Any]] = []
+        for at, (piece, master, group) in enumerate(members):
+            if group is None:
+                continue
+            state, start, shape = self._inner.state[master], piece.in_share.start, master.shape
+            for name in _moments_of(group):
+                if name not in lines:
+                    line = self._moment(bucket, name, masters)
+                    lines[name] = line, line.data_ptr()
+                line, address = lines[name]
+                known = state.get(name)
+                if known is None or known.data_ptr() != address + start * line.element_size():
+                    foreign.append((state, name, line[start : piece.in_share.stop], known))
+                elif known.shape != shape:  # the same numbers in a form that the kernel, which looks at none, was not meant for
+                    state[name] = line[start : piece.in_share.stop]
+            known = state.get("step")
+            if not isinstance(known, torch.Tensor) or known.data_ptr() != first_counter + at * counter_bytes:
+                foreign.append((state, "step", counters[at], known))
+        # All are read before any is written, where they may be each other's.
+        values = [known.clone() if _lies_with(known, own) else known for _, _, own, known in foreign]
+        for (state, name, own, _), known in zip(foreign, values, strict=True):
+            state[name] = own.zero_() if known is None else own.copy_(torch.as_tensor(known).reshape(own.shape))
 
     def _moment(self, bucket: int, name: str, masters: torch.Tensor) -> torch.Tensor:
         if (bucket, name) not in self._moments:
@@ -211,9 +222,9 @@ class OnePass:
         )
 
 
-def _take_over(state: dict[str, Any], name: str, own: torch.Tensor) -> None:
-    """Makes a moment as torch makes it, or puts it where it belongs."""
-    state[name] = own.copy_(state[name]) if name in state else own.zero_()
+def _lies_with(known: Any, own: torch.Tensor) -> bool:
+    """Whether both are in one storage."""
+    return isinstance(known, torch.Tensor) and known.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
 
 
 def is_decoupled(inner: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:

@@ -15,12 +15,12 @@ from zero.memory.rows import add_scaled
 from zero.plan.spans import round_up
 from zero.runtime.compiled import LONG, build, compiled
 
-_LEAST_STRETCH, _MOST_STRETCHES = 2**16, 16
+_LEAST_STRETCH, _MOST_STRETCHES = 2**16, 16  # elements for each thread, and how many stretches at most
 
 
 def stretch_of(numel: int) -> int:
-    """Elements that torch's kernels work on at a time: as many for each thread, or a part of all where that
-    is more, as calls cost time and scratch memory. Between two stretches is also the end of one of `norms.PIECE`."""
+    """Elements that torch's kernels work on at a time: few enough for the cache, and enough that calls cost little. A multiple
+    of PIECE, so that norms are taken of the same pieces whatever the stretch."""
     return round_up(max(_LEAST_STRETCH * torch.get_num_threads(), numel // _MOST_STRETCHES), PIECE)
 
 

@@ -12,7 +12,7 @@ import torch
 
 import accelerators
 from tests import ranks
-from zero.comm.arena import _IDLE_EXCHANGES, Arena, meet
+from zero.comm.arena import _IDLE_STEPS, Arena, meet
 from zero.comm.group import TimeLimits
 from zero.comm.loopback import LoopbackGroup, run_ranks
 from zero.comm.shared_memory import SharedMemoryGroup, through_shared_memory
@@ -64,11 +64,13 @@ def test_pages_that_nobody_asks_for_are_given_back():
     assert pages(arena) >= before + 2**20
     arena.vacate()
     assert pages(arena) >= before + 2**20  # held
+    for _ in range(2 * _IDLE_STEPS):
+        arena.stepped()
     del lent
-    for _ in range(_IDLE_EXCHANGES - 1):
-        arena.exchanged()
+    for _ in range(_IDLE_STEPS - 1):
+        arena.stepped()
     assert pages(arena) >= before + 2**20  # the next one would only make them anew
-    arena.exchanged()
+    arena.stepped()
     assert pages(arena) == before
     assert arena.lend(2**20).sum() == 0
 

@@ -144,6 +144,10 @@ def test_the_last_parameter_of_the_model_is_in_the_first_bucket():
     assert [bucket.params for bucket in layout.buckets] == [(3,), (2,), (1,), (0,)]
 
 
+def test_a_bucket_may_be_larger_than_any_memory():
+    assert len(FlatLayout.build([ParamSpec("p", (16,), "float32")], 1, 10**20).buckets) == 1
+
+
 def test_buckets_hold_one_dtype():
     specs = [ParamSpec("a", (3,), "float32"), ParamSpec("b", (3,), "bfloat16"), ParamSpec("c", (3,), "float32")]
     layout = FlatLayout.build(specs, 2, 10**6)

@@ -211,6 +211,42 @@ def test_a_fused_training_is_that_of_torchs_fused_optimizer_bit_by_bit(world, bu
         torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.0)
 
 
+def exchanged(state, params):
+    """Counters change places, and so do moments of one size; one is seen in another form, one in part."""
+    first, second, third = (state[param] for param in params)
+    first["step"], second["step"] = second["step"], first["step"]
+    first["exp_avg"], second["exp_avg"] = second["exp_avg"], first["exp_avg"]
+    third["exp_avg_sq"] = third["exp_avg_sq"].view(1000, 300)
+
+
+@BOTH
+def test_state_that_changed_places_or_form_is_taken_for_what_it_is(kernels):
+    """Even though the places are those of others: torch's kernel looks at no sizes."""
+    found = []
+    for is_sharded in (True, False):
+        params = [nn.Parameter(real_numbers((numel,), "weights", at)) for at, numel in enumerate((100, 100, 300_000))]
+        optimizer = inner = torch.optim.AdamW(params, lr=0.02, fused=True)
+        if is_sharded:
+            optimizer = zero.shard(nn.ParameterList(params), inner, stage=2, kernels=kernels, group=solo())
+        for step in range(5):
+            for at, param in enumerate(params):
+                if at != 1 or step > 0:
+                    (param * real_numbers(tuple(param.shape), "inputs", at, step)).square().sum().backward()
+            if step == 3:
+                exchanged(inner.state, [optimizer.parts.masters.of(at)[0][1] for at in range(3)] if is_sharded else params)
+            if step == 4 and not is_sharded:
+                state = inner.state[params[2]]
+                state["exp_avg_sq"] = state["exp_avg_sq"].view(-1)
+            optimizer.step()
+            optimizer.zero_grad()
+        counts = [int(state["step"]) for state in inner.state.values()]
+        found.append((sorted(counts), [param.detach().clone() for param in params]))
+    (ours, our_weights), (theirs, their_weights) = found
+    assert ours == theirs
+    exactness = 0.0 if kernels == "fused" else 1e-5
+    torch.testing.assert_close(our_weights, their_weights, rtol=exactness, atol=exactness)
+
+
 def test_a_stretch_that_ends_within_a_parameter_ends_where_a_register_does():
     sizes = (5, 140_000, 3, 400_000)  # which lie side by side with gaps of up to four elements
 
