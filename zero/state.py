@@ -113,10 +113,11 @@ def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[s
             inner.state[parts.params.tensors[param]] = copy.deepcopy(dict(states[name]))
         elif name in states:
             _give_pieces(parts, inner, param, states[name], set(elementwise))
-        if name in masters and _has_copy(parts, param):
+        if name in masters:
             line = parts.window.shares.forms[param].line(masters[name])
             for piece, master in parts.masters.of(param):
-                master.copy_(line[piece.in_param.start : piece.in_param.stop])
+                if parts.masters.is_copy(piece.bucket):  # else it is a part of the weights, which are not loaded here
+                    master.copy_(line[piece.in_param.start : piece.in_param.stop])
     parts.masters.compare_all()
 
 

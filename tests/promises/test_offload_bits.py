@@ -229,6 +229,31 @@ def loaded_halfway(model, optimizer, rank, saved):
     return at_home, train_windows(model, optimizer, rank, (2,))
 
 
+def of_many_buckets():
+    return torch.nn.Linear(16, 16, bias=False)
+
+
+def is_unchanged_by_loading(model, optimizer, rank):
+    for step in range(3):
+        if step == 1:
+            saved = copied(optimizer.state_dict())
+        optimizer.backward(model(torch.ones(2, 16, device=model.weight.device)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    before = model.weight.detach().cpu()
+    optimizer.load_state_dict(saved)
+    return torch.equal(model.weight.detach().cpu(), before)
+
+
+@needs_sim
+@SHARDED
+@pytest.mark.parametrize("world", [1, 2])
+def test_to_load_the_optimizer_alone_changes_no_weight_wherever_parts_of_a_parameter_live(stage, world):
+    points = [{"stage": stage, "offload": home, "bucket_bytes": 256} for home in (None, {"ratio": 0.5}, "cpu")]
+    for found in on_sim(world, is_unchanged_by_loading, points, build=of_many_buckets):
+        assert found == [True] * len(points)
+
+
 @needs_sim
 @pytest.mark.promise("H01")
 @SHARDED

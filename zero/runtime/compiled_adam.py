@@ -90,7 +90,8 @@ def _build(variant: Variant) -> None:
     def example() -> list[Any]:
         master = torch.linspace(-1.0, 1.0, LONG, dtype=variant.masters)
         numbers = torch.full((8,), 0.5, dtype=variant.masters)
-        weights = None if variant.weights is None else master.to(variant.weights)
+        # other memory, whatever the dtype: what the compiler once saw to be the same it takes for the same ever after
+        weights = None if variant.weights is None else master.to(variant.weights, copy=True)
         rounded = None if variant.rounded is None else torch.zeros(LONG, dtype=variant.rounded)
         rows = [master.flip(0).to(variant.rows) for _ in range(variant.num_rows)]
         return [variant.decoupled, numbers, master, rows, master * 0.1, master.square(), weights, rounded]

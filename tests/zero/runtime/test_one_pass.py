@@ -30,6 +30,7 @@ KINDS = (
     Kind(torch.float32),
     *(Kind(torch.float32, *pair) for pair in ((torch.bfloat16, None), (torch.bfloat16, torch.bfloat16))),
     *(Kind(torch.float32, None, half) for half in (torch.bfloat16, torch.float16)),
+    Kind(torch.float32, torch.float32, torch.float32),  # copies in other memory of what needs no rounding
 )
 ADAMS = (
     (torch.optim.AdamW, {"weight_decay": 0.1}),
@@ -97,7 +98,7 @@ def test_a_step_is_torchs_own_to_a_few_ulp_of_the_masters_not_of_the_weights(kin
             for params in (masters, plain)
         )
         one_pass = in_one_pass(ours, kernels, kind)
-        weights = None if dtype is None else share.to(dtype)
+        weights = None if dtype is None else share.to(dtype, copy=True)
         for step in range(3):
             if weights is not None and step == 1:  # edits, beyond what rounding does
                 for piece, other in zip(pieces, plain, strict=True):
@@ -328,7 +329,7 @@ def test_any_length_is_stepped_as_part_of_a_longer_one(kind, kernels):
         share, grads = (real_numbers((numel,), name) for name in ("value", "grad"))
         master = nn.Parameter(share)
         one_pass = in_one_pass(torch.optim.AdamW([master], lr=1e-3), kernels, kind)
-        weights, rounded = (None if dtype is None else share.to(dtype) for dtype in (kind.compared, kind.rounded))
+        weights, rounded = (None if dtype is None else share.to(dtype, copy=True) for dtype in (kind.compared, kind.rounded))
         rounded, start = weights if rounded is None else rounded, 0
         for bucket, length in enumerate(lengths):
             here, span = slice(start, start + length), Span(0, length)
