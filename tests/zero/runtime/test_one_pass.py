@@ -213,7 +213,7 @@ def test_a_fused_training_is_that_of_torchs_fused_optimizer_bit_by_bit(world, bu
 
 
 def exchanged(state, params):
-    """Counters change places, and so do moments of one size; one is seen in another form, one in part."""
+    """Counters change places, and so do moments of one size; one is seen in another form."""
     first, second, third = (state[param] for param in params)
     first["step"], second["step"] = second["step"], first["step"]
     first["exp_avg"], second["exp_avg"] = second["exp_avg"], first["exp_avg"]
