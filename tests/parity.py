@@ -54,6 +54,7 @@ CHUNK = 20  # points that one call of the pool trains
 FEW_PARAMETERS = 100
 MOST_FAILURES = 25
 PROBLEM_CHARS = 1500
+FAILURES_CHARS = 12000  # a few failures are told at more length: what killed a rank stands at the beginning of what it printed
 WORKERS = max(1, min(4, os.cpu_count() or 1))  # processes that train points over loopback, each on a core
 
 WAITING = "cpu:waiting"  # a device of no axis: the host, where whatever ranks send is added up as late as it can be
@@ -207,7 +208,8 @@ class Failures(dict[Point, str]):
 
     def __repr__(self) -> str:
         lines = [f"{len(self)} points failed."]
-        lines += [f"--- {point}\n{problem[-PROBLEM_CHARS:]}" for point, problem in self.items()]
+        chars = max(PROBLEM_CHARS, FAILURES_CHARS // max(1, len(self)))
+        lines += [f"--- {point}\n{problem[-chars:]}" for point, problem in self.items()]
         return "\n".join(lines)
 
 

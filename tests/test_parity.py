@@ -45,39 +45,39 @@ def test_every_case_is_trained_over_gloo(over_gloo):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_processes_over_gloo_equal_the_oracle(over_gloo, world):
     failures = parity.run(point for point in over_gloo if point.world == world)
-    assert not failures, failures
+    assert not failures, str(failures)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_threads_for_ranks_equal_the_oracle(points, over_gloo, world):
     mine = [p for p in points if (p.device, p.world) == ("cpu", world) and p not in over_gloo]
     failures = parity.run(mine, loopback=True)
-    assert not failures, failures
+    assert not failures, str(failures)
 
 
 def test_threads_for_ranks_give_the_bits_of_processes(over_gloo):
     failures = parity.differences(over_gloo[::5])
-    assert not failures, failures
+    assert not failures, str(failures)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_rows_that_wait_equal_the_oracle(over_gloo, world):
     points = [replace(point, device=parity.WAITING) for point in over_gloo if point.world == world]
     failures = parity.run(points)
-    assert not failures, failures
+    assert not failures, str(failures)
 
 
 @needs_sim
 @pytest.mark.parametrize("device", grid.DEVICES[1:])
 def test_simulated_devices_equal_the_oracle(points, device):
     failures = parity.run(point for point in points if point.device == device)
-    assert not failures, failures
+    assert not failures, str(failures)
 
 
 @needs_sim
 def test_what_nobody_asks_a_device_for_may_be_missing():
     failures = parity.run(grid.spot_checks())
-    assert not failures, failures
+    assert not failures, str(failures)
 
 
 def test_the_whole_product_has_so_many_points():

@@ -88,7 +88,7 @@ def fresh():
 
 def test_fixed_seeds_are_right_when_sharded():
     failures = parity.run([point_of(seed) for seed in FIXED], loopback=True)
-    assert not failures, failures
+    assert not failures, str(failures)
 
 
 def test_fresh_seeds_are_right_when_sharded(fresh):
