@@ -21,17 +21,14 @@ from zero.plan.layout import ITEM_BYTES, FlatLayout
 
 _OPTIM = torch.optim
 # Values an element that an optimizer remembers, where it is not two.
-_MOMENTS = {_OPTIM.Adagrad: 1, _OPTIM.Adamax: 2, _OPTIM.RMSprop: 1, Lion: 1}
+_MOMENTS = {_OPTIM.SGD: 0, _OPTIM.Adagrad: 1, _OPTIM.RMSprop: 1, _OPTIM.ASGD: 1, Lion: 1}
+_MORE = ("momentum", "amsgrad", "centered")  # settings of a group that want one more
 
 
-def num_moments(optimizer: torch.optim.Optimizer) -> int:
-    """Values an element of its state; two for an optimizer that we do not know."""
-    settings = optimizer.defaults
-    known = _MOMENTS.get(type(optimizer), 2)
-    if isinstance(optimizer, torch.optim.SGD):
-        known = 0
-    more = (settings.get("momentum", 0) not in (0, 0.0, None), settings.get("amsgrad", False), settings.get("centered", False))
-    return known + sum(map(bool, more))
+def num_moments(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Values an element of its state, by group; two for an optimizer that we do not know."""
+    known = next((number for kind, number in _MOMENTS.items() if isinstance(optimizer, kind)), 2)
+    return [known + sum(bool(group.get(setting)) for setting in _MORE) for group in optimizer.param_groups]
 
 
 class Room:
@@ -85,9 +82,9 @@ class Room:
         piece = max(bucket.share_numel for bucket in layout.buckets if bucket.offloaded) * ITEM_BYTES["float32"]
         if pinned and not self._can_pin(piece):
             raise ValueError(
-                f"Pinned host memory was asked for, {needed} bytes of it ({format_bytes(available)} of host memory are "
-                f"available), but no piece of {piece} bytes can be pinned for {self._place.accelerator.name}. Leave pinned "
-                "out, and pageable memory serves."
+                f"Pinned host memory was asked for, {needed} bytes of it. {'Some' if available is None else available} bytes "
+                f"of host memory are available, but no piece of {piece} bytes can be pinned for "
+                f"{self._place.accelerator.name}. Leave pinned out, and pageable memory serves."
             )
         self.host.pinned = pinned
 

@@ -1,6 +1,7 @@
 """A12: what adds up in a window, and what ends it, with shares of gradients on the host."""
 
 import contextlib
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -24,6 +25,7 @@ from tests.promises.offloads import (
     send,
     train_windows,
 )
+from tests.promises.test_core_memory import deep
 from tests.zoo.branches import ManyParameters
 from tests.zoo.case import draw, filled, real_loss
 from zero.memory.offload import Host
@@ -165,6 +167,35 @@ def test_weights_of_a_bucket_travel_back_and_are_gathered_while_the_next_one_is_
         assert [event[0] for event in events] == names * len(steps)
         if world == 1:  # with more ranks, gloo waits for what it sends
             assert [on_their_way for _, _, on_their_way in steps] == [0] + [1] * (len(steps) - 1)
+
+
+def order_of_a_backward(model, optimizer, rank):
+    """Gradients that are there, and shares of them that leave."""
+    events, send_down = [], Host.down
+    for name, layer in (("first", model[-1]), ("last", model[0])):
+        layer.weight.register_hook(lambda grad, name=name: events.append(f"{name} gradient"))
+
+    def note_copy(host, source, target):
+        events.append("copy")
+        return send_down(host, source, target)
+
+    for step in range(2):  # the first learns the order of the gradients
+        events.clear()
+        with mock.patch.object(Host, "down", note_copy):
+            send(model, optimizer, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return events
+
+
+@needs_sim
+@SHARDED
+@pytest.mark.parametrize("world", [1, 2])
+def test_shares_of_gradients_leave_for_the_host_while_backward_goes_on(world, stage):
+    for none, half, whole in on_sim(world, order_of_a_backward, pairs_in_turn(stage), partial(deep, 32, 4)):
+        assert "copy" not in none and "copy" in half
+        meanwhile = whole[whole.index("first gradient") : whole.index("last gradient")]
+        assert meanwhile.count("copy") >= whole.count("copy") / 2
 
 
 # what ends a window -----------------------------------------------------------------------------------------------------

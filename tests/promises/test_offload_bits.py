@@ -10,7 +10,7 @@ import torch
 
 import accelerators
 from tests import ranks
-from tests.devices import needs_sim
+from tests.devices import needs_compiler, needs_sim
 from tests.promises.loops import alone, one_step
 from tests.promises.offloads import (
     DTYPES,
@@ -20,6 +20,7 @@ from tests.promises.offloads import (
     difference,
     in_threes,
     on_sim,
+    pairs,
     pairs_in_turn,
     send,
     train_windows,
@@ -28,6 +29,7 @@ from tests.promises.test_clipping import items, skips_of
 from tests.promises.trainings import loopback_traces, options_of, train_one
 from tests.traces import compare, copied
 from tests.zoo import CASES
+from tests.zoo.case import backward, draw, real_loss
 from zero.comm.group import TimeLimits
 from zero.comm.torch_group import connect
 from zero.config import LossScale, Offload
@@ -76,6 +78,45 @@ def test_any_ratio_and_groups_with_homes_of_their_own_give_the_same_bits(stage, 
         nothing, half, everything, *mixed = [homes.count("cpu") / len(homes) for _, homes in others]
         assert (nothing, everything) == (0.0, 1.0) and 0.0 < half < 1.0
         assert 0.0 < mixed[0] < mixed[1] < 1.0 and 0.0 < mixed[2] < 1.0
+
+
+# the step in one pass ---------------------------------------------------------------------------------------------------
+
+
+def windows_with_edits(model, optimizer, rank):
+    """Of one backward and of more, clipped, with weights edited and a part of the model unused between."""
+    found = [train_windows(model, optimizer, rank, (1, 3, 2))]
+    with torch.no_grad():
+        model[0].weight[0, 0] = 2.0
+    backward(optimizer, real_loss(model[2](draw(model, (3, 6), rank, 5, real=True))))
+    optimizer.step()
+    optimizer.zero_grad()
+    return [*found, bits(model, optimizer), train_windows(model, optimizer, rank, (2,))]
+
+
+@needs_sim
+@pytest.mark.promise("H01", "H03")
+@SHARDED
+def test_the_fused_step_gives_the_same_bits_wherever_shares_live(stage):
+    for none, half, whole in in_threes(on_sim(2, windows_with_edits, pairs(stage, kernels="fused", clip=0.5))):
+        assert difference(half, none) is None and difference(whole, none) is None
+
+
+@needs_sim
+@needs_compiler
+@pytest.mark.promise("H01", "H03")
+@SHARDED
+def test_the_compiled_step_gives_what_torchs_gives_wherever_shares_live(stage):
+    """Near it, as its operations are rounded in another order; a bf16 weight may then be the next one."""
+    options = [{"stage": stage, "dtype": dtype, "clip": 0.5} for dtype in DTYPES]
+    expected = on_sim(2, windows_with_edits, options)
+    homes = [Offload(ratio=0.5), "cpu"]
+    found = on_sim(2, windows_with_edits, [{**o, "offload": home, "kernels": "compiled"} for o in options for home in homes])
+    for ours, theirs in zip(found, expected, strict=True):
+        for number, point in enumerate(options):
+            near = {"rtol": 1e-5, "atol": 1e-6} if point["dtype"] is None else {"rtol": 2**-7, "atol": 1e-4}
+            for mine in ours[2 * number : 2 * number + 2]:
+                assert difference(mine, theirs[number], **near) is None
 
 
 # overflow and norms -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import re
 import weakref
 from unittest import mock
 
@@ -19,9 +20,11 @@ from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero.comm.group import Alone, Ready
 from zero.comm.loopback import solo
 from zero.comm.torch_group import TorchGroup
+from zero.engine import Engine
 from zero.memory.offload import Host
 from zero.optimizer import shard
 from zero.plan.budget import budget_of
+from zero.room import num_moments
 
 KIB = 1024
 WIDTH, NUM_LAYERS, LAYERS_A_BUCKET = 256, 16, 4
@@ -162,7 +165,7 @@ def construct_and_close(rank, world):
     simulated.bring_up()
     simulated.configure(order="late")
     device, found = accelerators.get("sim"), []
-    for dtype, how in itertools.product((None, "bfloat16"), ("close", "del", "del in a window")):
+    for dtype, how in itertools.product((None, "bfloat16"), ("close", "destroy", "del", "del in a window")):
         gc.collect()
         before, pinned_before = device.memory().allocated, pinned._watched.alive
         with torch.device("sim:0"):
@@ -191,6 +194,8 @@ def construct_and_close(rank, world):
         gc.disable()
         if how == "close":
             optimizer.close()
+        if how == "destroy":
+            Engine(optimizer).destroy()
         del optimizer, inside
         dead = all(ref() is None for ref in refs)
         gc.enable()
@@ -336,7 +341,9 @@ def test_host_memory_that_will_not_suffice_is_an_error_with_both_numbers_before_
 def test_pinning_that_is_asked_for_and_refused_is_an_error_before_anything_is_allocated(world):
     for said, unchanged, allocated, made in ranks.run(world, refused, None, {"pinned": True}, apart="sim"):
         assert said.startswith("ValueError: Pinned host memory was asked for, ")
-        assert "bytes of it (" in said and "of host memory are available" in said and "can be pinned for sim" in said
+        needed, available, piece = map(int, re.findall(r"(\d+) bytes", said))
+        assert f"but no piece of {piece} bytes can be pinned for sim" in said
+        assert 0 < piece < needed < available
         assert "Leave pinned out" in said
         assert unchanged and allocated <= KIB and not made
 
@@ -361,8 +368,9 @@ def test_a_group_of_the_optimizer_with_an_unknown_home_is_an_error_too():
 
 
 @needs_sim
-def test_with_pageable_memory_the_bits_are_the_same(monkeypatch):
-    points = [{"stage": 2, "offload": offload} for offload in (None, "cpu", {"pinned": False})]
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+def test_masters_moments_and_gradients_are_pinned_and_with_pageable_memory_the_bits_are_the_same(kernels):
+    points = [{"stage": 2, "kernels": kernels, "offload": offload} for offload in (None, "cpu", {"pinned": False})]
     for none, pinned, pageable in on_sim(1, three_steps, points):
         assert none[0] == pinned[0] == pageable[0]
         assert (pinned[1], pageable[1]) == (True, False)
@@ -372,6 +380,33 @@ def three_steps(model, optimizer, rank):
     for step in range(3):
         send(model, optimizer, rank, step)
         optimizer.step()
+        kept = [*optimizer.parts.masters.shard.present(), *optimizer.parts.window.shares.shard.present()]
         optimizer.zero_grad()
-    pinned = all(share.is_pinned() for share in optimizer.parts.masters.shard.present())
+    kept += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    [pinned] = {tensor.is_pinned() for tensor in kept}
     return {name: weight.tolist() for name, weight in weights(model).items()}, pinned
+
+
+def groups_that_remember_more_or_less(model):
+    one, other = (list(model[index].parameters()) for index in (0, 2))
+    return torch.optim.AdamW([{"params": one, "amsgrad": True}, {"params": other}], lr=0.02, eps=1e-2)
+
+
+def host_bytes(model, optimizer, rank):
+    """What there is of shares on the host, and what was predicted."""
+    send(model, optimizer, rank, 0)
+    optimizer.step()
+    kept = [*optimizer.parts.masters.shard.present(), *optimizer.parts.window.shares.shard.present()]
+    kept += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    budget = budget_of(optimizer.parts.line.layout, rank, num_moments(optimizer.parts.updater.inner))
+    return sum(tensor.nbytes for tensor in kept), budget.host.total
+
+
+@needs_sim
+@pytest.mark.promise("M07")
+@pytest.mark.parametrize("world", [1, 2])
+def test_moments_of_groups_with_settings_of_their_own_are_predicted(world):
+    options = {"offload": "cpu", "make": groups_that_remember_more_or_less}
+    points = [{**options, "kernels": kernels} for kernels in ("torch", "fused")]
+    for of_rank in on_sim(world, host_bytes, points):
+        assert [found == predicted for found, predicted in of_rank] == [True, True], of_rank

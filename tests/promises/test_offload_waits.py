@@ -54,9 +54,10 @@ def in_random_orders(model, optimizer, rank):
 
 @needs_sim
 @pytest.mark.promise("H02", "R13")
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
 @pytest.mark.parametrize(("stage", "dtype"), [(1, None), (2, "bfloat16"), (2, None)])
-def test_fifty_random_orders_of_late_copies_race_nowhere_and_give_the_bits_of_no_offload(stage, dtype):
-    options = {"stage": stage, "dtype": dtype}
+def test_fifty_random_orders_of_late_copies_race_nowhere_and_give_the_bits_of_no_offload(stage, dtype, kernels):
+    options = {"stage": stage, "dtype": dtype, "kernels": kernels}
     for none, offloaded in on_sim(2, in_random_orders, [options, {**options, "offload": "cpu"}]):
         assert difference(offloaded, none) is None
 
@@ -149,7 +150,9 @@ def scenario(dtype, offload, make):
         model = filled(OnTwoStreams(), real=True)
     inner = make(model.parameters(), lr=0.02, eps=1e-2)
     scale = LossScale(initial=4.0, dynamic=False) if dtype == "float16" else None
+    kernels = "fused" if scale and make is torch.optim.AdamW else "torch"
     options = {"stage": 2, "bucket_bytes": SMALL, "clip": 0.5, "dtype": dtype, "loss_scale": scale, "elementwise": True}
+    options["kernels"] = kernels
     optimizer, found = shard(model, inner, group=solo(), offload=offload, **options), []
     assert len(optimizer.parts.line.layout.buckets) >= 3
     for step, length in enumerate((1, 2, 3, 1)):

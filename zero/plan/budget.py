@@ -58,15 +58,16 @@ class Budget:
 def budget_of(
     layout: FlatLayout,
     rank: int = 0,
-    num_moments: int = 2,
+    num_moments: int | Sequence[int] = 2,
     num_backwards: int | None = None,
     by_blocks: bool = True,
     num_ranks: int | None = None,
     waits: bool = False,
 ) -> Budget:
-    """The cost of `layout` with an optimizer of `num_moments` values an element. `num_backwards` are sent in a window; None
-    for any number. `by_blocks`: whether the optimizer is given one block after the other. `num_ranks` are there; None for as
-    many as share the layout. `waits`: whether all gradients wait, in the dtype of sums, for the last backward of a window.
+    """The cost of `layout` with an optimizer of `num_moments` values an element, by group where they differ. `num_backwards`
+    are sent in a window; None for any number. `by_blocks`: whether the optimizer is given one block after the other.
+    `num_ranks` are there; None for as many as share the layout. `waits`: whether all gradients wait, in the dtype of sums, for
+    the last backward of a window.
 
     [Note: pace]
     This is what a rank needs that keeps pace with the others, once the order of its gradients is known: a bucket is full
@@ -76,14 +77,15 @@ def budget_of(
     shares = {False: Counter[str](), True: Counter[str]()}  # by whether they live on the host
     are_others = (num_ranks or layout.num_shares) > 1
     rounds = [_Round.of(layout, index, are_others, waits) for index in range(len(layout.buckets))]
+    remembered = [num_moments] if isinstance(num_moments, int) else num_moments
     for bucket, round_ in zip(layout.buckets, rounds, strict=True):
         shares[bucket.offloaded]["gradients"] += round_.share
         shares[bucket.offloaded]["masters"] += round_.share if bucket.offloaded or round_.narrow else 0
     for param, spec in enumerate(layout.params):
-        wide = max(ITEM_BYTES[spec.dtype], ITEM_BYTES["float32"])
+        bytes_an_element = remembered[min(spec.group, len(remembered) - 1)] * max(ITEM_BYTES[spec.dtype], ITEM_BYTES["float32"])
         # The optimizer sees pieces, never the padding between them.
         for piece in layout.pieces(param, rank if layout.num_shares > 1 else 0):
-            shares[layout.buckets[piece.bucket].offloaded]["moments"] += num_moments * wide * piece.in_param.numel
+            shares[layout.buckets[piece.bucket].offloaded]["moments"] += bytes_an_element * piece.in_param.numel
     at_once = max((len(layout.buckets_of(param)) for param in range(len(layout.params))), default=0)  # filled by one gradient
     sent_before = int(are_others)  # and not landed yet
     repeats = 1 + _ON_THE_WAY if num_backwards is None else num_backwards  # more of them meet no more of each other
@@ -92,7 +94,7 @@ def budget_of(
         buffers = len(rounds)  # what was added up in the dtype of sums is sent in it, all when the window settles
     kept = _staging_of(layout, rounds, min(_KEPT, buffers))
     latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)
-    stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0) if num_moments else 0
+    stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0) if any(remembered) else 0
     return Budget(
         weights=sum(chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks),
         device=Shares(**shares[False]),

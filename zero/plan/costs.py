@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zero.plan.budget import Budget, Shares, budget_of
@@ -30,7 +31,7 @@ def cost_of(
     stage: int,
     num_ranks: int,
     rank: int = 0,
-    num_moments: int = 2,
+    num_moments: int | Sequence[int] = 2,
     accumulation: int = 1,
     one_host: bool = False,
     one_pass: bool = False,

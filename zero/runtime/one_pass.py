@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from zero.memory.masters import adopt
+from zero.memory.moments import Moments
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span
 from zero.runtime.sums import RowKind
@@ -96,30 +97,21 @@ class OnePass:
 
     [Note: runs]
     A call costs as much as some ten thousand elements. So what lies side by side with the same settings, which is nearly
-    always all of a block, is stepped in one call, with the gaps between. For that the moments lie as the masters do: the
-    optimizer's state of a parameter is a view of them.
+    always all of a block, is stepped in one call, with the gaps between. For that the moments lie as the masters do.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, kernel: Kernel) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, kernel: Kernel, moments: Moments) -> None:
         self._inner = inner
         self._kernel = kernel
-        self._moments: dict[tuple[int, str], torch.Tensor] = {}  # by bucket, and torch's name for them
+        self._moments = moments
         self._counters: dict[Block, torch.Tensor] = {}  # of steps, in the order of a block's members
 
     def check(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raises where a group has a setting that the kernel knows nothing of."""
-        name = self._kernel.name
-        for group in groups:
-            for setting in self._kernel.lacks:
-                if group.get(setting):
-                    raise ValueError(
-                        f"kernels='{name}' was asked for, but {setting} has no {name} step, and a group of the optimizer sets "
-                        "it. Use kernels='torch'."
-                    )
+        check_settings(self._kernel, groups)
 
     def release(self) -> None:
-        """Lets go of all moments; those that the optimizer's state still has are taken over from there."""
-        self._moments.clear()
+        """Lets go of the counters; those that the optimizer's state still has are taken over from there."""
         self._counters.clear()
 
     @torch.no_grad()
@@ -134,12 +126,12 @@ class OnePass:
     ) -> None:
         """Steps a block of a bucket's `masters`, whose gradient is `gradient`. The block's `weights` are compared with and
         `rounded` written, where there are such."""
-        for group, step, span, run in self._runs(block, members, masters):
+        for group, step, span, run in self._runs(block, members):
             there, part = slice(span.start, span.stop), slice(span.start - block.span.start, span.stop - block.span.start)
             old, new = (None if whole is None else whole[part] for whole in (weights, rounded))
             if group is not None:
                 names = _moments_of(group)
-                moments = [self._moment(block.bucket, name, masters)[there] for name in names]
+                moments = [self._moments.line(block.bucket, name)[there] for name in names]
                 tensors = [(master, *map(self._inner.state[master].__getitem__, names)) for _, master, _ in run]
                 pieces = [piece.in_share.shifted(-span.start) for piece, _, _ in run]
                 elements = Elements(masters[there], moments, old, new, pieces, tensors)
@@ -151,12 +143,12 @@ class OnePass:
                 new.copy_(masters[there])
 
     def _runs(
-        self, block: Block, members: Iterable[Member], masters: torch.Tensor
+        self, block: Block, members: Iterable[Member]
     ) -> Iterator[tuple[dict[str, Any] | None, float, Span, list[Member]]]:
         """Group, step, place and members of what is stepped alike, together all of the block."""
         found: list[tuple[dict[str, Any] | None, float, int, list[Member]]] = []  # with where each begins
         ordered = sorted(members, key=lambda member: member[0].in_share.start)
-        for member, step in zip(ordered, self._advance(block, ordered, masters), strict=True):
+        for member, step in zip(ordered, self._advance(block, ordered), strict=True):
             piece, _, group = member
             if not found or found[-1][0] is not group or found[-1][1] != step:
                 found.append((group, step, piece.in_share.start if found else block.span.start, []))
@@ -165,13 +157,13 @@ class OnePass:
         for (group, step, begin, run), (_, _, end, _) in itertools.pairwise([*found, (None, 0.0, block.span.stop, [])]):
             yield group, step, Span(begin, end), run
 
-    def _advance(self, block: Block, members: Sequence[Member], masters: torch.Tensor) -> list[float]:
+    def _advance(self, block: Block, members: Sequence[Member]) -> list[float]:
         """Counts a step in the state of each master that is used, and gives the count; 0 for the others."""
         if block not in self._counters:
             with torch.inference_mode(False):
                 self._counters[block] = torch.zeros(len(members), dtype=torch.float32, device="cpu")
         counters = self._counters[block]
-        self._take_over(block.bucket, members, masters, counters)
+        self._take_over(block.bucket, members, counters)
         used = [at for at, (_, _, group) in enumerate(members) if group is not None]
         if len(used) == len(members):
             counters += 1
@@ -180,7 +172,7 @@ class OnePass:
         counts = counters.tolist()
         return [0.0 if group is None else counts[at] for at, (_, _, group) in enumerate(members)]
 
-    def _take_over(self, bucket: int, members: Sequence[Member], masters: torch.Tensor, counters: torch.Tensor) -> None:
+    def _take_over(self, bucket: int, members: Sequence[Member], counters: torch.Tensor) -> None:
         """Sees to it that the state of what is used lies where it belongs. There may be thousands in a bucket, so little is
         done for each: what lies there is recognised by its address."""
         lines: dict[str, tuple[torch.Tensor, int]] = {}  # of moments, with their addresses
@@ -190,9 +182,12 @@ class OnePass:
             if group is None:
                 continue
             state, start, shape = self._inner.state[master], piece.in_share.start, master.shape
+            known = state.get("step")  # first, as torch has it
+            if not isinstance(known, torch.Tensor) or known.data_ptr() != first_counter + at * counter_bytes:
+                foreign.append((state, "step", counters[at], known))
             for name in _moments_of(group):
                 if name not in lines:
-                    line = self._moment(bucket, name, masters)
+                    line = self._moments.line(bucket, name)
                     lines[name] = line, line.data_ptr()
                 line, address = lines[name]
                 known = state.get(name)
@@ -200,19 +195,10 @@ class OnePass:
                     foreign.append((state, name, line[start : piece.in_share.stop], known))
                 elif known.shape != shape:  # the same numbers in a form that the kernel, which looks at none, was not meant for
                     state[name] = line[start : piece.in_share.stop]
-            known = state.get("step")
-            if not isinstance(known, torch.Tensor) or known.data_ptr() != first_counter + at * counter_bytes:
-                foreign.append((state, "step", counters[at], known))
         # All are read before any is written, where they may be each other's.
         values = [known.clone() if _lies_with(known, own) else known for _, _, own, known in foreign]
         for (state, name, own, _), known in zip(foreign, values, strict=True):
             state[name] = own.zero_() if known is None else own.copy_(torch.as_tensor(known).reshape(own.shape))
-
-    def _moment(self, bucket: int, name: str, masters: torch.Tensor) -> torch.Tensor:
-        if (bucket, name) not in self._moments:
-            with torch.inference_mode(False):
-                self._moments[bucket, name] = torch.zeros_like(masters)
-        return self._moments[bucket, name]
 
     def _settings(self, group: dict[str, Any], step: float) -> Settings:
         beta1, beta2 = map(float, group["betas"])
@@ -220,6 +206,17 @@ class OnePass:
         return Settings(
             step, lr, (beta1, beta2), eps, decay, is_decoupled(self._inner, group), group["maximize"], group["amsgrad"]
         )
+
+
+def check_settings(kernel: Kernel, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raises where a group has a setting that a kernel knows nothing of."""
+    for group in groups:
+        for setting in kernel.lacks:
+            if group.get(setting):
+                raise ValueError(
+                    f"kernels='{kernel.name}' was asked for, but {setting} has no {kernel.name} step, and a group of the "
+                    "optimizer sets it. Use kernels='torch'."
+                )
 
 
 def _lies_with(known: Any, own: torch.Tensor) -> bool:

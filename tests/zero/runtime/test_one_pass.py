@@ -20,6 +20,7 @@ from tests.promises.loops import same, weights
 from tests.zoo.case import backward, real_numbers
 from zero.checks import check_kernels
 from zero.comm.loopback import solo
+from zero.memory.moments import Moments
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span, round_up
 from zero.runtime.compiled_adam import CompiledAdam
@@ -61,12 +62,14 @@ def _rounding(request):
         pytest.skip(f"this compiler leaves roundings out, so kernels='compiled' is refused for rounded weights: {error}")
 
 
-def in_one_pass(inner, kernels, kind):
+def in_one_pass(inner, kernels, kind, numel):
+    """With buckets of so many masters."""
+    moments = Moments(lambda bucket: torch.empty(numel, dtype=kind.masters))
     if kernels == "fused":
-        return OnePass(inner, FusedAdam())
+        return OnePass(inner, FusedAdam(), moments)
     kernel = CompiledAdam()
     kernel.build([kind], decoupled=(True, False))
-    return OnePass(inner, kernel)
+    return OnePass(inner, kernel, moments)
 
 
 def pieces_of(lengths):
@@ -97,7 +100,7 @@ def test_a_step_is_torchs_own_to_a_few_ulp_of_the_masters_not_of_the_weights(kin
             adam([{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}], lr=1e-3, fused=is_fused, **options)
             for params in (masters, plain)
         )
-        one_pass = in_one_pass(ours, kernels, kind)
+        one_pass = in_one_pass(ours, kernels, kind, numel)
         weights = None if dtype is None else share.to(dtype, copy=True)
         for step in range(3):
             if weights is not None and step == 1:  # edits, beyond what rounding does
@@ -328,7 +331,7 @@ def test_any_length_is_stepped_as_part_of_a_longer_one(kind, kernels):
     def stepped(lengths):
         share, grads = (real_numbers((numel,), name) for name in ("value", "grad"))
         master = nn.Parameter(share)
-        one_pass = in_one_pass(torch.optim.AdamW([master], lr=1e-3), kernels, kind)
+        one_pass = in_one_pass(torch.optim.AdamW([master], lr=1e-3), kernels, kind, numel)
         weights, rounded = (None if dtype is None else share.to(dtype, copy=True) for dtype in (kind.compared, kind.rounded))
         rounded, start = weights if rounded is None else rounded, 0
         for bucket, length in enumerate(lengths):
