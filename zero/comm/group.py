@@ -165,17 +165,21 @@ def add_rows(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float =
     """Writes `factor` times the sum of the rows, or adds it to what is there. The sum is taken in the target's dtype, in the
     order of the rows, and on the host a stretch at a time, so that all passes but the first find it in the cache."""
     stretch = _STRETCH if target.is_cpu else max(1, target.numel())
-    is_total = len(rows) == 1 and rows[0].dtype == target.dtype
     for start in range(0, target.numel(), stretch):
         part = slice(start, start + stretch)
-        there = target[part]
-        total = rows[0][part] if is_total else (torch.empty_like(there) if adds else there).copy_(rows[0][part])
-        for row in rows[1:]:
-            total.add_(row[part])
-        if adds:
-            there.add_(total, alpha=factor)
-        elif is_total or factor != 1.0:
-            torch.mul(total, factor, out=there)
+        add_stretch([row[part] for row in rows], target[part], factor, adds)
+
+
+def add_stretch(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 1.0, adds: bool = False) -> None:
+    """The same, all of it at a time: each of the threads of torch has its own part in its cache, pass after pass."""
+    is_total = len(rows) == 1 and rows[0].dtype == target.dtype
+    total = rows[0] if is_total else (torch.empty_like(target) if adds else target).copy_(rows[0])
+    for row in rows[1:]:
+        total.add_(row)
+    if adds:
+        target.add_(total, alpha=factor)
+    elif is_total or factor != 1.0:
+        torch.mul(total, factor, out=target)
 
 
 def wait_into(pending: Pending, target: torch.Tensor, factor: float, adds: bool, add: Callable[..., None] = add_rows) -> None:

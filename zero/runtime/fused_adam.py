@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero.comm.group import add_rows
+from zero.comm.group import add_stretch
 from zero.memory.masters import exact, same_bits
 from zero.memory.rows import add_scaled
 from zero.plan.spans import Span
@@ -41,7 +41,7 @@ class FusedAdam:
                 if not same_bits(olds[number], rounds_to):
                     master.copy_(exact(olds[number], master))
             slope = slopes[: master.numel()]
-            add_scaled(add_rows, [own[number] for own in rows], slope, gradient.factors)
+            add_scaled(add_stretch, [own[number] for own in rows], slope, gradient.factors)
             kernel(torch.split(slope, stretches[number].sizes)[1::2], stretches[number].cut_out(tensors))
             if news:
                 news[number].copy_(master)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero.comm.group import add_rows
+from zero.comm.group import add_rows, add_stretch
 from zero.memory.norms import PIECE, squares_of_pieces
 from zero.memory.rows import add_scaled
 from zero.plan.spans import round_up
@@ -50,7 +50,7 @@ class SumsByTorch:
         scratch, squares = torch.empty(min(stretch, rows[0].numel()), dtype=sum_dtype, device="cpu"), list[float]()
         for parts in zip(*(torch.split(row, stretch) for row in rows), strict=True):
             scratch = scratch[: parts[0].numel()]
-            add_scaled(add_rows, parts, scratch, factors)
+            add_scaled(add_stretch, parts, scratch, factors)
             squares += squares_of_pieces([scratch])[0]
         return sum(squares, 0.0)
 
