@@ -217,7 +217,7 @@ def carry(points: Iterable[Point], *, loopback: bool = False) -> Iterator[tuple[
     """What each point gave, in an order that suits the carrier and the oracle."""
     groups: dict[tuple[bool, int], list[Point]] = {}
     for point in points:
-        groups.setdefault((point.device != "cpu", 0 if loopback else point.world), []).append(point)
+        groups.setdefault((_is_simulated(point), 0 if loopback else point.world), []).append(point)
     chunks = []
     for _, members in sorted(groups.items()):
         members.sort(key=lambda point: (point.case, point.world, point.dtype, point.entry, str(point)))
@@ -238,15 +238,21 @@ def carry(points: Iterable[Point], *, loopback: bool = False) -> Iterator[tuple[
                 future.cancel()
 
 
+def _is_simulated(point: Point) -> bool:
+    """It has processes of its own: torch counts devices at the first backward, so one that comes up later has none."""
+    return point.device not in ("cpu", WAITING)
+
+
 def _over_processes(chunk: list[Point]) -> list[Carried]:
     found: list[Carried] = []
-    simulated = chunk[0].device != "cpu"
+    simulated = _is_simulated(chunk[0])
     while len(found) < len(chunk):
         rest = chunk[len(found) :]
         limit = CALL_TIME_LIMIT_S + sum(max(5.0, grid.cost(point) / 10) for point in rest)
         outcomes = ranks.outcomes(rest[0].world, train_points, rest, timeout=limit, apart="sim" if simulated else "")
         if not all(outcome.ok for outcome in outcomes):
-            found.append(ranks.describe(outcomes))
+            raised = [one for outcome in outcomes if outcome.ok for one in outcome.value if isinstance(one, str)]
+            found.append("\n".join([ranks.describe(outcomes), *raised]))  # who raised returned, and left the others waiting
             continue
         for each in zip(*(outcome.value for outcome in outcomes), strict=False):
             wrong = [f"rank {rank}: {one}" for rank, one in enumerate(each) if isinstance(one, str)]

@@ -16,7 +16,7 @@ as late as the rules allow, and a detector that raises `RaceError` where two acc
 | `SIM_STRICT`          | `1`: non_blocking copies of pageable host memory are put off too              | 0       |
 
 Importing this package touches nothing. The device comes up at the first real call on `SimulatedAccelerator`, or with
-`bring_up()`; torch has room for one such device a process.
+`bring_up()`; torch has room for one such device a process, and counts devices at the first backward: it must be up by then.
 """
 
 from importlib import import_module
