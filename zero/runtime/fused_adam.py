@@ -27,7 +27,8 @@ class FusedAdam:
     lacks = ("differentiable",)
 
     def step(self, settings: Settings, gradient: Gradient, elements: Elements) -> None:
-        masters, _, weights, rounded, pieces, tensors = elements
+        masters, _, weights, rounded, parameters = elements
+        pieces, tensors = zip(*parameters(), strict=True)
         most = stretch_of(masters.numel())
         kernel, stretches = _kernel_of(settings), _cut(pieces, masters.numel(), most)
         lengths = [sum(stretch.sizes) for stretch in stretches]
@@ -51,7 +52,7 @@ class _Stretch(NamedTuple):
     sizes: list[int]  # of gaps and pieces in turn: a gap, a piece, and so on up to the last gap
     pieces: list[tuple[int, Span | None]]  # their numbers, and what of each lies here; None for all of it, which needs no cut
 
-    def cut_out(self, tensors: Sequence[tuple[torch.Tensor, ...]]) -> list[list[torch.Tensor]]:
+    def cut_out(self, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """The masters of what lies here, and then the moments."""
         here = [
             tensors[at] if own is None else [whole[own.start : own.stop] for whole in tensors[at]] for at, own in self.pieces

@@ -4,7 +4,8 @@ stepped and rounded."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -73,8 +74,7 @@ class Elements(NamedTuple):
     moments: Sequence[torch.Tensor]
     weights: torch.Tensor | None  # that the masters are compared with, where it is not known that they agree
     rounded: torch.Tensor | None  # the new weights, where they are to be written
-    pieces: Sequence[Span]  # of parameters, in their order
-    tensors: Sequence[tuple[torch.Tensor, ...]]  # of each piece master and moments, by themselves
+    parameters: Callable[[], Sequence[tuple[Span, Sequence[torch.Tensor]]]]  # in their order: where; master and moments
 
 
 class Kernel(Protocol):
@@ -132,15 +132,19 @@ class OnePass:
             if group is not None:
                 names = _moments_of(group)
                 moments = [self._moments.line(block.bucket, name)[there] for name in names]
-                tensors = [(master, *map(self._inner.state[master].__getitem__, names)) for _, master, _ in run]
-                pieces = [piece.in_share.shifted(-span.start) for piece, _, _ in run]
-                elements = Elements(masters[there], moments, old, new, pieces, tensors)
+                elements = Elements(masters[there], moments, old, new, partial(self._one_by_one, run, names, span.start))
                 self._kernel.step(self._settings(group, step), gradient.cut(there), elements)
                 continue
             if old is not None:
                 adopt(old, masters[there])
             if new is not None:
                 new.copy_(masters[there])
+
+    def _one_by_one(
+        self, run: Sequence[Member], names: Sequence[str], begin: int
+    ) -> list[tuple[Span, tuple[torch.Tensor, ...]]]:
+        state = self._inner.state
+        return [(piece.in_share.shifted(-begin), (own, *map(state[own].__getitem__, names))) for piece, own, _ in run]
 
     def _runs(
         self, block: Block, members: Iterable[Member]
