@@ -30,7 +30,7 @@ from zero.checks import (
     use_kernels,
 )
 from zero.chosen import Chosen, choose, offload_of
-from zero.comm.group import Group, TimeLimits, exchange_texts, shares_memory, together
+from zero.comm.group import Group, TimeLimits, exchange_texts, together
 from zero.config import ZeroConfig
 from zero.memory.flat import DTYPES, Form, Line, Shard
 from zero.memory.flatten import Place
@@ -172,7 +172,7 @@ def _assemble(
         flight = Flight(line, group, staging, gradients, widest, looks=config.on_nonfinite == "raise", sums=sums)
         reducer = Reducer(line, forms, place.accelerator, staging, flight)
         shares = GradientShares(line, forms, group, flight)
-        boundary = Boundary(config.accumulation, stage_of(config.stage).waits(shares_memory(group)))
+        boundary = Boundary(config.accumulation, stage_of(config.stage).accumulates_locally)
         aliases = Aliases(model, params, weights, forms, chosen.left_out)
         settler = Settler(group, params, line, config.text(), aliases, partial(settings_of, optimizer))
         window = Window(params, reducer, shares, boundary, settler, lay)

@@ -717,32 +717,3 @@ def test_a_loop_that_clears_to_zeros_may_weigh_its_micro_batches(stage, to_none)
 
     for found in on_loopback(2, lambda: nn.Linear(1, 1, bias=False), program):
         assert found == [(1 + 3 * 2) / 4, (2 + 3 * 3) / 4]
-
-
-# Where ranks share memory ---------------------------------------------------------------------------------------------------
-
-
-def declared_windows(rank: int, world: int, stage: int, shared_memory: bool) -> tuple[list[Any], list[bool]]:
-    """The gradients of two windows of three backwards, and after each backward whether any of them waits whole."""
-    found, whole = [], []
-    model = mlp()
-    optimizer = shard(model, sgd(model), stage=stage, bucket_bytes=28, accumulation=3, shared_memory=shared_memory)
-    for window in range(2):
-        for micro in range(3):
-            micro_step(model, rank, world, window, micro)
-            whole.append(bool(optimizer.parts.window.since.aside))
-        found.append([optimizer.whole_grad(param).clone() for param in model.parameters()])
-        optimizer.zero_grad()
-    optimizer.close()
-    return found, whole
-
-
-@pytest.mark.promise("A01", "A06")
-@pytest.mark.parametrize("stage", STAGES)
-def test_stage_1_keeps_no_gradient_whole_where_ranks_share_memory_and_the_sum_is_the_same(stage: int) -> None:
-    expected = [plain_sum([(window, micro) for micro in range(3)], 2) for window in range(2)]
-    for shared_memory in (True, False):
-        for found, whole in ranks.run(2, declared_windows, stage, shared_memory):
-            assert all(itertools.starmap(same, zip(found, expected, strict=True)))
-            waits = stage == 0 or (stage == 1 and not shared_memory)
-            assert whole == [waits, waits, False] * 2

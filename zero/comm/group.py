@@ -91,11 +91,6 @@ def in_one_file(group: Group, num_bytes: int, use: Callable[[int], Result] | Non
     return None if shares is None else shares(num_bytes, use)
 
 
-def shares_memory(group: Group) -> bool:
-    """Whether what a rank sends is read where it lies."""
-    return getattr(group, "in_one_file", None) is not None
-
-
 def checked(group: Any) -> Group:
     """A group of somebody's own making."""
     if not all(hasattr(group, name) for name in ("rank", "size", "reduce_scatter", "all_gather", "exchange")):

@@ -19,6 +19,7 @@ from torch import nn
 from zero.engine_setup import move
 from zero.loading import load
 from zero.optimizer import ShardedOptimizer, shard
+from zero.plan.stages import stage_of
 from zero.runtime.managed import window_of
 from zero.saving import save
 
@@ -117,9 +118,9 @@ class ShardedAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """As declared accumulation: at stage 2 every micro-batch goes into the shards at once, or gradients would be whole."""
+        """As the stage means it: at stage 2 every micro-batch goes into the shards at once, or gradients would be whole."""
         optimizer = self.sharded
-        if optimizer is None or not optimizer.parts.window.boundary.accumulates_locally:
+        if optimizer is None or not stage_of(optimizer.parts.config.stage).accumulates_locally:
             yield
         else:
             with optimizer.no_sync():

@@ -18,6 +18,7 @@ import torch
 
 from zero.loading import load
 from zero.optimizer import ShardedOptimizer, shard
+from zero.plan.stages import stage_of
 from zero.saving import save
 
 _FILE, _FOLDER, _TAG = "lightning.ckpt", "zero", "state"  # in each checkpoint
@@ -74,8 +75,8 @@ class ShardedStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """As declared accumulation: at stage 2 every micro-batch goes into the shards at once, or gradients would be whole."""
-        if self.sharded.parts.window.boundary.accumulates_locally:
+        """As the stage means it: at stage 2 every micro-batch goes into the shards at once, or gradients would be whole."""
+        if stage_of(self.sharded.parts.config.stage).accumulates_locally:
             with self.sharded.no_sync():
                 yield
         else:

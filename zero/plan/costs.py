@@ -41,8 +41,8 @@ def cost_of(
     Before the last backward of a window, stages that accumulate locally have every gradient whole. `one_host`: all ranks train
     in the memory of one; `one_pass`: they step in one pass over it.
     """
-    waits = accumulation > 1 and stage_of(stage).waits(one_host)
-    sent = 1 if waits else accumulation
+    waits = accumulation > 1 and stage_of(stage).accumulates_locally
+    sent = 1 if stage_of(stage).accumulates_locally else accumulation
     budget = budget_of(layout, rank, num_moments, sent, num_ranks=num_ranks, waits=waits)
     if one_host:
         budget = _on_one_host(budget, layout, num_ranks, one_pass and accumulation == 1)

@@ -13,11 +13,6 @@ class Stage:
     shards_optimizer: bool  # masters and optimizer state: one share a rank, or whole on every rank
     accumulates_locally: bool  # before the declared boundary gradients stay in .grad, whole, instead of being sent
 
-    def waits(self, in_one_memory: bool) -> bool:
-        """Whether gradients do so. Where ranks see each other's memory, to add to a share at once moves hardly more bytes than
-        to add up the whole, and needs no memory for that."""
-        return self.accumulates_locally and not (in_one_memory and self.shards_optimizer)
-
 
 STAGES = {
     0: Stage(0, shards_optimizer=False, accumulates_locally=True),

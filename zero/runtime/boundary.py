@@ -20,10 +20,10 @@ class Boundary:
 
     def __init__(self, accumulation: int | None, accumulates_locally: bool) -> None:
         self.accumulation = accumulation
-        self.accumulates_locally = accumulates_locally
         self.override: bool | None = None  # set_gradient_accumulation_boundary, until the window ends
         self.backwards = 0
         self.counting: Counting | None = None
+        self._accumulates_locally = accumulates_locally
         self._no_sync_depth = 0
 
     @property
@@ -31,7 +31,7 @@ class Boundary:
         """True when gradients that come now should leave for their owners."""
         if self._no_sync_depth:
             return False
-        return not self.accumulates_locally or self.at_end
+        return not self._accumulates_locally or self.at_end
 
     @property
     def at_end(self) -> bool:

@@ -93,8 +93,6 @@ def test_a_scale_goes_on_from_where_another_one_was_and_a_fixed_one_stays():
 def test_the_table_of_stages():
     table = {number: (stage.shards_optimizer, stage.accumulates_locally) for number, stage in STAGES.items()}
     assert table == {0: (False, True), 1: (True, True), 2: (True, False)}
-    waits = {number: (stage.waits(in_one_memory=False), stage.waits(in_one_memory=True)) for number, stage in STAGES.items()}
-    assert waits == {0: (True, True), 1: (True, False), 2: (False, False)}
     for wrong in (3, -1, True, "2"):
         with pytest.raises(ValueError, match="the stages are 0, 1, 2"):
             stage_of(wrong)
