@@ -369,7 +369,7 @@ def test_a_group_of_the_optimizer_with_an_unknown_home_is_an_error_too():
 
 @needs_sim
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
-def test_masters_moments_and_gradients_are_pinned_and_with_pageable_memory_the_bits_are_the_same(kernels):
+def test_masters_and_gradients_are_pinned_and_with_pageable_memory_the_bits_are_the_same(kernels):
     points = [{"stage": 2, "kernels": kernels, "offload": offload} for offload in (None, "cpu", {"pinned": False})]
     for none, pinned, pageable in on_sim(1, three_steps, points):
         assert none[0] == pinned[0] == pageable[0]
@@ -382,7 +382,6 @@ def three_steps(model, optimizer, rank):
         optimizer.step()
         kept = [*optimizer.parts.masters.shard.present(), *optimizer.parts.window.shares.shard.present()]
         optimizer.zero_grad()
-    kept += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     [pinned] = {tensor.is_pinned() for tensor in kept}
     return {name: weight.tolist() for name, weight in weights(model).items()}, pinned
 

@@ -4,14 +4,13 @@ stepped and rounded."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from zero.memory.masters import adopt
-from zero.memory.moments import Moments
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span
 from zero.runtime.sums import RowKind
@@ -97,13 +96,14 @@ class OnePass:
 
     [Note: runs]
     A call costs as much as some ten thousand elements. So what lies side by side with the same settings, which is nearly
-    always all of a block, is stepped in one call, with the gaps between. For that the moments lie as the masters do.
+    always all of a block, is stepped in one call, with the gaps between. For that the moments lie as the masters do: the
+    optimizer's state of a parameter is a view of them.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, kernel: Kernel, moments: Moments) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, kernel: Kernel) -> None:
         self._inner = inner
         self._kernel = kernel
-        self._moments = moments
+        self._moments: dict[tuple[int, str], torch.Tensor] = {}  # by bucket, and torch's name for them; none of it ever travels
         self._counters: dict[Block, torch.Tensor] = {}  # of steps, in the order of a block's members
 
     def check(self, groups: Iterable[Mapping[str, Any]]) -> None:
@@ -111,7 +111,8 @@ class OnePass:
         check_settings(self._kernel, groups)
 
     def release(self) -> None:
-        """Lets go of the counters; those that the optimizer's state still has are taken over from there."""
+        """Lets go of all moments; those that the optimizer's state still has are taken over from there."""
+        self._moments.clear()
         self._counters.clear()
 
     @torch.no_grad()
@@ -126,12 +127,12 @@ class OnePass:
     ) -> None:
         """Steps a block of a bucket's `masters`, whose gradient is `gradient`. The block's `weights` are compared with and
         `rounded` written, where there are such."""
-        for group, step, span, run in self._runs(block, members):
+        for group, step, span, run in self._runs(block, members, masters):
             there, part = slice(span.start, span.stop), slice(span.start - block.span.start, span.stop - block.span.start)
             old, new = (None if whole is None else whole[part] for whole in (weights, rounded))
             if group is not None:
                 names = _moments_of(group)
-                moments = [self._moments.line(block.bucket, name)[there] for name in names]
+                moments = [self._moment(block.bucket, name, masters)[there] for name in names]
                 elements = Elements(masters[there], moments, old, new, partial(self._one_by_one, run, names, span.start))
                 self._kernel.step(self._settings(group, step), gradient.cut(there), elements)
                 continue
@@ -147,12 +148,12 @@ class OnePass:
         return [(piece.in_share.shifted(-begin), (own, *map(state[own].__getitem__, names))) for piece, own, _ in run]
 
     def _runs(
-        self, block: Block, members: Iterable[Member]
+        self, block: Block, members: Iterable[Member], masters: torch.Tensor
     ) -> Iterator[tuple[dict[str, Any] | None, float, Span, list[Member]]]:
         """Group, step, place and members of what is stepped alike, together all of the block."""
         found: list[tuple[dict[str, Any] | None, float, int, list[Member]]] = []  # with where each begins
         ordered = sorted(members, key=lambda member: member[0].in_share.start)
-        for member, step in zip(ordered, self._advance(block, ordered), strict=True):
+        for member, step in zip(ordered, self._advance(block, ordered, masters), strict=True):
             piece, _, group = member
             if not found or found[-1][0] is not group or found[-1][1] != step:
                 found.append((group, step, piece.in_share.start if found else block.span.start, []))
@@ -161,13 +162,13 @@ class OnePass:
         for (group, step, begin, run), (_, _, end, _) in itertools.pairwise([*found, (None, 0.0, block.span.stop, [])]):
             yield group, step, Span(begin, end), run
 
-    def _advance(self, block: Block, members: Sequence[Member]) -> list[float]:
+    def _advance(self, block: Block, members: Sequence[Member], masters: torch.Tensor) -> list[float]:
         """Counts a step in the state of each master that is used, and gives the count; 0 for the others."""
         if block not in self._counters:
             with torch.inference_mode(False):
                 self._counters[block] = torch.zeros(len(members), dtype=torch.float32, device="cpu")
         counters = self._counters[block]
-        self._take_over(block.bucket, members, counters)
+        self._take_over(block.bucket, members, masters, counters)
         used = [at for at, (_, _, group) in enumerate(members) if group is not None]
         if len(used) == len(members):
             counters += 1
@@ -176,7 +177,7 @@ class OnePass:
         counts = counters.tolist()
         return [0.0 if group is None else counts[at] for at, (_, _, group) in enumerate(members)]
 
-    def _take_over(self, bucket: int, members: Sequence[Member], counters: torch.Tensor) -> None:
+    def _take_over(self, bucket: int, members: Sequence[Member], masters: torch.Tensor, counters: torch.Tensor) -> None:
         """Sees to it that the state of what is used lies where it belongs. There may be thousands in a bucket, so little is
         done for each: what lies there is recognised by its address."""
         lines: dict[str, tuple[torch.Tensor, int]] = {}  # of moments, with their addresses
@@ -191,7 +192,7 @@ class OnePass:
                 foreign.append((state, "step", counters[at], known))
             for name in _moments_of(group):
                 if name not in lines:
-                    line = self._moments.line(bucket, name)
+                    line = self._moment(bucket, name, masters)
                     lines[name] = line, line.data_ptr()
                 line, address = lines[name]
                 known = state.get(name)
@@ -200,9 +201,16 @@ class OnePass:
                 elif known.shape != shape:  # the same numbers in a form that the kernel, which looks at none, was not meant for
                     state[name] = line[start : piece.in_share.stop]
         # All are read before any is written, where they may be each other's.
-        values = [known.clone() if _lies_with(known, own) else known for _, _, own, known in foreign]
+        ours = {line.untyped_storage().data_ptr() for line in (counters, *self._moments.values())} if foreign else set()
+        values = [known.clone() if _lies_in(ours, known) else known for _, _, _, known in foreign]
         for (state, name, own, _), known in zip(foreign, values, strict=True):
             state[name] = own.zero_() if known is None else own.copy_(torch.as_tensor(known).reshape(own.shape))
+
+    def _moment(self, bucket: int, name: str, masters: torch.Tensor) -> torch.Tensor:
+        if (bucket, name) not in self._moments:
+            with torch.inference_mode(False):
+                self._moments[bucket, name] = torch.zeros_like(masters)
+        return self._moments[bucket, name]
 
     def _settings(self, group: dict[str, Any], step: float) -> Settings:
         beta1, beta2 = map(float, group["betas"])
@@ -223,9 +231,9 @@ def check_settings(kernel: Kernel, groups: Iterable[Mapping[str, Any]]) -> None:
                 )
 
 
-def _lies_with(known: Any, own: torch.Tensor) -> bool:
-    """Whether both are in one storage."""
-    return isinstance(known, torch.Tensor) and known.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+def _lies_in(storages: Collection[int], known: Any) -> bool:
+    """Given by their addresses."""
+    return isinstance(known, torch.Tensor) and known.untyped_storage().data_ptr() in storages
 
 
 def is_decoupled(inner: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:

@@ -13,7 +13,6 @@ from torch import nn
 
 from zero.errors import NonFinite
 from zero.memory.masters import Masters
-from zero.memory.moments import Moments
 from zero.plan.layout import Block
 from zero.runtime.labels import Timed, stop
 from zero.runtime.one_pass import Gradient, Kernel, OnePass
@@ -61,8 +60,7 @@ class Updater(Timed):
         self._shares = shares
         self._masters = masters
         self._inner = inner
-        self._moments = Moments(masters.shard.make)
-        self._one_pass = None if kernel is None else OnePass(inner, kernel, self._moments)
+        self._one_pass = None if kernel is None else OnePass(inner, kernel)
         self._places: dict[int, tuple[int, int]] = {}  # of each parameter in the user's groups, during this step
 
     @property
@@ -114,7 +112,6 @@ class Updater(Timed):
         self._step_inner(batch, used)
         for block in batch:
             self._masters.publish(block)
-            self._keep_moments(block)
 
     def _step_in_one_pass(self, one_pass: OnePass, block: Block, used: int, coefficient: float) -> None:
         masters, weights, rounded = self._masters, None, None
@@ -163,16 +160,8 @@ class Updater(Timed):
             for group, params in zip(groups, kept, strict=True):
                 group["params"] = params
 
-    def _keep_moments(self, block: Block) -> None:
-        """Those of pinned masters are pinned too. An optimizer that nobody knows may hold on to what it made itself."""
-        shard = self._masters.shard
-        if type(self._inner) in self.rules.by_blocks and shard.travels(block.bucket) and shard.share(block.bucket).is_pinned():
-            for piece, master in self._masters.in_block(block):
-                self._moments.take_over(piece, self._inner.state.get(master, {}))
-
     def forget_moments(self) -> None:
         """Of what is about to be loaded, so that there is no memory for both."""
-        self._moments.release()
         if self._one_pass is not None:
             self._one_pass.release()
 

@@ -20,7 +20,6 @@ from tests.promises.loops import same, weights
 from tests.zoo.case import backward, real_numbers
 from zero.checks import check_kernels
 from zero.comm.loopback import solo
-from zero.memory.moments import Moments
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span, round_up
 from zero.runtime.compiled_adam import CompiledAdam
@@ -62,14 +61,12 @@ def _rounding(request):
         pytest.skip(f"this compiler leaves roundings out, so kernels='compiled' is refused for rounded weights: {error}")
 
 
-def in_one_pass(inner, kernels, kind, numel):
-    """With buckets of so many masters."""
-    moments = Moments(lambda bucket: torch.empty(numel, dtype=kind.masters))
+def in_one_pass(inner, kernels, kind):
     if kernels == "fused":
-        return OnePass(inner, FusedAdam(), moments)
+        return OnePass(inner, FusedAdam())
     kernel = CompiledAdam()
     kernel.build([kind], decoupled=(True, False))
-    return OnePass(inner, kernel, moments)
+    return OnePass(inner, kernel)
 
 
 def pieces_of(lengths):
@@ -100,7 +97,7 @@ def test_a_step_is_torchs_own_to_a_few_ulp_of_the_masters_not_of_the_weights(kin
             adam([{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}], lr=1e-3, fused=is_fused, **options)
             for params in (masters, plain)
         )
-        one_pass = in_one_pass(ours, kernels, kind, numel)
+        one_pass = in_one_pass(ours, kernels, kind)
         weights = None if dtype is None else share.to(dtype, copy=True)
         for step in range(3):
             if weights is not None and step == 1:  # edits, beyond what rounding does
@@ -216,8 +213,9 @@ def test_a_fused_training_is_that_of_torchs_fused_optimizer_bit_by_bit(world, bu
 
 
 def exchanged(state, params):
-    """Counters change places, and so do moments of one size; one is seen in another form."""
-    first, second, third = (state[param] for param in params)
+    """Counters change places, and so do moments of one size, and both of one parameter; one is seen in another form."""
+    first, second, third, fourth = (state[param] for param in params)
+    fourth["exp_avg"], fourth["exp_avg_sq"] = fourth["exp_avg_sq"], fourth["exp_avg"]
     first["step"], second["step"] = second["step"], first["step"]
     first["exp_avg"], second["exp_avg"] = second["exp_avg"], first["exp_avg"]
     third["exp_avg_sq"] = third["exp_avg_sq"].view(1000, 300)
@@ -228,7 +226,8 @@ def test_state_that_changed_places_or_form_is_taken_for_what_it_is(kernels):
     """Even though the places are those of others: torch's kernel looks at no sizes."""
     found = []
     for is_sharded in (True, False):
-        params = [nn.Parameter(real_numbers((numel,), "weights", at)) for at, numel in enumerate((100, 100, 300_000))]
+        params = [nn.Parameter(real_numbers((numel,), "weights", at)) for at, numel in enumerate((100, 100, 300_000, 50))]
+        params[3].data.abs_().add_(1.0)  # whose mean gradient is positive, as the mean of squares must be
         optimizer = inner = torch.optim.AdamW(params, lr=0.02, fused=True)
         if is_sharded:
             optimizer = zero.shard(nn.ParameterList(params), inner, stage=2, kernels=kernels, group=solo())
@@ -237,7 +236,7 @@ def test_state_that_changed_places_or_form_is_taken_for_what_it_is(kernels):
                 if at != 1 or step > 0:
                     (param * real_numbers(tuple(param.shape), "inputs", at, step)).square().sum().backward()
             if step == 3:
-                exchanged(inner.state, [optimizer.parts.masters.of(at)[0][1] for at in range(3)] if is_sharded else params)
+                exchanged(inner.state, [optimizer.parts.masters.of(at)[0][1] for at in range(4)] if is_sharded else params)
             if step == 4 and not is_sharded:
                 state = inner.state[params[2]]
                 state["exp_avg_sq"] = state["exp_avg_sq"].view(-1)
@@ -331,7 +330,7 @@ def test_any_length_is_stepped_as_part_of_a_longer_one(kind, kernels):
     def stepped(lengths):
         share, grads = (real_numbers((numel,), name) for name in ("value", "grad"))
         master = nn.Parameter(share)
-        one_pass = in_one_pass(torch.optim.AdamW([master], lr=1e-3), kernels, kind, numel)
+        one_pass = in_one_pass(torch.optim.AdamW([master], lr=1e-3), kernels, kind)
         weights, rounded = (None if dtype is None else share.to(dtype, copy=True) for dtype in (kind.compared, kind.rounded))
         rounded, start = weights if rounded is None else rounded, 0
         for bucket, length in enumerate(lengths):
