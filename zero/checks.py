@@ -17,7 +17,7 @@ from zero.lion import Lion
 from zero.memory.flat import DTYPES, bytes_of, overlapping
 from zero.runtime.compiled_adam import CompiledAdam
 from zero.runtime.fused_adam import FusedAdam
-from zero.runtime.one_pass import Kernel, Kind, check_settings, is_decoupled, row_kinds
+from zero.runtime.one_pass import Kind, OnePass, is_decoupled, row_kinds
 from zero.runtime.params import Params
 from zero.runtime.sums import build_sums
 
@@ -167,9 +167,9 @@ def check_kernels(
 ) -> None:
     """Refuses a kernel of the step that there is none of, by trying it: torch has no list of where they run. `kinds` are those
     of the masters on the host."""
-    reason, kernel = None, kernel_of(optimizer, kernels)
-    if kernel is not None:
-        check_settings(kernel, optimizer.param_groups)
+    reason, one_pass = None, one_pass_of(optimizer, kernels)
+    if one_pass is not None:
+        one_pass.check(optimizer.param_groups)
     if kernels == "fused":
         reason = _why_not_fused(optimizer, device)
     elif kernels == "compiled":
@@ -182,11 +182,11 @@ def has_one_pass(optimizer: torch.optim.Optimizer, kernels: str) -> bool:
     return kernels != "torch" and type(optimizer) in _ADAMS
 
 
-def kernel_of(optimizer: torch.optim.Optimizer, kernels: str) -> Kernel | None:
-    """Of the step on the host, where it is one that knows what the optimizer computes."""
+def one_pass_of(optimizer: torch.optim.Optimizer, kernels: str) -> OnePass | None:
+    """The step on the host, where it is one that knows what the optimizer computes."""
     if not has_one_pass(optimizer, kernels):
         return None
-    return CompiledAdam() if kernels == "compiled" else FusedAdam()
+    return OnePass(optimizer, CompiledAdam() if kernels == "compiled" else FusedAdam())
 
 
 def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:

@@ -26,7 +26,7 @@ from zero.checks import (
     check_params,
     check_views,
     has_one_pass,
-    kernel_of,
+    one_pass_of,
     use_kernels,
 )
 from zero.chosen import Chosen, choose, offload_of
@@ -166,8 +166,8 @@ def _assemble(
         gradients = Shard(line, place.device, room.host)
         widest = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
         kinds = kinds_on_host(layout.params, place.device)
-        kernel = kernel_of(optimizer, config.kernels)
-        waiting = rows_that_wait(kinds, group.size) if kernel is not None else ()
+        one_pass = one_pass_of(optimizer, config.kernels)
+        waiting = rows_that_wait(kinds, group.size) if one_pass is not None else ()
         sums = CompiledSums(waiting) if config.kernels == "compiled" else SumsByTorch(waiting)
         flight = Flight(line, group, staging, gradients, widest, looks=config.on_nonfinite == "raise", sums=sums)
         reducer = Reducer(line, forms, place.accelerator, staging, flight)
@@ -177,7 +177,7 @@ def _assemble(
         settler = Settler(group, params, line, config.text(), aliases, partial(settings_of, optimizer))
         window = Window(params, reducer, shares, boundary, settler, lay)
         rules = Rules(config.clip, config.on_nonfinite, ELEMENTWISE)
-        updater = Updater(params, shares, masters, optimizer, rules, kernel)
+        updater = Updater(params, shares, masters, optimizer, rules, one_pass)
         gatherer = Gatherer(line, params, group, weights, masters)
         travel = Travel(model, place.accelerator, params, forms, weights, masters, gradients, optimizer)
         rooms = (line, params, masters, window, hooks, updater, gatherer, intake)

@@ -150,9 +150,8 @@ def scenario(dtype, offload, make):
         model = filled(OnTwoStreams(), real=True)
     inner = make(model.parameters(), lr=0.02, eps=1e-2)
     scale = LossScale(initial=4.0, dynamic=False) if dtype == "float16" else None
-    kernels = "fused" if scale and make is torch.optim.AdamW else "torch"
     options = {"stage": 2, "bucket_bytes": SMALL, "clip": 0.5, "dtype": dtype, "loss_scale": scale, "elementwise": True}
-    options["kernels"] = kernels
+    options["kernels"] = "fused" if scale and make is torch.optim.AdamW else "torch"
     optimizer, found = shard(model, inner, group=solo(), offload=offload, **options), []
     assert len(optimizer.parts.line.layout.buckets) >= 3
     for step, length in enumerate((1, 2, 3, 1)):

@@ -171,7 +171,8 @@ def add_rows(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float =
 
 
 def add_stretch(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 1.0, adds: bool = False) -> None:
-    """The same, all of it at a time: each of the threads of torch has its own part in its cache, pass after pass."""
+    """The same, all of it at a time, for who has cut a stretch and passes over it again: cut once more, a thread would find
+    what another one wrote, in the cache of another core."""
     is_total = len(rows) == 1 and rows[0].dtype == target.dtype
     total = rows[0] if is_total else (torch.empty_like(target) if adds else target).copy_(rows[0])
     for row in rows[1:]:

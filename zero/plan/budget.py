@@ -77,7 +77,7 @@ def budget_of(
     shares = {False: Counter[str](), True: Counter[str]()}  # by whether they live on the host
     are_others = (num_ranks or layout.num_shares) > 1
     rounds = [_Round.of(layout, index, are_others, waits) for index in range(len(layout.buckets))]
-    remembered = [num_moments] if isinstance(num_moments, int) else num_moments
+    remembered = [num_moments] if isinstance(num_moments, int) else num_moments  # by group; the last is that of all others
     for bucket, round_ in zip(layout.buckets, rounds, strict=True):
         shares[bucket.offloaded]["gradients"] += round_.share
         shares[bucket.offloaded]["masters"] += round_.share if bucket.offloaded or round_.narrow else 0

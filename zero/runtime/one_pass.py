@@ -108,7 +108,14 @@ class OnePass:
 
     def check(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raises where a group has a setting that the kernel knows nothing of."""
-        check_settings(self._kernel, groups)
+        name = self._kernel.name
+        for group in groups:
+            for setting in self._kernel.lacks:
+                if group.get(setting):
+                    raise ValueError(
+                        f"kernels='{name}' was asked for, but {setting} has no {name} step, and a group of the optimizer sets "
+                        "it. Use kernels='torch'."
+                    )
 
     def release(self) -> None:
         """Lets go of all moments; those that the optimizer's state still has are taken over from there."""
@@ -218,17 +225,6 @@ class OnePass:
         return Settings(
             step, lr, (beta1, beta2), eps, decay, is_decoupled(self._inner, group), group["maximize"], group["amsgrad"]
         )
-
-
-def check_settings(kernel: Kernel, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raises where a group has a setting that a kernel knows nothing of."""
-    for group in groups:
-        for setting in kernel.lacks:
-            if group.get(setting):
-                raise ValueError(
-                    f"kernels='{kernel.name}' was asked for, but {setting} has no {kernel.name} step, and a group of the "
-                    "optimizer sets it. Use kernels='torch'."
-                )
 
 
 def _lies_in(storages: Collection[int], known: Any) -> bool:

@@ -15,7 +15,7 @@ from zero.errors import NonFinite
 from zero.memory.masters import Masters
 from zero.plan.layout import Block
 from zero.runtime.labels import Timed, stop
-from zero.runtime.one_pass import Gradient, Kernel, OnePass
+from zero.runtime.one_pass import Gradient, OnePass
 from zero.runtime.params import Params
 from zero.runtime.shares import GradientShares
 
@@ -53,14 +53,14 @@ class Updater(Timed):
         masters: Masters,
         inner: torch.optim.Optimizer,
         rules: Rules,
-        kernel: Kernel | None = None,
+        one_pass: OnePass | None = None,
     ) -> None:
         self.rules = rules
         self._params = params
         self._shares = shares
         self._masters = masters
         self._inner = inner
-        self._one_pass = None if kernel is None else OnePass(inner, kernel)
+        self._one_pass = one_pass
         self._places: dict[int, tuple[int, int]] = {}  # of each parameter in the user's groups, during this step
 
     @property
