@@ -95,7 +95,7 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
         if group is not given:
             group.close()
         raise
-    parts.owns_group = group is not given and not getattr(group, "owns_world", False)
+    parts.owns_group = group is not given
     return parts
 
 

@@ -111,6 +111,7 @@ def _build(
 
     group = sharing(group, config.shared_memory)
     sharded = ShardedOptimizer(model, inner, config, group)
+    sharded.parts.owns_group = True
     try:
         engine = Engine(sharded, _scheduler(lr_scheduler, config, sharded), loader)
     except BaseException:

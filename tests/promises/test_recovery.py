@@ -495,15 +495,59 @@ COUNTS_THREADS_LAST = """
 """
 
 
+ENGINE = """
+    del optimizer
+    engine = zero.initialize(model=model, config={"optimizer": {"type": "AdamW"}, "train_micro_batch_size_per_gpu": 2})[0]
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+    engine.step()
+    del engine
+"""
+REFUSED = """
+    del optimizer
+    try: zero.shard(model, None)
+    except ValueError: pass
+"""
+ENDINGS = ["step()", "optimizer.close()", "del optimizer", ENGINE, REFUSED, "raise LookupError"]
+
+
 @pytest.mark.promise("X12")
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
-@pytest.mark.parametrize(
-    "last", ["step()", "optimizer.close()", "raise LookupError", "if optimizer.group.rank == 1: raise LookupError\nstep()"]
-)
+@pytest.mark.parametrize("last", [*ENDINGS, "if optimizer.group.rank == 1: raise LookupError\nstep()"])
 def test_no_thread_that_takes_the_lock_of_the_interpreter_is_left_when_that_ends(last):
     """One that waits for the lock while the interpreter ends takes the process down with SIGABRT, whatever had been trained."""
     found = ends(start(last, first=COUNTS_THREADS_LAST))
     assert [out for _, out, _ in found] == ["0", "0"], found
+
+
+def gloo_threads():
+    return sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
+
+
+def train_and_end(rank, world, how):
+    dist.barrier()  # threads are named when they run
+    before = gloo_threads()
+    model = small()
+    if how == "destroy":
+        config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_micro_batch_size_per_gpu": 1}
+        engine = zero.initialize(model=model, config=config)[0]
+        during = gloo_threads()
+        engine.destroy()
+    else:
+        optimizer = sharded(model)
+        one_step(model, optimizer, rank, 0)
+        during = gloo_threads()
+        if how == "close":
+            optimizer.close()
+        del optimizer
+    return before, during, gloo_threads()
+
+
+@pytest.mark.promise("M02")
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
+@pytest.mark.parametrize("how", ["close", "del", "destroy"])
+def test_connections_that_were_made_for_a_training_end_with_it(how):
+    for before, during, after in ranks.run(2, train_and_end, how):
+        assert before == after < during
 
 
 # Starting again --------------------------------------------------------------------------------------------------------

@@ -26,8 +26,6 @@ _MOMENT_S = 3.0
 class Leaving(Protocol):
     """A group that has connections."""
 
-    owns_world: bool
-
     def let_go(self) -> Callable[[], None]:
         """Forgets them; what is returned closes them, and may wait for what is under way."""
 
@@ -39,8 +37,7 @@ def opened(group: Leaving) -> None:
     _open[group] = os.getpid()
 
 
-def end(store: Store | None, rank: int) -> bool:
-    """Whether one of the groups that this process let go of has to end the world with it."""
+def end(store: Store | None, rank: int) -> None:
     leave_words(store, rank)
     groups = [group for group, process in list(_open.items()) if process == os.getpid()]
     closings = [threading.Thread(target=group.let_go(), daemon=True) for group in groups]
@@ -49,7 +46,6 @@ def end(store: Store | None, rank: int) -> bool:
     deadline = time.monotonic() + _MOMENT_S
     for closing in closings:
         closing.join(max(0.0, deadline - time.monotonic()))
-    return any(group.owns_world for group in groups)
 
 
 def leave_words(store: Store | None, rank: int) -> None:

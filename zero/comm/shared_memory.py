@@ -90,10 +90,6 @@ class SharedMemoryGroup:
         self._lines = [_Line() for _ in range(LINES)]
         self._counts = [counts_of(theirs) for theirs in arenas.values()]
 
-    @property
-    def owns_world(self) -> bool:
-        return bool(getattr(self._group, "owns_world", False))
-
     # tensors -----------------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:

@@ -23,8 +23,7 @@ import atexit
 import datetime
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,10 +43,12 @@ from zero.errors import GroupLost
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_begun: tuple[int, object] | None = None  # the process and the world that was initialised here, and not by the user
 _kept: list[tuple[tuple[Any, ...], tuple[_Wires, _Wires]]] = []  # what closed sub-groups were made for, and their wires
 
 _FRAME_BYTES = 1024  # what nearly every message fits into, its length included
 _REMEDY = "Start the ranks again from a checkpoint, or where all of them are still there go on with rebuild()."
+_NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
 _TURN = datetime.timedelta(seconds=0.5)  # of waiting, between two looks whether another rank raised an alarm
 _TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
 
@@ -61,15 +62,13 @@ def connect(
 ) -> Group:
     """The group to train with: the user's, else the launcher's, else a single rank. `shared_memory`: whether ranks that can
     exchange host tensors through it do; None asks nobody."""
+    global _begun
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return checked(group)
     limits = limits or TimeLimits()
-    initialised = dist.is_available() and dist.is_initialized()
-    if not initialised:
+    if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
-            raise ValueError(
-                "A process group was passed, but torch.distributed is not initialised. Call init_process_group first."
-            )
+            raise ValueError(f"A process group was passed, but {_NO_WORLD}")
         world_size = read_launch(os.environ).world_size
         if world_size == 1:
             return solo()
@@ -79,11 +78,12 @@ def connect(
                 "initialised. Call init_process_group first, or leave dist_init_required out."
             )
         dist.init_process_group(accelerator.communication_backend, timeout=datetime.timedelta(seconds=limits.first_s))
+        _begun = os.getpid(), dist.group.WORLD  # until the interpreter ends: when one training is closed, another may begin
     elif group is None and dist.get_world_size() == 1:
         read_launch(os.environ).check_group(1)
     base = group if group is not None else dist.group.WORLD
     assert base is not None
-    made = TorchGroup(accelerator, base, limits, owns_world=not initialised)
+    made = TorchGroup(accelerator, base, limits)
     return made if shared_memory is None else sharing(made, shared_memory)
 
 
@@ -94,8 +94,11 @@ def sharing(group: Group, wanted: bool) -> Group:
 
 def end() -> None:
     """See [Note: the end]."""
+    global _begun
     is_on = dist.is_available() and dist.is_initialized()
-    if ending.end(_store() if is_on else None, dist.get_rank() if is_on else 0) and dist.is_initialized():
+    ending.end(_store() if is_on else None, dist.get_rank() if is_on else 0)
+    if is_on and _begun == (os.getpid(), dist.group.WORLD):
+        _begun = None  # or its threads would go on
         dist.destroy_process_group()
     _kept[:] = [kept for kept in _kept if kept[0][-1] != os.getpid()]
 
@@ -107,8 +110,7 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-@dataclass(frozen=True)
-class _Wires:
+class _Wires(NamedTuple):
     """Process groups for tensors and for host messages."""
 
     tensors: Any
@@ -116,10 +118,9 @@ class _Wires:
 
 
 class TorchGroup:
-    def __init__(self, accelerator: Accelerator, base: dist.ProcessGroup, limits: TimeLimits, owns_world: bool) -> None:
+    def __init__(self, accelerator: Accelerator, base: dist.ProcessGroup, limits: TimeLimits) -> None:
         self.rank = dist.get_rank(base)
         self.size = dist.get_world_size(base)
-        self.owns_world = owns_world
         self._ranks = dist.get_process_group_ranks(base)
         self._backend = accelerator.communication_backend
         self._limits = limits
@@ -136,9 +137,7 @@ class TorchGroup:
 
     def reconnect(self, base: dist.ProcessGroup | None) -> None:
         if not dist.is_initialized():
-            raise ValueError(
-                "A rebuild was asked for, but torch.distributed is not initialised. Call init_process_group first."
-            )
+            raise ValueError(f"A rebuild was asked for, but {_NO_WORLD}")
         ranks = self._ranks if base is None else dist.get_process_group_ranks(base)
         if len(ranks) != self.size or ranks.index(dist.get_rank()) != self.rank:
             raise ValueError(
@@ -146,8 +145,7 @@ class TorchGroup:
                 "own shares. Pass a group of as many, in the same order; or shard anew and load a checkpoint."
             )
         self._watch.close()
-        if not self._is_over:
-            _end([self._patient, self._prompt])
+        self._give_up()()
         self._ranks = ranks
         self._connect()
 
@@ -324,27 +322,28 @@ class TorchGroup:
         return not dist.is_initialized() or self._world is not dist.group.WORLD
 
     def close(self) -> None:
-        if self._is_over:
-            return
-        self._world = None
         self._watch.close()
-        if self._is_part and self._lost is None:
-            _kept[:] = [kept for kept in _kept if kept[0][0] is dist.group.WORLD]
-            _kept.append((self._purpose, (self._patient, self._prompt)))
+        if self._is_over or not self._is_part or self._lost is not None:
+            self._give_up()()
             return
-        _end([self._patient, self._prompt])
-        if self.owns_world:
-            dist.destroy_process_group()
+        _kept[:] = [kept for kept in _kept if kept[0][0] is dist.group.WORLD]
+        _kept.append((self._purpose, (self._patient, self._prompt)))
+        self._give_up()
 
     def let_go(self) -> Callable[[], None]:
         """The program ends. See [Note: the end]."""
+        self._lost = self._lost or "the program ends"
+        return self._give_up()
+
+    def _give_up(self) -> Callable[[], None]:
+        """Forgets the wires; what is returned ends them, unless they ended with the world."""
         is_over, wires = self._is_over, [self._patient, self._prompt]
-        self._world, self._lost = None, self._lost or "the program ends"
+        self._world = None
         self._patient = self._prompt = self._wires = _Wires(None, None)
         return lambda: wires.clear() if is_over else _end(wires)
 
 
 def _end(wires: list[_Wires]) -> None:
-    for group in {id(group): group for pair in wires for group in (pair.tensors, pair.messages)}.values():
+    for group in {id(group): group for pair in wires for group in pair}.values():
         dist.destroy_process_group(group)
     wires.clear()
