@@ -223,6 +223,7 @@ class Reducer(Timed):
     def release(self) -> None:
         """Lets go of everything."""
         self.drop()
+        self.flight.abandon()
         self.release_buffers()
         self.flight.shard.release()
 
