@@ -629,14 +629,32 @@ NAMED = [
     Mutant(
         "pages: nothing was edited",
         M + "pages.py",
-        "            self._own = ((kinds != _THE_FILES) & (kinds != _NOBODYS)).nonzero()[:, 0]\n",
-        "            self._own = kinds.nonzero()[:0, 0]\n",
+        "                self._own = self._pages.find(last)\n",
+        "                self._own = self._pages.find(last)[:0]\n",
     ),
     Mutant(
         "pages: what was edited is never dropped",
         R + "gatherer.py",
         "        self._weights.drop(written)\n",
         "",
+    ),
+    Mutant(
+        "pages: what was found for the last time is not watched any more",
+        "accelerators/own_pages.py",
+        "_NOTED_ONLY | (_ANEW if last else 0)",
+        "_NOTED_ONLY",
+    ),
+    Mutant(
+        "pages: what is edited is watched anew before it is dropped",
+        "accelerators/own_pages.py",
+        "_NOTED_ONLY | (_ANEW if last else 0)",
+        "_NOTED_ONLY | _ANEW",
+    ),
+    Mutant(
+        "pages: what one call has no room for is not told",
+        "accelerators/own_pages.py",
+        "                begin = struct.unpack(\"12Q\", asked)[4]\n",
+        "                begin = end\n",
     ),
     Mutant(
         "pages: what was edited last is looked for from one page on",

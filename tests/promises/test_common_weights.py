@@ -3,7 +3,6 @@
 import copy
 import os
 import time
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -126,13 +125,13 @@ def within_the_step(model, optimizer, rank, step):
 
 
 def where_the_table_cannot_be_read(model, optimizer, rank, step):
-    def too_many(_):
+    def too_many(*_):
         raise OSError(24, "Too many open files")
 
     another_element_on_each_rank(model, optimizer, rank, step)
     if rank == 1:
         for chunk in optimizer.parts.gatherer._weights.pages.values():
-            chunk._kinds = partial(too_many, chunk)
+            chunk._pages.find = too_many
 
 
 def late_where_there_is_no_file(model, optimizer, rank, step):

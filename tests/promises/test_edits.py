@@ -98,6 +98,32 @@ def test_edited_at_each_of_ten_steps_training_equals_plain_torch(stage, dtype, e
     assert differs(case, world, stage=stage, dtype=dtype, bucket_bytes=TINY) is None
 
 
+class EditsInItsStep(torch.optim.AdamW):
+    """A user's own, which does to the weights what their new values will be written over."""
+
+    weights = ()
+
+    def step(self, closure=None):
+        super().step(closure)
+        for weight in self.weights:
+            weight.fill_(9.0)
+
+
+@pytest.mark.promise("U01")
+def test_what_a_step_itself_edits_is_written_over_by_its_new_weights():
+    found = []
+    for edits in (False, True):
+        model = filled(real_mlp(), real=True)
+        optimizer = shard(model, EditsInItsStep(model.parameters(), lr=0.02), stage=2, dtype="bfloat16", elementwise=True)
+        for step in range(3):
+            EditsInItsStep.weights = [parameter.data for parameter in model.parameters()] if edits else ()
+            one_step(model, optimizer, 0, step)
+        EditsInItsStep.weights = ()
+        optimizer.check()
+        found.append(weights(model))
+    assert same(*found)
+
+
 @pytest.mark.promise("U01", "U03")
 @STAGES
 @pytest.mark.parametrize("edit", ["clamp", "initialise", "assign_data"])

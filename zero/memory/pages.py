@@ -2,9 +2,9 @@
 
 [Note: pages of one's own]
 Narrow weights are seen through a private mapping of a file without a name, and a step writes the new ones through a shared
-mapping of the same file. Whoever edits a weight, by whatever way, is given a page of his own by the system, and the system's
-table of pages says which those are: so where nothing was edited, nothing is compared. A step takes over what is on such pages
-and drops them, and the file shows again. Where the ranks of one host share memory the file is one for all of them: each writes
+mapping of the same file. Whoever edits a weight, by whatever way, is given a page of his own by the system, and the system
+says which those are: so where nothing was edited, nothing is compared. A step takes over what is on such pages and drops them,
+and the file shows again. Where the ranks of one host share memory the file is one for all of them: each writes
 its own share of the new weights, and all see them, without a copy. Who breaks off within `step` may therefore see some of them.
 
 A page that is the process's own says no more than that it may have been edited; so whoever writes masters by another way
@@ -24,11 +24,8 @@ from collections.abc import Sequence
 import torch
 
 from accelerators.memory_file import closing, memory_file
+from accelerators.own_pages import Notes, OwnPages, Table
 from zero.plan.spans import Span, round_up
-
-_ENTRY_BYTES = 8  # of the table, for a page
-_KIND_SHIFT, _KIND_MASK = 61, 7  # the topmost bits of an entry: it is there, it is swapped out, it is the file's
-_NOBODYS, _THE_FILES = 0b000, 0b101
 
 _alive: weakref.WeakSet[Pages] = weakref.WeakSet()
 
@@ -36,25 +33,27 @@ _alive: weakref.WeakSet[Pages] = weakref.WeakSet()
 class Pages:
     """A chunk of weights: as they are seen, which is where they are edited, and where new ones are written."""
 
-    def __init__(self, private: mmap.mmap, shared: mmap.mmap, start: int, numel: int, dtype: torch.dtype, common: bool) -> None:
-        self.seen, self.written = (
-            torch.frombuffer(mapping, dtype=dtype, offset=start, count=max(1, numel))[:numel] for mapping in (private, shared)
+    def __init__(
+        self, private: mmap.mmap, shared: mmap.mmap, start: int, numel: int, dtype: torch.dtype, common: bool, notes: bool
+    ) -> None:
+        seen, written = (
+            torch.frombuffer(mapping, dtype=dtype, offset=start, count=max(1, numel)) for mapping in (private, shared)
         )
+        self.seen, self.written = seen[:numel], written[:numel]
         self.common = common  # to all ranks
         self._private = private
         self._start = start
         self._address = self.seen.data_ptr()
-        self._num_pages = _whole_pages(numel, dtype) // mmap.PAGESIZE
+        self._pages = _own_pages(seen.data_ptr(), _whole_pages(numel, dtype), notes)
         self._own: torch.Tensor | None = None  # pages, in their order, as the last look found them; None for anything
         _alive.add(self)
 
-    def look(self) -> None:
-        """Finds out what was edited until now."""
+    def look(self, last: bool = False) -> None:
+        """Finds out what was edited until now. `last`: before it is dropped."""
         self._own = None
         if not self._moved():
             with contextlib.suppress(OSError):  # what cannot be asked is compared
-                kinds = self._kinds()
-                self._own = ((kinds != _THE_FILES) & (kinds != _NOBODYS)).nonzero()[:, 0]
+                self._own = self._pages.find(last)
 
     def edited(self, part: Span) -> Span | None:
         """The stretch of a part outside of which nothing was edited before the last look; None for nothing at all."""
@@ -70,7 +69,7 @@ class Pages:
 
     def drop(self) -> None:
         """What was edited is forgotten, all of it: what was written last is seen."""
-        self.look()
+        self.look(last=True)
         if self._own is None:
             self.seen.copy_(self.written)
         elif self._own.numel():
@@ -96,16 +95,6 @@ class Pages:
         """Storage can be exchanged under its tensors, as for sending it to another process. And whoever left has none there."""
         return self.seen.data_ptr() != self._address
 
-    def _kinds(self) -> torch.Tensor:
-        """Of all pages."""
-        table = bytearray(self._num_pages * _ENTRY_BYTES)
-        descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)  # anew: a fork would read its parent's
-        with closing(descriptor):
-            num_bytes = os.preadv(descriptor, [table], self._address // mmap.PAGESIZE * _ENTRY_BYTES)
-        if num_bytes != len(table):
-            raise OSError(f"{len(table)} bytes of the table of pages were asked for, and {num_bytes} came")
-        return torch.frombuffer(table, dtype=torch.int64).bitwise_right_shift(_KIND_SHIFT).bitwise_and(_KIND_MASK)
-
 
 def _before_fork() -> None:
     """What a child sees stays what it was when it was made."""
@@ -127,25 +116,45 @@ def num_bytes_of(sizes: Sequence[tuple[int, torch.dtype]]) -> int:
     return sum(_whole_pages(numel, dtype) for numel, dtype in sizes)
 
 
-def lay_out(descriptor: int, sizes: Sequence[tuple[int, torch.dtype]], common: bool) -> list[Pages]:
-    """Chunks side by side in a file that is as large as they are together."""
+def lay_out(
+    descriptor: int, sizes: Sequence[tuple[int, torch.dtype]], common: bool, notes: bool | None = None
+) -> list[Pages]:
+    """Chunks side by side in a file that is as large as they are together. `notes`: taken of edits, rather than the table
+    read; None where that was found to work."""
     shared = mmap.mmap(descriptor, num_bytes_of(sizes))
     private = mmap.mmap(descriptor, num_bytes_of(sizes), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     starts = itertools.accumulate((_whole_pages(*size) for size in sizes), initial=0)
-    return [Pages(private, shared, start, *size, common) for start, size in zip(starts, sizes, strict=False)]
+    notes = _takes_notes() if notes is None else notes
+    return [Pages(private, shared, start, *size, common, notes) for start, size in zip(starts, sizes, strict=False)]
 
 
 def _whole_pages(numel: int, dtype: torch.dtype) -> int:
     return round_up(max(1, numel * dtype.itemsize), mmap.PAGESIZE)
 
 
+def _own_pages(address: int, num_bytes: int, notes: bool) -> OwnPages:
+    with contextlib.suppress(OSError):
+        if notes:
+            return Notes(address, num_bytes)
+    return Table(address, num_bytes)
+
+
 @functools.cache
 def pages_tell() -> bool:
-    """Whether the system's table of pages says which were written; tried, since a system may have none, or an empty one."""
+    """Whether the system says which were written; tried, since it may not, or say the same of all."""
+    return _takes_notes() or _works(False)
+
+
+@functools.cache
+def _takes_notes() -> bool:
+    return _works(True)
+
+
+def _works(notes: bool) -> bool:
     sizes = [(mmap.PAGESIZE, torch.bfloat16)]  # two pages
     with contextlib.suppress(OSError, ValueError, AttributeError):
         with closing(memory_file(num_bytes_of(sizes))) as descriptor:
-            [pages] = lay_out(descriptor, sizes, False)
+            [pages] = lay_out(descriptor, sizes, False, notes)
         whole, half = Span(0, pages.seen.numel()), pages.seen.numel() // 2
 
         def told() -> Span | None:
@@ -154,8 +163,10 @@ def pages_tell() -> bool:
 
         pages.written.fill_(1.0)
         is_clean = told() is None and bool((pages.seen == 1.0).all()) and told() is None
-        pages.seen[-1] = 2.0
-        is_told = told() == Span(half, whole.stop) and bool((pages.written == 1.0).all())
-        pages.drop()
-        return is_clean and is_told and told() is None and bool((pages.seen == 1.0).all())
+        for value in (2.0, 3.0):  # and once more on a page that was dropped
+            pages.seen[-1] = value
+            is_clean &= told() == Span(half, whole.stop) and bool((pages.written == 1.0).all())
+            pages.drop()
+            is_clean &= told() is None and bool((pages.seen == 1.0).all()) and told() is None
+        return is_clean
     return False

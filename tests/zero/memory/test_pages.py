@@ -7,21 +7,35 @@ import os
 import pytest
 import torch
 
+from accelerators import own_pages
 from accelerators.memory_file import closing, memory_file
+from accelerators.own_pages import Notes, Table
 from tests.devices import needs_linux
 from zero.memory import pages
-from zero.memory.pages import Pages, lay_out, num_bytes_of
+from zero.memory.pages import lay_out, num_bytes_of
 from zero.plan.spans import Span
 
-pytestmark = needs_linux
+pytestmark = [needs_linux, pytest.mark.usefixtures("way")]
 
+WAYS = {"notes": Notes, "table": Table}
 IN_A_PAGE = mmap.PAGESIZE // 2  # elements of two bytes
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """By which it is found out what was written."""
+    if request.param == "notes" and not pages._takes_notes():
+        pytest.skip("this system takes no notes of what a process writes, or lets it have none")
+    monkeypatch.setattr(pages, "_takes_notes", lambda: request.param == "notes")
+    return WAYS[request.param]
 
 
 def chunks(*numels, dtype=torch.bfloat16):
     sizes = [(numel, dtype) for numel in numels]
     with closing(memory_file(num_bytes_of(sizes))) as descriptor:
-        return lay_out(descriptor, sizes, False)
+        made = lay_out(descriptor, sizes, False)
+    assert all(isinstance(chunk._pages, Notes) == pages._takes_notes() for chunk in made)
+    return made
 
 
 def looked(chunk, part=None):
@@ -122,14 +136,50 @@ def test_an_edit_after_the_last_look_is_dropped_with_the_others():
     assert chunk.seen[0] == 0.0
 
 
-def test_where_the_table_cannot_be_read_everything_counts_as_edited_and_is_filled_when_it_is_dropped(monkeypatch):
-    def too_many(_):
+def test_an_edit_that_comes_between_finding_and_dropping_is_found_the_next_time_wherever_it_went(way, monkeypatch):
+    [chunk] = chunks(3 * IN_A_PAGE)
+    chunk.written.fill_(3.0)
+    chunk.seen[0] = 1.0
+    find = way.find
+
+    def find_and_be_edited(pages, last=False):
+        found = find(pages, last)
+        chunk.seen[1] = chunk.seen[-1] = 2.0
+        return found
+
+    with monkeypatch.context() as during:
+        during.setattr(way, "find", find_and_be_edited)
+        chunk.drop()
+    assert chunk.seen[1] == 3.0, "of a page that was dropped"
+    assert chunk.seen[-1] == 2.0, "and of one that was not"
+    assert looked(chunk).stop == chunk.seen.numel()
+    chunk.drop()
+    chunk.written.fill_(4.0)
+    assert bool((chunk.seen == 4.0).all())
+
+
+def test_every_edit_is_found_again_after_it_was_dropped_many_times():
+    [chunk] = chunks(1500 * IN_A_PAGE)  # more stretches than are told at once
+    chance = torch.Generator().manual_seed(0)
+    for turn in range(6):
+        edited = torch.randint(0, 2, (1500,), generator=chance).bool() if turn else torch.arange(1500) % 2 == 0
+        chunk.seen.view(1500, -1)[edited, turn] = 1.0
+        chunk.look()
+        assert torch.equal(chunk._own, edited.nonzero()[:, 0])
+        chunk.written.fill_(float(turn))
+        chunk.drop()
+        assert bool((chunk.seen == float(turn)).all())
+        assert looked(chunk) is None
+
+
+def test_what_cannot_be_found_out_counts_as_edited_and_is_filled_when_it_is_dropped(way, monkeypatch):
+    def too_many(*_):
         raise OSError(24, "Too many open files")
 
     [chunk] = chunks(3 * IN_A_PAGE)
     chunk.look()
     chunk.seen[1] = 1.0
-    monkeypatch.setattr(Pages, "_kinds", too_many)
+    monkeypatch.setattr(way, "find", too_many)
     chunk.look()
     assert chunk.edited(Span(5, 9)) == Span(5, 9)
     chunk.written.fill_(2.0)
@@ -185,18 +235,32 @@ def test_chunks_of_no_elements_have_a_place_and_nothing_to_tell():
     assert looked(full) == Span(0, 4)
 
 
-@pytest.mark.parametrize("kinds", [0b000, 0b101, 0b100, 0b001])
-def test_a_table_that_says_the_same_of_all_pages_is_not_relied_on(monkeypatch, kinds):
-    monkeypatch.setattr(Pages, "_kinds", lambda self: torch.full((self._num_pages,), kinds, dtype=torch.int64))
-    assert not pages.pages_tell.__wrapped__()
+@pytest.mark.parametrize("says", [torch.zeros, torch.ones])
+def test_a_system_that_says_the_same_of_all_pages_is_not_relied_on(says, way, monkeypatch):
+    monkeypatch.setattr(way, "find", lambda *_: says(2).nonzero()[:, 0])
+    assert not pages._works(way is Notes)
 
 
-def test_a_system_without_a_table_or_without_memory_files_is_no_error(monkeypatch):
+def test_where_no_notes_are_taken_the_table_is_read(monkeypatch):
+    def refused(_):
+        raise PermissionError("Operation not permitted")
+
+    monkeypatch.setattr(own_pages, "_note_taker", refused)
+    monkeypatch.setattr(pages, "_takes_notes", lambda: True)  # which it did at first
+    with closing(memory_file(4 * mmap.PAGESIZE)) as descriptor:
+        [chunk] = lay_out(descriptor, [(4 * IN_A_PAGE, torch.bfloat16)], False)
+    assert isinstance(chunk._pages, Table)
+    chunk.seen[0] = 1.0
+    assert looked(chunk) == Span(0, IN_A_PAGE)
+
+
+def test_a_system_that_tells_nothing_or_without_memory_files_is_no_error(monkeypatch):
     def missing(*_):
         raise FileNotFoundError("/proc/self/pagemap")
 
-    monkeypatch.setattr(Pages, "_kinds", missing)
-    assert not pages.pages_tell.__wrapped__()
-    monkeypatch.undo()
+    with monkeypatch.context() as during:
+        for way in WAYS.values():
+            during.setattr(way, "find", missing)
+        assert not pages._works(False) and not pages._works(True)
     monkeypatch.setattr(pages, "memory_file", missing)
-    assert not pages.pages_tell.__wrapped__()
+    assert not pages._works(False) and not pages._works(True)
