@@ -144,6 +144,8 @@ class Parts:
     def _step(self, batches: Sequence[Sequence[Block]], used: int, coefficient: float) -> None:
         waiting = collections.deque(batches)
         try:
+            with self.room.explaining("A step", self.line):
+                self.updater.begin(batches, used)
             for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
                 self.gatherer.fetch((*batch, *following))  # weights on their way while this batch is stepped
                 with self.room.explaining("A step", self.line):

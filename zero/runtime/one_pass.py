@@ -17,6 +17,7 @@ from zero.runtime.sums import RowKind
 
 # A master, and the group of its parameter; None where nobody used it.
 Member = tuple[Piece, torch.nn.Parameter, "dict[str, Any] | None"]
+_Foreign = tuple[dict[str, Any], str, torch.Tensor, Any]  # the state of a master, a name, where that belongs, and what is known
 
 
 class Kind(NamedTuple):
@@ -123,18 +124,34 @@ class OnePass:
         self._counters.clear()
 
     @torch.no_grad()
+    def take_over(self, stepped: Iterable[tuple[Block, Sequence[Member], torch.Tensor]]) -> None:
+        """Sees to it that the state of all that is used lies where it belongs: of blocks, given with their members in their
+        order and their bucket's masters. All is read before any is written, where they may be each other's."""
+        foreign: list[_Foreign] = []
+        for block, members, masters in stepped:
+            if block not in self._counters:
+                with torch.inference_mode(False):
+                    self._counters[block] = torch.zeros(len(members), dtype=torch.float32, device="cpu")
+            foreign += self._foreign(block, members, masters)
+        places = (*self._counters.values(), *self._moments.values()) if foreign else ()
+        ours = {place.untyped_storage().data_ptr() for place in places}
+        values = [known.clone() if _lies_in(ours, known) else known for _, _, _, known in foreign]
+        for (state, name, own, _), known in zip(foreign, values, strict=True):
+            state[name] = own.zero_() if known is None else own.copy_(torch.as_tensor(known).reshape(own.shape))
+
+    @torch.no_grad()
     def step(
         self,
         block: Block,
-        members: Iterable[Member],
+        members: Sequence[Member],
         masters: torch.Tensor,
         gradient: Gradient,
         weights: torch.Tensor | None,
         rounded: torch.Tensor | None,
     ) -> None:
-        """Steps a block of a bucket's `masters`, whose gradient is `gradient`. The block's `weights` are compared with and
-        `rounded` written, where there are such."""
-        for group, step, span, run in self._runs(block, members, masters):
+        """Steps a block of a bucket's `masters`, whose gradient is `gradient`, with what was taken over. The block's `weights`
+        are compared with and `rounded` written, where there are such."""
+        for group, step, span, run in self._runs(block, members):
             there, part = slice(span.start, span.stop), slice(span.start - block.span.start, span.stop - block.span.start)
             old, new = (None if whole is None else whole[part] for whole in (weights, rounded))
             if group is not None:
@@ -155,12 +172,11 @@ class OnePass:
         return [(piece.in_share.shifted(-begin), (own, *map(state[own].__getitem__, names))) for piece, own, _ in run]
 
     def _runs(
-        self, block: Block, members: Iterable[Member], masters: torch.Tensor
+        self, block: Block, members: Sequence[Member]
     ) -> Iterator[tuple[dict[str, Any] | None, float, Span, list[Member]]]:
         """Group, step, place and members of what is stepped alike, together all of the block."""
         found: list[tuple[dict[str, Any] | None, float, int, list[Member]]] = []  # with where each begins
-        ordered = sorted(members, key=lambda member: member[0].in_share.start)
-        for member, step in zip(ordered, self._advance(block, ordered, masters), strict=True):
+        for member, step in zip(members, self._advance(block, members), strict=True):
             piece, _, group = member
             if not found or found[-1][0] is not group or found[-1][1] != step:
                 found.append((group, step, piece.in_share.start if found else block.span.start, []))
@@ -169,13 +185,9 @@ class OnePass:
         for (group, step, begin, run), (_, _, end, _) in itertools.pairwise([*found, (None, 0.0, block.span.stop, [])]):
             yield group, step, Span(begin, end), run
 
-    def _advance(self, block: Block, members: Sequence[Member], masters: torch.Tensor) -> list[float]:
+    def _advance(self, block: Block, members: Sequence[Member]) -> list[float]:
         """Counts a step in the state of each master that is used, and gives the count; 0 for the others."""
-        if block not in self._counters:
-            with torch.inference_mode(False):
-                self._counters[block] = torch.zeros(len(members), dtype=torch.float32, device="cpu")
         counters = self._counters[block]
-        self._take_over(block.bucket, members, masters, counters)
         used = [at for at, (_, _, group) in enumerate(members) if group is not None]
         if len(used) == len(members):
             counters += 1
@@ -184,34 +196,29 @@ class OnePass:
         counts = counters.tolist()
         return [0.0 if group is None else counts[at] for at, (_, _, group) in enumerate(members)]
 
-    def _take_over(self, bucket: int, members: Sequence[Member], masters: torch.Tensor, counters: torch.Tensor) -> None:
-        """Sees to it that the state of what is used lies where it belongs. There may be thousands in a bucket, so little is
-        done for each: what lies there is recognised by its address."""
+    def _foreign(self, block: Block, members: Sequence[Member], masters: torch.Tensor) -> Iterator[_Foreign]:
+        """What lies elsewhere, or nowhere yet. There may be thousands of members, so little is done for each: what lies in its
+        place is recognised by its address."""
         lines: dict[str, tuple[torch.Tensor, int]] = {}  # of moments, with their addresses
+        counters = self._counters[block]
         first_counter, counter_bytes = counters.data_ptr(), counters.element_size()
-        foreign: list[tuple[dict[str, Any], str, torch.Tensor, Any]] = []
         for at, (piece, master, group) in enumerate(members):
             if group is None:
                 continue
             state, start, shape = self._inner.state[master], piece.in_share.start, master.shape
             known = state.get("step")  # first, as torch has it
             if not isinstance(known, torch.Tensor) or known.data_ptr() != first_counter + at * counter_bytes:
-                foreign.append((state, "step", counters[at], known))
+                yield state, "step", counters[at], known
             for name in _moments_of(group):
                 if name not in lines:
-                    line = self._moment(bucket, name, masters)
+                    line = self._moment(block.bucket, name, masters)
                     lines[name] = line, line.data_ptr()
                 line, address = lines[name]
                 known = state.get(name)
                 if known is None or known.data_ptr() != address + start * line.element_size():
-                    foreign.append((state, name, line[start : piece.in_share.stop], known))
+                    yield state, name, line[start : piece.in_share.stop], known
                 elif known.shape != shape:  # the same numbers in a form that the kernel, which looks at none, was not meant for
                     state[name] = line[start : piece.in_share.stop]
-        # All are read before any is written, where they may be each other's.
-        ours = {line.untyped_storage().data_ptr() for line in (counters, *self._moments.values())} if foreign else set()
-        values = [known.clone() if _lies_in(ours, known) else known for _, _, _, known in foreign]
-        for (state, name, own, _), known in zip(foreign, values, strict=True):
-            state[name] = own.zero_() if known is None else own.copy_(torch.as_tensor(known).reshape(own.shape))
 
     def _moment(self, bucket: int, name: str, masters: torch.Tensor) -> torch.Tensor:
         if (bucket, name) not in self._moments:

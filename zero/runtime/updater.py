@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from zero.errors import NonFinite
 from zero.memory.masters import Masters
 from zero.plan.layout import Block
 from zero.runtime.labels import Timed, stop
-from zero.runtime.one_pass import Gradient, OnePass
+from zero.runtime.one_pass import Gradient, Member, OnePass
 from zero.runtime.params import Params
 from zero.runtime.shares import GradientShares
 
@@ -62,6 +62,7 @@ class Updater(Timed):
         self._inner = inner
         self._one_pass = one_pass
         self._places: dict[int, tuple[int, int]] = {}  # of each parameter in the user's groups, during this step
+        self._members: dict[Block, list[Member]] = {}  # of blocks that are stepped in one pass, in their order
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -97,14 +98,32 @@ class Updater(Timed):
         return [blocks]
 
     @stop("step")
+    def begin(self, batches: Iterable[Sequence[Block]], used: int) -> None:
+        """Before any of them is stepped."""
+        self._members.clear()
+        inner, shard = self._inner, self._masters.shard
+        if self._one_pass is None or _has_step_of_its_own(inner) or not _is_torchs(type(inner).step):
+            return
+        blocks = [block for batch in batches for block in batch if shard.share(block.bucket).is_cpu]
+        self._members |= {block: self._members_of(block, used) for block in blocks}
+        self._one_pass.take_over((block, members, shard.share(block.bucket)) for block, members in self._members.items())
+
+    def _members_of(self, block: Block, used: int) -> list[Member]:
+        groups, places = self._inner.param_groups, self._places
+        members = [
+            (piece, master, groups[places[piece.param][0]] if used >> piece.param & 1 and piece.param in places else None)
+            for piece, master in self._masters.in_block(block)
+        ]
+        return sorted(members, key=lambda member: member[0].in_share.start)
+
+    @stop("step")
     def step(self, batch: Sequence[Block], used: int, coefficient: float) -> None:
         """Stop 6: the user's edits of the weights are taken over before anything is made from the masters, those of what was
         used are stepped, and all are rounded to weights."""
-        if self._one_pass is not None and not _has_step_of_its_own(self._inner) and _is_torchs(type(self._inner).step):
+        if self._one_pass is not None and self._members and batch[0] in self._members:
             [block] = batch
-            if self._masters.shard.share(block.bucket).is_cpu:
-                self._step_in_one_pass(self._one_pass, block, used, coefficient)
-                return
+            self._step_in_one_pass(self._one_pass, block, coefficient)
+            return
         for block in batch:
             self._masters.adopt(block)
             if coefficient != 1.0:
@@ -113,18 +132,13 @@ class Updater(Timed):
         for block in batch:
             self._masters.publish(block)
 
-    def _step_in_one_pass(self, one_pass: OnePass, block: Block, used: int, coefficient: float) -> None:
-        masters, weights, rounded = self._masters, None, None
+    def _step_in_one_pass(self, one_pass: OnePass, block: Block, coefficient: float) -> None:
+        masters, weights, rounded, bucket = self._masters, None, None, block.bucket
         if masters.is_copy(block.bucket):
             weights, rounded = masters.uncompared(block), masters.rounded_of(block)
-        groups, places, bucket = self._inner.param_groups, self._places, block.bucket
-        members = [
-            (piece, master, groups[places[piece.param][0]] if used >> piece.param & 1 and piece.param in places else None)
-            for piece, master in masters.in_block(block)
-        ]
         rows, factors = self._shares.shard.rows(bucket)
         gradient = Gradient(rows, (*factors, coefficient))
-        one_pass.step(block, members, masters.shard.share(bucket), gradient, weights, rounded)
+        one_pass.step(block, self._members.pop(block), masters.shard.share(bucket), gradient, weights, rounded)
         self._shares.owe(bucket, coefficient)
         if weights is not None:
             masters.compared(block)
@@ -162,6 +176,7 @@ class Updater(Timed):
 
     def forget_moments(self) -> None:
         """Of what is about to be loaded, so that there is no memory for both."""
+        self._members.clear()
         if self._one_pass is not None:
             self._one_pass.release()
 
