@@ -641,14 +641,14 @@ NAMED = [
     Mutant(
         "pages: what was found for the last time is not watched any more",
         "accelerators/own_pages.py",
-        "_NOTED_ONLY | (_ANEW if last else 0)",
-        "_NOTED_ONLY",
+        "return self._tell(_NOTED_ONLY | _ANEW) if last and found.numel() else found",
+        "return found",
     ),
     Mutant(
         "pages: what is edited is watched anew before it is dropped",
         "accelerators/own_pages.py",
-        "_NOTED_ONLY | (_ANEW if last else 0)",
-        "_NOTED_ONLY | _ANEW",
+        "        found = self._tell(_NOTED_ONLY)\n",
+        "        found = self._tell(_NOTED_ONLY | _ANEW)\n",
     ),
     Mutant(
         "pages: what one call has no room for is not told",
