@@ -86,7 +86,7 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
         layout = FlatLayout.build(specs, num_shares, config.bucket_bytes, config.align_bytes, latent, block_numel)
         agree_on_what_is_built(model, optimizer, chosen, config, group)
         place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
-        room = Room(place, optimizer, _ranks_that_share_memory(group, torch.device("cpu")))
+        room = Room(place, optimizer, config.kernels, _ranks_that_share_memory(group, torch.device("cpu")))
         filled = layout.extended([index for index in latent if index not in frozen])
         homes = [offload_of(optimizer.param_groups[number], config) for number in sorted(set(chosen.groups))]
         together(group, lambda: room.take(homes, filled))

@@ -10,7 +10,7 @@ import torch
 
 import accelerators
 from accelerators.memory import format_bytes
-from zero.checks import ELEMENTWISE
+from zero.checks import ELEMENTWISE, has_one_pass
 from zero.config import Offload
 from zero.lion import Lion
 from zero.memory.flat import Line
@@ -34,10 +34,11 @@ def num_moments(optimizer: torch.optim.Optimizer) -> list[int]:
 class Room:
     """What memory there is: of the host for what is offloaded there, of the device for what to say when it runs out."""
 
-    def __init__(self, place: Place, optimizer: torch.optim.Optimizer, ranks_here: int) -> None:
+    def __init__(self, place: Place, optimizer: torch.optim.Optimizer, kernels: str, ranks_here: int) -> None:
         self.host = None if place.is_host else Host(place.accelerator)  # which takes none before it is asked to
         self._place = place
         self._optimizer = optimizer
+        self._in_lines = has_one_pass(optimizer, kernels)
         self._ranks_here = ranks_here
 
     @contextlib.contextmanager
@@ -90,7 +91,8 @@ class Room:
 
     def _needed(self, layout: FlatLayout) -> int:
         by_blocks = type(self._optimizer) in ELEMENTWISE
-        return budget_of(layout, num_moments=num_moments(self._optimizer), by_blocks=by_blocks).host_peak
+        moments, in_lines = num_moments(self._optimizer), self._in_lines
+        return budget_of(layout, num_moments=moments, by_blocks=by_blocks, in_lines=in_lines).host_peak
 
     def _pinned(self, asked: list[bool | None]) -> bool | None:
         """What all say together."""

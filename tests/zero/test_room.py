@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from tests.zoo.case import real_loss, real_mlp
-from zero.checks import ELEMENTWISE
+from zero.checks import ELEMENTWISE, has_one_pass
+from zero.comm.loopback import solo
 from zero.memory.flat import goes_with_elements
+from zero.optimizer import shard
+from zero.plan.budget import budget_of
 from zero.room import num_moments
 
 SETTINGS = ({}, {"momentum": 0.9}, {"amsgrad": True}, {"centered": True}, {"momentum": 0.9, "centered": True})
@@ -28,3 +31,18 @@ def test_so_many_values_of_an_element_are_predicted_for_each_group_as_an_optimiz
             counts = {sum(goes_with_elements(key, value, param.shape) for key, value in own.items()) for param, own in state}
             remembered += counts
         assert remembered == num_moments(optimizer)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+@pytest.mark.parametrize("bucket_bytes", [256, 2**20])
+def test_moments_take_what_is_predicted_also_where_groups_that_want_more_and_fewer_share_a_bucket(kernels, bucket_bytes):
+    model = real_mlp()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "amsgrad": True}]
+    inner = torch.optim.AdamW(groups, lr=0.01)
+    optimizer = shard(model, inner, stage=2, kernels=kernels, bucket_bytes=bucket_bytes, group=solo())
+    real_loss(model(torch.ones(3, 4))).backward()
+    optimizer.step()
+    moments = [value for state in inner.state.values() for name, value in state.items() if name != "step"]
+    storages = {moment.untyped_storage().data_ptr(): moment.untyped_storage().nbytes() for moment in moments}
+    layout, in_lines = optimizer.parts.line.layout, has_one_pass(inner, kernels)
+    assert sum(storages.values()) == budget_of(layout, num_moments=num_moments(inner), in_lines=in_lines).device.moments

@@ -63,11 +63,12 @@ def budget_of(
     by_blocks: bool = True,
     num_ranks: int | None = None,
     waits: bool = False,
+    in_lines: bool = False,
 ) -> Budget:
     """The cost of `layout` with an optimizer of `num_moments` values an element, by group where they differ. `num_backwards`
     are sent in a window; None for any number. `by_blocks`: whether the optimizer is given one block after the other.
     `num_ranks` are there; None for as many as share the layout. `waits`: whether all gradients wait, in the dtype of sums, for
-    the last backward of a window.
+    the last backward of a window. `in_lines`: whether moments lie as masters do, each in one line for all of a share.
 
     [Note: pace]
     This is what a rank needs that keeps pace with the others, once the order of its gradients is known: a bucket is full
@@ -81,11 +82,16 @@ def budget_of(
     for bucket, round_ in zip(layout.buckets, rounds, strict=True):
         shares[bucket.offloaded]["gradients"] += round_.share
         shares[bucket.offloaded]["masters"] += round_.share if bucket.offloaded or round_.narrow else 0
+    lines = Counter[int]()  # by bucket: the most that one of its parameters needs
     for param, spec in enumerate(layout.params):
-        bytes_an_element = remembered[min(spec.group, len(remembered) - 1)] * max(ITEM_BYTES[spec.dtype], ITEM_BYTES["float32"])
-        # The optimizer sees pieces, never the padding between them.
+        number = remembered[min(spec.group, len(remembered) - 1)]
         for piece in layout.pieces(param, rank if layout.num_shares > 1 else 0):
-            shares[layout.buckets[piece.bucket].offloaded]["moments"] += bytes_an_element * piece.in_param.numel
+            lines[piece.bucket] = max(lines[piece.bucket], number)
+            if not in_lines:  # the optimizer sees pieces, never the padding between them
+                item = max(ITEM_BYTES[spec.dtype], ITEM_BYTES["float32"])
+                shares[layout.buckets[piece.bucket].offloaded]["moments"] += number * item * piece.in_param.numel
+    for index, number in lines.items() if in_lines else ():
+        shares[layout.buckets[index].offloaded]["moments"] += number * rounds[index].share
     at_once = max((len(layout.buckets_of(param)) for param in range(len(layout.params))), default=0)  # filled by one gradient
     sent_before = int(are_others)  # and not landed yet
     repeats = 1 + _ON_THE_WAY if num_backwards is None else num_backwards  # more of them meet no more of each other
