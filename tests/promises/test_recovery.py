@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import logging
 import math
 import os
@@ -486,12 +488,25 @@ def test_a_rank_that_raises_before_it_shards_is_named_without_waiting_for_the_ti
     assert waiting.ok and ended.kind == "died", ranks.describe([waiting, ended])
 
 
-COUNTS_THREADS_LAST = """
-    import atexit, pathlib
-    def count():
-        names = [(task / "comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
-        print(sum(name.startswith("pt_gloo") for name in names))
-    atexit.register(count)  # before all others, so that it runs after them
+def gloo_threads(kind="gloo", at_last=None):
+    """So many there are; one that has ended is still listed for a moment."""
+    deadline = time.monotonic() + 5.0
+    while True:
+        names = []
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it is gone by now
+                names.append((task / "comm").read_text())
+        found = sum(kind in name for name in names)
+        if at_last in (None, found) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
+
+
+COUNTS_THREADS_LAST = f"""
+import atexit, contextlib, time
+from pathlib import Path
+{inspect.getsource(gloo_threads)}
+atexit.register(lambda: print(gloo_threads("pt_gloo", at_last=0)))  # before all others, so that it runs after them
 """
 
 
@@ -519,10 +534,6 @@ def test_no_thread_that_takes_the_lock_of_the_interpreter_is_left_when_that_ends
     assert [out for _, out, _ in found] == ["0", "0"], found
 
 
-def gloo_threads():
-    return sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
-
-
 def train_and_end(rank, world, how):
     dist.barrier()  # threads are named when they run
     before = gloo_threads()
@@ -539,7 +550,7 @@ def train_and_end(rank, world, how):
         if how == "close":
             optimizer.close()
         del optimizer
-    return before, during, gloo_threads()
+    return before, during, gloo_threads(at_last=before)
 
 
 @pytest.mark.promise("M02")
