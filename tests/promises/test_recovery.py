@@ -522,7 +522,11 @@ REFUSED = """
     try: zero.shard(model, None)
     except ValueError: pass
 """
-ENDINGS = ["step()", "optimizer.close()", "del optimizer", ENGINE, REFUSED, "raise LookupError"]
+ENDED_BY_THE_USER = """
+    del optimizer
+    torch.distributed.destroy_process_group()
+"""
+ENDINGS = ["step()", "optimizer.close()", "del optimizer", ENGINE, REFUSED, ENDED_BY_THE_USER, "raise LookupError"]
 
 
 @pytest.mark.promise("X12")

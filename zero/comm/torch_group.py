@@ -22,6 +22,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ from zero.errors import GroupLost
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_begun: tuple[int, object] | None = None  # the process and the world that was initialised here, and not by the user
+_begun: tuple[int, Callable[[], object]] | None = None  # the process, and the world that was begun here and not by the user
 _kept: list[tuple[tuple[Any, ...], tuple[_Wires, _Wires]]] = []  # what closed sub-groups were made for, and their wires
 
 _FRAME_BYTES = 1024  # what nearly every message fits into, its length included
@@ -78,7 +79,7 @@ def connect(
                 "initialised. Call init_process_group first, or leave dist_init_required out."
             )
         dist.init_process_group(accelerator.communication_backend, timeout=datetime.timedelta(seconds=limits.first_s))
-        _begun = os.getpid(), dist.group.WORLD  # until the interpreter ends: when one training is closed, another may begin
+        _begun = os.getpid(), weakref.ref(dist.group.WORLD)  # which stays: when one training is closed, another may begin
     elif group is None and dist.get_world_size() == 1:
         read_launch(os.environ).check_group(1)
     base = group if group is not None else dist.group.WORLD
@@ -94,11 +95,9 @@ def sharing(group: Group, wanted: bool) -> Group:
 
 def end() -> None:
     """See [Note: the end]."""
-    global _begun
     is_on = dist.is_available() and dist.is_initialized()
     ending.end(_store() if is_on else None, dist.get_rank() if is_on else 0)
-    if is_on and _begun == (os.getpid(), dist.group.WORLD):
-        _begun = None  # or its threads would go on
+    if is_on and _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD:
         dist.destroy_process_group()
     _kept[:] = [kept for kept in _kept if kept[0][-1] != os.getpid()]
 
