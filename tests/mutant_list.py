@@ -629,8 +629,8 @@ NAMED = [
     Mutant(
         "pages: nothing was edited",
         M + "pages.py",
-        "                self._own = self._pages.find(last)\n",
-        "                self._own = self._pages.find(last)[:0]\n",
+        "                self._own = self._finder.find(to_drop)\n",
+        "                self._own = self._finder.find(to_drop)[:0]\n",
     ),
     Mutant(
         "pages: what was edited is never dropped",
@@ -641,7 +641,7 @@ NAMED = [
     Mutant(
         "pages: what was found for the last time is not watched any more",
         "accelerators/own_pages.py",
-        "return self._tell(_NOTED_ONLY | _ANEW) if last and found.numel() else found",
+        "return self._tell(_NOTED_ONLY | _ANEW) if to_drop and found.numel() else found",
         "return found",
     ),
     Mutant(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,6 @@ from zero.rebuilding import rebuild
 from zero.served import check_plain, check_served
 from zero.state import load_state, whole_state, whole_state_dict
 from zero.windows import Windows
-
-if TYPE_CHECKING:
-    from zero.checkpoint.writing import Saving
 
 _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
@@ -61,7 +58,6 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         self.loss_scale: LossScale | None = loss_scale_of(config)
         self.skipped_steps = 0
         self.grad_norm: float | None = None  # of the last window that was judged by its norm
-        self.saving: Saving | None = None  # a checkpoint that is being written in the background
         self._follow_loss_scale()
 
     @property

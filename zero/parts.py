@@ -6,6 +6,7 @@ import collections
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -33,6 +34,9 @@ from zero.runtime.updater import Updater
 from zero.runtime.window import Window
 from zero.travel import Travel
 
+if TYPE_CHECKING:
+    from zero.checkpoint.writing import Saving
+
 
 @dataclass
 class Parts:
@@ -55,6 +59,7 @@ class Parts:
     owns_group: bool = False
     torn: bool = False  # an update has begun that did not end
     closed: bool = False
+    saving: Saving | None = None  # a checkpoint that is being written in the background
 
     def release(self) -> None:
         """Makes the model plain: no hooks, storage of its own for every parameter, and nothing of ours kept alive."""
@@ -73,7 +78,8 @@ class Parts:
         self.intake.release()
         self.window.reducer.release()
         if self.owns_group:
-            self.group.close()
+            close = self.group.close
+            close() if self.saving is None else self.saving.when_told(close)  # ranks have yet to tell each other how it went
 
     def release_anywhere(self) -> None:
         """The same, also where garbage is collected in the middle of somebody's tracing, where nothing real may be touched."""

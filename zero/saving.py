@@ -82,7 +82,7 @@ def save(
         raise
     saving = Saving(folder.path / tag, parts.group, write_and_commit if async_save else lambda: writer.commit(plan), async_save)
     if async_save:
-        optimizer.saving = saving
+        parts.saving = saving
     else:
         saving.wait()
     return saving
@@ -105,7 +105,7 @@ def shown(target: Any, scheduler: Any) -> Shown:
 
 def finish_saving(optimizer: ShardedOptimizer) -> None:
     """Waits for what is being written in the background, and says where it failed. A collective, if there is any."""
-    saving, optimizer.saving = optimizer.saving, None
+    saving, optimizer.parts.saving = optimizer.parts.saving, None
     if saving is not None and not saving.told:
         saving.wait()
 

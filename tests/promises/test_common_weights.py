@@ -131,7 +131,7 @@ def where_the_table_cannot_be_read(model, optimizer, rank, step):
     another_element_on_each_rank(model, optimizer, rank, step)
     if rank == 1:
         for chunk in optimizer.parts.gatherer._weights.pages.values():
-            chunk._pages.find = too_many
+            chunk._finder.find = too_many
 
 
 def late_where_there_is_no_file(model, optimizer, rank, step):

@@ -565,6 +565,53 @@ def test_connections_that_were_made_for_a_training_end_with_it(how):
         assert before == after < during
 
 
+def close_in_a_forked_child(rank, world, how):
+    model = small()
+    optimizer = sharded(model)
+    one_step(model, optimizer, rank, 0)
+    child = os.fork()
+    if child == 0:
+        try:
+            if how == "close":
+                optimizer.close()
+            del optimizer
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    one_step(model, optimizer, rank, 1)
+    optimizer.check()
+    return status
+
+
+@pytest.mark.promise("X12")
+@pytest.mark.parametrize("how", ["close", "del"])
+def test_what_a_forked_process_closes_stays_open_for_its_parent(how):
+    assert ranks.run(2, close_in_a_forked_child, how) == [0, 0]
+
+
+def close_while_a_save_is_written(rank, world, folder):
+    dist.barrier()  # threads are named when they run
+    before = gloo_threads()
+    optimizer = sharded(small())
+    one_step(optimizer.model, optimizer, rank, 0)
+    group, saving = optimizer.group, zero.save(folder, optimizer, async_save=True)
+    optimizer.close()
+    path = saving.wait()
+    with pytest.raises(GroupLost, match="it was closed"):
+        group.exchange(b"")
+    after = gloo_threads(at_last=before)
+    zero.load(path.parent, sharded(small()))
+    return before, after
+
+
+@pytest.mark.promise("M02")
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
+def test_how_a_save_went_is_told_to_all_ranks_also_when_the_training_was_closed_meanwhile_and_then_connections_end(tmp_path):
+    for before, after in ranks.run(2, close_while_a_save_is_written, tmp_path):
+        assert before == after
+
+
 # Starting again --------------------------------------------------------------------------------------------------------
 
 

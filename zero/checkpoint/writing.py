@@ -141,6 +141,7 @@ class Saving:
         self._work: Callable[[], None] | None = work
         self._error: Exception | None = None
         self.told = False  # on all ranks, how it went
+        self._then: Callable[[], None] | None = None
         self._failure: CheckpointFailed | None = None
         self._thread: threading.Thread | None = None
         if in_background:
@@ -163,6 +164,12 @@ class Saving:
         """True when `wait` would not wait for this rank's writing. No collective."""
         return self._thread is None or not self._thread.is_alive()
 
+    def when_told(self, act: Callable[[], None]) -> None:
+        """Has this done once all ranks were told: now, if they were."""
+        if self.told:
+            act()
+        self._then = act
+
     def wait(self) -> Path:
         """Where the checkpoint lies, once it is complete; raises on all ranks where one of them could not write. A collective,
         the first time."""
@@ -175,6 +182,8 @@ class Saving:
         error = self._error
         texts = exchange_texts(self._group, "" if error is None else f"{type(error).__name__}: {error}")
         self.told = True
+        if self._then is not None:
+            self._then()
         told = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
         if told:
             self._failure = CheckpointFailed(

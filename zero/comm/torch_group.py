@@ -144,7 +144,7 @@ class TorchGroup:
                 "own shares. Pass a group of as many, in the same order; or shard anew and load a checkpoint."
             )
         self._watch.close()
-        self._give_up()()
+        self._give_up("it is rebuilt")()
         self._ranks = ranks
         self._connect()
 
@@ -322,21 +322,23 @@ class TorchGroup:
 
     def close(self) -> None:
         self._watch.close()
-        if self._is_over or not self._is_part or self._lost is not None:
-            self._give_up()()
+        if not self._watch.is_of_this_process:  # but of the one that this was forked from, and so are the threads of the wires
             return
-        _kept[:] = [kept for kept in _kept if kept[0][0] is dist.group.WORLD]
-        _kept.append((self._purpose, (self._patient, self._prompt)))
-        self._give_up()
+        is_kept = not self._is_over and self._is_part and self._lost is None
+        if is_kept:
+            _kept[:] = [kept for kept in _kept if kept[0][0] is dist.group.WORLD]
+            _kept.append((self._purpose, (self._patient, self._prompt)))
+        end_wires = self._give_up("it was closed")
+        if not is_kept:
+            end_wires()
 
     def let_go(self) -> Callable[[], None]:
         """The program ends. See [Note: the end]."""
-        self._lost = self._lost or "the program ends"
-        return self._give_up()
+        return self._give_up("the program ends")
 
-    def _give_up(self) -> Callable[[], None]:
+    def _give_up(self, why: str) -> Callable[[], None]:
         """Forgets the wires; what is returned ends them, unless they ended with the world."""
-        is_over, wires = self._is_over, [self._patient, self._prompt]
+        is_over, wires, self._lost = self._is_over, [self._patient, self._prompt], self._lost or why
         self._world = None
         self._patient = self._prompt = self._wires = _Wires(None, None)
         return lambda: wires.clear() if is_over else _end(wires)

@@ -44,16 +44,16 @@ class Pages:
         self._private = private
         self._start = start
         self._address = self.seen.data_ptr()
-        self._pages = _own_pages(seen.data_ptr(), _whole_pages(numel, dtype), notes)
+        self._finder = _finder_of(seen.data_ptr(), _whole_pages(numel, dtype), notes)
         self._own: torch.Tensor | None = None  # pages, in their order, as the last look found them; None for anything
         _alive.add(self)
 
-    def look(self, last: bool = False) -> None:
-        """Finds out what was edited until now. `last`: before it is dropped."""
+    def look(self, to_drop: bool = False) -> None:
+        """Finds out what was edited until now. `to_drop`: and is about to be dropped."""
         self._own = None
         if not self._moved():
             with contextlib.suppress(OSError):  # what cannot be asked is compared
-                self._own = self._pages.find(last)
+                self._own = self._finder.find(to_drop)
 
     def edited(self, part: Span) -> Span | None:
         """The stretch of a part outside of which nothing was edited before the last look; None for nothing at all."""
@@ -69,7 +69,7 @@ class Pages:
 
     def drop(self) -> None:
         """What was edited is forgotten, all of it: what was written last is seen."""
-        self.look(last=True)
+        self.look(to_drop=True)
         if self._own is None:
             self.seen.copy_(self.written)
         elif self._own.numel():
@@ -132,7 +132,7 @@ def _whole_pages(numel: int, dtype: torch.dtype) -> int:
     return round_up(max(1, numel * dtype.itemsize), mmap.PAGESIZE)
 
 
-def _own_pages(address: int, num_bytes: int, notes: bool) -> OwnPages:
+def _finder_of(address: int, num_bytes: int, notes: bool) -> OwnPages:
     with contextlib.suppress(OSError):
         if notes:
             return Notes(address, num_bytes)

@@ -82,7 +82,7 @@ class Flight(Timed):
             self._land(keep)
 
     def abandon(self) -> None:
-        """Forgets what is on its way over connections that are lost, which may still write into it."""
+        """Forgets what is on its way and will not be waited for; it may still be written into."""
         for _, buffer, _ in self._rounds:
             self._staging.lose(buffer)
         self._rounds.clear()

@@ -34,7 +34,7 @@ def chunks(*numels, dtype=torch.bfloat16):
     sizes = [(numel, dtype) for numel in numels]
     with closing(memory_file(num_bytes_of(sizes))) as descriptor:
         made = lay_out(descriptor, sizes, False)
-    assert all(isinstance(chunk._pages, Notes) == pages._takes_notes() for chunk in made)
+    assert all(isinstance(chunk._finder, Notes) == pages._takes_notes() for chunk in made)
     return made
 
 
@@ -142,8 +142,8 @@ def test_an_edit_that_comes_between_finding_and_dropping_is_found_the_next_time_
     chunk.seen[0] = 1.0
     find = way.find
 
-    def find_and_be_edited(pages, last=False):
-        found = find(pages, last)
+    def find_and_be_edited(finder, to_drop=False):
+        found = find(finder, to_drop)
         chunk.seen[1] = chunk.seen[-1] = 2.0
         return found
 
@@ -249,7 +249,7 @@ def test_where_no_notes_are_taken_the_table_is_read(monkeypatch):
     monkeypatch.setattr(pages, "_takes_notes", lambda: True)  # which it did at first
     with closing(memory_file(4 * mmap.PAGESIZE)) as descriptor:
         [chunk] = lay_out(descriptor, [(4 * IN_A_PAGE, torch.bfloat16)], False)
-    assert isinstance(chunk._pages, Table)
+    assert isinstance(chunk._finder, Table)
     chunk.seen[0] = 1.0
     assert looked(chunk) == Span(0, IN_A_PAGE)
 
@@ -264,3 +264,28 @@ def test_a_system_that_tells_nothing_or_without_memory_files_is_no_error(monkeyp
         assert not pages._works(False) and not pages._works(True)
     monkeypatch.setattr(pages, "memory_file", missing)
     assert not pages._works(False) and not pages._works(True)
+
+
+def test_pages_that_a_process_has_before_notes_are_taken_of_them_are_found_in_the_table(monkeypatch):
+    """As where it locks whatever it maps, with what the file holds then."""
+    monkeypatch.setattr(pages, "_takes_notes", lambda: True)
+    seen = mmap.mmap(-1, 4 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    seen[0] = 1
+    address = torch.frombuffer(seen, dtype=torch.uint8).data_ptr()
+    assert isinstance(pages._finder_of(address, len(seen), True), Table)
+
+
+def test_what_was_edited_is_found_whatever_the_device_is_where_tensors_are_made():
+    [chunk] = chunks(3 * IN_A_PAGE)
+    chunk.seen[0] = 1.0
+    with torch.device("meta"):
+        chunk.look()
+    assert chunk.edited(Span(0, 3 * IN_A_PAGE)) == Span(0, IN_A_PAGE)
+
+
+def test_where_the_system_offers_to_take_notes_they_are_relied_on():
+    try:
+        own_pages._note_taker(os.getpid())
+    except OSError as error:
+        pytest.skip(f"this system takes no notes: {error}")
+    assert pages._works(True)
