@@ -629,8 +629,8 @@ NAMED = [
     Mutant(
         "pages: nothing was edited",
         M + "pages.py",
-        "                self._own = self._finder.find(to_drop)\n",
-        "                self._own = self._finder.find(to_drop)[:0]\n",
+        "else self._finder.find(to_drop)\n",
+        "else self._finder.find(to_drop)[:0]\n",
     ),
     Mutant(
         "pages: what was edited is never dropped",

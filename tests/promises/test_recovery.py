@@ -34,6 +34,8 @@ from zero.errors import GroupLost, NonFinite, RankFailed, RanksDiffer
 
 LIMIT_S = 1.5
 
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc, which only Linux has")
+
 
 def small():
     return filled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), real=True)
@@ -530,7 +532,7 @@ ENDINGS = ["step()", "optimizer.close()", "del optimizer", ENGINE, REFUSED, ENDE
 
 
 @pytest.mark.promise("X12")
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
+@needs_proc
 @pytest.mark.parametrize("last", [*ENDINGS, "if optimizer.group.rank == 1: raise LookupError\nstep()"])
 def test_no_thread_that_takes_the_lock_of_the_interpreter_is_left_when_that_ends(last):
     """One that waits for the lock while the interpreter ends takes the process down with SIGABRT, whatever had been trained."""
@@ -558,7 +560,7 @@ def train_and_end(rank, world, how):
 
 
 @pytest.mark.promise("M02")
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
+@needs_proc
 @pytest.mark.parametrize("how", ["close", "del", "destroy"])
 def test_connections_that_were_made_for_a_training_end_with_it(how):
     for before, during, after in ranks.run(2, train_and_end, how):
@@ -606,7 +608,7 @@ def close_while_a_save_is_written(rank, world, folder):
 
 
 @pytest.mark.promise("M02")
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
+@needs_proc
 def test_how_a_save_went_is_told_to_all_ranks_also_when_the_training_was_closed_meanwhile_and_then_connections_end(tmp_path):
     for before, after in ranks.run(2, close_while_a_save_is_written, tmp_path):
         assert before == after

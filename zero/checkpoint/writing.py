@@ -168,7 +168,8 @@ class Saving:
         """Has this done once all ranks were told: now, if they were."""
         if self.told:
             act()
-        self._then = act
+        else:
+            self._then = act
 
     def wait(self) -> Path:
         """Where the checkpoint lies, once it is complete; raises on all ranks where one of them could not write. A collective,

@@ -48,12 +48,9 @@ class Pages:
         self._own: torch.Tensor | None = None  # pages, in their order, as the last look found them; None for anything
         _alive.add(self)
 
-    def look(self, to_drop: bool = False) -> None:
-        """Finds out what was edited until now. `to_drop`: and is about to be dropped."""
-        self._own = None
-        if not self._moved():
-            with contextlib.suppress(OSError):  # what cannot be asked is compared
-                self._own = self._finder.find(to_drop)
+    def look(self) -> None:
+        """Finds out what was edited until now."""
+        self._own = self._found()
 
     def edited(self, part: Span) -> Span | None:
         """The stretch of a part outside of which nothing was edited before the last look; None for nothing at all."""
@@ -69,18 +66,17 @@ class Pages:
 
     def drop(self) -> None:
         """What was edited is forgotten, all of it: what was written last is seen."""
-        self.look(to_drop=True)
-        if self._own is None:
+        own, self._own = self._found(to_drop=True), None
+        if own is None:
             self.seen.copy_(self.written)
-        elif self._own.numel():
-            first, end = int(self._own[0]), int(self._own[-1]) + 1
+        elif own.numel():
+            first, end = int(own[0]), int(own[-1]) + 1
             try:
                 self._private.madvise(
                     mmap.MADV_DONTNEED, self._start + first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE
                 )
             except OSError:  # of pages that are locked in memory
                 self.seen.copy_(self.written)
-        self._own = None
 
     def keep(self) -> None:
         """What is seen now is seen whatever others write, and counts as edited."""
@@ -90,6 +86,12 @@ class Pages:
     def leave(self) -> None:
         """Has nothing to do with the file any more: this is a process that was forked, and the file its parent's."""
         self.written, self.common, self._address = self.seen, False, -1
+
+    def _found(self, to_drop: bool = False) -> torch.Tensor | None:
+        """The pages that were edited; None where that cannot be found out, and any may have been."""
+        with contextlib.suppress(OSError):
+            return None if self._moved() else self._finder.find(to_drop)
+        return None
 
     def _moved(self) -> bool:
         """Storage can be exchanged under its tensors, as for sending it to another process. And whoever left has none there."""

@@ -24,8 +24,11 @@ IN_A_PAGE = mmap.PAGESIZE // 2  # elements of two bytes
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     """By which it is found out what was written."""
-    if request.param == "notes" and not pages._takes_notes():
-        pytest.skip("this system takes no notes of what a process writes, or lets it have none")
+    if request.param == "notes":
+        try:
+            own_pages._note_taker(os.getpid())
+        except OSError as error:
+            pytest.skip(f"this system takes no notes of what a process writes, or lets it have none: {error}")
     monkeypatch.setattr(pages, "_takes_notes", lambda: request.param == "notes")
     return WAYS[request.param]
 
@@ -283,9 +286,5 @@ def test_what_was_edited_is_found_whatever_the_device_is_where_tensors_are_made(
     assert chunk.edited(Span(0, 3 * IN_A_PAGE)) == Span(0, IN_A_PAGE)
 
 
-def test_where_the_system_offers_to_take_notes_they_are_relied_on():
-    try:
-        own_pages._note_taker(os.getpid())
-    except OSError as error:
-        pytest.skip(f"this system takes no notes: {error}")
-    assert pages._works(True)
+def test_what_the_system_offers_is_relied_on(way):
+    assert pages._works(way is Notes)
