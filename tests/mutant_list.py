@@ -131,8 +131,8 @@ NAMED = [
     Mutant(
         "a round of nothing is sent as it is",
         R + "reducer.py",
-        "return self.staging.borrow(bucket.span.numel, self.line.dtype_of(index)).zero_()",
-        "return self.staging.borrow(bucket.span.numel, self.line.dtype_of(index))",
+        "return self.staging.borrow(bucket.span.numel, sum_dtype(dtype) if wide else dtype).zero_()",
+        "return self.staging.borrow(bucket.span.numel, sum_dtype(dtype) if wide else dtype)",
     ),
     Mutant(
         "check only the first tensor for inf",
@@ -302,8 +302,27 @@ NAMED = [
     Mutant(
         "add the second use in the narrow dtype",
         R + "reducer.py",
-        "if (multiplier is not None or dtype != bucket_dtype or not fresh) and bucket_dtype",
-        "if multiplier is not None and bucket_dtype",
+        "if not (exact and is_first) and dtype",
+        "if not exact and dtype",
+    ),
+    Mutant(
+        "what is to be added up is sent at once",
+        R + "reducer.py",
+        "exact = multiplier is None and grad.dtype == self.line.dtype_of(index) and not apart",
+        "exact = multiplier is None and grad.dtype == self.line.dtype_of(index)",
+    ),
+    Mutant(
+        "in the dtype of sums what is absent is what was there before",
+        R + "reducer.py",
+        "        round_ = (self._wide if wide else self._rounds).pop(index, None)\n",
+        "        round_ = (self._wide if wide else self._rounds).pop(index, None)\n"
+        "        if wide and round_:\n            return round_.buffer\n",
+    ),
+    Mutant(
+        "a gradient in the dtype of sums that the user took out stays",
+        R + "reducer.py",
+        "            for rounds in (self._rounds, self._wide):\n                if index in rounds:\n",
+        "            for rounds in (self._rounds,):\n                if index in rounds:\n",
     ),
     Mutant(
         "wide rounds leave the ordinary one out",

@@ -41,5 +41,6 @@ def held(parts: Parts) -> Held:
     for gradient in (*parts.window.shares.shard.shares.values(), *parts.window.since.aside.values()):
         count("gradients", gradient)
     shares[False]["gradients"] += sum(rows.num_bytes for rows in parts.window.shares.shard.waiting.values())
+    shares[False]["gradients"] += parts.window.reducer.num_wide_bytes
     return Held(parts.gatherer.num_weight_bytes, Shares(**shares[False]), parts.window.reducer.num_staging_bytes,
                 Shares(**shares[True]))  # fmt: skip

@@ -164,3 +164,24 @@ def test_what_is_held_is_what_was_predicted(stage, dtype):
         assert (weights, masters, moments) == (cost.weights, cost.device.masters, cost.device.moments)
         assert gradients == cost.device.gradients
         assert 0 < buckets <= cost.buckets, "a rank that is behind the others needs fewer"
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_that_wait_for_the_last_backward_are_held_as_predicted(stage, dtype):
+    def program(group):
+        model = real_mlp()
+        optimizer = shard(model, adamw(model), stage=stage, dtype=dtype, group=group, bucket_bytes=64, accumulation=3)
+        found = []
+        for micro in range(3):
+            found.append(held(optimizer.parts).device.gradients)
+            backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, micro, real=True))))
+        whole = sum(4 * param.numel() for param in model.parameters())
+        cost = cost_of(optimizer.parts.line.layout, stage, group.size, group.rank, accumulation=3)
+        optimizer.close()
+        return found, whole, cost.device.gradients
+
+    for found, whole, predicted in run_ranks(2, program):
+        assert found[0] == 0
+        assert whole <= found[1] <= predicted
+        assert found[2] == found[1], "the second is added to the first"

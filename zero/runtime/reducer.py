@@ -10,8 +10,9 @@ round more when the window settles. Sums are linear: late is never lost, and a w
 
 [Note: wide]
 The ordinary round travels in the parameters' dtype, one gradient a parameter. To add a second one to it there,
-in bf16, would round; so what comes on top is added up apart in the dtype of sums, and sent in that when the
-window settles. Where the two dtypes are the same, it is simply added.
+in bf16, would round; so what comes on top, and what several backwards add up before anything is sent, is added
+up apart in the dtype of sums, and sent in that when the window settles. Where the two dtypes are the same, it
+is simply added.
 """
 
 from __future__ import annotations
@@ -54,21 +55,22 @@ class Reducer(Timed):
         self._accelerator = accelerator
         self.staging = staging
         self._rounds: dict[int, _Round] = {}
-        self._wide: dict[int, torch.Tensor] = {}
+        self._wide: dict[int, _Round] = {}
         self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
         self._arrived: dict[int, None] = {}  # buckets that something came for since the last settling, the latest last
 
     # stop 2: collect ---------------------------------------------------------------------------------------------
 
     @stop("collect")
-    def collect(self, param: int, grad: torch.Tensor, multiplier: float | None = None) -> None:
-        """Copies a gradient into its slot; the caller may free it."""
+    def collect(self, param: int, grad: torch.Tensor, multiplier: float | None = None, apart: bool = False) -> None:
+        """Copies a gradient into its slot; the caller may free it. `apart`: it is one of several that travel as their sum."""
         self.flight.shard.check_here()  # now, and not when the sum comes, which depends on the other ranks
         form, parts = self._forms[param], self.line.layout.parts(param)
         for index, in_bucket, in_param in parts:
             self._arrived.pop(index, None)
             self._arrived[index] = None
-            target, fresh = self._target(index, param, grad.dtype, multiplier)
+            exact = multiplier is None and grad.dtype == self.line.dtype_of(index) and not apart
+            target, fresh = self._target(index, param, exact)
             if len(parts) == 1:  # as nearly always: no need to flatten it
                 place, values = form.placed(target, in_bucket.start), grad
             else:
@@ -80,15 +82,22 @@ class Reducer(Timed):
                 if multiplier is not None:
                     place.mul_(multiplier)
 
-    def _target(self, index: int, param: int, dtype: torch.dtype, multiplier: float | None) -> tuple[torch.Tensor, bool]:
-        """Where a gradient goes, and whether it is the first there; see [Note: wide]."""
-        round_, bucket_dtype = self._rounds.get(index), self.line.dtype_of(index)
-        fresh = round_ is None or not round_.filled >> param & 1
-        if (multiplier is not None or dtype != bucket_dtype or not fresh) and bucket_dtype != sum_dtype(bucket_dtype):
-            return self._wide_buffer(index), False
+    def adds_apart(self, param: int) -> bool:
+        """Whether several of its gradients can be added up here without being sent; see [Note: wide]."""
+        dtypes = (self.line.dtype_of(index) for index, *_ in self.line.layout.parts(param))
+        return all(dtype != sum_dtype(dtype) for dtype in dtypes)
+
+    def _target(self, index: int, param: int, exact: bool) -> tuple[torch.Tensor, bool]:
+        """Where a gradient goes, and whether it is the first there; see [Note: wide]. `exact`: it can travel as it is."""
+        rounds, dtype = self._rounds, self.line.dtype_of(index)
+        is_first = index not in rounds or not rounds[index].filled >> param & 1
+        if not (exact and is_first) and dtype != sum_dtype(dtype):
+            rounds, dtype = self._wide, sum_dtype(dtype)
+        round_ = rounds.get(index)
         if round_ is None:
-            round_ = self._rounds[index] = _Round(self._open(index, bucket_dtype))
+            round_ = rounds[index] = _Round(self._open(index, dtype))
         self._note_producer(round_)
+        fresh = not round_.filled >> param & 1
         round_.filled |= 1 << param
         return round_.buffer, fresh
 
@@ -102,12 +111,6 @@ class Reducer(Timed):
             for gap in gaps:
                 buffer[gap.start : gap.stop].zero_()
         return buffer
-
-    def _wide_buffer(self, index: int) -> torch.Tensor:
-        if index not in self._wide:
-            dtype = sum_dtype(self.line.dtype_of(index))
-            self._wide[index] = self.staging.borrow(self.line.layout.buckets[index].span.numel, dtype).zero_()
-        return self._wide[index]
 
     def _note_producer(self, round_: _Round) -> None:
         if not self._accelerator.is_synchronous:
@@ -135,12 +138,12 @@ class Reducer(Timed):
         self.sent += 1
         self.flight.send(index, self._close(index), keep)
 
-    def _close(self, index: int) -> torch.Tensor:
+    def _close(self, index: int, wide: bool = False) -> torch.Tensor:
         """The bucket's round, ready to be sent: zeros where nothing arrived."""
-        bucket = self.line.layout.buckets[index]
-        round_ = self._rounds.pop(index, None)
+        bucket, dtype = self.line.layout.buckets[index], self.line.dtype_of(index)
+        round_ = (self._wide if wide else self._rounds).pop(index, None)
         if round_ is None:
-            return self.staging.borrow(bucket.span.numel, self.line.dtype_of(index)).zero_()
+            return self.staging.borrow(bucket.span.numel, sum_dtype(dtype) if wide else dtype).zero_()
         if len(self.line.layout.gaps[index]) <= _FEW_GAPS:
             for param in bucket.params:
                 if not round_.filled >> param & 1:
@@ -157,7 +160,12 @@ class Reducer(Timed):
     @property
     def num_staging_bytes(self) -> int:
         """Without what gradients wait in, or waited in and will again, which is theirs."""
-        return self.staging.num_bytes(_KEPT) - self.flight.shard.num_staged_bytes
+        return self.staging.num_bytes(_KEPT) - self.flight.shard.num_staged_bytes - self.num_wide_bytes
+
+    @property
+    def num_wide_bytes(self) -> int:
+        """Of gradients that are added up here."""
+        return sum(wide.buffer.nbytes for wide in self._wide.values())
 
     @property
     def open_buckets(self) -> int:
@@ -185,8 +193,7 @@ class Reducer(Timed):
         self.flight.land_all(keep=True)
 
     def _close_wide(self, index: int) -> torch.Tensor:
-        wide = self._wide_buffer(index)
-        del self._wide[index]
+        wide = self._close(index, wide=True)
         if index in self._rounds:
             ordinary = self._close(index)
             wide.add_(ordinary)
@@ -213,12 +220,10 @@ class Reducer(Timed):
 
     def drop(self) -> None:
         """Forgets what has not been sent."""
-        for round_ in self._rounds.values():
-            self.staging.give_back(round_.buffer)
-        for wide in self._wide.values():
-            self.staging.give_back(wide)
-        self._rounds.clear()
-        self._wide.clear()
+        for rounds in (self._rounds, self._wide):
+            for round_ in rounds.values():
+                self.staging.give_back(round_.buffer)
+            rounds.clear()
 
     def release(self) -> None:
         """Lets go of everything."""
@@ -234,8 +239,7 @@ class Reducer(Timed):
     def drop_param(self, param: int) -> None:
         """Forgets what has not been sent of one parameter."""
         for index, part, _ in self.line.layout.parts(param):
-            if index in self._rounds:
-                self._rounds[index].buffer[part.start : part.stop].zero_()
-                self._rounds[index].filled &= ~(1 << param)
-            if index in self._wide:
-                self._wide[index][part.start : part.stop].zero_()
+            for rounds in (self._rounds, self._wide):
+                if index in rounds:
+                    rounds[index].buffer[part.start : part.stop].zero_()
+                    rounds[index].filled &= ~(1 << param)

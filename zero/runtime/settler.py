@@ -24,6 +24,7 @@ class Since:
     """What this rank did since the last settling."""
 
     touched: int = 0  # parameters whose gradient was collected
+    added: int = 0  # parameters of which several gradients are added up before any is sent
     removed: int = 0  # parameters whose .grad the user set to None
     replaced: int = 0  # parameters whose .grad the user set to a tensor of his own
     writing: dict[int, int] = field(default_factory=dict)  # parameters whose .grad autograd is writing, and the thread

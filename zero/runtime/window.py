@@ -120,13 +120,16 @@ class Window(Timed):
         if multiplier == 0.0:
             grad = torch.zeros_like(grad)  # what counts nothing adds nothing, not even the NaN of a mean over no tokens
         edited = (since.removed or since.replaced) and (since.removed | since.replaced) >> index & 1
-        leaves = self.boundary.synchronises and not edited and not since.clears and self._laid_out(index)
+        collects = not edited and not since.clears and self._laid_out(index)
+        if not self.boundary.synchronises:
+            since.added |= 1 << index
+            collects = collects and self.reducer.adds_apart(index)
         waiting = since.aside.pop(index, None)
         if waiting is not None:
             grad, multiplier = waiting.add_(grad, alpha=1.0 if multiplier is None else multiplier), None
-        if leaves:
+        if collects:
             since.touched |= 1 << index
-            self.reducer.collect(index, grad, multiplier)
+            self.reducer.collect(index, grad, multiplier, apart=bool(since.added >> index & 1))
             self.reducer.advance()
         else:  # it waits in the dtype of sums, so that adding to it loses nothing
             wide = grad.to(sum_dtype(grad.dtype), copy=lent)

@@ -38,8 +38,8 @@ class Bench:
     def dirty(self, numel, dtype):
         return torch.full((numel,), float("nan"), dtype=dtype)
 
-    def give(self, param, value, multiplier=None):
-        self.reducer.collect(param, torch.full((self.numel,), float(value), dtype=self.dtype), multiplier)
+    def give(self, param, value, multiplier=None, apart=False):
+        self.reducer.collect(param, torch.full((self.numel,), float(value), dtype=self.dtype), multiplier, apart)
         self.reducer.advance()
 
     def settle(self, used=0, order=(), used_here=None, **counts):
@@ -259,6 +259,37 @@ def test_a_second_use_in_bf16_is_added_up_in_fp32():
     bench.give(0, 1)
     bench.settle(used=0b001)
     assert bench.values()[2] == 258.0
+
+
+def test_several_that_travel_as_their_sum_are_sent_when_the_window_settles():
+    bench = Bench("bfloat16")
+    for value in (256, 1, 1):
+        for param in range(3):
+            bench.give(param, value, apart=True)
+    assert bench.wire.sent == []
+    assert bench.reducer.num_wide_bytes == 3 * bench.numel * 4
+    bench.settle(used=0b111)
+    assert bench.wire.sent[-1].dtype == torch.float32
+    assert bench.values() == {0: 258.0, 1: 258.0, 2: 258.0}
+    assert (len(bench.wire.sent), bench.staging.borrowed) == (3, 0)
+
+
+def test_in_fp32_as_well_a_bucket_leaves_after_the_streams_of_all_gradients_in_it():
+    streams = TwoStreams()
+    bench = Bench("bfloat16", accelerator=streams)
+    bench.give(0, 1, apart=True)
+    streams.current = streams.other
+    assert ("other", "one") not in streams.waits
+    bench.settle(used=0b001)
+    assert ("other", "one") in streams.waits
+
+
+def test_what_is_absent_in_fp32_travels_as_zeros_and_of_several_multipliers_each_has_its_own():
+    bench = Bench("bfloat16", per_bucket=2)
+    bench.give(5, 3, multiplier=2.0, apart=True)
+    bench.give(5, 5, multiplier=4.0, apart=True)
+    bench.settle(used=0b100000)
+    assert bench.wire.sent[-1].sum().item() == bench.numel * 26.0  # and no NaN of whoever had this memory
 
 
 def test_what_is_weighted_travels_in_fp32():
