@@ -28,6 +28,18 @@ R, M, C, P = "zero/runtime/", "zero/memory/", "zero/comm/", "zero/plan/"
 
 NAMED = [
     Mutant(
+        "what was assigned to .data is not brought back",
+        "zero/travel.py",
+        "self._params.tensors[param].data = brought.get(param, place)",
+        "self._params.tensors[param].data = place",
+    ),
+    Mutant(
+        "what was assigned to .data meanwhile is written over",
+        "zero/travel.py",
+        "if not self._params.tensors[param].numel():",
+        "if True:",
+    ),
+    Mutant(
         "what comes after the first backward waits for the settling",
         R + "reducer.py",
         "while not self._rounds.keys().isdisjoint(self.order):",

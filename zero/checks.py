@@ -109,6 +109,23 @@ def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             seen[id(param)] = index
 
 
+def check_settings_on_host(optimizer: torch.optim.Optimizer, offloaded: Collection[int]) -> None:
+    """Refuses settings of groups that a step on the host could not use, and would find out in the middle of the first one."""
+    for index in sorted(offloaded):
+        group = optimizer.param_groups[index]
+        found = {key: value.device for key, value in group.items() if isinstance(value, torch.Tensor) and not value.is_cpu}
+        for key, device in found.items():
+            raise ValueError(
+                f"Offloading group {index} of the optimizer was asked for, but its {key} is a tensor on {device}, which a step "
+                "on the host cannot use. Give a number, or a tensor on the CPU."
+            )
+        if group.get("capturable"):
+            raise ValueError(
+                f"Offloading group {index} of the optimizer was asked for, but it has capturable=True, which steps on an "
+                "accelerator alone. Leave it out."
+            )
+
+
 def check_params(names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
     """Refuses parameters that cannot lie in flat memory."""
     devices = {tensor.device for tensor in tensors}

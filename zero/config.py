@@ -80,7 +80,7 @@ def _offload(given: object) -> Offload | dict[str, Any] | None:
     if "device" in named:
         named["home"] = named.pop("device")
     if "pin_memory" in named:
-        named["pinned"] = True if named.pop("pin_memory") else None  # there it is what nobody asked for
+        named["pinned"] = named.pop("pin_memory")
     return None if _name(named.get("home", "cpu")) in ("none", "None") else named
 
 

@@ -224,9 +224,10 @@ def _offload(written: Written) -> Offload | None:
     home = written.choice(device, {"none": None, "cpu": "host", "nvme": "disk"}, "host" if written.flag(old) else None)
     if home == "disk":
         raise ValueError(f"{device} was set to 'nvme', but nothing is offloaded to disk yet. Use 'cpu'.")
-    pinned = written.flag("zero_optimization.offload_optimizer.pin_memory")
+    pin = "zero_optimization.offload_optimizer.pin_memory"
+    pinned = written.flag(pin) if pin in written else None
     ratio = written.real("zero_optimization.offload_optimizer.ratio", 1.0)
-    return Offload(pinned=True if pinned else None, ratio=ratio) if home else None
+    return Offload(pinned=pinned, ratio=ratio) if home else None
 
 
 def _bucket_bytes(written: Written, dtype: str | None) -> int:

@@ -241,6 +241,7 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         the weights are adopted first. Without weights nothing is forwarded, without them or gradients nothing sent backward or
         settled, without all nothing stepped. Where host memory does not suffice all stays as it was. No collective."""
         parts = self.parts
+        parts.room.check(f"offload_states({'' if include is None else include})", parts.travel.num_bytes(include))
         if not parts.travel.is_away:
             parts.adopt()
         try:

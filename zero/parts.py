@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from accelerators import Accelerator
-from zero.checks import check_devices, check_dtypes, check_kernels, check_params
+from zero.checks import check_devices, check_dtypes, check_kernels, check_params, check_settings_on_host
 from zero.chosen import offload_of, ratio_of, specs_of
 from zero.comm.group import Group
 from zero.config import ZeroConfig
@@ -118,6 +118,7 @@ class Parts:
         check_params(names, tensors)
         check_devices(names, tensors, device)
         check_dtypes(self.accelerator, set(dtypes))
+        check_settings_on_host(inner, [group] if ratio else [])
         layout = self.line.layout.joined(specs)
         check_kernels(inner, self.config.kernels, device, kinds_on_host(layout.params, device), self.group.size)
         waiting = [index for index, tensor in enumerate((*self.params.tensors, *tensors))

@@ -89,6 +89,15 @@ class Room:
             )
         self.host.pinned = pinned
 
+    def check(self, asked: str, needed: int) -> None:
+        """Raises unless so many bytes of this rank fit on the host, which other ranks may be filling as well."""
+        available = accelerators.get("cpu").memory().available
+        if available is not None and needed > available:
+            raise MemoryError(
+                f"{asked} was asked for, which needs {needed} bytes ({format_bytes(needed)}) of host memory, but {available} "
+                f"({format_bytes(available)}) are available. Include fewer states, or leave them where they are."
+            )
+
     def _needed(self, layout: FlatLayout) -> int:
         by_blocks = type(self._optimizer) in ELEMENTWISE
         moments, in_lines = num_moments(self._optimizer), self._in_lines

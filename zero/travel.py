@@ -70,11 +70,8 @@ class Travel:
 
         What cannot go, as there is no memory for it, is an error, and then what went comes back.
         """
-        names, place = _names(include), str(getattr(device, "value", device))
-        if place != "cpu":
-            raise ValueError(
-                f"offload_states(device={place!r}) was asked for, but states go to host memory only. Pass device='cpu'."
-            )
+        names = _names(include)
+        check_home(device)
         if self._gradients.device.type == "cpu":
             return names
         host = Host(self._accelerator, None if pinned else False)
@@ -139,27 +136,50 @@ class Travel:
 
     # what goes ---------------------------------------------------------------------------------------------------
 
+    def num_bytes(self, include: Iterable[Any] | None) -> int:
+        """That `leave` would move to the host, with what was assigned to `.data` left out."""
+        shares, names = self._masters.shard.shares, _names(include)
+        going: dict[str, list[torch.Tensor]] = {
+            "masters": [shares[bucket] for bucket in shares if self._masters.is_copy(bucket)],
+            "moments": [entries[key] for entries in self._state.values() for key in _that_leave(entries)],
+            "gradients": list(self._gradients.shares.values()),
+            "weights": self._weights.chunks,
+        }
+        tensors = [tensor for name in names if name not in self._away for tensor in going.get(name, ())]
+        return sum(tensor.nbytes for tensor in tensors if not tensor.is_cpu)
+
     def _leave_weights(self, host: Host) -> Iterator[Bring]:
+        """What the user assigned to `.data` goes and comes by itself, as it is no edit before a step takes it in."""
         layout, chunks = self._weights.line.layout, self._weights.chunks
         for index, flat in enumerate(chunks):
-            away = self._down(host, flat)
-            chunks[index] = flat.new_empty(0)
+            away, own, leaving = self._down(host, flat), dict[int, torch.Tensor](), list[int]()
             for param in layout.chunks[index].params:
+                tensor = self._params.tensors[param]
+                if not tensor.numel() or tensor.data_ptr() == self._weights.slot(param).data_ptr():
+                    leaving.append(param)
+                elif (tensor.device, tensor.dtype) == (flat.device, flat.dtype):  # else it is none of ours any more
+                    leaving.append(param)
+                    own[param] = self._down(host, tensor.data)
+            chunks[index] = flat.new_empty(0)
+            for param in leaving:
                 # of the same device and dtype, or autograd would make it a new node, without our hooks
                 self._params.tensors[param].data = chunks[index]
             for bucket, its in enumerate(layout.buckets):
                 if its.chunk == index and not self._masters.is_copy(bucket):
                     self._masters.shard.shares[bucket] = chunks[index]
                     self._cut_masters(bucket)
-            yield self._bring_chunk(index, away)
+            yield self._bring_chunk(index, away, own)
             del flat
 
-    def _bring_chunk(self, index: int, away: torch.Tensor) -> Bring:
+    def _bring_chunk(self, index: int, away: torch.Tensor, own: dict[int, torch.Tensor]) -> Bring:
         def bring(host: Host) -> None:
             layout = self._weights.line.layout
+            brought = {param: self._up(host, values) for param, values in own.items()}
             self._weights.chunks[index] = self._up(host, away)
             for param in layout.chunks[index].params:
-                self._params.tensors[param].data = self._forms[param].shaped(self._weights.slot(param))
+                if not self._params.tensors[param].numel():  # else something was assigned meanwhile
+                    place = self._forms[param].shaped(self._weights.slot(param))
+                    self._params.tensors[param].data = brought.get(param, place)
             for bucket, its in enumerate(layout.buckets):
                 if its.chunk == index and not self._masters.is_copy(bucket):
                     self._masters.shard.shares[bucket] = self._weights.share(bucket, self._masters.rank)
@@ -199,11 +219,9 @@ class Travel:
     def _leave_moments(self, host: Host) -> Iterator[Bring]:
         for master in [master for pieces in self._masters.pieces.values() for _, master in pieces]:
             entries = self._state.get(master, {})
-            for key, value in entries.items():
-                if isinstance(value, torch.Tensor) and not value.is_cpu and value.dim():
-                    entries[key] = self._down(host, value)
-                    yield self._bring_entry(entries, key)
-                    del value
+            for key in _that_leave(entries):
+                entries[key] = self._down(host, entries[key])
+                yield self._bring_entry(entries, key)
 
     def _bring_entry(self, entries: dict[str, Any], key: str) -> Bring:
         def bring(host: Host) -> None:
@@ -243,6 +261,11 @@ class Travel:
         self._on_their_way = [crossing for crossing in self._on_their_way if not crossing.done()]
 
 
+def _that_leave(entries: dict[str, Any]) -> list[str]:
+    """Of an optimizer's entries for one parameter, those on the device that have a number for more than all of it."""
+    return [key for key, value in entries.items() if isinstance(value, torch.Tensor) and not value.is_cpu and value.dim()]
+
+
 class _Guard:
     """A hook that refuses. So does copying or pickling what it is on."""
 
@@ -264,10 +287,18 @@ def _are_away(names: Sequence[str]) -> str:
     return f"{', '.join(names)} are on the host since offload_states. Call reload_states() first."
 
 
+def check_home(device: Any) -> None:
+    place = getattr(device, "value", device)
+    if str(place).strip().lower() not in ("cpu", "cpu:0", "host"):
+        raise ValueError(
+            f"offload_states(device={str(place)!r}) was asked for, but states go to host memory only. Pass device='cpu'."
+        )
+
+
 def _names(include: Iterable[Any] | None) -> list[str]:
     if include is None:
         return list(STATES)
-    given = [include] if isinstance(include, str) else list(include)
+    given = list(include) if isinstance(include, Iterable) and not isinstance(include, str) else [include]
     names = [str(getattr(name, "value", name)) for name in given]
     unknown = [name for name in names if name not in STATES and name not in _ALSO]
     if unknown:

@@ -81,11 +81,12 @@ class Theirs(str, enum.Enum):
 def test_a_home_is_said_in_any_of_the_words_that_are_in_use():
     whole = Offload()
     for given in ("cpu", "CPU", "host", Theirs.cpu, torch.device("cpu"), {"device": "cpu"}, {"home": "host"}, {}, whole,
-                  {"device": Theirs.cpu, "pin_memory": False, "ratio": 1.0}):  # fmt: skip
+                  {"device": Theirs.cpu, "ratio": 1.0}):  # fmt: skip
         assert ZeroConfig(stage=1, offload=given).offload == Offload.of(given) == whole
     for given in (None, "none", Theirs.none, {"device": "none"}):
         assert ZeroConfig(stage=1, offload=given).offload is Offload.of(given) is None
-    assert Offload.of({"device": "cpu", "pin_memory": True, "ratio": 0.5}) == Offload(pinned=True, ratio=0.5)
+    for pinned in (True, False):
+        assert Offload.of({"device": "cpu", "pin_memory": pinned, "ratio": 0.5}) == Offload(pinned=pinned, ratio=0.5)
     unknown = (("gpu", "'gpu'"), ("nvme", "'nvme'"), (True, "True"), ({"device": "disk"}, "'disk'"), ({"home": ""}, "''"))
     for given, said in unknown:
         for ask in (lambda given=given: ZeroConfig(stage=1, offload=given), lambda given=given: Offload.of(given)):

@@ -362,6 +362,33 @@ def test_an_offload_device_that_is_unknown_is_an_error(offload):
     optimizer.close()
 
 
+def with_settings(settings, offload):
+    from accelerators import simulated
+
+    simulated.bring_up()
+    model = real_mlp().to("sim:0")
+    given = {name: value.to("sim:0") if isinstance(value, torch.Tensor) else value for name, value in settings.items()}
+    optimizer = shard(model, torch.optim.AdamW(model.parameters(), **given), stage=2, group=solo(), offload=offload)
+    one_step(model, optimizer)
+    optimizer.close()
+
+
+@needs_sim
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"lr": torch.tensor(0.01)}, "lr is a tensor on sim:0.*Give a number"), ({"capturable": True}, "capturable.*Leave it")],
+)
+def test_settings_that_a_step_on_the_host_cannot_use_are_an_error_before_the_first(settings, said):
+    ranks.run(1, refuses_settings, settings, said, apart="sim")
+
+
+def refuses_settings(rank, world, settings, said):
+    for offload in ("cpu", {"ratio": 0.5}):
+        with pytest.raises(ValueError, match=rf"(?s)Offloading group 0 .*asked for, but .*{said}"):
+            with_settings(settings, offload)
+    with_settings(settings, None)
+
+
 def test_a_group_of_the_optimizer_with_an_unknown_home_is_an_error_too():
     model = real_mlp()
     inner = torch.optim.AdamW([{"params": model.parameters(), "offload": "disk"}])

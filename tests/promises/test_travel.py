@@ -5,6 +5,7 @@ import enum
 import gc
 import itertools
 import pickle
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -354,3 +355,68 @@ def fills_the_device(model, optimizer, rank):
 @needs_sim
 def test_a_device_that_is_full_when_the_weights_come_back_loses_none_of_them():
     assert on_sim(1, fills_the_device, [{"dtype": None}]) == [[True]]
+
+
+def exchange(model, given):
+    for parameter, values in zip(model.parameters(), given, strict=True):
+        parameter.data = values
+
+
+def assigned(model, optimizer, rank, moves):
+    """By a loader of weights, by who swaps averaged ones in to generate and back again, and by who loads while all is away."""
+    found, states = [], (None, ["weights"], ["masters", "moments"])
+
+    def travel(states=None, meanwhile=lambda: None):
+        if moves:
+            optimizer.offload_states(states)
+        meanwhile()
+        if moves:
+            optimizer.reload_states()
+        found.append({name: weight.cpu() for name, weight in weights(model).items()})
+
+    def assign(amount):
+        model[0].weight.data = torch.full_like(model[0].weight, amount)
+        model[2].bias.data = torch.full_like(model[2].bias, amount)
+
+    for step, include in enumerate(states):
+        own = [parameter.data for parameter in model.parameters()]
+        exchange(model, [values * 0.5 for values in own])
+        travel(include)
+        exchange(model, own)
+        one_step(model, optimizer, step=3 * step)
+        found.append(bits(model, optimizer))
+        assign(0.25 + step)
+        travel(include)
+        one_step(model, optimizer, step=3 * step + 1)
+        found.append(bits(model, optimizer))
+        loaded = [torch.full_like(parameter, 0.5 + step) for parameter in model.parameters()]
+        travel(include, partial(exchange, model, loaded))
+        one_step(model, optimizer, step=3 * step + 2)
+        found.append(bits(model, optimizer))
+    return found
+
+
+@needs_sim
+@SHARDED
+def test_what_was_assigned_to_data_travels_as_it_is_and_is_an_edit_as_if_nothing_had_moved(stage):
+    points = [{"stage": stage, "dtype": dtype, "offload": offload} for dtype in DTYPES for offload in (None, "cpu")]
+    expected = on_sim(1, partial(assigned, moves=False), points)
+    assert difference(on_sim(1, partial(assigned, moves=True), points), expected) is None
+
+
+def does_not_suffice(model, optimizer, rank):
+    one_step(model, optimizer)
+    device, host, states = accelerators.get("sim"), accelerators.get("cpu"), ["masters", "moments"]
+    before, needed, reading = device.memory().allocated, optimizer.parts.travel.num_bytes(states), host.memory()
+    with mock.patch.object(type(host), "memory", return_value=replace(reading, available=needed - 1)):
+        with pytest.raises(MemoryError, match=rf"offload_states.* needs {needed} bytes.* but {needed - 1} .*Include fewer"):
+            optimizer.offload_states(states)
+        assert not optimizer.parts.travel.is_away
+    with mock.patch.object(type(host), "memory", return_value=replace(reading, available=needed)):
+        optimizer.offload_states(states)
+    return before - device.memory().allocated == needed > 0
+
+
+@needs_sim
+def test_host_memory_that_will_not_suffice_is_an_error_before_anything_moves():
+    assert on_sim(1, does_not_suffice, [{"dtype": "bfloat16"}, {"dtype": None}]) == [[True, True]]

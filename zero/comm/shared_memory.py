@@ -32,6 +32,7 @@ Given = TypeVar("Given")
 
 _SUMS, _WEIGHTS = range(LINES)
 _FILE = struct.Struct("<qq")  # whose it is, and its descriptor there
+_ANOTHERS = "a rank shares none"  # which says why
 _PIECE_BYTES = 2 * 2**20  # of what is broadcast at a time: it stays in the cache from one rank's core to the next
 
 
@@ -44,14 +45,14 @@ def through_shared_memory(group: Group, wanted: bool = True) -> Group:
     arena = reason.unless(Arena)
     told = group.exchange(b"" if arena is None else arena.introduce())
     if not all(told):
-        reason.note("a rank shares none")
+        reason.note(_ANOTHERS)
     others = [rank for rank in range(group.size) if rank != group.rank]
     arenas = reason.unless(lambda: {rank: meet(told[rank]) for rank in others})
     reasons = [message.decode() for message in group.exchange(reason.text.encode())]
     if arena is not None:
         arena.introduced()
     if arena is None or arenas is None or any(reasons):
-        said = next(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
+        _, said = min((text == _ANOTHERS, f"rank {rank}: {text}") for rank, text in enumerate(reasons) if text)
         if wanted and group.rank == 0:
             logger.info("Tensors of %d ranks travel by ordinary collectives, not through shared memory (%s)", group.size, said)
         return group

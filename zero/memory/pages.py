@@ -54,11 +54,12 @@ class Pages:
 
     def edited(self, part: Span) -> Span | None:
         """The stretch of a part outside of which nothing was edited before the last look; None for nothing at all."""
-        if self._own is None or self._moved():
+        own = self._own  # read once: another thread may fork meanwhile
+        if own is None or self._moved():
             return part
         size = self.seen.element_size()
         first, end = (part.start * size) // mmap.PAGESIZE, -(-part.stop * size // mmap.PAGESIZE)
-        own = self._own[(self._own >= first) & (self._own < end)] if self._own.numel() else self._own
+        own = own[(own >= first) & (own < end)] if own.numel() else own
         if not own.numel():
             return None
         begin, end = (int(page) * mmap.PAGESIZE // size for page in (own[0], own[-1] + 1))

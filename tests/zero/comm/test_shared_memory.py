@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -112,6 +113,26 @@ def test_a_system_without_memory_files_takes_the_ordinary_collective(monkeypatch
     with caplog.at_level(logging.INFO, "zero"):
         assert run_ranks(2, kinds) == [(LoopbackGroup, [2.0, 2.0])] * 2
     assert len(caplog.records) == 1 and "memfd_create" in caplog.records[0].getMessage()
+
+
+def test_the_line_says_why_and_not_that_another_rank_has_a_reason(monkeypatch, caplog):
+    failing, make = [], os.memfd_create
+
+    def program(group):
+        if group.rank == 1:
+            failing.append(threading.get_ident())
+        return kinds(group)
+
+    def refused(*arguments):
+        if threading.get_ident() in failing:
+            raise OSError("no more of these")
+        return make(*arguments)
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    with caplog.at_level(logging.INFO, "zero"):
+        assert run_ranks(3, program) == [(LoopbackGroup, [3.0, 3.0])] * 3
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "rank 1: OSError: no more of these" in line
 
 
 def test_it_is_turned_off_on_all_ranks_by_any_of_them():

@@ -228,6 +228,21 @@ def test_a_forked_process_sees_what_was_there_and_writes_nothing_of_its_parents(
     assert bool((chunk.seen == 4.0).all())
 
 
+def test_a_fork_by_another_thread_while_edits_are_looked_up_makes_them_all_edits():
+    [chunk] = chunks(2 * IN_A_PAGE)
+    chunk.look()
+    moved = chunk._moved
+
+    def forks():
+        chunk._moved = moved
+        chunk.keep()  # as before a fork
+        return moved()
+
+    chunk._moved = forks
+    assert chunk.edited(Span(0, 3)) is None  # as it was found before
+    assert chunk.edited(Span(0, 3)) == Span(0, 3)
+
+
 def test_chunks_of_no_elements_have_a_place_and_nothing_to_tell():
     empty, full = chunks(0, 4)
     full.seen[0] = 1.0
