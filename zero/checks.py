@@ -109,20 +109,23 @@ def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             seen[id(param)] = index
 
 
-def check_settings_on_host(optimizer: torch.optim.Optimizer, offloaded: Collection[int]) -> None:
-    """Refuses settings of groups that a step on the host could not use, and would find out in the middle of the first one."""
-    for index in sorted(offloaded):
-        group = optimizer.param_groups[index]
+def check_settings_on_host(optimizer: torch.optim.Optimizer, ratios: Mapping[int, float]) -> None:
+    """Refuses settings of groups that a step on the host could not use, and would find out in the middle of the first one.
+    `ratios`: how much of each group is to be stepped there."""
+    for index in sorted(index for index, ratio in ratios.items() if ratio):
+        group, asked = optimizer.param_groups[index], f"Offloading group {index} of the optimizer was asked for, but"
         found = {key: value.device for key, value in group.items() if isinstance(value, torch.Tensor) and not value.is_cpu}
         for key, device in found.items():
             raise ValueError(
-                f"Offloading group {index} of the optimizer was asked for, but its {key} is a tensor on {device}, which a step "
-                "on the host cannot use. Give a number, or a tensor on the CPU."
+                f"{asked} its {key} is a tensor on {device}, which a step on the host cannot use. Give a number, or a tensor "
+                "on the CPU."
             )
         if group.get("capturable"):
+            raise ValueError(f"{asked} it has capturable=True, which steps on an accelerator alone. Leave it out.")
+        if ratios[index] < 1.0 and isinstance(optimizer, torch.optim.ASGD) and group.get("foreach") is not False:
             raise ValueError(
-                f"Offloading group {index} of the optimizer was asked for, but it has capturable=True, which steps on an "
-                "accelerator alone. Leave it out."
+                f"{asked} with ratio={ratios[index]} torch's loops for devices would round one part of a parameter's eta, "
+                "those for the host another, and no one value could be saved. Make the optimizer with foreach=False."
             )
 
 

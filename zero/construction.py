@@ -111,7 +111,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     check_views(model, chosen.names, chosen.tensors)
     device = _device_of(chosen.tensors)
     check_dtypes(accelerators.get(device.type), set(chosen.dtypes))
-    check_settings_on_host(optimizer, {group for group, ratio in zip(chosen.groups, chosen.offload, strict=True) if ratio})
+    check_settings_on_host(optimizer, dict(zip(chosen.groups, chosen.offload, strict=True)))
     check_kernels(optimizer, config.kernels, device, kinds_on_host(chosen.specs(), device), num_ranks)
     return chosen
 

@@ -118,7 +118,7 @@ class Parts:
         check_params(names, tensors)
         check_devices(names, tensors, device)
         check_dtypes(self.accelerator, set(dtypes))
-        check_settings_on_host(inner, [group] if ratio else [])
+        check_settings_on_host(inner, {group: ratio})
         layout = self.line.layout.joined(specs)
         check_kernels(inner, self.config.kernels, device, kinds_on_host(layout.params, device), self.group.size)
         waiting = [index for index, tensor in enumerate((*self.params.tensors, *tensors))

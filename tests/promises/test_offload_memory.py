@@ -362,14 +362,15 @@ def test_an_offload_device_that_is_unknown_is_an_error(offload):
     optimizer.close()
 
 
-def with_settings(settings, offload):
+def with_settings(settings, offload, kind=torch.optim.AdamW):
     from accelerators import simulated
 
     simulated.bring_up()
     model = real_mlp().to("sim:0")
     given = {name: value.to("sim:0") if isinstance(value, torch.Tensor) else value for name, value in settings.items()}
-    optimizer = shard(model, torch.optim.AdamW(model.parameters(), **given), stage=2, group=solo(), offload=offload)
+    optimizer = shard(model, kind(model.parameters(), **given), stage=2, group=solo(), offload=offload, bucket_bytes=64)
     one_step(model, optimizer)
+    assert optimizer.state_dict()["state"]
     optimizer.close()
 
 
@@ -387,6 +388,19 @@ def refuses_settings(rank, world, settings, said):
         with pytest.raises(ValueError, match=rf"(?s)Offloading group 0 .*asked for, but .*{said}"):
             with_settings(settings, offload)
     with_settings(settings, None)
+
+
+@needs_sim
+def test_a_part_of_what_torch_rounds_otherwise_on_the_host_is_refused_where_it_could_not_be_saved():
+    ranks.run(1, refuses_a_part, apart="sim")
+
+
+def refuses_a_part(rank, world):
+    kind = torch.optim.ASGD
+    with pytest.raises(ValueError, match=r"ratio=0\.5 .*eta.*Make the optimizer with foreach=False"):
+        with_settings({"lr": 0.02}, {"ratio": 0.5}, kind)
+    for settings, offload in (({"foreach": False}, {"ratio": 0.5}), ({}, "cpu"), ({}, None)):
+        with_settings({"lr": 0.02, **settings}, offload, kind)
 
 
 def test_a_group_of_the_optimizer_with_an_unknown_home_is_an_error_too():
