@@ -238,8 +238,9 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
         """Moves masters, moments, gradients, weights and buffers, or some of them, to the host until `reload_states`; edits of
-        the weights are adopted first. Without weights nothing is forwarded, without them or gradients nothing sent backward or
-        settled, without all nothing stepped. Where host memory does not suffice all stays as it was. No collective."""
+        the weights are adopted first, but for what was assigned to `.data`, which goes along. Without weights nothing is
+        forwarded, without them or gradients nothing sent backward or settled, without all nothing stepped. Where host memory
+        does not suffice all stays as it was. No collective."""
         parts = self.parts
         parts.room.check(f"offload_states({'' if include is None else include})", parts.travel.num_bytes(include))
         if not parts.travel.is_away:

@@ -11,7 +11,7 @@ class Stage:
 
     number: int
     shards_optimizer: bool  # masters and optimizer state: one share a rank, or whole on every rank
-    accumulates_locally: bool  # before the declared boundary gradients stay in .grad, whole, instead of being sent
+    accumulates_locally: bool  # before the declared boundary gradients are added up where they are made, whole
 
 
 STAGES = {
