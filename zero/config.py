@@ -58,6 +58,9 @@ class LossScale(Block):
         return self
 
 
+NAMES_OF_HOST = ("cpu", "host")
+
+
 class Offload(Block):
     """Where masters, optimizer state and gradient shares live when not on the accelerator, and how much of them."""
 
@@ -81,17 +84,17 @@ def _offload(given: object) -> Offload | dict[str, Any] | None:
         named["home"] = named.pop("device")
     if "pin_memory" in named:
         named["pinned"] = named.pop("pin_memory")
-    return None if _name(named.get("home", "cpu")) in ("none", "None") else named
+    return None if name_of_place(named.get("home", "cpu")) in ("none", "None") else named
 
 
-def _name(place: object) -> object:
+def name_of_place(place: object) -> object:
     """Of an enum's member, or of a torch.device, what it is called."""
     plain = getattr(place, "value", getattr(place, "type", place))
     return plain.strip().lower() if isinstance(plain, str) else plain
 
 
 def _place(given: object) -> str:
-    if _name(given) not in ("cpu", "host"):
+    if name_of_place(given) not in NAMES_OF_HOST:
         raise ValueError(f"offload to {brief(given)} was asked for, but there is no other home than host memory. Say 'cpu'.")
     return "host"
 

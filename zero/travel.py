@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accelerators import Accelerator
+from zero.config import NAMES_OF_HOST, name_of_place
 from zero.memory.flat import Form, Shard
 from zero.memory.masters import Masters
 from zero.memory.offload import Crossing, Host
@@ -71,7 +72,10 @@ class Travel:
         What cannot go, as there is no memory for it, is an error, and then what went comes back.
         """
         names = _names(include)
-        check_home(device)
+        if name_of_place(device) not in NAMES_OF_HOST:
+            raise ValueError(
+                f"offload_states(device={str(device)!r}) was asked for, but states go to host memory only. Pass device='cpu'."
+            )
         if self._gradients.device.type == "cpu":
             return names
         host = Host(self._accelerator, None if pinned else False)
@@ -155,10 +159,10 @@ class Travel:
             away, own, leaving = self._down(host, flat), dict[int, torch.Tensor](), list[int]()
             for param in layout.chunks[index].params:
                 tensor = self._params.tensors[param]
-                if not tensor.numel() or tensor.data_ptr() == self._weights.slot(param).data_ptr():
-                    leaving.append(param)
-                elif (tensor.device, tensor.dtype) == (flat.device, flat.dtype):  # else it is none of ours any more
-                    leaving.append(param)
+                if (tensor.device, tensor.dtype) != (flat.device, flat.dtype):
+                    continue  # it is none of ours any more
+                leaving.append(param)
+                if tensor.numel() and tensor.data_ptr() != self._weights.slot(param).data_ptr():
                     own[param] = self._down(host, tensor.data)
             chunks[index] = flat.new_empty(0)
             for param in leaving:
@@ -285,14 +289,6 @@ class _Guard:
 
 def _are_away(names: Sequence[str]) -> str:
     return f"{', '.join(names)} are on the host since offload_states. Call reload_states() first."
-
-
-def check_home(device: Any) -> None:
-    place = getattr(device, "value", device)
-    if str(place).strip().lower() not in ("cpu", "cpu:0", "host"):
-        raise ValueError(
-            f"offload_states(device={str(place)!r}) was asked for, but states go to host memory only. Pass device='cpu'."
-        )
 
 
 def _names(include: Iterable[Any] | None) -> list[str]:
