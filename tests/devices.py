@@ -4,7 +4,6 @@ import shutil
 import sys
 
 import pytest
-import torch
 
 from accelerators.simulated import SimulatedAccelerator
 
@@ -13,9 +12,4 @@ needs_sim = pytest.mark.skipif(_lacking is not None, reason=str(_lacking))
 
 _has_compiler = any(map(shutil.which, ("g++", "clang++", "c++")))
 needs_compiler = pytest.mark.skipif(not _has_compiler, reason="there is no C++ compiler here, which the compiled step needs")
-_leaves_out = torch.__version__.startswith("2.8.")
-needs_compiled_rounding = pytest.mark.skipif(
-    not _has_compiler or _leaves_out, reason="a compiled step of rounded weights needs a C++ compiler and not torch 2.8"
-)
-
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files and a table of a process's pages")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from zero.comm.group import Group, exchange_about
 from zero.errors import RanksDiffer
 from zero.lion import Lion
 from zero.memory.flat import DTYPES, bytes_of, overlapping
+from zero.runtime.compiled import passes
 from zero.runtime.compiled_adam import CompiledAdam
 from zero.runtime.fused_adam import FusedAdam
-from zero.runtime.one_pass import Kind, OnePass, is_decoupled, row_kinds
+from zero.runtime.one_pass import Kind, OnePass
 from zero.runtime.params import Params
-from zero.runtime.sums import build_sums
 
 # Optimizers that treat every element by itself, so that a share of the elements steps as the whole would.
 _OPTIM = torch.optim
@@ -183,7 +182,7 @@ def _problem_of(tensor: nn.Parameter) -> str | None:
 
 
 def check_kernels(
-    optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, kinds: Collection[Kind] = (), num_ranks: int = 1
+    optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, kinds: Collection[Kind] = ()
 ) -> None:
     """Refuses a kernel of the step that there is none of, by trying it: torch has no list of where they run. `kinds` are those
     of the masters on the host."""
@@ -193,7 +192,7 @@ def check_kernels(
     if kernels == "fused":
         reason = _why_not_fused(optimizer, device)
     elif kernels == "compiled":
-        reason = _why_not_compiled(optimizer, kinds, num_ranks)
+        reason = _why_not_compiled(optimizer, kinds)
     if reason is not None:
         raise ValueError(f"kernels={kernels!r} was asked for, but {reason}. Use kernels='torch'.")
 
@@ -222,16 +221,14 @@ def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> st
     return None
 
 
-def _why_not_compiled(optimizer: torch.optim.Optimizer, kinds: Collection[Kind], num_ranks: int) -> str | None:
+def _why_not_compiled(optimizer: torch.optim.Optimizer, kinds: Collection[Kind]) -> str | None:
     if type(optimizer) not in _ADAMS:
         return f"only Adam and AdamW have a compiled step, and not {type(optimizer).__name__}"
     if not kinds:
         return "it is compiled for the host, where nothing is stepped here: nothing is offloaded"
     try:
-        CompiledAdam().build(kinds, num_ranks, {is_decoupled(optimizer, group) for group in optimizer.param_groups})
-        for rows in row_kinds(kinds, num_ranks):
-            build_sums(rows)
-    except (RuntimeError, OSError, ImportError, SubprocessError) as error:  # of torch's compiler, and of the one behind it
+        passes()
+    except RuntimeError as error:
         return f"the step could not be compiled: {error}"
     return None
 

@@ -76,7 +76,7 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
     group = connect(_accelerator_of(optimizer), given, limits, shared_memory=config.shared_memory)
     try:
-        chosen = together(group, lambda: _check(model, optimizer, config, group.size))
+        chosen = together(group, lambda: _check(model, optimizer, config))
         stage = stage_of(config.stage)
         num_shares = group.size if stage.shards_optimizer else 1
         specs, latent, frozen = chosen.specs(), range(len(chosen.names)), chosen.latent
@@ -100,7 +100,7 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
     return parts
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, num_ranks: int) -> Chosen:
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Chosen:
     """Everything that can be said before anything is changed."""
     check_optimizer(optimizer, config.elementwise)
     check_model(model)
@@ -112,7 +112,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     device = _device_of(chosen.tensors)
     check_dtypes(accelerators.get(device.type), set(chosen.dtypes))
     check_settings_on_host(optimizer, dict(zip(chosen.groups, chosen.offload, strict=True)))
-    check_kernels(optimizer, config.kernels, device, kinds_on_host(chosen.specs(), device), num_ranks)
+    check_kernels(optimizer, config.kernels, device, kinds_on_host(chosen.specs(), device))
     return chosen
 
 

@@ -30,6 +30,9 @@ class Sums(Protocol):
     def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
         """The square of the norm of their sum times the factors; of rows that may wait."""
 
+    def squares(self, sums: Sequence[torch.Tensor]) -> list[float]:
+        """The same of each of these, and to the bit what it is of the rows of which one is the sum."""
+
 
 @dataclass
 class Rows:

@@ -1,51 +1,123 @@
-"""Passes over host memory that torch's compiler makes of a few lines of Python.
+"""Passes over host memory in C++, which the system's compiler builds when they are first asked for.
 
-[Note: one code, several compilations]
-The compiler keeps what it made with the code object that it was made from, checks all of it at every call, and refuses
-after some number. Each variant therefore has a code object of its own, shared by every optimizer of the process. Its
-numbers come in a tensor and its lengths are left open, so nothing that changes in a training would give another code.
-The compiler checks more than that, such as whether autocast is on where a step is called, and would build within that
-step; so it is told to check nothing (torch 2.8 and later can be).
+What it makes is loaded and deleted: building takes about a second, and nothing stays that could be taken for what another
+compiler or another processor needs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import types
-from collections.abc import Callable
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from ctypes import POINTER, Array, Structure, c_double, c_int, c_int64, c_void_p
+from pathlib import Path
 from typing import Any
 
 import torch
 
-LONG = 2**18  # elements: what is shorter is built for one thread
+from zero.memory.rows import merged
+
+_SOURCE = Path(__file__).with_name("passes.cpp")
+_COMPILERS = ("c++", "g++", "clang++")
+_OPTIONS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC")
+_WHERE_KNOWN = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())  # by compilers; OpenMP has the threads
+_DTYPES = {dtype: number for number, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16, torch.float16))}
+_LIMIT_S = 120
+
+
+class _Rows(Structure):
+    """As the source declares them."""
+
+    _fields_ = (
+        ("rows", POINTER(c_void_p)), ("number", c_int), ("dtype", c_int), ("factors", POINTER(c_double)), ("num_factors", c_int)
+    )  # fmt: skip
+
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "zero_add": (c_int, _Rows, c_void_p, c_int64, c_int, c_int),
+    "zero_square": (c_int, _Rows, c_int64, c_int),
+    "zero_step": (c_int, POINTER(c_double), c_int, _Rows, *[c_void_p] * 4, c_int, c_void_p, c_int, c_int64, c_int),
+}
+
+
+def add(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
+    """Writes `factor` times the sum of the rows, or adds it to what is there."""
+    total, threads = _DTYPES[target.dtype], torch.get_num_threads()
+    passes().zero_add(total, _told(rows, [factor]), _address(target), target.numel(), adds, threads)
+
+
+def square(rows: Sequence[torch.Tensor], factors: Sequence[float], dtype: torch.dtype) -> float:
+    """The square of the norm of their sum times the factors, all of which are of that dtype."""
+    threads = torch.get_num_threads()
+    found: float = passes().zero_square(_DTYPES[dtype], _told(rows, factors), rows[0].numel(), threads)
+    return found
+
+
+def step_adam(
+    numbers: Sequence[float],
+    decoupled: bool,
+    rows: Sequence[torch.Tensor],
+    factors: Sequence[float],
+    masters: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    weights: torch.Tensor | None,
+    rounded: torch.Tensor | None,
+) -> None:
+    """By the `Numbers` of the source. Where there are weights, masters that do not round to them take their values first."""
+    places = [_address(tensor) for tensor in (masters, *moments)]
+    others = (argument for tensor in (weights, rounded) for argument in _place(tensor))
+    length, threads = masters.numel(), torch.get_num_threads()
+    given = _told(rows, factors)
+    passes().zero_step(_DTYPES[masters.dtype], _numbers(numbers), decoupled, given, *places, *others, length, threads)
+
+
+def _told(rows: Sequence[torch.Tensor], factors: Sequence[float]) -> _Rows:
+    factors = [factor for factor in merged(factors) if factor != 1.0]
+    places = (c_void_p * len(rows))(*map(_address, rows))
+    return _Rows(places, len(rows), _DTYPES[rows[0].dtype], _numbers(factors), len(factors))
+
+
+def _numbers(numbers: Sequence[float]) -> Array[c_double]:
+    return (c_double * len(numbers))(*numbers)
+
+
+def _place(tensor: torch.Tensor | None) -> tuple[int | None, int]:
+    return (None, 0) if tensor is None else (_address(tensor), _DTYPES[tensor.dtype])
+
+
+def _address(tensor: torch.Tensor) -> int:
+    if not tensor.is_contiguous():
+        raise ValueError("A pass over memory was asked for, but the elements do not lie side by side. Pass contiguous tensors.")
+    return tensor.data_ptr()
 
 
 @functools.cache
-def compiled(lines: Callable[..., None], *variant: object) -> Callable[..., None]:
-    """`lines` for one `variant`, which says all that the compiler must know. Everything else may change from call to call."""
-    name = "_".join(str(part).removeprefix("torch.") for part in variant)
-    # Without the first, a rounding whose result is only compared is left out, and every weight is taken for an edit. Without
-    # the second, what a process with fewer threads left in the compiler's cache is taken, and runs with as few.
-    options: dict[str, Any] = {"emulate_precision_casts": True, "cpp.threads": torch.get_num_threads()}
-    if hasattr(torch.compiler, "skip_guard_on_globals_unsafe"):  # so there is also this option
-        options["guard_filter_fn"] = lambda checks: [False for _ in checks]
-    code = lines.__code__.replace(co_name=f"{lines.__name__}_{name}")
-    return torch.compile(types.FunctionType(code, lines.__globals__), dynamic=True, fullgraph=True, options=options)
-
-
-def build(lines: Callable[..., None], variant: tuple[object, ...], example: Callable[[], list[Any]]) -> None:
-    """Builds, by running: the compiler works at the first call. What it made is compared with what it was made from: some leave
-    out a rounding whatever they are told (torch 2.8)."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        with torch.device("cpu"):  # and no longer: the compiler would take it for a part of what it compiles
-            given, twins = example(), example()
-        compiled(lines, *variant)(*given)
-        lines(*twins)
-        for found, expected in zip(given, twins, strict=True):
-            if isinstance(found, torch.Tensor) and not _agree(found, expected):
-                raise RuntimeError(f"what torch {torch.__version__} compiles is not what it was given")
-
-
-def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    exactness = (1e-2, 1e-5) if found.dtype.itemsize == 2 else (1e-5, 1e-6)
-    return torch.allclose(found, expected, *exactness)
+def passes() -> ctypes.CDLL:
+    """Waits for the compiler; raises RuntimeError where there is none that can build them."""
+    command = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, _COMPILERS), _COMPILERS[0])]
+    with tempfile.TemporaryDirectory(prefix="zero-") as folder:
+        reasons: list[str] = []
+        for options in _WHERE_KNOWN:
+            target = str(Path(folder, f"{len(reasons)}.so"))
+            try:
+                subprocess.run(
+                    [*command, *_OPTIONS, *options, str(_SOURCE), "-o", target],
+                    check=True, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S,
+                )  # fmt: skip
+                library = ctypes.CDLL(target)
+            except subprocess.CalledProcessError as error:
+                reasons.append(f"{error} {error.stderr}".strip())
+                continue
+            except (subprocess.TimeoutExpired, OSError) as error:
+                reasons.append(str(error))
+                break
+            library.zero_square.restype = c_double
+            for name, arguments in _ARGUMENTS.items():
+                getattr(library, name).argtypes = arguments
+            return library
+    raise RuntimeError(reasons[0])

@@ -44,7 +44,7 @@ class Flight(Timed):
         self.looks = looks
         self._greatest: torch.Tensor | None = None  # magnitude that was sent since the last `forget`, NaN included
         self._widest = widest
-        self._sums = sums or SumsByTorch()
+        self.sums = sums or SumsByTorch()
         self._num_ranks = group.size
         self._rounds: deque[tuple[int, torch.Tensor, Pending]] = deque()
 
@@ -106,7 +106,7 @@ class Flight(Timed):
         dtype = buffer.dtype
         if not self.shard.may_hold(bucket) or dtype != self._line.dtype_of(bucket) or not buffer.is_cpu:
             return False
-        if not self._sums.may_wait(dtype, self._num_ranks, pending.sum_dtype):
+        if not self.sums.may_wait(dtype, self._num_ranks, pending.sum_dtype):
             return False
         rows = self._rows_of(pending)
         is_lent = any(share_memory(row, buffer) for row in rows)
@@ -116,7 +116,7 @@ class Flight(Timed):
         if not is_lent:
             self._staging.give_back(buffer)
         let_go = partial(self._let_go, pending, buffer if is_lent else None)
-        self.shard.hold(bucket, Rows(rows, (self.factor,), self._sums, num_bytes, is_lent, let_go))
+        self.shard.hold(bucket, Rows(rows, (self.factor,), self.sums, num_bytes, is_lent, let_go))
         return True
 
     def _let_go(self, pending: Added, buffer: torch.Tensor | None) -> None:
@@ -136,4 +136,4 @@ class Flight(Timed):
     @stop("reduce")
     def _come_into(self, pending: Pending, target: torch.Tensor, adds: bool) -> None:
         """The same, straight to where it is kept."""
-        wait_into(pending, target, self.factor, adds, self._sums.add)
+        wait_into(pending, target, self.factor, adds, self.sums.add)

@@ -33,15 +33,11 @@ class Kind(NamedTuple):
         return self.compared is not None and self.rounded is not None
 
 
-def row_kinds(kinds: Iterable[Kind], num_ranks: int) -> set[RowKind]:
-    """Of what ranks send for such weights."""
-    near = [kind for kind in kinds if not kind.travels]
-    return {RowKind(kind.compared or kind.rounded or kind.masters, num_ranks, kind.masters) for kind in near}
-
-
 def rows_that_wait(kinds: Iterable[Kind], num_ranks: int) -> set[RowKind]:
-    """Those that take no more memory than their sum; see [Note: rows that wait]."""
-    return {kind for kind in row_kinds(kinds, num_ranks) if kind.number * kind.rows.itemsize <= kind.total.itemsize}
+    """Of what ranks send for such weights, what takes no more memory than its sum; see [Note: rows that wait]."""
+    near = [kind for kind in kinds if not kind.travels]
+    sent = {RowKind(kind.compared or kind.rounded or kind.masters, num_ranks, kind.masters) for kind in near}
+    return {kind for kind in sent if kind.number * kind.rows.itemsize <= kind.total.itemsize}
 
 
 class Gradient(NamedTuple):
@@ -230,7 +226,7 @@ class OnePass:
         beta1, beta2 = map(float, group["betas"])
         lr, eps, decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
         return Settings(
-            step, lr, (beta1, beta2), eps, decay, is_decoupled(self._inner, group), group["maximize"], group["amsgrad"]
+            step, lr, (beta1, beta2), eps, decay, _is_decoupled(self._inner, group), group["maximize"], group["amsgrad"]
         )
 
 
@@ -239,7 +235,7 @@ def _lies_in(storages: Collection[int], known: Any) -> bool:
     return isinstance(known, torch.Tensor) and known.untyped_storage().data_ptr() in storages
 
 
-def is_decoupled(inner: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+def _is_decoupled(inner: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     return bool(group.get("decoupled_weight_decay", isinstance(inner, torch.optim.AdamW)))
 
 

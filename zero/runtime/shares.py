@@ -13,7 +13,7 @@ import torch
 from zero.comm.group import Group, exchange_about
 from zero.errors import ZeroError
 from zero.memory.flat import DTYPES, Form, Line, by_device, sum_dtype
-from zero.memory.norms import joined, norms_of, squares_of
+from zero.memory.norms import joined, norms_of
 from zero.plan.layout import Block, Piece
 from zero.runtime.flight import Flight
 from zero.runtime.standin import StandIn
@@ -128,7 +128,7 @@ class GradientShares:
     def _square(self) -> float:
         """Of this rank's part, added up bucket by bucket, so that it does not matter which of them wait."""
         shard = self.shard
-        squares = dict(zip(sorted(shard.shares), squares_of(shard.present()), strict=True))
+        squares = dict(zip(sorted(shard.shares), self._flight.sums.squares(shard.present()), strict=True))
         for bucket, rows in shard.waiting.items():
             squares[bucket] = rows.square(sum_dtype(self._line.dtype_of(bucket)))
         return sum(squares[bucket] for bucket in sorted(squares))

@@ -11,7 +11,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 import zero
 from tests import ranks
@@ -45,28 +44,8 @@ LENGTHS = (1003, 1, 500)  # of parameters that lie side by side, each in a slot 
 BOTH = pytest.mark.parametrize("kernels", ["fused", pytest.param("compiled", marks=needs_compiler)])
 
 
-@pytest.fixture(autouse=True)
-def _rounding(request):
-    """torch 2.8 compiles a step of rounded weights wrongly, and it is refused. Elsewhere a refusal fails these tests."""
-    given = vars(request.node).get("callspec")
-    params = dict(given.params) if given else {}
-    is_rounded = "float16" in str(params) or request.function is test_nothing_is_built_within_a_step_in_any_mode
-    if not is_rounded or params.get("kernels") == "fused":
-        return
-    try:
-        CompiledAdam().build([Kind(torch.float32, torch.bfloat16)])
-    except RuntimeError as error:
-        if not torch.__version__.startswith("2.8."):
-            raise
-        pytest.skip(f"this compiler leaves roundings out, so kernels='compiled' is refused for rounded weights: {error}")
-
-
-def in_one_pass(inner, kernels, kind):
-    if kernels == "fused":
-        return OnePass(inner, FusedAdam())
-    kernel = CompiledAdam()
-    kernel.build([kind], decoupled=(True, False))
-    return OnePass(inner, kernel)
+def in_one_pass(inner, kernels):
+    return OnePass(inner, FusedAdam() if kernels == "fused" else CompiledAdam())
 
 
 def pieces_of(lengths):
@@ -97,7 +76,7 @@ def test_a_step_is_torchs_own_to_a_few_ulp_of_the_masters_not_of_the_weights(kin
             adam([{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}], lr=1e-3, fused=is_fused, **options)
             for params in (masters, plain)
         )
-        one_pass = in_one_pass(ours, kernels, kind)
+        one_pass = in_one_pass(ours, kernels)
         weights = None if dtype is None else share.to(dtype, copy=True)
         for step in range(3):
             if weights is not None and step == 1:  # edits, beyond what rounding does
@@ -146,7 +125,7 @@ def trained(kernels, dtype, offload, clip):
             param.copy_(real_numbers(tuple(param.shape), "weights", index))
     inner = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     optimizer = zero.shard(model, inner, stage=2, dtype=dtype, offload=offload, clip=clip, kernels=kernels, bucket_bytes=64)
-    built, grads = counters["stats"]["unique_graphs"], []
+    grads = []
     for step in range(6):
         inputs = real_numbers((3, 4), "inputs", step).to(model.first.weight.dtype)
         backward(optimizer, model(inputs, step).float().pow(2).mean())
@@ -161,7 +140,6 @@ def trained(kernels, dtype, offload, clip):
             with torch.no_grad():
                 model.never.weight.fill_(0.3)
                 model.second.weight[0, 0] = 0.7
-    assert counters["stats"]["unique_graphs"] == built
     saved = optimizer.state_dict()
     return {name: param.detach().float() for name, param in model.named_parameters()}, saved["masters"], saved["state"], grads
 
@@ -358,7 +336,7 @@ def test_any_length_is_stepped_as_part_of_a_longer_one(kind, kernels):
     def stepped(lengths):
         share, grads = (real_numbers((numel,), name) for name in ("value", "grad"))
         master = nn.Parameter(share)
-        one_pass = in_one_pass(torch.optim.AdamW([master], lr=1e-3), kernels, kind)
+        one_pass = in_one_pass(torch.optim.AdamW([master], lr=1e-3), kernels)
         weights, rounded = (None if dtype is None else share.to(dtype, copy=True) for dtype in (kind.compared, kind.rounded))
         rounded, start = weights if rounded is None else rounded, 0
         for bucket, length in enumerate(lengths):
@@ -374,8 +352,7 @@ def test_any_length_is_stepped_as_part_of_a_longer_one(kind, kernels):
         return share
 
     short = [1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 1, 63, 65, 127, 129, 1]
-    exactness = (0.0, 0.0) if kernels == "fused" else (1e-6, 1e-9)
-    torch.testing.assert_close(stepped([*short, numel - sum(short)]), stepped([numel]), rtol=exactness[0], atol=exactness[1])
+    torch.testing.assert_close(stepped([*short, numel - sum(short)]), stepped([numel]), rtol=0.0, atol=0.0)
 
 
 @contextlib.contextmanager
@@ -416,12 +393,10 @@ MODES = {
     "threads": of_more_threads,
     "default dtype": in_float64,
 }
-CHECKS_NOTHING = hasattr(torch.compiler, "skip_guard_on_globals_unsafe")
 
 
-@needs_compiler
-@pytest.mark.skipif(not CHECKS_NOTHING, reason=f"the compiler of torch {torch.__version__} cannot be told to check nothing")
-def test_nothing_is_built_within_a_step_in_any_mode():
+@BOTH
+def test_a_step_has_the_same_bits_in_any_mode(kernels):
     found = {}
     for mode in (None, *MODES):
         model = nn.Linear(4, 3).bfloat16()
@@ -429,28 +404,32 @@ def test_nothing_is_built_within_a_step_in_any_mode():
             model.weight.copy_(real_numbers((3, 4), "weights"))
             model.bias.zero_()
         inner = torch.optim.AdamW(model.parameters(), lr=0.02)
-        optimizer = zero.shard(model, inner, stage=1, kernels="compiled", group=solo())
-        built = counters["stats"]["unique_graphs"]
+        optimizer = zero.shard(model, inner, stage=1, kernels=kernels, group=solo())
         backward(optimizer, model(real_numbers((2, 4), 0).bfloat16()).float().pow(2).sum())
         optimizer.step()
         with MODES[mode]() if mode else contextlib.nullcontext():
             optimizer.step()
         found[mode] = weights(model)
-        assert counters["stats"]["unique_graphs"] == built, mode
         optimizer.close()
     assert [mode for mode in MODES if not same(found[mode], found[None])] == []
 
 
-@needs_compiler
-def test_a_dtype_that_comes_later_is_built_for_when_it_comes():
-    first, second = nn.Linear(4, 3), nn.Linear(3, 2).double()
-    model = nn.ModuleList([first, second])
-    optimizer = zero.shard(model, torch.optim.AdamW(first.parameters()), stage=2, kernels="compiled", group=solo())
-    optimizer.add_param_group({"params": list(second.parameters())})
-    built, before = counters["stats"]["unique_graphs"], second.weight.detach().clone()
-    backward(optimizer, second(first(real_numbers((2, 4), 0)).double()).pow(2).sum())
-    optimizer.step()
-    assert counters["stats"]["unique_graphs"] == built and not torch.equal(second.weight, before)
+@BOTH
+def test_a_dtype_that_comes_later_is_stepped_like_those_that_were_there(kernels):
+    def trained(is_sharded):
+        first, second = nn.Linear(4, 3), nn.Linear(3, 2).double()
+        with torch.no_grad():
+            for number, param in enumerate((*first.parameters(), *second.parameters())):
+                param.copy_(real_numbers(tuple(param.shape), "weights", number))
+        optimizer = torch.optim.AdamW(first.parameters(), lr=0.02, fused=True)
+        if is_sharded:
+            optimizer = zero.shard(nn.ModuleList([first, second]), optimizer, stage=2, kernels=kernels, group=solo())
+        optimizer.add_param_group({"params": list(second.parameters())})
+        backward(optimizer, second(first(real_numbers((2, 4), 0)).double()).pow(2).sum())
+        optimizer.step()
+        return [param.detach().clone() for param in (*first.parameters(), *second.parameters())]
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=1e-6, atol=1e-9)
 
 
 @needs_compiler

@@ -1,0 +1,163 @@
+"""The passes in C++ round as torch does, have the same bits with any number of threads, and any usual compiler builds them."""
+
+import contextlib
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from tests.devices import needs_compiler
+from tests.zoo.case import real_numbers
+from zero.runtime import compiled
+
+pytestmark = needs_compiler
+
+NOTHING = (1.0, 0.0, 1.0, 0.0, -0.0, 1.0, 1.0)  # numbers of a step that leaves masters and moments what they are
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def every(dtype):
+    """Every number of that dtype, NaNs included."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+
+
+def bits(tensor):
+    """With one NaN for all of them."""
+    whole = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return torch.where(tensor.isnan(), -1, whole)
+
+
+def step(masters, weights=None, rounded=None):
+    moments = [torch.zeros_like(masters) for _ in range(2)]
+    compiled.step_adam(NOTHING, True, [torch.zeros_like(masters)], (), masters, moments, weights, rounded)
+
+
+@contextlib.contextmanager
+def of_threads(number):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_narrow_number_is_widened_as_torch_does(dtype):
+    found = torch.empty(2**16)
+    compiled.add([every(dtype)], found, 1.0, False)
+    assert torch.equal(bits(found), bits(every(dtype).float()))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("masters", [torch.float32, torch.float64])
+def test_what_lies_at_or_beside_the_middle_of_two_narrow_numbers_is_rounded_as_torch_does(dtype, masters):
+    ends = every(dtype).float()
+    middles = (ends + ends.roll(1)) / 2
+    given = torch.cat([ends, middles, middles.nextafter(torch.tensor(torch.inf)), middles.nextafter(torch.tensor(-torch.inf))])
+    given = torch.cat([given, torch.tensor([torch.nan, torch.inf, 3e38, 65519.9, 65520.0, 1e-8, 2**-25, 2**-24])]).to(masters)
+    rounded, kept = torch.empty(given.numel(), dtype=dtype), given.clone()
+    step(given, rounded=rounded)
+    assert torch.equal(bits(given), bits(kept))
+    assert torch.equal(bits(rounded), bits(given.to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+def test_a_master_takes_the_value_of_a_weight_that_it_does_not_round_to_and_of_no_other(dtype):
+    weights = every(torch.bfloat16).to(dtype)
+    masters = torch.where(torch.arange(2**16) % 2 == 0, weights.float() * (1 + 2**-12), 1.0)
+    before, same = masters.clone(), bits(masters.to(dtype)) == bits(weights)
+    step(masters, weights=weights)
+    assert torch.equal(bits(masters), bits(torch.where(same, before, weights.float())))
+    masters, zeros = torch.zeros(4), torch.tensor([0.0, -0.0, 0.0, -0.0], dtype=dtype)
+    step(masters, weights=zeros)
+    assert masters.signbit().tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize("value", [1e-30, 1e-10, 1.0, 1e10, 1e30, torch.inf, torch.nan])
+def test_a_square_of_numbers_of_any_size_is_that_of_fp64(value):
+    numbers = torch.full((5000,), value)
+    numbers[1030:] = 0.0  # one block and a part of the next
+    expected = numbers.double().square().sum().item()
+    assert compiled.square([numbers], (), torch.float32) == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_change_no_bit_and_rows_have_the_square_of_their_sum(dtype):
+    rows, total, found = [real_numbers((50_007,), "row", rank).to(dtype) for rank in range(3)], torch.empty(50_007), []
+    for number in (1, 2, 3):
+        with of_threads(number):
+            compiled.add(rows, total, 0.3, False)
+            total.mul_(0.7)
+            squares = [compiled.square([total], (), torch.float32), compiled.square(rows, (0.3, 0.7), torch.float32)]
+            masters, *moments = (real_numbers((50_007,), name) for name in ("masters", "mean", "square"))
+            moments[1].square_()
+            rounded = torch.empty(50_007, dtype=torch.bfloat16)
+            numbers = (0.999, 0.1, 0.99, 0.01, -1e-3, 3.0, 1e-8)
+            compiled.step_adam(numbers, False, rows, (0.3, 0.7), masters, moments, None, rounded)
+            found.append((squares, total.clone(), masters, *moments, rounded))
+    assert len({square for squares, *_ in found for square in squares}) == 1
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0][1:], other[1:]))
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_a_sum_is_added_or_takes_the_place_of_what_was_there_also_where_that_is_a_row(factor):
+    rows = [real_numbers((3000,), "row", rank) for rank in range(2)]
+    expected = (rows[0] + rows[1]) * factor
+    target = torch.ones(3000)
+    compiled.add(rows, target, factor, True)
+    assert torch.equal(target, 1.0 + expected)
+    compiled.add(rows, rows[0], factor, False)
+    assert torch.equal(rows[0], expected)
+
+
+def test_what_does_not_lie_side_by_side_is_refused():
+    with pytest.raises(ValueError, match="elements do not lie side by side"):
+        compiled.square([torch.ones(4, 4)[:, 0]], (), torch.float32)
+
+
+PROGRAM = """
+import os, torch
+from zero.runtime import compiled
+torch.set_num_threads(2)
+masters, moments, rows = torch.ones(5000), [torch.zeros(5000), torch.zeros(5000)], [torch.arange(5000).bfloat16()]
+try:
+    compiled.step_adam((0.9, 0.1, 0.9, 0.1, -0.1, 2.0, 1e-8), True, rows, (0.3,), masters, moments, None, None)
+    print(masters.double().sum().item(), os.listdir(os.environ["TMPDIR"]))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("unknown", [(), ("-fopenmp",), ("-march=native",), ("-fopenmp", "-march=native")], ids=str)
+def test_a_compiler_that_does_not_know_an_option_builds_without_and_leaves_nothing(tmp_path, unknown):
+    """The same numbers, too."""
+    refuses = "\n".join(f'case " $* " in *" {option} "*) echo "unknown option" >&2; exit 1;; esac' for option in unknown)
+    wrapper, scratch = tmp_path / "compiler", tmp_path / "scratch"
+    scratch.mkdir()
+    wrapper.write_text(f'#!/bin/sh\n{refuses}\nexec c++ "$@"\n')
+    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
+    environment = {**os.environ, "CXX": str(wrapper), "TMPDIR": str(scratch)}
+    found = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
+    expected = subprocess.run([sys.executable, "-c", PROGRAM], env={**environment, "CXX": ""}, capture_output=True, text=True)
+    assert found.stdout == expected.stdout and found.stdout.endswith("[]\n"), found.stdout + found.stderr
+
+
+def test_what_a_compiler_says_is_told(tmp_path):
+    wrapper = tmp_path / "compiler"
+    wrapper.write_text(textwrap.dedent("""\
+        #!/bin/sh
+        echo "no licence today" >&2
+        exit 3
+    """))
+    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
+    environment = {**os.environ, "CXX": str(wrapper)}
+    for name, words in (("CXX", "no licence today"), ("PATH", "No such file or directory: 'c++'")):
+        given = environment if name == "CXX" else {**os.environ, "CXX": "", "PATH": str(tmp_path)}
+        found = subprocess.run([sys.executable, "-c", PROGRAM], env=given, capture_output=True, text=True, timeout=120)
+        assert words in found.stdout, found.stdout + found.stderr
