@@ -15,6 +15,7 @@
 namespace {
 
 constexpr int64_t kBlock = 1024;  // elements that are worked on together: what is made of them stays in the nearest cache
+constexpr int64_t kBlocksOfOne = 32;  // so many one thread has done before another one has begun
 
 template <class To, class From>
 To bits_as(From from) {
@@ -89,6 +90,11 @@ void with_dtype(int dtype, Act act) {
   }
 }
 
+template <class Total>
+bool is_of(int dtype) {
+  return dtype == (sizeof(Total) == 4 ? 0 : 1);
+}
+
 struct Stretch {
   int64_t begin, length;
 };
@@ -96,7 +102,7 @@ struct Stretch {
 template <class Act>
 void for_each_block(int64_t numel, int num_threads, Act act) {
   const int64_t num_blocks = (numel + kBlock - 1) / kBlock;
-#pragma omp parallel for schedule(static) num_threads(num_threads)
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_blocks > kBlocksOfOne)
   for (int64_t block = 0; block < num_blocks; block++) {
     const int64_t begin = block * kBlock;
     act(block, Stretch{begin, std::min(kBlock, numel - begin)});
@@ -110,6 +116,16 @@ struct Rows {
   const double* factors;
   int num_factors;
 
+  // Where the sum of a stretch is: in `total`, unless it is there as it is.
+  template <class Total>
+  const Total* added_up(Stretch there, Total* total) const {
+    const bool is_there = number == 1 && num_factors == 0 && is_of<Total>(dtype);
+    if (is_there) return static_cast<const Total*>(rows[0]) + there.begin;
+    add_up(there, total);
+    return total;
+  }
+
+ private:
   template <class Total>
   void add_up(Stretch there, Total* __restrict total) const {
     with_dtype(dtype, [&](auto example) {
@@ -133,21 +149,22 @@ struct Rows {
 template <class Total>
 void add(Rows rows, Total* target, int64_t numel, bool adds, int num_threads) {
   for_each_block(numel, num_threads, [=](int64_t, Stretch there) {
-    alignas(64) Total total[kBlock];
+    alignas(64) Total place[kBlock];
     Total* own = target + there.begin;  // where a row may lie too
-    rows.add_up(there, total);
+    const Total* total = rows.added_up(there, place);
     for (int64_t i = 0; i < there.length; i++) own[i] = adds ? own[i] + total[i] : total[i];
   });
 }
 
-// Of all of a block.
 template <class Lane, class Total>
-double sum_of_squares(const Total* total) {
+double sum_of_squares(const Total* total, int64_t length) {
   constexpr int kLanes = 64;  // sums side by side, so that none waits for the other
   Lane lanes[kLanes] = {};
-  for (int64_t i = 0; i < kBlock; i += kLanes) {
+  const int64_t whole = length - length % kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
     for (int lane = 0; lane < kLanes; lane++) lanes[lane] += Lane(total[i + lane]) * Lane(total[i + lane]);
   }
+  for (int64_t i = whole; i < length; i++) lanes[i - whole] += Lane(total[i]) * Lane(total[i]);
   double sum = 0.0;
   for (Lane lane : lanes) sum += double(lane);
   return sum;
@@ -157,12 +174,11 @@ template <class Total>
 double square(Rows rows, int64_t numel, int num_threads) {
   std::vector<double> squares((numel + kBlock - 1) / kBlock);
   for_each_block(numel, num_threads, [&](int64_t block, Stretch there) {
-    alignas(64) Total total[kBlock];
-    std::fill(total + there.length, total + kBlock, Total(0));
-    rows.add_up(there, total);
-    const double sum = sum_of_squares<Total>(total);
+    alignas(64) Total place[kBlock];
+    const Total* total = rows.added_up(there, place);
+    const double sum = sum_of_squares<Total>(total, there.length);
     const bool is_safe = sum > 0x1p-80 && std::isfinite(sum);  // or else some square may be no number of that size any more
-    squares[block] = is_safe ? sum : sum_of_squares<double>(total);
+    squares[block] = is_safe ? sum : sum_of_squares<double>(total, there.length);
   });
   return std::accumulate(squares.begin(), squares.end(), 0.0);
 }
@@ -222,9 +238,9 @@ void step(const double* numbers, bool decoupled, Rows rows, Total* masters, Tota
           int weights_dtype, void* rounded, int rounded_dtype, int64_t numel, int num_threads) {
   const Numbers<Total> by(numbers);
   for_each_block(numel, num_threads, [=](int64_t, Stretch there) {
-    alignas(64) Total slopes[kBlock];
+    alignas(64) Total place[kBlock];
     Total *own = masters + there.begin, *mean = means + there.begin, *square = squares + there.begin;
-    rows.add_up(there, slopes);
+    const Total* slopes = rows.added_up(there, place);
     if (weights) adopt(weights, weights_dtype, there, own);
     if (decoupled) {
       adam<true>(by, slopes, own, mean, square, there.length);
