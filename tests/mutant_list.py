@@ -516,8 +516,14 @@ NAMED = [
     Mutant(
         "rank 0's values are not sent to the others",
         R + "intake.py",
-        "            self._group.broadcast(source).wait()\n",
-        "",
+        "                self._group.broadcast(source).wait()\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "what each rank read to a file of its own is taken for everybody's",
+        M + "weights.py",
+        "pages is not None and pages.common and lies_at(source, pages.written)",
+        "pages is not None and lies_at(source, pages.written)",
     ),
     Mutant(
         "clipping by the norm of one parameter",

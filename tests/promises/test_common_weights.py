@@ -14,6 +14,8 @@ import zero
 from tests import ranks
 from tests.devices import needs_linux
 from tests.zoo.case import filled, real_numbers
+from zero.comm.shared_memory import SharedMemoryGroup
+from zero.memory.flatten import Flattener
 from zero.parts import Parts
 from zero.runtime.updater import Updater
 
@@ -385,3 +387,57 @@ def test_weights_of_two_ranks_take_the_memory_of_one():
         assert found < 0.55 * num_bytes
     for found, num_bytes in apart:
         assert found < 1.05 * num_bytes
+
+
+def begun_narrow(rank, world, shared_memory, dtype, fails):
+    """What is there after a beginning with other weights on each rank, in how many broadcasts, and what the masters are."""
+    model, sent, broken = build().to(dtype), [], None
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(rank)
+    write, broadcast = Flattener.write, SharedMemoryGroup.broadcast
+
+    def write_or_fail(flattener, chunk, source, own):
+        write(flattener, chunk, source, own)
+        if fails and rank == 1:
+            raise RuntimeError("not today")
+
+    with (
+        mock.patch.object(SharedMemoryGroup, "broadcast", lambda *given: sent.append(1) or broadcast(*given)),
+        mock.patch.object(Flattener, "write", write_or_fail),
+    ):
+        inner = torch.optim.AdamW(model.parameters())
+        try:
+            optimizer = zero.shard(model, inner, stage=2, dtype="bfloat16", shared_memory=shared_memory)
+        except (RuntimeError, zero.ZeroError) as error:
+            broken = str(error)
+    if broken is not None:
+        with torch.no_grad():
+            model[0].weight.add_(rank)  # which is nobody else's any more
+        return broken, model[0].weight.detach().clone(), len(sent), []
+    parts = optimizer.parts
+    pieces = [piece for param in range(6) for piece, _ in parts.masters.of(param)]
+    masters = [(piece.param, parts.masters.shard.piece(piece).clone()) for piece in pieces]
+    found = bits(model), [param.detach().clone() for param in model.parameters()], len(sent), masters
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_all_ranks_begin_with_the_weights_of_rank_0_which_travel_nowhere_if_all_see_them_where_they_lie(shared_memory, dtype):
+    expected = [param.detach() for param in build().to(dtype).parameters()]
+    for _, weights, num_broadcasts, masters in ranks.run(2, begun_narrow, shared_memory, dtype, False):
+        assert all(torch.equal(found, value.bfloat16()) for found, value in zip(weights, expected, strict=True))
+        assert (num_broadcasts > 0) == (shared_memory and dtype == torch.float32)  # which is rounded where it arrives
+        assert masters
+        for param, master in masters:
+            assert torch.isin(master, expected[param].float()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_beginning_that_breaks_off_leaves_each_rank_weights_of_its_own(dtype):
+    (said, one, *_), (broken, other, *_) = ranks.run(2, begun_narrow, True, dtype, True)
+    assert "not today" in said and broken == "not today"
+    assert one.dtype == other.dtype == dtype
+    assert torch.equal(one + 1.0, other)

@@ -19,7 +19,7 @@ import torch
 from accelerators import Accelerator
 from accelerators.memory import format_bytes
 from zero.memory.flat import DTYPES, Form, sum_dtype
-from zero.memory.weights import FlatBuffer
+from zero.memory.weights import FlatBuffer, lies_at
 
 logger = logging.getLogger("zero")
 
@@ -63,7 +63,9 @@ class Flattener:
                 f"Flattening the parameters needs {format_bytes(num_bytes)} for its next chunk, but {available} of host memory "
                 f"are available to {self._place.num_ranks} ranks. Give smaller bucket_bytes, or more memory."
             )
-        source, on_device = self._allocated(self.weights.line.layout.chunks[chunk].numel, dtype, on_device)
+        source = self.weights.place_of(chunk, dtype)
+        if source is None:
+            source, on_device = self._allocated(self.weights.line.layout.chunks[chunk].numel, dtype, on_device)
         end = 0
         for param in self.weights.line.layout.chunks[chunk].params:
             slot = self.weights.line.layout.slots[param]
@@ -111,7 +113,8 @@ class Flattener:
     def write(self, chunk: int, source: torch.Tensor, rank: int) -> None:
         """Gives the chunk's parameters memory with the values of `source`, rounded if need be."""
         self.weights.fill(chunk, source, self._place.device, rank)
-        self._spare = None if self.weights.chunks[chunk].data_ptr() == source.data_ptr() else source
+        stays = (self.weights.chunks[chunk], self.weights.place_of(chunk, source.dtype))
+        self._spare = None if any(place is not None and lies_at(source, place) for place in stays) else source
         for param in self.weights.line.layout.chunks[chunk].params:
             self.tensors[param].data = self._forms[param].shaped(self.weights.slot(param))
 

@@ -45,14 +45,24 @@ class FlatBuffer:
                 made = lay_out(descriptor, sizes, False)
         self.pages |= zip(narrow, made or (), strict=False)
 
+    def place_of(self, chunk: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Where values of that dtype may be read to and stay, before the chunk is filled: in a file that is made already."""
+        pages = self.pages.get(chunk)
+        return pages.written if pages is not None and pages.written.dtype == dtype else None
+
+    def is_everybodys(self, chunk: int, source: torch.Tensor) -> bool:
+        """Whether what one rank read to there all of them have."""
+        pages = self.pages.get(chunk)
+        return pages is not None and pages.common and lies_at(source, pages.written)
+
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, rank: int) -> None:
         """Gives a chunk, the next one, memory with these values; what all ranks see is there when all have done this."""
         layout, pages = self.line.layout, self.pages.get(chunk)
         if pages is None:
             self.chunks.append(source.to(device=device, dtype=DTYPES[layout.chunks[chunk].dtype]))
             return
-        spans = [Span(0, source.numel())]
-        if pages.common:
+        spans = [] if lies_at(source, pages.written) else [Span(0, source.numel())]
+        if spans and pages.common:
             spans = [bucket.share(rank) for bucket in layout.buckets if bucket.chunk == chunk]
         for span in spans:
             pages.written[span.start : span.stop].copy_(source[span.start : span.stop])
@@ -121,3 +131,7 @@ class FlatBuffer:
 
     def _pages_of(self, bucket: int) -> Pages | None:
         return self.pages.get(self.line.layout.buckets[bucket].chunk)
+
+
+def lies_at(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+    return tensor.data_ptr() == place.data_ptr()

@@ -40,7 +40,8 @@ class Intake:
             together(self._group, lambda: self._weights.reserve(chunks, partial(in_one_file, self._group)))
         for chunk in chunks:
             source = together(self._group, lambda chunk=chunk: flattener.read(chunk, self._group.rank == 0))  # type: ignore[misc]
-            self._group.broadcast(source).wait()
+            if not self._weights.is_everybodys(chunk, source):
+                self._group.broadcast(source).wait()
             with flattener.putting_back(chunk, source):
                 together(self._group, lambda chunk=chunk, source=source: self._take(flattener, chunk, source))  # type: ignore[misc]
             del source  # before the next one is made
