@@ -13,6 +13,7 @@ from zero.checks import bits_of
 from zero.comm.group import Group, exchange_texts
 from zero.config import ZeroConfig
 from zero.errors import RanksDiffer
+from zero.memory.flat import dtype_name
 
 if TYPE_CHECKING:
     from zero.chosen import Chosen
@@ -23,7 +24,10 @@ def agree_on_what_is_built(
 ) -> None:
     """Raises on every rank, with the first difference, when ranks build different things."""
     lines = [f"configuration {config.digest} {json.dumps(config.as_dict(), sort_keys=True)}"]
-    lines += [f"parameter {spec.name} {spec.shape} {spec.dtype} in group {spec.group}" for spec in chosen.specs()]
+    for spec, tensor in zip(chosen.specs(), chosen.tensors, strict=True):
+        given = dtype_name(tensor.dtype)  # in which rank 0's values are sent
+        cast = "" if given == spec.dtype else f"{given} to be "
+        lines.append(f"parameter {spec.name} {spec.shape} {cast}{spec.dtype} in group {spec.group}")
     trained = {id(tensor) for tensor in chosen.tensors if tensor.requires_grad}
     others = [(name, param) for name, param in model.named_parameters() if id(param) not in trained]
     words = {True: "parameter left out", False: "frozen parameter"}

@@ -240,6 +240,17 @@ def test_ranks_with_different_configurations_are_told_the_first_difference_at_co
     run_ranks(2, program, time_limit_s=20.0)
 
 
+@pytest.mark.promise("L05")
+def test_ranks_whose_weights_are_to_be_cast_from_different_dtypes_are_told_so():
+    """Rank 0's are sent as they are."""
+
+    def program(group):
+        with pytest.raises(RanksDiffer, match=r"built 'parameter .* float16 to be bfloat16 .* rank 0 built 'parameter"):
+            sharded(small().to(torch.float16 if group.rank else torch.bfloat16), group=group, dtype="bfloat16")
+
+    run_ranks(2, program, time_limit_s=20.0)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_where_gradients_stop_being_finite_is_told_by_parameter_and_rank(stage, dtype):

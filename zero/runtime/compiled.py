@@ -24,7 +24,8 @@ from zero.memory.rows import merged
 
 _SOURCE = Path(__file__).with_name("passes.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
-_OPTIONS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC")
+_EXACT = ("-fno-fast-math", "-fno-unsafe-math-optimizations")  # whatever else CXX says
+_OPTIONS = (*_EXACT, "-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC")
 _WHERE_KNOWN = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())  # by compilers; OpenMP has the threads
 _DTYPES = {dtype: number for number, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16, torch.float16))}
 _LIMIT_S = 120
@@ -40,21 +41,23 @@ class _Rows(Structure):
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "zero_add": (c_int, _Rows, c_void_p, c_int64, c_int, c_int),
-    "zero_square": (c_int, _Rows, c_int64, c_int),
+    "zero_num_blocks": (c_int64,),
+    "zero_square": (c_int, _Rows, c_int64, c_void_p, c_int),
     "zero_step": (c_int, POINTER(c_double), c_int, _Rows, *[c_void_p] * 4, c_int, c_void_p, c_int, c_int64, c_int),
 }
 
 
 def add(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
     """Writes `factor` times the sum of the rows, or adds it to what is there."""
-    total, threads = _DTYPES[target.dtype], torch.get_num_threads()
-    passes().zero_add(total, _told(rows, [factor]), _address(target), target.numel(), adds, threads)
+    numel, threads = target.numel(), torch.get_num_threads()
+    passes().zero_add(_DTYPES[target.dtype], _told(rows, [factor], numel), _address(target, numel), numel, adds, threads)
 
 
 def square(rows: Sequence[torch.Tensor], factors: Sequence[float], dtype: torch.dtype) -> float:
     """The square of the norm of their sum times the factors, all of which are of that dtype."""
-    threads = torch.get_num_threads()
-    found: float = passes().zero_square(_DTYPES[dtype], _told(rows, factors), rows[0].numel(), threads)
+    numel, threads = rows[0].numel(), torch.get_num_threads()
+    scratch = torch.empty(passes().zero_num_blocks(numel), dtype=torch.float64, device="cpu")
+    found: float = passes().zero_square(_DTYPES[dtype], _told(rows, factors, numel), numel, scratch.data_ptr(), threads)
     return found
 
 
@@ -69,16 +72,16 @@ def step_adam(
     rounded: torch.Tensor | None,
 ) -> None:
     """By the `Numbers` of the source. Where there are weights, masters that do not round to them take their values first."""
-    places = [_address(tensor) for tensor in (masters, *moments)]
-    others = (argument for tensor in (weights, rounded) for argument in _place(tensor))
-    length, threads = masters.numel(), torch.get_num_threads()
-    given = _told(rows, factors)
-    passes().zero_step(_DTYPES[masters.dtype], _numbers(numbers), decoupled, given, *places, *others, length, threads)
+    numel, threads = masters.numel(), torch.get_num_threads()
+    places = [_address(tensor, numel) for tensor in (masters, *moments)]
+    others = (argument for tensor in (weights, rounded) for argument in _place(tensor, numel))
+    given = _told(rows, factors, numel)
+    passes().zero_step(_DTYPES[masters.dtype], _numbers(numbers), decoupled, given, *places, *others, numel, threads)
 
 
-def _told(rows: Sequence[torch.Tensor], factors: Sequence[float]) -> _Rows:
+def _told(rows: Sequence[torch.Tensor], factors: Sequence[float], numel: int) -> _Rows:
     factors = [factor for factor in merged(factors) if factor != 1.0]
-    places = (c_void_p * len(rows))(*map(_address, rows))
+    places = (c_void_p * len(rows))(*(_address(row, numel) for row in rows))
     return _Rows(places, len(rows), _DTYPES[rows[0].dtype], _numbers(factors), len(factors))
 
 
@@ -86,38 +89,43 @@ def _numbers(numbers: Sequence[float]) -> Array[c_double]:
     return (c_double * len(numbers))(*numbers)
 
 
-def _place(tensor: torch.Tensor | None) -> tuple[int | None, int]:
-    return (None, 0) if tensor is None else (_address(tensor), _DTYPES[tensor.dtype])
+def _place(tensor: torch.Tensor | None, numel: int) -> tuple[int | None, int]:
+    return (None, 0) if tensor is None else (_address(tensor, numel), _DTYPES[tensor.dtype])
 
 
-def _address(tensor: torch.Tensor) -> int:
-    if not tensor.is_contiguous():
-        raise ValueError("A pass over memory was asked for, but the elements do not lie side by side. Pass contiguous tensors.")
-    return tensor.data_ptr()
+def _address(tensor: torch.Tensor, numel: int) -> int:
+    if tensor.is_cpu and tensor.is_contiguous() and tensor.numel() == numel:
+        return tensor.data_ptr()
+    raise ValueError(
+        f"A pass over {numel} elements of host memory was asked for, but what was found is {tuple(tensor.shape)} on "
+        f"{tensor.device} with strides {tensor.stride()}. Pass as many that lie there side by side."
+    )
 
 
 @functools.cache
 def passes() -> ctypes.CDLL:
     """Waits for the compiler; raises RuntimeError where there is none that can build them."""
-    command = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, _COMPILERS), _COMPILERS[0])]
-    with tempfile.TemporaryDirectory(prefix="zero-") as folder:
-        reasons: list[str] = []
-        for options in _WHERE_KNOWN:
-            target = str(Path(folder, f"{len(reasons)}.so"))
-            try:
-                subprocess.run(
-                    [*command, *_OPTIONS, *options, str(_SOURCE), "-o", target],
-                    check=True, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S,
-                )  # fmt: skip
-                library = ctypes.CDLL(target)
-            except subprocess.CalledProcessError as error:
-                reasons.append(f"{error} {error.stderr}".strip())
-                continue
-            except (subprocess.TimeoutExpired, OSError) as error:
-                reasons.append(str(error))
-                break
-            library.zero_square.restype = c_double
-            for name, arguments in _ARGUMENTS.items():
-                getattr(library, name).argtypes = arguments
-            return library
-    raise RuntimeError(reasons[0])
+    try:
+        command = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, _COMPILERS), _COMPILERS[0])]
+        with tempfile.TemporaryDirectory(prefix="zero-", ignore_cleanup_errors=True) as folder:
+            return _built(command, Path(folder))
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # ValueError: of CXX
+        raise RuntimeError(str(error)) from error
+
+
+def _built(command: Sequence[str], folder: Path) -> ctypes.CDLL:
+    """With what the compiler knows; raises what is wrong where it is asked for least."""
+    for number, options in enumerate(_WHERE_KNOWN):
+        target = folder / f"{number}.so"
+        given = [*command, *_OPTIONS, *options, str(_SOURCE), "-o", str(target)]
+        done = subprocess.run(given, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S)
+        try:
+            library = ctypes.CDLL(str(target))
+        except OSError as error:  # there is none, or what it needs is not there
+            reason = f"{command[0]} ended with status {done.returncode}: {done.stderr.strip() or error}"
+            continue
+        library.zero_num_blocks.restype, library.zero_square.restype = c_int64, c_double
+        for name, arguments in _ARGUMENTS.items():
+            getattr(library, name).argtypes = arguments
+        return library
+    raise RuntimeError(reason)

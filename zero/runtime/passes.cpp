@@ -10,7 +10,6 @@
 #include <cstring>
 #include <numeric>
 #include <type_traits>
-#include <vector>
 
 namespace {
 
@@ -99,11 +98,13 @@ struct Stretch {
   int64_t begin, length;
 };
 
+int64_t num_blocks(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
+
 template <class Act>
 void for_each_block(int64_t numel, int num_threads, Act act) {
-  const int64_t num_blocks = (numel + kBlock - 1) / kBlock;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_blocks > kBlocksOfOne)
-  for (int64_t block = 0; block < num_blocks; block++) {
+  const int64_t number = num_blocks(numel);
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (number > kBlocksOfOne)
+  for (int64_t block = 0; block < number; block++) {
     const int64_t begin = block * kBlock;
     act(block, Stretch{begin, std::min(kBlock, numel - begin)});
   }
@@ -171,26 +172,27 @@ double sum_of_squares(const Total* total, int64_t length) {
 }
 
 template <class Total>
-double square(Rows rows, int64_t numel, int num_threads) {
-  std::vector<double> squares((numel + kBlock - 1) / kBlock);
-  for_each_block(numel, num_threads, [&](int64_t block, Stretch there) {
+double square(Rows rows, int64_t numel, double* squares, int num_threads) {
+  for_each_block(numel, num_threads, [=](int64_t block, Stretch there) {
     alignas(64) Total place[kBlock];
     const Total* total = rows.added_up(there, place);
     const double sum = sum_of_squares<Total>(total, there.length);
     const bool is_safe = sum > 0x1p-80 && std::isfinite(sum);  // or else some square may be no number of that size any more
     squares[block] = is_safe ? sum : sum_of_squares<double>(total, there.length);
   });
-  return std::accumulate(squares.begin(), squares.end(), 0.0);
+  return std::accumulate(squares, squares + num_blocks(numel), 0.0);
 }
 
-// Of a step of Adam, in the order that compiled_adam.py gives them.
+// Of a step of Adam, in the order that compiled_adam.py gives them. What is mixed is computed from where it is nearer to, as torch
+// does it: a mean that counts nothing leaves nothing of itself.
 template <class Total>
 struct Numbers {
-  Total kept, new_mean, old_square, new_square, rate, inverse_root, eps;
+  bool nearer_to_slope;
+  Total kept, mixed, old_square, new_square, rate, inverse_root, eps;
 
   explicit Numbers(const double* given)
-      : kept(given[0]), new_mean(given[1]), old_square(given[2]), new_square(given[3]), rate(given[4]),
-        inverse_root(given[5]), eps(given[6]) {}
+      : nearer_to_slope(given[1] >= 0.5), kept(given[0]), mixed(nearer_to_slope ? given[1] - 1.0 : given[1]),
+        old_square(given[2]), new_square(given[3]), rate(given[4]), inverse_root(given[5]), eps(given[6]) {}
 };
 
 template <bool decoupled, class Total>
@@ -203,7 +205,7 @@ void adam(Numbers<Total> by, const Total* __restrict slopes, Total* __restrict m
     } else {
       slope += value * by.kept;
     }
-    const Total mean = means[i] + (slope - means[i]) * by.new_mean;
+    const Total mean = (by.nearer_to_slope ? slope : means[i]) + (slope - means[i]) * by.mixed;
     const Total square = squares[i] * by.old_square + slope * slope * by.new_square;
     means[i] = mean;
     squares[i] = square;
@@ -261,8 +263,11 @@ void zero_add(int total, Rows rows, void* target, int64_t numel, int adds, int n
   add(rows, static_cast<double*>(target), numel, adds != 0, num_threads);
 }
 
-double zero_square(int total, Rows rows, int64_t numel, int num_threads) {
-  return total == 0 ? square<float>(rows, numel, num_threads) : square<double>(rows, numel, num_threads);
+int64_t zero_num_blocks(int64_t numel) { return num_blocks(numel); }
+
+// `squares` is scratch memory, a number for each block.
+double zero_square(int total, Rows rows, int64_t numel, double* squares, int num_threads) {
+  return total == 0 ? square<float>(rows, numel, squares, num_threads) : square<double>(rows, numel, squares, num_threads);
 }
 
 void zero_step(int total, const double* numbers, int decoupled, Rows rows, void* masters, void* means, void* squares,

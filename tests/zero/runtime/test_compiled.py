@@ -5,13 +5,15 @@ import os
 import stat
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
+from torch import nn
 
+import zero
 from tests.devices import needs_compiler
 from tests.zoo.case import real_numbers
+from zero.comm.loopback import solo
 from zero.runtime import compiled
 
 pytestmark = needs_compiler
@@ -116,9 +118,29 @@ def test_a_sum_is_added_or_takes_the_place_of_what_was_there_also_where_that_is_
     assert torch.equal(rows[0], expected)
 
 
-def test_what_does_not_lie_side_by_side_is_refused():
-    with pytest.raises(ValueError, match="elements do not lie side by side"):
-        compiled.square([torch.ones(4, 4)[:, 0]], (), torch.float32)
+@pytest.mark.parametrize("row", [torch.ones(4, 4)[:, 0], torch.ones(3), torch.ones(4, device="meta")], ids=str)
+def test_what_is_no_line_of_so_many_elements_of_the_host_is_refused(row):
+    with pytest.raises(ValueError, match="Pass as many that lie there side by side"):
+        compiled.add([torch.ones(4), row], torch.zeros(4), 1.0, False)
+
+
+@pytest.mark.parametrize("betas", [(0.0, 0.0), (0.0, 0.99), (0.4, 0.3), (0.5, 0.9)])
+def test_a_mean_that_counts_little_leaves_little_of_itself(betas):
+    """As in torch, whatever it was before."""
+    found = []
+    for is_ours in (True, False):
+        param = nn.Parameter(torch.ones(100))
+        optimizer = torch.optim.AdamW([param], lr=0.1, betas=betas, fused=True)
+        if is_ours:
+            optimizer = zero.shard(nn.ParameterList([param]), optimizer, stage=2, kernels="compiled", group=solo())
+        for factor in (1e4, 1e-4, -3e-6):
+            (param * factor).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((param.detach().clone(), next(iter(optimizer.state.values()))["exp_avg"].clone()))
+    (ours, our_mean), (theirs, their_mean) = found
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(our_mean, their_mean, rtol=1e-5, atol=0.0)
 
 
 PROGRAM = """
@@ -128,19 +150,21 @@ torch.set_num_threads(2)
 masters, moments, rows = torch.ones(5000), [torch.zeros(5000), torch.zeros(5000)], [torch.arange(5000).bfloat16()]
 try:
     compiled.step_adam((0.9, 0.1, 0.9, 0.1, -0.1, 2.0, 1e-8), True, rows, (0.3,), masters, moments, None, None)
-    print(masters.double().sum().item(), os.listdir(os.environ["TMPDIR"]))
+    smallest = torch.tensor(1e-40) * 1.0  # which is 0 where that was turned off for the process
+    print(masters.double().sum().item(), smallest.item(), os.listdir(os.environ["TMPDIR"]))
 except RuntimeError as error:
     print(error)
 """
 
 
+@pytest.mark.parametrize("also", ["", "-ffast-math -funsafe-math-optimizations -Ofast"])
 @pytest.mark.parametrize("unknown", [(), ("-fopenmp",), ("-march=native",), ("-fopenmp", "-march=native")], ids=str)
-def test_a_compiler_that_does_not_know_an_option_builds_without_and_leaves_nothing(tmp_path, unknown):
-    """The same numbers, too."""
+def test_a_compiler_that_does_not_know_an_option_builds_without_and_leaves_nothing(tmp_path, unknown, also):
+    """The same numbers too, and however inexact it is told to compute."""
     refuses = "\n".join(f'case " $* " in *" {option} "*) echo "unknown option" >&2; exit 1;; esac' for option in unknown)
     wrapper, scratch = tmp_path / "compiler", tmp_path / "scratch"
     scratch.mkdir()
-    wrapper.write_text(f'#!/bin/sh\n{refuses}\nexec c++ "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\n{refuses}\nexec c++ {also} "$@"\n')
     wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
     environment = {**os.environ, "CXX": str(wrapper), "TMPDIR": str(scratch)}
     found = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
@@ -148,16 +172,47 @@ def test_a_compiler_that_does_not_know_an_option_builds_without_and_leaves_nothi
     assert found.stdout == expected.stdout and found.stdout.endswith("[]\n"), found.stdout + found.stderr
 
 
-def test_what_a_compiler_says_is_told(tmp_path):
-    wrapper = tmp_path / "compiler"
-    wrapper.write_text(textwrap.dedent("""\
-        #!/bin/sh
-        echo "no licence today" >&2
-        exit 3
-    """))
+SAYS = {
+    "of what all it is asked for": ('echo "no licence today" >&2; exit 3', "no licence today"),
+    "where it is asked for least": (
+        'case " $* " in *" -fopenmp "*) echo "no OpenMP";; *) echo "no cmath";; esac >&2; exit 1',
+        "no cmath",
+    ),
+    "that all is well, and makes nothing": ("exit 0", "cannot open shared object file"),
+}
+
+
+@pytest.mark.parametrize("what", SAYS)
+def test_what_a_compiler_says_is_told(tmp_path, what):
+    wrapper, (script, words) = tmp_path / "compiler", SAYS[what]
+    wrapper.write_text(f"#!/bin/sh\n{script}\n")
     wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
-    environment = {**os.environ, "CXX": str(wrapper)}
-    for name, words in (("CXX", "no licence today"), ("PATH", "No such file or directory: 'c++'")):
-        given = environment if name == "CXX" else {**os.environ, "CXX": "", "PATH": str(tmp_path)}
-        found = subprocess.run([sys.executable, "-c", PROGRAM], env=given, capture_output=True, text=True, timeout=120)
-        assert words in found.stdout, found.stdout + found.stderr
+    assert words in said({"CXX": str(wrapper)})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"CXX": "", "PATH": "/nowhere"}, "No such file or directory: 'c++'"),
+        ({"CXX": "c++ 'x"}, "No closing quotation"),
+        ({"TMPDIR": "/nowhere", "TMP": "/nowhere", "TEMP": "/nowhere", "CXX": "false"}, "false ended with status 1"),
+    ],
+)
+def test_without_a_compiler_it_is_told_why(given, words):
+    assert words in said(given)
+
+
+def said(given):
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env={**os.environ, **given}, capture_output=True, text=True, timeout=120
+    )
+    return found.stdout + found.stderr
+
+
+def test_what_is_built_but_cannot_be_loaded_is_built_with_less(tmp_path):
+    """As by a compiler whose OpenMP is not there."""
+    wrapper = tmp_path / "compiler"
+    broken = 'for option; do target="$option"; done; echo "no library" > "$target"'
+    wrapper.write_text(f'#!/bin/sh\ncase " $* " in *" -fopenmp "*) {broken};; *) exec c++ "$@";; esac\n')
+    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
+    assert said({"CXX": str(wrapper), "TMPDIR": str(tmp_path)}).endswith("['compiler']\n")
