@@ -177,6 +177,7 @@ SYSTEMS: dict[str, Callable[[nn.Module, argparse.Namespace], System]] = {
     "ours-1": lambda model, options: ours(model, options, 1),
     "ours-2": lambda model, options: ours(model, options, 2),
     "ours-2-offload": lambda model, options: ours(model, options, 2, offload=True),
+    "ours-1-gloo": lambda model, options: ours(model, options, 1, shared=False),
     "ours-2-gloo": lambda model, options: ours(model, options, 2, shared=False),
 }
 

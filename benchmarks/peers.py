@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 SHARED = Path("/dev/shm")
 PEERS = ("bare", "ddp", "ddp-zero", "fsdp2")
 THEIRS = ("deepspeed-1", "deepspeed-2", "deepspeed-2-offload")
-OURS = ("ours-0", "ours-1", "ours-2", "ours-2-offload", "ours-2-gloo")
+OURS = ("ours-0", "ours-1", "ours-2", "ours-2-offload", "ours-1-gloo", "ours-2-gloo")
 WITHOUT_MASTERS = ("bare", "ddp", "ddp-zero")
 # Of the first loss. Systems round at other places. Those without fp32 masters lose what is smaller than a weight's last bit,
 # and learn the slower the longer it goes: after 20 steps of the GPT by 0.06.
