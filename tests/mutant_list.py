@@ -522,8 +522,8 @@ NAMED = [
     Mutant(
         "what each rank read to a file of its own is taken for everybody's",
         M + "weights.py",
-        "pages is not None and pages.common and lies_at(source, pages.written)",
-        "pages is not None and lies_at(source, pages.written)",
+        "pages is not None and pages.common and _lies_at(source, pages.written)",
+        "pages is not None and _lies_at(source, pages.written)",
     ),
     Mutant(
         "clipping by the norm of one parameter",

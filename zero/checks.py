@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from zero.memory.flat import DTYPES, bytes_of, overlapping
 from zero.runtime.compiled import passes
 from zero.runtime.compiled_adam import CompiledAdam
 from zero.runtime.fused_adam import FusedAdam
-from zero.runtime.one_pass import Kind, OnePass
+from zero.runtime.one_pass import OnePass
 from zero.runtime.params import Params
 
 # Optimizers that treat every element by itself, so that a share of the elements steps as the whole would.
@@ -182,17 +182,17 @@ def _problem_of(tensor: nn.Parameter) -> str | None:
 
 
 def check_kernels(
-    optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, kinds: Collection[Kind] = ()
+    optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, on_host: bool = False
 ) -> None:
-    """Refuses a kernel of the step that there is none of, by trying it: torch has no list of where they run. `kinds` are those
-    of the masters on the host."""
+    """Refuses a kernel of the step that there is none of, by trying it: torch has no list of where they run. `on_host`: masters
+    are stepped there."""
     reason, one_pass = None, one_pass_of(optimizer, kernels)
     if one_pass is not None:
         one_pass.check(optimizer.param_groups)
     if kernels == "fused":
         reason = _why_not_fused(optimizer, device)
     elif kernels == "compiled":
-        reason = _why_not_compiled(optimizer, kinds)
+        reason = _why_not_compiled(optimizer, on_host)
     if reason is not None:
         raise ValueError(f"kernels={kernels!r} was asked for, but {reason}. Use kernels='torch'.")
 
@@ -221,10 +221,10 @@ def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> st
     return None
 
 
-def _why_not_compiled(optimizer: torch.optim.Optimizer, kinds: Collection[Kind]) -> str | None:
+def _why_not_compiled(optimizer: torch.optim.Optimizer, on_host: bool) -> str | None:
     if type(optimizer) not in _ADAMS:
         return f"only Adam and AdamW have a compiled step, and not {type(optimizer).__name__}"
-    if not kinds:
+    if not on_host:
         return "it is compiled for the host, where nothing is stepped here: nothing is offloaded"
     try:
         passes()

@@ -112,7 +112,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     device = _device_of(chosen.tensors)
     check_dtypes(accelerators.get(device.type), set(chosen.dtypes))
     check_settings_on_host(optimizer, dict(zip(chosen.groups, chosen.offload, strict=True)))
-    check_kernels(optimizer, config.kernels, device, kinds_on_host(chosen.specs(), device))
+    check_kernels(optimizer, config.kernels, device, bool(kinds_on_host(chosen.specs(), device)))
     return chosen
 
 

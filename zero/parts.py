@@ -120,7 +120,7 @@ class Parts:
         check_dtypes(self.accelerator, set(dtypes))
         check_settings_on_host(inner, {group: ratio})
         layout = self.line.layout.joined(specs)
-        check_kernels(inner, self.config.kernels, device, kinds_on_host(layout.params, device))
+        check_kernels(inner, self.config.kernels, device, bool(kinds_on_host(layout.params, device)))
         waiting = [index for index, tensor in enumerate((*self.params.tensors, *tensors))
                    if tensor.requires_grad and layout.slots[index] is None]  # fmt: skip
         self.room.take([offload_of(inner.param_groups[group], self.config)], layout.extended(waiting), self.line.layout)

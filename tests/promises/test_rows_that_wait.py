@@ -107,8 +107,8 @@ def train(rank, world, stage, dtype, kernels, between, **options):
     return (grads, saved["masters"], saved["state"]), waiting
 
 
-def assert_same(ours, theirs, between):
-    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.0, msg=lambda text: f"{between}: {text}")
+def assert_same(ours, theirs, between, rtol=0.0, atol=0.0):
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, msg=lambda text: f"{between}: {text}")
 
 
 @contextlib.contextmanager
@@ -125,6 +125,11 @@ def compare(rank, world, kernels, stage, dtype, shared_memory):
         ours, waiting = train(rank, world, stage, dtype, kernels, between, shared_memory=shared_memory)
         with nothing_waits():
             theirs, never = train(rank, world, stage, dtype, kernels, between, shared_memory=shared_memory)
+            if kernels == "compiled":
+                torchs, _ = train(rank, world, stage, dtype, "torch", between, shared_memory=shared_memory)
+                assert_same(ours[0][0], torchs[0][0], between, 1e-5, 1e-7)
+                # A master an ulp away may round to another weight, and its gradients are as far away as weights are coarse.
+                assert_same(ours, torchs, between, *((1e-5, 1e-6) if dtype is None else (5e-3, 1e-4)))
         assert_same(ours, theirs, between)
         assert never == [0, 0, 0]
         waited["" if between is None else between.__name__] = waiting
@@ -301,24 +306,24 @@ class Mixed(nn.Module):
         return self.narrow(self.wide(inputs).bfloat16())
 
 
-def step_mixed(rank, world):
+def step_mixed(rank, world, kernels):
     model = filled(Mixed(), real=True)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    optimizer = zero.shard(model, inner, stage=2, kernels="compiled", reduce_dtype="bfloat16", bucket_bytes=BUCKET_BYTES)
+    optimizer = zero.shard(model, inner, stage=2, kernels=kernels, reduce_dtype="bfloat16", bucket_bytes=BUCKET_BYTES)
     for step in range(2):
         model(real_numbers((2, WIDTH), "inputs", rank, step)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     optimizer.check()
-    found = [param.detach().clone() for param in model.parameters()]
+    masters = optimizer.state_dict()["masters"]
     optimizer.close()
-    return found
+    return masters
 
 
 @needs_compiler
-def test_what_is_rounded_on_its_way_is_stepped_too():
-    one, other = ranks.run(2, step_mixed)
-    assert all(map(torch.equal, one, other))
+def test_what_is_rounded_on_its_way_is_stepped_as_by_torch():
+    ours, theirs = ranks.run(2, step_mixed, "compiled"), ranks.run(2, step_mixed, "torch")
+    torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=1e-4)
 
 
 def clip_with_threads(rank, world, kernels):

@@ -19,7 +19,7 @@ import torch
 from accelerators import Accelerator
 from accelerators.memory import format_bytes
 from zero.memory.flat import DTYPES, Form, sum_dtype
-from zero.memory.weights import FlatBuffer, lies_at
+from zero.memory.weights import FlatBuffer
 
 logger = logging.getLogger("zero")
 
@@ -112,9 +112,8 @@ class Flattener:
 
     def write(self, chunk: int, source: torch.Tensor, rank: int) -> None:
         """Gives the chunk's parameters memory with the values of `source`, rounded if need be."""
-        self.weights.fill(chunk, source, self._place.device, rank)
-        stays = (self.weights.chunks[chunk], self.weights.place_of(chunk, source.dtype))
-        self._spare = None if any(place is not None and lies_at(source, place) for place in stays) else source
+        stays = self.weights.fill(chunk, source, self._place.device, rank)
+        self._spare = None if stays else source
         for param in self.weights.line.layout.chunks[chunk].params:
             self.tensors[param].data = self._forms[param].shaped(self.weights.slot(param))
 

@@ -53,20 +53,24 @@ class FlatBuffer:
     def is_everybodys(self, chunk: int, source: torch.Tensor) -> bool:
         """Whether what one rank read to there all of them have."""
         pages = self.pages.get(chunk)
-        return pages is not None and pages.common and lies_at(source, pages.written)
+        return pages is not None and pages.common and _lies_at(source, pages.written)
 
-    def fill(self, chunk: int, source: torch.Tensor, device: torch.device, rank: int) -> None:
-        """Gives a chunk, the next one, memory with these values; what all ranks see is there when all have done this."""
+    def fill(self, chunk: int, source: torch.Tensor, device: torch.device, rank: int) -> bool:
+        """Gives a chunk, the next one, memory with these values; what all ranks see is there when all have done this. Whether
+        that is `source` itself."""
         layout, pages = self.line.layout, self.pages.get(chunk)
         if pages is None:
             self.chunks.append(source.to(device=device, dtype=DTYPES[layout.chunks[chunk].dtype]))
-            return
-        spans = [] if lies_at(source, pages.written) else [Span(0, source.numel())]
-        if spans and pages.common:
+            return _lies_at(source, self.chunks[chunk])
+        self.chunks.append(pages.seen)
+        if _lies_at(source, pages.written):
+            return True
+        spans = [Span(0, source.numel())]
+        if pages.common:
             spans = [bucket.share(rank) for bucket in layout.buckets if bucket.chunk == chunk]
         for span in spans:
             pages.written[span.start : span.stop].copy_(source[span.start : span.stop])
-        self.chunks.append(pages.seen)
+        return False
 
     def forget(self, chunk: int = 0) -> None:
         """From a chunk on."""
@@ -133,5 +137,5 @@ class FlatBuffer:
         return self.pages.get(self.line.layout.buckets[bucket].chunk)
 
 
-def lies_at(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+def _lies_at(tensor: torch.Tensor, place: torch.Tensor) -> bool:
     return tensor.data_ptr() == place.data_ptr()

@@ -21,6 +21,7 @@ from zero.checks import check_kernels
 from zero.comm.loopback import solo
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span, round_up
+from zero.runtime.compiled import passes
 from zero.runtime.compiled_adam import CompiledAdam
 from zero.runtime.fused_adam import FusedAdam
 from zero.runtime.one_pass import Gradient, Kind, OnePass
@@ -46,6 +47,10 @@ BOTH = pytest.mark.parametrize("kernels", ["fused", pytest.param("compiled", mar
 
 def in_one_pass(inner, kernels):
     return OnePass(inner, FusedAdam() if kernels == "fused" else CompiledAdam())
+
+
+def times_built():
+    return passes.cache_info().misses
 
 
 def pieces_of(lengths):
@@ -125,7 +130,7 @@ def trained(kernels, dtype, offload, clip):
             param.copy_(real_numbers(tuple(param.shape), "weights", index))
     inner = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     optimizer = zero.shard(model, inner, stage=2, dtype=dtype, offload=offload, clip=clip, kernels=kernels, bucket_bytes=64)
-    grads = []
+    built, grads = times_built(), []
     for step in range(6):
         inputs = real_numbers((3, 4), "inputs", step).to(model.first.weight.dtype)
         backward(optimizer, model(inputs, step).float().pow(2).mean())
@@ -140,6 +145,7 @@ def trained(kernels, dtype, offload, clip):
             with torch.no_grad():
                 model.never.weight.fill_(0.3)
                 model.second.weight[0, 0] = 0.7
+    assert times_built() == built
     saved = optimizer.state_dict()
     return {name: param.detach().float() for name, param in model.named_parameters()}, saved["masters"], saved["state"], grads
 
@@ -405,11 +411,13 @@ def test_a_step_has_the_same_bits_in_any_mode(kernels):
             model.bias.zero_()
         inner = torch.optim.AdamW(model.parameters(), lr=0.02)
         optimizer = zero.shard(model, inner, stage=1, kernels=kernels, group=solo())
+        built = times_built()
         backward(optimizer, model(real_numbers((2, 4), 0).bfloat16()).float().pow(2).sum())
         optimizer.step()
         with MODES[mode]() if mode else contextlib.nullcontext():
             optimizer.step()
         found[mode] = weights(model)
+        assert times_built() == built, mode
         optimizer.close()
     assert [mode for mode in MODES if not same(found[mode], found[None])] == []
 
@@ -425,8 +433,10 @@ def test_a_dtype_that_comes_later_is_stepped_like_those_that_were_there(kernels)
         if is_sharded:
             optimizer = zero.shard(nn.ModuleList([first, second]), optimizer, stage=2, kernels=kernels, group=solo())
         optimizer.add_param_group({"params": list(second.parameters())})
+        built = times_built()
         backward(optimizer, second(first(real_numbers((2, 4), 0)).double()).pow(2).sum())
         optimizer.step()
+        assert times_built() == built
         return [param.detach().clone() for param in (*first.parameters(), *second.parameters())]
 
     torch.testing.assert_close(trained(True), trained(False), rtol=1e-6, atol=1e-9)
@@ -488,15 +498,14 @@ def test_a_step_that_somebody_gave_the_class_is_called(kernels, monkeypatch):
 
 def test_who_has_no_compiled_step_is_told_why():
     params = [nn.Parameter(torch.ones(3))]
-    kinds = [Kind(torch.float32)]
     refused = (
-        (torch.optim.SGD(params, lr=0.1), kinds, "only Adam and AdamW have a compiled step, and not SGD"),
-        (torch.optim.AdamW(params, amsgrad=True), kinds, "amsgrad has no compiled step"),
-        (torch.optim.AdamW(params), [], "nothing is offloaded"),
+        (torch.optim.SGD(params, lr=0.1), True, "only Adam and AdamW have a compiled step, and not SGD"),
+        (torch.optim.AdamW(params, amsgrad=True), True, "amsgrad has no compiled step"),
+        (torch.optim.AdamW(params), False, "nothing is offloaded"),
     )
-    for optimizer, there, why in refused:
+    for optimizer, on_host, why in refused:
         with pytest.raises(ValueError, match=rf"kernels='compiled' was asked for, but .*{why}.*Use kernels='torch'"):
-            check_kernels(optimizer, "compiled", torch.device("cpu"), there)
+            check_kernels(optimizer, "compiled", torch.device("cpu"), on_host)
 
 
 WITHOUT_COMPILER = """
