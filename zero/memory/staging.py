@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from accelerators import Accelerator
-from accelerators.streams import Stream
+from accelerators.streams import Event, InOrderStream, Stream
 from zero.memory.offload import Crossing
 
 
@@ -87,6 +87,12 @@ class Staging:
         """Lets the buffers that nobody has borrowed go, but for so many of each dtype."""
         for free in self._free.values():
             del free[keep:]
+
+    def mark(self) -> Event | None:
+        """When the device will have done what it was given so far; None where that is done, or where there are no streams and
+        to wait would be to wait for other ranks."""
+        stream = self._stream()
+        return None if stream is None or isinstance(stream, InOrderStream) else stream.record_event()
 
     def _stream(self) -> Stream | None:
         return None if self._accelerator.is_synchronous else self._accelerator.current_stream()

@@ -72,8 +72,8 @@ def budget_of(
 
     [Note: pace]
     This is what a rank needs that keeps pace with the others, once the order of its gradients is known: a bucket is full
-    when the one before it was exchanged. What a rank that is ahead needs beside it depends on how far. Copies to and from
-    the host are taken to be as late as they may.
+    when the one before it was exchanged. What a rank that is ahead needs beside it depends on how far: where its host runs
+    ahead of its device, two buckets and what comes for them. Copies to and from the host are taken to be as late as they may.
     """
     shares = {False: Counter[str](), True: Counter[str]()}  # by whether they live on the host
     are_others = (num_ranks or layout.num_shares) > 1

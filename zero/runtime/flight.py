@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
+from accelerators.streams import Event
 from zero.comm.group import Added, Group, Pending, wait_into
 from zero.memory.flat import Line, Shard, sum_dtype
 from zero.memory.rows import Rows, Sums, share_memory
@@ -16,6 +18,14 @@ from zero.runtime.labels import Timed, stop
 from zero.runtime.sums import SumsByTorch
 
 _HARDLY_MORE = 1.25  # bytes than of the sum: buffers have the size of the largest bucket
+_AHEAD = 2  # buckets that the host may have filled on a device before that has come to filling them
+
+
+class _Round(NamedTuple):
+    bucket: int
+    buffer: torch.Tensor
+    pending: Pending
+    filled: Event | None  # on this rank's device
 
 
 class Flight(Timed):
@@ -23,6 +33,11 @@ class Flight(Timed):
 
     `widest` is the dtype that wider buckets are rounded to before they are sent; None rounds none. With `looks` each is
     searched for what is not finite, which in the sum is nobody's any more.
+
+    [Note: ahead of the device]
+    Where a device works by itself, the host has soon sent a whole backward that the device has hardly begun, and every bucket
+    would be one on its way. So the host waits until the device has filled the bucket before the last: for its own device, whose
+    stream waits for no other rank before a round is over, and never for a rank.
     """
 
     def __init__(
@@ -46,7 +61,7 @@ class Flight(Timed):
         self._widest = widest
         self.sums = sums or SumsByTorch()
         self._num_ranks = group.size
-        self._rounds: deque[tuple[int, torch.Tensor, Pending]] = deque()
+        self._rounds: deque[_Round] = deque()
 
     def __len__(self) -> int:
         return len(self._rounds)
@@ -58,9 +73,17 @@ class Flight(Timed):
         if self.looks:
             greatest = torch.linalg.vector_norm(buffer, torch.inf)
             self._greatest = greatest if self._greatest is None else torch.maximum(self._greatest, greatest)
-        self._rounds.append((bucket, buffer, self._reduce(buffer, dtype)))
-        while self._rounds and self._rounds[0][2].done():
+        pending = self._reduce(buffer, dtype)
+        self._rounds.append(_Round(bucket, buffer, pending, None if pending.done() else self._staging.mark()))
+        self._await_device()
+        while self._rounds and self._rounds[0].pending.done():
             self._land(keep)
+
+    def _await_device(self) -> None:
+        """See [Note: ahead of the device]."""
+        filled = self._rounds[-1 - _AHEAD].filled if len(self._rounds) > _AHEAD else None
+        if filled is not None:
+            filled.synchronize()
 
     @property
     def is_finite(self) -> bool:
@@ -83,13 +106,13 @@ class Flight(Timed):
 
     def abandon(self) -> None:
         """Forgets what is on its way and will not be waited for; it may still be written into."""
-        for _, buffer, _ in self._rounds:
-            self._staging.lose(buffer)
+        for round_ in self._rounds:
+            self._staging.lose(round_.buffer)
         self._rounds.clear()
 
     @stop("keep")
     def _land(self, keep: bool) -> None:
-        bucket, buffer, pending = self._rounds.popleft()
+        bucket, buffer, pending, _ = self._rounds.popleft()
         if keep and isinstance(pending, Added) and self._waits(bucket, buffer, pending):
             return
         if keep and not self.shard.travels(bucket):

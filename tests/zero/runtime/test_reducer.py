@@ -205,6 +205,48 @@ def test_what_is_in_flight_is_kept_in_the_order_in_which_it_was_sent():
     assert bench.staging.borrowed == 0
 
 
+class FarBehind:
+    """The one stream of a device that does nothing before the host waits for it, and then as much as the host waits for."""
+
+    is_synchronous = False
+
+    def __init__(self):
+        self.given = self.done = 0
+
+    def current_stream(self):
+        return self
+
+    def record_event(self):
+        self.given += 1
+        return SimpleNamespace(synchronize=partial(self.go_on, self.given))
+
+    def go_on(self, until):
+        self.done = max(self.done, until)
+
+    def wait_stream(self, other):
+        assert other is self
+
+
+@pytest.mark.promise("M04")
+@pytest.mark.parametrize("others_are_late", [False, True])
+def test_a_host_far_ahead_of_its_device_waits_for_that_and_not_for_other_ranks(others_are_late):
+    device = FarBehind()
+    bench = Bench(accelerator=device)
+    send, most = bench.wire.reduce_scatter, []
+
+    def over_when_the_device_is(bucket, sum_dtype):
+        held, number = send(bucket, sum_dtype), device.given + 1  # the event of this round
+        held.done = lambda: device.done > number and not others_are_late
+        return held
+
+    bench.reducer.flight._reduce = over_when_the_device_is
+    for param in (2, 1, 0) * 4:
+        bench.give(param, 1)
+        most.append(len(bench.reducer.flight))
+    assert most == ([*range(1, 13)] if others_are_late else [1, 2, *[3] * 10])
+    assert device.done == 10, "the device need not come to the last two"
+
+
 def test_gaps_and_absent_parameters_travel_as_zeros():
     specs = [ParamSpec(f"p{index}", (3,), "float32") for index in range(6)]
     for bucket_bytes in (200, 10_000):
