@@ -501,25 +501,30 @@ def test_a_rank_that_raises_before_it_shards_is_named_without_waiting_for_the_ti
     assert waiting.ok and ended.kind == "died", ranks.describe([waiting, ended])
 
 
-def gloo_threads(kind="gloo", at_last=None):
-    """So many there are; one that has ended is still listed for a moment."""
+def gloo_threads(kind="gloo", others=(), until_gone=False):
+    """Those of gloo that are none of the `others`; one that has ended is still listed for a moment."""
     deadline = time.monotonic() + 5.0
     while True:
-        names = []
+        found = set()
         for task in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError):  # it is gone by now
-                names.append((task / "comm").read_text())
-        found = sum(kind in name for name in names)
-        if at_last in (None, found) or time.monotonic() > deadline:
+                if task.name not in others and kind in (task / "comm").read_text():
+                    found.add(task.name)
+        if not (found and until_gone) or time.monotonic() > deadline:
             return found
         time.sleep(0.01)
+
+
+def threads():
+    """All there are, by number: a thread of gloo is named when it first runs, which may be long after it was made."""
+    return set(os.listdir("/proc/self/task"))
 
 
 COUNTS_THREADS_LAST = f"""
 import atexit, contextlib, time
 from pathlib import Path
 {inspect.getsource(gloo_threads)}
-atexit.register(lambda: print(gloo_threads("pt_gloo", at_last=0)))  # before all others, so that it runs after them
+atexit.register(lambda: print(len(gloo_threads("pt_gloo", until_gone=True))))  # before all others, so that it runs after them
 """
 
 
@@ -552,30 +557,29 @@ def test_no_thread_that_takes_the_lock_of_the_interpreter_is_left_when_that_ends
 
 
 def train_and_end(rank, world, how):
-    dist.barrier()  # threads are named when they run
-    before = gloo_threads()
+    before = threads()
     model = small()
     if how == "destroy":
         config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_micro_batch_size_per_gpu": 1}
         engine = zero.initialize(model=model, config=config)[0]
-        during = gloo_threads()
+        during = gloo_threads(others=before)
         engine.destroy()
     else:
         optimizer = sharded(model)
         one_step(model, optimizer, rank, 0)
-        during = gloo_threads()
+        during = gloo_threads(others=before)
         if how == "close":
             optimizer.close()
         del optimizer
-    return before, during, gloo_threads(at_last=before)
+    return during, gloo_threads(others=before, until_gone=True)
 
 
 @pytest.mark.promise("M02")
 @needs_proc
 @pytest.mark.parametrize("how", ["close", "del", "destroy"])
 def test_connections_that_were_made_for_a_training_end_with_it(how):
-    for before, during, after in ranks.run(2, train_and_end, how):
-        assert before == after < during
+    for during, after in ranks.run(2, train_and_end, how):
+        assert during and not after
 
 
 def close_in_a_forked_child(rank, world, how):
@@ -604,8 +608,7 @@ def test_what_a_forked_process_closes_stays_open_for_its_parent(how):
 
 
 def close_while_a_save_is_written(rank, world, folder):
-    dist.barrier()  # threads are named when they run
-    before = gloo_threads()
+    before = threads()
     optimizer = sharded(small())
     one_step(optimizer.model, optimizer, rank, 0)
     group, saving = optimizer.group, zero.save(folder, optimizer, async_save=True)
@@ -613,16 +616,15 @@ def close_while_a_save_is_written(rank, world, folder):
     path = saving.wait()
     with pytest.raises(GroupLost, match="it was closed"):
         group.exchange(b"")
-    after = gloo_threads(at_last=before)
+    left = gloo_threads(others=before, until_gone=True)
     zero.load(path.parent, sharded(small()))
-    return before, after
+    return left
 
 
 @pytest.mark.promise("M02")
 @needs_proc
 def test_how_a_save_went_is_told_to_all_ranks_also_when_the_training_was_closed_meanwhile_and_then_connections_end(tmp_path):
-    for before, after in ranks.run(2, close_while_a_save_is_written, tmp_path):
-        assert before == after
+    assert ranks.run(2, close_while_a_save_is_written, tmp_path) == [set(), set()]
 
 
 # Starting again --------------------------------------------------------------------------------------------------------
