@@ -29,7 +29,7 @@ _TCP_INFO_RECEIVED = 128  # where a socket's count of received bytes is
 class System(NamedTuple):
     backward: Callable[[torch.Tensor, bool], torch.Tensor]  # rows, and whether they are the last micro-batch; the loss
     step: Callable[[], object]
-    predicted_bytes: int = 0  # of a rank beside what bare compute needs, where the system says so beforehand
+    predicted_bytes: int = 0  # of a rank's weights, gradients and states, where the system says so beforehand
 
 
 def half(options: argparse.Namespace) -> torch.dtype:
@@ -45,7 +45,8 @@ def bare(model: nn.Module, options: argparse.Namespace) -> System:
         (loss / options.accumulation).backward()
         return loss.detach()
 
-    return System(backward, model.zero_grad)
+    weights_and_gradients = 2 * sum(param.nbytes for param in model.parameters())
+    return System(backward, model.zero_grad, weights_and_gradients)
 
 
 def ddp(model: nn.Module, options: argparse.Namespace, sharded: bool = False) -> System:
@@ -122,10 +123,15 @@ def deepspeed(model: nn.Module, options: argparse.Namespace, stage: int, offload
         "steps_per_print": 10**9,
     }
     engine, *_ = their.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return driven(engine)
+
+
+def driven(engine: Any) -> System:
+    """By an engine, which divides by the accumulation and knows which micro-batch is the last."""
 
     def backward(rows: torch.Tensor, last: bool) -> torch.Tensor:
         loss = engine(rows)
-        engine.backward(loss)  # which divides by the accumulation
+        engine.backward(loss)
         if not last:
             engine.step()
         return loss.detach()
@@ -135,34 +141,25 @@ def deepspeed(model: nn.Module, options: argparse.Namespace, stage: int, offload
 
 def ours(model: nn.Module, options: argparse.Namespace, stage: int, offload: bool = False, shared: bool = True) -> System:
     import zero
+    from zero.config import Batch, OptimizerSpec
     from zero.plan.costs import cost_of
 
-    optimizer = zero.shard(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=RATE, fused=options.kernels == "fused"),
+    config = zero.ZeroConfig(
         stage=stage,
-        dtype=half(options) if options.dtype != "fp32" else None,
+        dtype="bfloat16" if options.dtype == "bf16" else None,
         clip=CLIP,
-        accumulation=options.accumulation,
+        batch=Batch.of(micro_samples=options.batch, accumulation=options.accumulation, world_size=options.world),
         kernels=options.kernels,
+        optimizer=OptimizerSpec.of("AdamW", {"lr": RATE, "weight_decay": 0.01}),
         offload="cpu" if offload else None,
-        **({} if shared else {"shared_memory": False}),
+        shared_memory=shared,
         **({"bucket_bytes": options.our_bucket} if options.our_bucket else {}),
     )
-
-    def backward(rows: torch.Tensor, last: bool) -> torch.Tensor:
-        loss = model(rows)
-        (loss / options.accumulation).backward()
-        return loss.detach()
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
+    engine, optimizer, *_ = zero.initialize(model=model, config=config)
     in_one_pass = options.kernels != "torch"
     layout, rank = optimizer.parts.line.layout, dist.get_rank()
     cost = cost_of(layout, stage, options.world, rank, 2, options.accumulation, one_host=shared, one_pass=in_one_pass)
-    return System(backward, step, cost.peak)
+    return driven(engine)._replace(predicted_bytes=cost.peak)
 
 
 SYSTEMS: dict[str, Callable[[nn.Module, argparse.Namespace], System]] = {

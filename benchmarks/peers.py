@@ -8,8 +8,8 @@ Rounds go over all systems in turn, each in fresh processes, a rank a process, w
 shared memory from one to the next. *step* is the median over rounds of the median step, a step being as long as the slowest
 rank's; *to bare* is what it takes of forward and backward alone, *to peer* of the fastest peer that also keeps fp32 masters.
 *peak* is what is resident, and of memory that ranks share each one's part; *to plan* is what that is of the prediction of
-`zero plan` and the peak of forward and backward alone together; *wire* is what a rank receives through sockets in a step. The
-losses must agree; a difference is an error.
+`zero plan` and of what forward and backward alone need beside their own weights and gradients together; *wire* is what a rank
+receives through sockets in a step. The losses must agree; a difference is an error.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def summary(found: dict[str, list[Result]]) -> dict[str, Result]:
     did meanwhile met both."""
     rows: dict[str, Result] = {}
     masters = [name for name in found if name not in (*WITHOUT_MASTERS, *OURS)]
-    alone = statistics.median(each["peak_bytes"] for each in found["bare"]) if "bare" in found else 0
+    beside = statistics.median(each["peak_bytes"] - each["predicted_bytes"] for each in found["bare"]) if "bare" in found else 0
     for name, runs in found.items():
         bare = found.get("bare", [])
         best = [min(found[peer][number]["step"] for peer in masters) for number in range(len(runs))] if masters else []
@@ -134,7 +134,7 @@ def summary(found: dict[str, list[Result]]) -> dict[str, Result]:
             "to_peer": _ratio(runs, best),
             "to": {other: _ratio(runs, [each["step"] for each in theirs]) for other, theirs in found.items() if other != name},
             "peak_bytes": (peak := statistics.median(each["peak_bytes"] for each in runs)),
-            "to_predicted": peak / (runs[0]["predicted_bytes"] + alone) if runs[0]["predicted_bytes"] and alone else None,
+            "to_predicted": peak / (runs[0]["predicted_bytes"] + beside) if runs[0]["predicted_bytes"] and beside else None,
             "received_bytes": statistics.median(each["received_bytes"] for each in runs),
             "left_bytes": max(each["left_bytes"] for each in runs),
             "last_loss": runs[-1]["losses"][-1],

@@ -61,6 +61,7 @@ FLOORS = (
             "zero.state",
             "zero.schedules",
             "zero.travel",
+            "zero.without_compiler",
         ),
     },
     {"proof": ("zero.proof", "zero.reference")},

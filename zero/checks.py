@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from zero.runtime.compiled_adam import CompiledAdam
 from zero.runtime.fused_adam import FusedAdam
 from zero.runtime.one_pass import OnePass
 from zero.runtime.params import Params
+from zero.without_compiler import without_compiler
 
 # Optimizers that treat every element by itself, so that a share of the elements steps as the whole would.
 _OPTIM = torch.optim
@@ -215,7 +217,8 @@ def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> st
     param = nn.Parameter(torch.zeros(1, device=device))
     param.grad = torch.zeros_like(param)
     try:
-        kind([param], lr=0.0, fused=True).step()
+        with without_compiler(), torch.no_grad():
+            inspect.unwrap(kind.step)(kind([param], lr=0.0, fused=True))
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return f"the fused kernel of {kind.__name__} does not run on {device}: {error}"
     return None

@@ -24,6 +24,7 @@ from zero.memory.flat import dtype_name
 from zero.optimizer import ShardedOptimizer
 from zero.schedules import build_schedule
 from zero.served import check_served
+from zero.without_compiler import without_compiler
 
 logger = logging.getLogger("zero")
 
@@ -197,7 +198,8 @@ def effective(
 
 def _has_fused(spec: OptimizerSpec, accelerator: Accelerator) -> bool:
     """Whether torch's fused kernel of that optimizer runs on the device."""
-    example = _class_of(spec)([nn.Parameter(torch.zeros(1))], **spec.kwargs)
+    with without_compiler():
+        example = _class_of(spec)([nn.Parameter(torch.zeros(1))], **spec.kwargs)
     try:
         check_kernels(example, "fused", accelerator.device())
     except ValueError:
@@ -214,12 +216,14 @@ def own_optimizer(config: ZeroConfig, params: list[Any]) -> torch.optim.Optimize
     """The optimizer that the configuration describes."""
     assert config.optimizer is not None
     more = {"fused": True} if config.kernels == "fused" else {}
-    return _class_of(config.optimizer)(params, **config.optimizer.kwargs, **more)
+    with without_compiler():
+        return _class_of(config.optimizer)(params, **config.optimizer.kwargs, **more)
 
 
 def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:
     """The optimizer that was passed, or that the function which was passed makes."""
-    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer) else optimizer(params)
+    with without_compiler():
+        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer) else optimizer(params)
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer={optimizer!r} was passed, which is or gives a {type(made).__name__}. Pass a torch.optim.Optimizer, "

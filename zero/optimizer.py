@@ -22,6 +22,7 @@ from zero.rebuilding import rebuild
 from zero.served import check_plain, check_served
 from zero.state import load_state, whole_state, whole_state_dict
 from zero.windows import Windows
+from zero.without_compiler import without_compiler
 
 _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
@@ -43,7 +44,8 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
     def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, config: ZeroConfig, group: Any = None) -> None:
         config = with_loss_scale(config, inner)
         parts = construct(model, inner, config, group)
-        super().__init__(inner.param_groups, inner.defaults)
+        with without_compiler():
+            super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
         self.state = inner.state
         for hooks in _HOOKS:  # those registered on the one, before or after, are those of the other

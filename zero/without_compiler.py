@@ -1,0 +1,32 @@
+"""Makes optimizers without torch's compiler.
+
+[Note: no compiler]
+Whoever makes an optimizer loads torch's compiler, 70 MiB and a second or two of every process: torch wants to tell it to leave
+`add_param_group` alone. Where it is not loaded there is nobody to be told, so the method is called as it is, and torch tells the
+compiler another time, should it be loaded. What steps in one pass never needs it; torch's own `step` loads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+
+import torch
+
+_TOLD = "__dynamo_disable"  # where torch keeps what the compiler made of a method, and looks before it loads that
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Within it, optimizers are made without loading it."""
+    method = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    if "torch._dynamo" in sys.modules or hasattr(method, _TOLD):
+        yield
+        return
+    setattr(method, _TOLD, method)
+    try:
+        yield
+    finally:
+        delattr(method, _TOLD)
