@@ -1,6 +1,7 @@
 """How long `zero.initialize` takes, beside one copy of the model's weights.
 
-    python benchmarks/start.py                      300 M parameters, bf16 weights with fp32 masters, two ranks
+    python benchmarks/start.py                      300 M parameters in fp32, to be bf16 with fp32 masters, two ranks
+    python benchmarks/start.py --given bfloat16     that come in bf16 already, a copy of which is half as many bytes
     python benchmarks/start.py --dtype float32 --ranks 1
 
 A round makes the model anew in fresh processes, copies every parameter once on all ranks at the same time, lets go of the
@@ -27,17 +28,16 @@ def run(rank: int, options: argparse.Namespace, port: int, found: torch.multipro
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     import zero
-    dtype = getattr(torch, options.dtype)
-    layers = max(1, options.params // (WIDTH * WIDTH))
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(layers)))
+    layers, given = max(1, options.params // (WIDTH * WIDTH)), getattr(torch, options.given)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=given) for _ in range(layers)))
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "bf16": {"enabled": dtype == torch.bfloat16},
+        "bf16": {"enabled": options.dtype == "bfloat16"},
         "zero_optimization": {"stage": options.stage},
     }
-    # What is imported for it, torch's compiler among that, is not counted.
-    zero.initialize(model=torch.nn.Linear(2, 2, dtype=dtype), config=config)[0].close()
+    # What is imported for it is not counted.
+    zero.initialize(model=torch.nn.Linear(2, 2, dtype=given), config=config)[0].close()
     torch.distributed.barrier()
     begin = time.perf_counter()
     copies = [parameter.detach().clone() for parameter in model.parameters()]
@@ -56,7 +56,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("params", 300_000_000), ("ranks", 2), ("stage", 2), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="that is trained in")
+    parser.add_argument("--given", choices=("bfloat16", "float32"), default="float32", help="of the model before")
     options = parser.parse_args()
     rounds = []
     for _ in range(options.rounds):
@@ -67,7 +68,7 @@ def main() -> None:
         torch.multiprocessing.spawn(run, (options, port, found), nprocs=options.ranks)
         rounds.append(found.get())
     copying, starting = (statistics.median(one[at] for one in rounds) for at in (0, 1))
-    model = f"{rounds[0][2]:,} parameters of {options.dtype}"
+    model = f"{rounds[0][2]:,} parameters in {options.given}, trained in {options.dtype}"
     print(f"torch {torch.__version__}, {model}, stage {options.stage}, {options.ranks} ranks")
     print(f"initialize {starting:.2f} s, one copy {copying:.2f} s, so {starting / copying:.2f} times as long; in rounds: "
           f"{', '.join(f'{two / one:.2f}' for one, two, _ in rounds)}")  # fmt: skip

@@ -398,9 +398,10 @@ def begun_narrow(rank, world, shared_memory, dtype, fails):
     write, broadcast = Flattener.write, SharedMemoryGroup.broadcast
 
     def write_or_fail(flattener, chunk, source, own):
-        write(flattener, chunk, source, own)
+        stays = write(flattener, chunk, source, own)
         if fails and rank == 1:
             raise RuntimeError("not today")
+        return stays
 
     with (
         mock.patch.object(SharedMemoryGroup, "broadcast", lambda *given: sent.append(1) or broadcast(*given)),

@@ -90,10 +90,11 @@ class Flattener:
             if is_there or not on_device:
                 return spare[:numel], is_there
         del spare  # before there is other memory
-        if on_device:
-            with contextlib.suppress(torch.OutOfMemoryError):  # in pieces, or somebody else was faster
-                return torch.empty(numel, dtype=dtype, device=self._place.device), True
-        return torch.empty(numel, dtype=dtype, device="cpu"), False
+        with torch.inference_mode(False):  # steps will change it, or what is made of it
+            if on_device:
+                with contextlib.suppress(torch.OutOfMemoryError):  # in pieces, or somebody else was faster
+                    return torch.empty(numel, dtype=dtype, device=self._place.device), True
+            return torch.empty(numel, dtype=dtype, device="cpu"), False
 
     @contextlib.contextmanager
     def putting_back(self, chunk: int, source: torch.Tensor) -> Iterator[None]:
@@ -110,12 +111,16 @@ class Flattener:
                 self.tensors[param].data = values.clone(memory_format=torch.preserve_format)
             raise
 
-    def write(self, chunk: int, source: torch.Tensor, rank: int) -> None:
-        """Gives the chunk's parameters memory with the values of `source`, rounded if need be."""
+    def write(self, chunk: int, source: torch.Tensor, rank: int) -> bool:
+        """Gives the chunk's parameters memory with the values of `source`, rounded if need be. Whether that is `source`."""
         stays = self.weights.fill(chunk, source, self._place.device, rank)
-        self._spare = None if stays else source
         for param in self.weights.line.layout.chunks[chunk].params:
             self.tensors[param].data = self._forms[param].shaped(self.weights.slot(param))
+        return stays
+
+    def reuse(self, source: torch.Tensor) -> None:
+        """For the next chunk."""
+        self._spare = source
 
     def log(self, params: Iterable[int]) -> None:
         """Says of every optimizer group how its bytes were flattened: on the accelerator only if all of them were."""

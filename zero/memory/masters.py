@@ -33,10 +33,16 @@ class Masters:
         self._rounded: dict[int, torch.Tensor] = {}  # on the host, by bucket, while its blocks are stepped
         self._sent: deque[tuple[Crossing, torch.Tensor]] = deque()  # weights on their way to the device
 
-    def take(self, bucket: int, source: torch.Tensor) -> None:
-        """Makes the master of a bucket from what its weights were before they were cast; `source` is this rank's share."""
-        weights = self._weights.share(bucket, self.rank)
-        self.shard.shares[bucket] = self.shard.make(bucket).copy_(source) if self.is_copy(bucket) else weights
+    def take(self, bucket: int, source: torch.Tensor, given: bool = False) -> bool:
+        """Makes the master of a bucket from what its weights were before they were cast; `source` is this rank's share. Whether
+        it is `source` itself, which may be had if it is `given`."""
+        share, kept = self._weights.share(bucket, self.rank), False
+        if self.is_copy(bucket):
+            own = sum_dtype(self._line.dtype_of(bucket)), self.shard.device
+            kept = given and (source.dtype, source.device) == own
+            share = source if kept else self.shard.make(bucket).copy_(source)
+        self.shard.shares[bucket] = share
+        return kept
 
     def cut(self) -> None:
         """Makes the parameters of every slot that has none yet, once its buckets have their masters."""

@@ -54,12 +54,17 @@ class Intake:
         flattener.log(params)
 
     def _take(self, flattener: Flattener, chunk: int, source: torch.Tensor) -> None:
-        rank = self._masters.rank
-        flattener.write(chunk, source, rank)
-        for index, bucket in enumerate(self._weights.line.layout.buckets):
-            if bucket.chunk == chunk:
-                share = bucket.share(rank)
-                self._masters.take(index, source[share.start : share.stop])
+        layout, masters = self._weights.line.layout, self._masters
+        buckets = {index: bucket for index, bucket in enumerate(layout.buckets) if bucket.chunk == chunk}
+        is_kept = flattener.write(chunk, source, masters.rank)
+        # All of its memory or none: a part of it would keep the rest.
+        is_whole = layout.num_shares == 1 and source.nbytes == source.untyped_storage().nbytes()
+        given = is_whole and not is_kept and not any(map(masters.shard.travels, buckets))
+        for index, bucket in buckets.items():
+            share = bucket.share(masters.rank)
+            is_kept |= masters.take(index, source[share.start : share.stop], given)
+        if not is_kept:
+            flattener.reuse(source)
 
     def laid_out(self) -> list[torch.nn.Parameter]:
         """The parameters whose memory is the flat one."""

@@ -106,6 +106,16 @@ def test_masters_of_wide_weights_are_views_and_of_narrow_ones_exact_copies(line,
             assert made.shard.share(index).data_ptr() == share.data_ptr()
 
 
+def test_the_memory_of_what_was_read_becomes_that_of_a_master_that_may_have_it_and_needs_a_copy(line, masters):
+    made, weights = masters
+    for index, _ in enumerate(line.layout.buckets):
+        source = weights.share(index, 1).to(torch.float64 if index == 0 else torch.float32, copy=True)
+        kept = made.take(index, source, given=True)
+        assert kept == (made.shard.share(index).data_ptr() == source.data_ptr())
+        assert kept == (made.is_copy(index) and source.dtype != torch.float64)
+        assert torch.equal(made.shard.share(index), source.float())
+
+
 def test_masters_are_parameters_one_a_piece(line, masters):
     made, _ = masters
     for param, _ in enumerate(line.layout.params):
