@@ -88,19 +88,7 @@ def train_point(point: Point, rank: int, group: Any = None) -> Trace:
             trace.state = _state_of(optimizer)
         finally:
             optimizer.close()
-            _end_aside(optimizer.group)
     return trace
-
-
-_ended: deque[Group] = deque()
-_ending = ThreadPoolExecutor(1)
-
-
-def _end_aside(group: Group) -> None:
-    """Lets go of what was closed two points ago: gloo sleeps 20 ms for each process group, of which there are four."""
-    _ended.append(group)
-    if len(_ended) > 2:
-        _ending.submit(_ended.popleft)
 
 
 def _look(point: Point, optimizer: ShardedOptimizer) -> dict[str, Any]:

@@ -10,12 +10,13 @@ what it was given, so what is under way with a rank that stands still is waited 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from zero.comm.watch import Store, leave, raised
@@ -39,13 +40,17 @@ def opened(group: Leaving) -> None:
 
 def end(store: Store | None, rank: int) -> None:
     leave_words(store, rank)
-    groups = [group for group, process in list(_open.items()) if process == os.getpid()]
-    closings = [threading.Thread(target=group.let_go(), daemon=True) for group in groups]
-    for closing in closings:
-        closing.start()
-    deadline = time.monotonic() + _MOMENT_S
-    for closing in closings:
-        closing.join(max(0.0, deadline - time.monotonic()))
+    at_once([group.let_go() for group, process in list(_open.items()) if process == os.getpid()], _MOMENT_S)
+
+
+def at_once(acts: Iterable[Callable[[], object]], limit_s: float = math.inf) -> None:
+    """Does what consists of waiting, each in a thread of its own; those that take longer than that are not waited for."""
+    threads = [threading.Thread(target=act, daemon=True) for act in acts]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
 
 
 def leave_words(store: Store | None, rank: int) -> None:

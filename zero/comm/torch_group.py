@@ -46,7 +46,6 @@ _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 _begun: tuple[int, Callable[[], object]] | None = None  # the process, and the world that was begun here and not by the user
 _kept: list[tuple[tuple[Any, ...], tuple[_Wires, _Wires]]] = []  # what closed sub-groups were made for, and their wires
-
 _FRAME_BYTES = 1024  # what nearly every message fits into, its length included
 _REMEDY = "Start the ranks again from a checkpoint, or where all of them are still there go on with rebuild()."
 _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
@@ -345,6 +344,7 @@ class TorchGroup:
 
 
 def _end(wires: list[_Wires]) -> None:
-    for group in {id(group): group for pair in wires for group in pair}.values():
-        dist.destroy_process_group(group)
+    groups = list({id(group): group for pair in wires for group in pair}.values())
     wires.clear()
+    list(map(dist.destroy_process_group, groups))
+    ending.at_once([groups.pop] * len(groups))  # each goes with its last reference, for which gloo sleeps 20 ms
