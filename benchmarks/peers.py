@@ -134,7 +134,7 @@ def summary(found: dict[str, list[Result]]) -> dict[str, Result]:
             "to_peer": _ratio(runs, best),
             "to": {other: _ratio(runs, [each["step"] for each in theirs]) for other, theirs in found.items() if other != name},
             "peak_bytes": (peak := statistics.median(each["peak_bytes"] for each in runs)),
-            "to_predicted": peak / (runs[0]["predicted_bytes"] + beside) if runs[0]["predicted_bytes"] and beside else None,
+            "to_predicted": peak / (runs[0]["predicted_bytes"] + beside) if name in OURS and beside else None,
             "received_bytes": statistics.median(each["received_bytes"] for each in runs),
             "left_bytes": max(each["left_bytes"] for each in runs),
             "last_loss": runs[-1]["losses"][-1],

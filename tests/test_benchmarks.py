@@ -35,6 +35,18 @@ def test_an_offloaded_step_is_timed_beside_one_on_the_device_and_what_bounds_it(
         assert line in found.stdout, found.stdout
 
 
+@needs_sim
+def test_sharding_on_an_accelerator_is_timed_beside_plain_torch_and_its_bytes_are_those_predicted():
+    environment = {**os.environ, "ACCELERATOR": "sim", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "benchmarks/gpu.py", "--size", "2M", "--length", "16", "--batch", "1", "--steps", "1"]
+    command += ["--rounds", "1", "--ways", "plain", "stage 2"]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr
+    [ours] = [line.split() for line in found.stdout.splitlines() if line.startswith("stage 2")]
+    states, predicted = map(int, ours[-3:-1])
+    assert states == pytest.approx(predicted, rel=0.05), found.stdout
+
+
 def test_a_step_on_the_host_is_timed_with_all_kernels():
     environment = {**os.environ, "ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "benchmarks/host_step.py", "--params", "20000", "--rounds", "1", "--threads", "1"]

@@ -25,8 +25,11 @@ def without_compiler() -> Iterator[None]:
     if "torch._dynamo" in sys.modules or hasattr(method, _TOLD):
         yield
         return
-    setattr(method, _TOLD, method)
+    with contextlib.suppress(AttributeError):  # where somebody has put what takes no marks
+        setattr(method, _TOLD, method)
     try:
         yield
     finally:
-        delattr(method, _TOLD)
+        with contextlib.suppress(AttributeError):  # where another thread was faster
+            if getattr(method, _TOLD, None) is method:
+                delattr(method, _TOLD)

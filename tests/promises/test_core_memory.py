@@ -19,6 +19,7 @@ from tests.promises.loops import TINY, alone, case_of, on_ranks, one_step, real_
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, sgd
 from zero.comm.group import Ready
+from zero.comm.loopback import run_ranks
 from zero.optimizer import shard
 from zero.runtime.standin import StandIn
 
@@ -71,6 +72,32 @@ def test_construction_needs_the_model_its_masters_and_one_bucket_and_no_second_m
         peak, masters = outcome.value
         assert masters == (0 if dtype is None else model_mib / 2)
         assert peak <= 1.05 * (model_mib + masters) + 8
+
+
+def masters_by_storage(group, stage):
+    model = filled(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40), nn.Linear(40, 3)), high=1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1 + 2.0**-12)  # no number of 16 bits
+    exact = [param.detach().clone() for param in model.parameters()]
+    optimizer = shard(model, adamw(model), stage=stage, dtype="bfloat16", bucket_bytes=1024, group=group)
+    state = optimizer.state_dict()["masters"]
+    is_exact = all(torch.equal(state[name], own) for (name, _), own in zip(model.named_parameters(), exact, strict=True))
+    layout, shares = optimizer.parts.line.layout, dict(optimizer.parts.masters.shard.shares)
+    of_chunk = collections.defaultdict(set)
+    for bucket, share in shares.items():
+        of_chunk[layout.buckets[bucket].chunk].add(share.untyped_storage().data_ptr())
+    optimizer.close()
+    return is_exact, len(shares), len(of_chunk), [len(storages) for storages in of_chunk.values()]
+
+
+@pytest.mark.promise("M01")
+@pytest.mark.parametrize("stage, world", [(0, 1), (2, 1), (0, 2)])
+def test_where_a_rank_has_all_of_a_chunk_what_was_read_of_it_becomes_its_masters(stage, world):
+    for is_exact, num_buckets, num_chunks, num_storages in run_ranks(world, lambda g: masters_by_storage(g, stage), 20.0):
+        assert is_exact
+        assert num_buckets > num_chunks > 1
+        assert num_storages == [1] * num_chunks
 
 
 # M02: no history --------------------------------------------------------------------------------------------------------

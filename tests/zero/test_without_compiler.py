@@ -1,15 +1,21 @@
 """An engine loads torch's compiler, 70 MiB and a second or two of every process, only where something is compiled."""
 
+import functools
 import inspect
 import os
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 
 from tests import ranks
+from zero.comm.loopback import solo
+from zero.optimizer import shard
 from zero.without_compiler import without_compiler
 
 TRAINED = """
@@ -65,3 +71,62 @@ def test_where_the_compiler_is_loaded_already_it_stays_told():
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
         assert vars(method) == told != {}
     assert vars(method) == told
+
+
+@pytest.fixture
+def untold(monkeypatch):
+    """The method as it is in a process that has not loaded the compiler."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
+    method = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    monkeypatch.delattr(method, "__dynamo_disable")
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    return method
+
+
+def test_two_threads_that_make_optimizers_at_once_leave_nothing_and_raise_nothing(untold, monkeypatch):
+    inside = threading.Barrier(2)
+
+    def make(_):
+        with without_compiler():
+            inside.wait(10.0)
+
+    monkeypatch.setattr("zero.without_compiler.hasattr", lambda *_: False, raising=False)  # neither sees the other's mark
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(make, range(2)))
+    assert not vars(untold)
+
+
+def test_a_method_that_takes_no_marks_is_left_alone(untold, monkeypatch):
+    monkeypatch.setattr(torch.optim.Optimizer, "add_param_group", [].append)
+    with without_compiler():
+        pass
+
+
+def with_more(step):
+    @functools.wraps(step)
+    def given(self, closure=None):
+        return step(self, closure, 1)
+
+    return given
+
+
+class GivenMore(torch.optim.AdamW):
+    @with_more
+    def step(self, closure, more):
+        return super().step(closure)
+
+
+class Refusing(torch.optim.AdamW):
+    @functools.wraps(torch.optim.AdamW.step)
+    def step(self, closure=None):
+        raise NotImplementedError("not in one kernel")
+
+
+def test_a_step_of_somebodys_own_is_tried_as_it_will_be_called():
+    model = nn.Linear(3, 3)
+    optimizer = shard(model, GivenMore(model.parameters()), stage=2, kernels="fused", elementwise=True, group=solo())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.close()
+    with pytest.raises(ValueError, match="fused kernel of Refusing does not run on cpu: not in one kernel"):
+        shard(model, Refusing(model.parameters()), stage=2, kernels="fused", elementwise=True, group=solo())

@@ -45,9 +45,15 @@ def end(store: Store | None, rank: int) -> None:
 
 def at_once(acts: Iterable[Callable[[], object]], limit_s: float = math.inf) -> None:
     """Does what consists of waiting, each in a thread of its own; those that take longer than that are not waited for."""
-    threads = [threading.Thread(target=act, daemon=True) for act in acts]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for act in acts:
+        thread = threading.Thread(target=act, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there are no more threads to be had, as at the very end
+            act()
+        else:
+            threads.append(thread)
     deadline = time.monotonic() + limit_s
     for thread in threads:
         thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))

@@ -195,11 +195,9 @@ class TorchGroup:
             return Alone(bucket, sum_dtype)
         if self._backend == "nccl" and bucket.dtype == sum_dtype:
             share = torch.empty(bucket.numel() // self.size, dtype=sum_dtype, device=bucket.device)
-            work = self._start(_scatter_sum, share, bucket)
-            return Works(self, [work], lambda: share)
+            return Works(self, [self._start(_scatter_sum, share, bucket)], lambda: share)
         pieces = torch.empty_like(bucket)
-        work = self._start(dist.all_to_all_single, bits(pieces), bits(bucket))
-        return Exchanged(self, work, pieces, sum_dtype)
+        return Exchanged(self, self._start(dist.all_to_all_single, bits(pieces), bits(bucket)), pieces, sum_dtype)
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
@@ -346,5 +344,7 @@ class TorchGroup:
 def _end(wires: list[_Wires]) -> None:
     groups = list({id(group): group for pair in wires for group in pair}.values())
     wires.clear()
+    sleeping = [group for group in groups if dist.get_backend(group) == "gloo"]
     list(map(dist.destroy_process_group, groups))
-    ending.at_once([groups.pop] * len(groups))  # each goes with its last reference, for which gloo sleeps 20 ms
+    groups.clear()  # with its last reference a group goes: those of a device here, where that is the current one
+    ending.at_once([sleeping.pop] * len(sleeping))  # and gloo's while they sleep for 20 ms

@@ -36,8 +36,10 @@ class Flight(Timed):
 
     [Note: ahead of the device]
     Where a device works by itself, the host has soon sent a whole backward that the device has hardly begun, and every bucket
-    would be one on its way. So the host waits until the device has filled the bucket before the last: for its own device, whose
-    stream waits for no other rank before a round is over, and never for a rank.
+    would be one on its way. So the host waits until the device has filled the bucket before the last. That is a wait for its
+    own device: the stream that fills waits for no round that is on its way, so ranks that branch apart cannot lock each other.
+    It may be behind what was agreed on before, the weights of the last step or sums that settled, which the others send
+    without anything more from this rank.
     """
 
     def __init__(
