@@ -218,6 +218,16 @@ def test_what_is_empty_travels_too():
     assert run_ranks(2, program) == [[0] * 4] * 2
 
 
+def test_what_is_broadcast_in_pieces_arrives_whole_and_in_its_place(monkeypatch):
+    monkeypatch.setattr("zero.comm.shared_memory._PIECE_BYTES", 4096)
+
+    def program(group):
+        tensor = torch.arange(10_001.0) if group.rank == 0 else torch.empty(10_001)
+        return through_shared_memory(group).broadcast(tensor).wait()
+
+    assert all(torch.equal(found, torch.arange(10_001.0)) for found in run_ranks(3, program))
+
+
 def leave_at_once(rank, world):
     """Rank 1 is gone before rank 0 looks at what it sent."""
     group = connect(accelerators.get("cpu"), None, TimeLimits(20.0, 20.0), shared_memory=True)
