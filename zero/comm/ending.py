@@ -10,7 +10,6 @@ what it was given, so what is under way with a rank that stands still is waited 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import threading
@@ -43,7 +42,7 @@ def end(store: Store | None, rank: int) -> None:
     at_once([group.let_go() for group, process in list(_open.items()) if process == os.getpid()], _MOMENT_S)
 
 
-def at_once(acts: Iterable[Callable[[], object]], limit_s: float = math.inf) -> None:
+def at_once(acts: Iterable[Callable[[], object]], limit_s: float) -> None:
     """Does what consists of waiting, each in a thread of its own; those that take longer than that are not waited for."""
     threads = []
     for act in acts:
@@ -56,7 +55,7 @@ def at_once(acts: Iterable[Callable[[], object]], limit_s: float = math.inf) -> 
             threads.append(thread)
     deadline = time.monotonic() + limit_s
     for thread in threads:
-        thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def leave_words(store: Store | None, rank: int) -> None:

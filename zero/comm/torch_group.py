@@ -46,6 +46,7 @@ _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 _begun: tuple[int, Callable[[], object]] | None = None  # the process, and the world that was begun here and not by the user
 _kept: list[tuple[tuple[Any, ...], tuple[_Wires, _Wires]]] = []  # what closed sub-groups were made for, and their wires
+
 _FRAME_BYTES = 1024  # what nearly every message fits into, its length included
 _REMEDY = "Start the ranks again from a checkpoint, or where all of them are still there go on with rebuild()."
 _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
@@ -342,9 +343,6 @@ class TorchGroup:
 
 
 def _end(wires: list[_Wires]) -> None:
-    groups = list({id(group): group for pair in wires for group in pair}.values())
+    for group in {id(group): group for pair in wires for group in pair}.values():
+        dist.destroy_process_group(group)
     wires.clear()
-    sleeping = [group for group in groups if dist.get_backend(group) == "gloo"]
-    list(map(dist.destroy_process_group, groups))
-    groups.clear()  # with its last reference a group goes: those of a device here, where that is the current one
-    ending.at_once([sleeping.pop] * len(sleeping))  # and gloo's while they sleep for 20 ms

@@ -11,7 +11,7 @@ from zero.comm.ending import at_once
 def test_each_has_begun_before_any_is_waited_for():
     all_there = threading.Barrier(3)
     met = []
-    at_once([lambda: met.append(all_there.wait(10.0))] * 3)
+    at_once([lambda: met.append(all_there.wait(10.0))] * 3, limit_s=20.0)
     assert sorted(met) == [0, 1, 2]
 
 
@@ -29,5 +29,5 @@ def test_where_no_thread_can_be_had_they_are_done_one_after_the_other(number, mo
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     done = []
-    at_once([lambda: done.append(time.monotonic())] * number)
+    at_once([lambda: done.append(time.monotonic())] * number, limit_s=0.0)
     assert len(done) == number
