@@ -43,7 +43,8 @@ def end(store: Store | None, rank: int) -> None:
 
 
 def at_once(acts: Iterable[Callable[[], object]], limit_s: float) -> None:
-    """Does what consists of waiting, each in a thread of its own; those that take longer than that are not waited for."""
+    """Does what consists of waiting, each in a thread of its own; those that take longer than that are not waited for. What
+    gets no thread is done here, however long it takes."""
     threads = []
     for act in acts:
         thread = threading.Thread(target=act, daemon=True)

@@ -196,9 +196,11 @@ class TorchGroup:
             return Alone(bucket, sum_dtype)
         if self._backend == "nccl" and bucket.dtype == sum_dtype:
             share = torch.empty(bucket.numel() // self.size, dtype=sum_dtype, device=bucket.device)
-            return Works(self, [self._start(_scatter_sum, share, bucket)], lambda: share)
+            work = self._start(_scatter_sum, share, bucket)
+            return Works(self, [work], lambda: share)
         pieces = torch.empty_like(bucket)
-        return Exchanged(self, self._start(dist.all_to_all_single, bits(pieces), bits(bucket)), pieces, sum_dtype)
+        work = self._start(dist.all_to_all_single, bits(pieces), bits(bucket))
+        return Exchanged(self, work, pieces, sum_dtype)
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
