@@ -516,14 +516,20 @@ NAMED = [
     Mutant(
         "rank 0's values are not sent to the others",
         R + "intake.py",
-        "                self._group.broadcast(source).wait()\n",
-        "                pass\n",
+        "            group.broadcast(source).wait()\n",
+        "",
     ),
     Mutant(
-        "what each rank read to a file of its own is taken for everybody's",
-        M + "weights.py",
-        "pages is not None and pages.common and _lies_at(source, pages.written)",
-        "pages is not None and _lies_at(source, pages.written)",
+        "what rank 0 shows is lent again although some still read it",
+        C + "shared_memory.py",
+        "        yield told.row(0, 0, memory.nbytes).view(memory.dtype).view(memory.shape)\n        told.finish()",
+        "        seen = told.row(0, 0, memory.nbytes).view(memory.dtype).view(memory.shape)\n        told.finish()\n        yield seen",
+    ),
+    Mutant(
+        "weights stay in memory that rank 0 lent",
+        R + "intake.py",
+        "may_keep = self._sharing is None",
+        "may_keep = True",
     ),
     Mutant(
         "clipping by the norm of one parameter",

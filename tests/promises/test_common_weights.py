@@ -14,7 +14,7 @@ import zero
 from tests import ranks
 from tests.devices import needs_linux
 from tests.zoo.case import filled, real_numbers
-from zero.comm.shared_memory import SharedMemoryGroup
+from zero.comm.torch_group import TorchGroup
 from zero.memory.flatten import Flattener
 from zero.parts import Parts
 from zero.runtime.updater import Updater
@@ -390,21 +390,21 @@ def test_weights_of_two_ranks_take_the_memory_of_one():
 
 
 def begun_narrow(rank, world, shared_memory, dtype, fails):
-    """What is there after a beginning with other weights on each rank, in how many broadcasts, and what the masters are."""
+    """What is there after a beginning with other weights on each rank, by how many broadcasts, and what the masters are."""
     model, sent, broken = build().to(dtype), [], None
     with torch.no_grad():
         for param in model.parameters():
             param.add_(rank)
-    write, broadcast = Flattener.write, SharedMemoryGroup.broadcast
+    write, broadcast = Flattener.write, TorchGroup.broadcast
 
-    def write_or_fail(flattener, chunk, source, own):
-        stays = write(flattener, chunk, source, own)
+    def write_or_fail(*given):
+        stays = write(*given)
         if fails and rank == 1:
             raise RuntimeError("not today")
         return stays
 
     with (
-        mock.patch.object(SharedMemoryGroup, "broadcast", lambda *given: sent.append(1) or broadcast(*given)),
+        mock.patch.object(TorchGroup, "broadcast", lambda *given: sent.append(1) or broadcast(*given)),
         mock.patch.object(Flattener, "write", write_or_fail),
     ):
         inner = torch.optim.AdamW(model.parameters())
@@ -426,11 +426,11 @@ def begun_narrow(rank, world, shared_memory, dtype, fails):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_all_ranks_begin_with_the_weights_of_rank_0_which_travel_nowhere_if_all_see_them_where_they_lie(shared_memory, dtype):
+def test_all_ranks_begin_with_the_weights_of_rank_0_which_no_message_carries_if_all_see_its_memory(shared_memory, dtype):
     expected = [param.detach() for param in build().to(dtype).parameters()]
     for _, weights, num_broadcasts, masters in ranks.run(2, begun_narrow, shared_memory, dtype, False):
         assert all(torch.equal(found, value.bfloat16()) for found, value in zip(weights, expected, strict=True))
-        assert (num_broadcasts > 0) == (shared_memory and dtype == torch.float32)  # which is rounded where it arrives
+        assert (num_broadcasts > 0) == (not shared_memory)
         assert masters
         for param, master in masters:
             assert torch.isin(master, expected[param].float()).all()

@@ -84,11 +84,25 @@ class Group(Protocol):
         """Lets go of what this object made; never of a group that it was given."""
 
 
-def in_one_file(group: Group, num_bytes: int, use: Callable[[int], Result] | None) -> Result | None:
-    """What `use` makes of the descriptor of one file of memory that all ranks have open meanwhile; None where some rank cannot
-    or has no use for it, or the group, as most do, shares no memory. A collective."""
-    shares: Callable[..., Result | None] | None = getattr(group, "in_one_file", None)
-    return None if shares is None else shares(num_bytes, use)
+class Sharing(Protocol):
+    """What a group offers besides, whose ranks see each other's memory of the host."""
+
+    def in_one_file(self, num_bytes: int, use: Callable[[int], Result] | None) -> Result | None:
+        """What `use` makes of the descriptor of one file of memory that all ranks have open meanwhile; None where some rank
+        cannot or has no use for it. A collective."""
+
+    def shown(self, memory: torch.Tensor) -> contextlib.AbstractContextManager[torch.Tensor]:
+        """What rank 0 has in its memory of `staging`, for all to read: that is not lent again before all have left this. A
+        collective."""
+
+    def tidy(self) -> None:
+        """Gives the system what of `staging` is not lent."""
+
+
+def sharing(group: Group) -> Sharing | None:
+    """The group, if it is one that offers that, as most do not."""
+    found: Any = group
+    return found if hasattr(group, "shown") else None
 
 
 def checked(group: Any) -> Group:

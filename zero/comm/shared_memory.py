@@ -16,7 +16,7 @@ import contextlib
 import logging
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,7 +33,6 @@ Given = TypeVar("Given")
 _SUMS, _WEIGHTS = range(LINES)
 _FILE = struct.Struct("<qq")  # whose it is, and its descriptor there
 _ANOTHERS = "a rank shares none"  # which says why
-_PIECE_BYTES = 2 * 2**20  # of what is broadcast at a time: it stays in the cache from one rank's core to the next
 
 
 def through_shared_memory(group: Group, wanted: bool = True) -> Group:
@@ -111,15 +110,18 @@ class SharedMemoryGroup:
         return _Gathering(self, self._tell(_WEIGHTS, self._part(mine)), bucket)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
-        """Waits for the others, a piece after the other: rank 0 fills the next one while they read."""
         if not tensor.is_cpu or not tensor.is_contiguous():
             return self._group.broadcast(tensor)
-        for piece in torch.split(_bytes(tensor), _PIECE_BYTES):
-            told = self._tell(_WEIGHTS, self._part(piece) if self.rank == 0 else None)
+        with self.shown(tensor) as seen:
             if self.rank:
-                piece.copy_(told.row(0, 0, piece.numel()))
-            told.finish()
+                tensor.copy_(seen)
         return Ready(tensor)
+
+    @contextlib.contextmanager
+    def shown(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+        told = self._tell(_WEIGHTS, self._shared(memory) if self.rank == 0 else None)
+        yield told.row(0, 0, memory.nbytes).view(memory.dtype).view(memory.shape)
+        told.finish()  # and never, where reading broke off
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
@@ -129,6 +131,10 @@ class SharedMemoryGroup:
     def is_read(self, buffer: torch.Tensor) -> bool:
         self._hear()
         return self._arena.is_read(buffer)
+
+    def tidy(self) -> None:
+        self._hear()
+        self._arena.vacate()
 
     def in_one_file(self, num_bytes: int, use: Callable[[int], Given] | None) -> Given | None:
         """Rank 0's, as the others open it, who proved that they reach that process."""

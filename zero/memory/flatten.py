@@ -51,11 +51,17 @@ class Flattener:
         self._dtypes: dict[int, torch.dtype] = {}  # as they were read
         self._spare: torch.Tensor | None = None  # memory of a chunk that was rounded: its pages are there
 
-    def read(self, chunk: int, fills: bool = True) -> torch.Tensor:
-        """The chunk as its parameters are now: in their dtype, or in that of sums where some are to be rounded. Only the gaps
-        are filled for who gets the values from somebody else."""
-        dtype = self._source_dtype(chunk)
-        num_bytes = self.weights.line.layout.chunks[chunk].numel * dtype.itemsize
+    def size_of(self, chunk: int) -> tuple[int, torch.dtype]:
+        """What a chunk is read to: in its parameters' dtype, or in that of sums where some are to be rounded."""
+        dtype = DTYPES[self.weights.line.layout.chunks[chunk].dtype]
+        rounded = any(self.tensors[param].dtype != dtype for param in self.weights.line.layout.chunks[chunk].params)
+        return self.weights.line.layout.chunks[chunk].numel, sum_dtype(dtype) if rounded else dtype
+
+    def read(self, chunk: int, fills: bool = True, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """The chunk as its parameters are now, in `memory`, or in some that may be kept; who gets the values from somebody else
+        fills nothing."""
+        numel, dtype = self.size_of(chunk)
+        num_bytes = numel * dtype.itemsize
         on_device = self._place.has_room_for(num_bytes)
         if not on_device and self._place.is_host:
             available = format_bytes(self._place.accelerator.memory().available)
@@ -63,23 +69,24 @@ class Flattener:
                 f"Flattening the parameters needs {format_bytes(num_bytes)} for its next chunk, but {available} of host memory "
                 f"are available to {self._place.num_ranks} ranks. Give smaller bucket_bytes, or more memory."
             )
-        source = self.weights.place_of(chunk, dtype)
+        source = self.weights.place_of(chunk, dtype) if memory is None else memory
         if source is None:
-            source, on_device = self._allocated(self.weights.line.layout.chunks[chunk].numel, dtype, on_device)
+            source, on_device = self._allocated(numel, dtype, on_device)
         end = 0
         for param in self.weights.line.layout.chunks[chunk].params:
             slot = self.weights.line.layout.slots[param]
             assert slot is not None
             self._dtypes[param] = self.tensors[param].dtype
-            source[end : slot.span.start].zero_()
-            end = slot.span.stop
             if fills:
-                self._forms[param].shaped(source[slot.span.start : end]).copy_(self.tensors[param].detach())
+                source[end : slot.span.start].zero_()
+                self._forms[param].shaped(source[slot.span.start : slot.span.stop]).copy_(self.tensors[param].detach())
+                end = slot.span.stop
             if not on_device:
                 # only once its own storage is gone is there room on the device for what it is copied to
                 self.tensors[param].data = torch.empty(0, dtype=self.tensors[param].dtype, device=self._place.device)
                 self.by_host.add(param)
-        source[end:].zero_()
+        if fills:
+            source[end:].zero_()
         return source
 
     def _allocated(self, numel: int, dtype: torch.dtype, on_device: bool) -> tuple[torch.Tensor, bool]:
@@ -97,23 +104,25 @@ class Flattener:
             return torch.empty(numel, dtype=dtype, device="cpu"), False
 
     @contextlib.contextmanager
-    def putting_back(self, chunk: int, source: torch.Tensor) -> Iterator[None]:
-        """Gives the chunk's parameters their values and dtypes again if what follows fails."""
+    def putting_back(self, chunks: Sequence[int], sources: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Gives the parameters of chunks, the last ones, their values and dtypes again if what follows fails."""
         try:
             yield
         except BaseException:
-            self.weights.forget(chunk)
-            for param in self.weights.line.layout.chunks[chunk].params:
-                slot = self.weights.line.layout.slots[param]
-                assert slot is not None
-                values = self._forms[param].shaped(source[slot.span.start : slot.span.stop])
-                values = values.to(self._place.device, self._dtypes[param])
-                self.tensors[param].data = values.clone(memory_format=torch.preserve_format)
+            self.weights.forget(chunks[0])
+            for chunk, source in zip(chunks, sources, strict=True):
+                for param in self.weights.line.layout.chunks[chunk].params:
+                    slot = self.weights.line.layout.slots[param]
+                    assert slot is not None
+                    values = self._forms[param].shaped(source[slot.span.start : slot.span.stop])
+                    values = values.to(self._place.device, self._dtypes[param])
+                    self.tensors[param].data = values.clone(memory_format=torch.preserve_format)
             raise
 
-    def write(self, chunk: int, source: torch.Tensor, rank: int) -> bool:
-        """Gives the chunk's parameters memory with the values of `source`, rounded if need be. Whether that is `source`."""
-        stays = self.weights.fill(chunk, source, self._place.device, rank)
+    def write(self, chunk: int, source: torch.Tensor, rank: int, given: bool = True) -> bool:
+        """Gives the chunk's parameters memory with the values of `source`, rounded if need be. Whether that is `source`, which
+        may be had if it is `given`."""
+        stays = self.weights.fill(chunk, source, self._place.device, rank, given)
         for param in self.weights.line.layout.chunks[chunk].params:
             self.tensors[param].data = self._forms[param].shaped(self.weights.slot(param))
         return stays
@@ -132,11 +141,6 @@ class Flattener:
                 logger.info("Flattening param group %d on CPU (insufficient memory)", group)
             else:
                 logger.info("Flattening param group %d on %s (sufficient memory)", group, self._place.device.type)
-
-    def _source_dtype(self, chunk: int) -> torch.dtype:
-        dtype = DTYPES[self.weights.line.layout.chunks[chunk].dtype]
-        rounded = any(self.tensors[param].dtype != dtype for param in self.weights.line.layout.chunks[chunk].params)
-        return sum_dtype(dtype) if rounded else dtype
 
 
 def unflatten(tensors: Sequence[torch.nn.Parameter]) -> None:

@@ -27,7 +27,7 @@ class FlatBuffer:
         self.pages: dict[int, Pages] = {}  # of chunks that lie in a file; see [Note: pages of one's own]
         self._num_files = 0
 
-    def reserve(self, chunks: Sequence[int], in_one_file: InOneFile) -> None:
+    def reserve(self, chunks: Sequence[int], in_one_file: InOneFile | None) -> None:
         """A file for chunks on the host whose masters are copies: one that all ranks have open, if `in_one_file` finds that
         they can, or else one of this rank's own. Where there is none weights lie in ordinary memory, and all are compared."""
         layout = self.line.layout
@@ -38,7 +38,7 @@ class FlatBuffer:
         self._num_files += 1
         sizes = [(layout.chunks[chunk].numel, dtypes[chunk]) for chunk in narrow]
         num_bytes, made, tells = num_bytes_of(sizes), None, pages_tell()
-        if layout.num_shares > 1:
+        if layout.num_shares > 1 and in_one_file is not None:
             made = in_one_file(num_bytes, (lambda descriptor: lay_out(descriptor, sizes, True)) if tells else None)
         if made is None and tells:
             with contextlib.suppress(OSError), closing(memory_file(num_bytes)) as descriptor:
@@ -50,17 +50,12 @@ class FlatBuffer:
         pages = self.pages.get(chunk)
         return pages.written if pages is not None and pages.written.dtype == dtype else None
 
-    def is_everybodys(self, chunk: int, source: torch.Tensor) -> bool:
-        """Whether what one rank read to there all of them have."""
-        pages = self.pages.get(chunk)
-        return pages is not None and pages.common and _lies_at(source, pages.written)
-
-    def fill(self, chunk: int, source: torch.Tensor, device: torch.device, rank: int) -> bool:
+    def fill(self, chunk: int, source: torch.Tensor, device: torch.device, rank: int, given: bool = True) -> bool:
         """Gives a chunk, the next one, memory with these values; what all ranks see is there when all have done this. Whether
-        that is `source` itself."""
+        that is `source` itself, which may be had if it is `given`."""
         layout, pages = self.line.layout, self.pages.get(chunk)
         if pages is None:
-            self.chunks.append(source.to(device=device, dtype=DTYPES[layout.chunks[chunk].dtype]))
+            self.chunks.append(source.to(device=device, dtype=DTYPES[layout.chunks[chunk].dtype], copy=not given))
             return _lies_at(source, self.chunks[chunk])
         self.chunks.append(pages.seen)
         if _lies_at(source, pages.written):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-from zero.comm.group import Group, in_one_file, together
+from zero.comm.group import Group, sharing, together
 from zero.memory.flat import Form
 from zero.memory.flatten import Flattener, Place, unflatten
 from zero.memory.masters import Masters
 from zero.memory.weights import FlatBuffer
+from zero.plan.spans import round_up
 from zero.runtime.params import Params
+
+_AT_ONCE = 2**24  # bytes that rank 0 lends
+_ALIGNMENT = 64
 
 
 class Intake:
@@ -27,6 +32,7 @@ class Intake:
         self._masters = masters
         self._group = group
         self._place = place
+        self._sharing = sharing(group) if place.is_host else None
 
     @torch.no_grad()
     def lay(self, params: Sequence[int]) -> list[int]:
@@ -37,34 +43,70 @@ class Intake:
         flattener = Flattener(self._weights, self._params.tensors, self._forms, self._place)
         new, chunks = range(num_buckets, len(line.layout.buckets)), range(num_chunks, len(line.layout.chunks))
         if self._place.is_host:
-            together(self._group, lambda: self._weights.reserve(chunks, partial(in_one_file, self._group)))
-        for chunk in chunks:
-            source = together(self._group, lambda chunk=chunk: flattener.read(chunk, self._group.rank == 0))  # type: ignore[misc]
-            if not self._weights.is_everybodys(chunk, source):
-                self._group.broadcast(source).wait()
-            with flattener.putting_back(chunk, source):
-                together(self._group, lambda chunk=chunk, source=source: self._take(flattener, chunk, source))  # type: ignore[misc]
-            del source  # before the next one is made
+            in_one_file = None if self._sharing is None else self._sharing.in_one_file
+            together(self._group, lambda: self._weights.reserve(chunks, in_one_file))
+        for batch in self._batches(flattener, chunks):
+            with self._read(flattener, batch) as sources, flattener.putting_back(batch, sources):
+                together(self._group, partial(self._take, flattener, batch, sources))
+            del sources  # before there are others
         self._weights.drop(new)  # pages that are locked in memory were there before the file was filled
         together(self._group, lambda: self._finish(flattener, params))
+        if self._sharing is not None:
+            self._sharing.tidy()
         return list(new)
 
     def _finish(self, flattener: Flattener, params: Sequence[int]) -> None:
         self._masters.cut()
         flattener.log(params)
 
-    def _take(self, flattener: Flattener, chunk: int, source: torch.Tensor) -> None:
+    def _batches(self, flattener: Flattener, chunks: Sequence[int]) -> Iterator[list[int]]:
+        """The chunks that are read at once: small ones together, where rank 0 lends the memory."""
+        batch, num_bytes = list[int](), 0
+        for chunk in chunks:
+            more = _num_bytes(flattener.size_of(chunk))
+            if batch and (self._sharing is None or num_bytes + more > _AT_ONCE):
+                yield batch
+                batch, num_bytes = [], 0
+            batch, num_bytes = [*batch, chunk], num_bytes + more
+        if batch:
+            yield batch
+
+    @contextlib.contextmanager
+    def _read(self, flattener: Flattener, batch: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """What the chunks are on rank 0: where it has read them to, if ranks see each other's memory, and each takes of that what
+        it wants; or else in memory of this rank's own."""
+        group, fills = self._group, self._group.rank == 0
+        if self._sharing is None:
+            [chunk] = batch
+            source = together(group, lambda: flattener.read(chunk, fills))
+            group.broadcast(source).wait()
+            yield [source]
+            return
+        sizes = [flattener.size_of(chunk) for chunk in batch]
+
+        def read() -> torch.Tensor:
+            lent = group.staging(sum(map(_num_bytes, sizes)), torch.uint8, self._place.device)
+            for chunk, part in zip(batch, _cut(lent, sizes), strict=True):
+                flattener.read(chunk, fills, part)
+            return lent
+
+        with self._sharing.shown(together(group, read)) as seen:
+            yield _cut(seen, sizes)
+
+    def _take(self, flattener: Flattener, batch: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
         layout, masters = self._weights.line.layout, self._masters
-        buckets = {index: bucket for index, bucket in enumerate(layout.buckets) if bucket.chunk == chunk}
-        is_kept = flattener.write(chunk, source, masters.rank)
-        # All of its memory or none: a part of it would keep the rest.
-        is_whole = layout.num_shares == 1 and source.nbytes == source.untyped_storage().nbytes()
-        given = is_whole and not is_kept and not any(map(masters.shard.travels, buckets))
-        for index, bucket in buckets.items():
-            share = bucket.share(masters.rank)
-            is_kept |= masters.take(index, source[share.start : share.stop], given)
-        if not is_kept:
-            flattener.reuse(source)
+        may_keep = self._sharing is None
+        for chunk, source in zip(batch, sources, strict=True):
+            buckets = {index: bucket for index, bucket in enumerate(layout.buckets) if bucket.chunk == chunk}
+            is_kept = flattener.write(chunk, source, masters.rank, may_keep)
+            # All of its memory or none: a part of it would keep the rest.
+            is_whole = layout.num_shares == 1 and source.nbytes == source.untyped_storage().nbytes()
+            given = may_keep and is_whole and not is_kept and not any(map(masters.shard.travels, buckets))
+            for index, bucket in buckets.items():
+                share = bucket.share(masters.rank)
+                is_kept |= masters.take(index, source[share.start : share.stop], given)
+            if may_keep and not is_kept:
+                flattener.reuse(source)
 
     def laid_out(self) -> list[torch.nn.Parameter]:
         """The parameters whose memory is the flat one."""
@@ -90,3 +132,14 @@ class Intake:
     def release(self) -> None:
         self._masters.release()
         self._weights.forget()
+
+
+def _num_bytes(size: tuple[int, torch.dtype]) -> int:
+    numel, dtype = size
+    return round_up(numel * dtype.itemsize, _ALIGNMENT)
+
+
+def _cut(memory: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    """Memory for so many numbers of a dtype, one after the other."""
+    parts = zip(torch.split(memory, list(map(_num_bytes, sizes))), sizes, strict=True)
+    return [part[: numel * dtype.itemsize].view(dtype) for part, (numel, dtype) in parts]

@@ -1,5 +1,6 @@
 """Tensors through memory that ranks share: proved or not used, written again only once read, and gone with who shared it."""
 
+import contextlib
 import gc
 import logging
 import os
@@ -218,14 +219,71 @@ def test_what_is_empty_travels_too():
     assert run_ranks(2, program) == [[0] * 4] * 2
 
 
-def test_what_is_broadcast_in_pieces_arrives_whole_and_in_its_place(monkeypatch):
-    monkeypatch.setattr("zero.comm.shared_memory._PIECE_BYTES", 4096)
-
+def test_a_broadcast_arrives_whole_and_in_its_place():
     def program(group):
         tensor = torch.arange(10_001.0) if group.rank == 0 else torch.empty(10_001)
         return through_shared_memory(group).broadcast(tensor).wait()
 
     assert all(torch.equal(found, torch.arange(10_001.0)) for found in run_ranks(3, program))
+
+
+def test_what_rank_0_shows_is_seen_where_it_lies_and_not_lent_again_before_all_have_left():
+    def program(group):
+        shared = through_shared_memory(group)
+
+        def lend():
+            return shared.staging(5000, torch.float32, torch.device("cpu"))
+
+        memory = lend().fill_(group.rank + 1.0)
+        if group.rank == 1:
+            with shared.shown(memory) as seen:
+                found = seen.data_ptr() - shared.arenas[0].data_ptr(), seen.unique().tolist()
+                shared.exchange(b"rank 0 has left, and looked")
+            shared.exchange(b"this rank has left")
+            return found
+        with shared.shown(memory) as seen:
+            place = shared._arena.offset(memory)
+        del memory, seen
+        assert shared._arena.offset(lend()) != place
+        shared.exchange(b"rank 0 has left, and looked")
+        shared.exchange(b"this rank has left")
+        assert shared._arena.offset(lend()) == place
+        return place, [1.0]
+
+    first, second = run_ranks(2, program)
+    assert first == second
+
+
+def test_what_is_shown_is_not_lent_again_where_reading_it_broke_off():
+    def program(group):
+        shared, places = through_shared_memory(group), []
+        for _ in range(2):
+            memory = shared.staging(5000, torch.float32, torch.device("cpu")).fill_(1.0)
+            places.append(shared._arena.offset(memory))
+            with contextlib.suppress(RuntimeError), shared.shown(memory):
+                if group.rank == 1:
+                    raise RuntimeError("not today")
+            del memory
+            shared.exchange(b"")
+        return len(set(places))
+
+    assert run_ranks(2, program)[0] == 2
+
+
+def test_what_rank_0_showed_is_lent_again_or_goes_once_all_have_left():
+    def program(group):
+        shared, places = through_shared_memory(group), set()
+        for _ in range(4):
+            memory = shared.staging(5000, torch.float32, torch.device("cpu")).fill_(1.0)
+            with shared.shown(memory):
+                places.add(shared._arena.offset(memory))
+            del memory
+            shared.exchange(b"")
+        whole = sum(not stretch.vacant for stretch in shared._arena._stretches)
+        shared.tidy()
+        return len(places), whole, sum(not stretch.vacant for stretch in shared._arena._stretches)
+
+    assert run_ranks(2, program) == [(1, 1, 0)] * 2
 
 
 def leave_at_once(rank, world):

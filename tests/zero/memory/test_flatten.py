@@ -116,7 +116,7 @@ def test_what_fails_while_a_chunk_is_written_is_put_back():
     before = [tensor.detach().clone() for tensor in tensors]
     made = flattener(tensors, dtype="bfloat16")
     source = made.read(0)
-    with pytest.raises(RuntimeError, match="on the way"), made.putting_back(0, source):
+    with pytest.raises(RuntimeError, match="on the way"), made.putting_back([0], [source]):
         made.write(0, source, 0)
         raise RuntimeError("on the way")
     assert not made.weights.chunks
