@@ -53,11 +53,14 @@ class Masters:
                 self.pieces[slot.param] = [(piece, torch.nn.Parameter(self.shard.piece(piece))) for piece in pieces]
                 for piece, master in self.pieces[slot.param]:
                     self._in_block.setdefault(layout.block_of(piece), []).append((piece, master))
+        for members in self._in_block.values():
+            members.sort(key=lambda member: member[0].in_share.start)
 
     def of(self, param: int) -> list[tuple[Piece, torch.nn.Parameter]]:
         return self.pieces.get(param, [])
 
     def in_block(self, block: Block) -> list[tuple[Piece, torch.nn.Parameter]]:
+        """The pieces of a block as they lie."""
         return self._in_block.get(block, [])
 
     def is_copy(self, bucket: int) -> bool:

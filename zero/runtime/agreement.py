@@ -68,13 +68,8 @@ class Agreement:
 
 
 def set_bits(mask: int) -> list[int]:
-    """The positions of the ones, ascending."""
-    found = []
-    while mask:
-        low = mask & -mask
-        found.append(low.bit_length() - 1)
-        mask ^= low
-    return found
+    """The positions of the ones, ascending. By way of its digits, as arithmetic with thousands of bits takes as long for each."""
+    return [position for position, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
 
 
 class Codec:

@@ -71,9 +71,9 @@ class GradHooks:
             self.renew()
 
     def _sit_on(self, index: int) -> None:
-        attached = self._attached[index]
-        self._handles.append(attached.node.register_prehook(lambda _: attached.before(index)))
-        self._handles.append(attached.node.register_hook(lambda _, __: attached.ready(index)))
+        node, before, ready = self._attached[index].node, self._attached[index].before, self._attached[index].ready
+        self._handles.append(node.register_prehook(lambda _: before(index)))
+        self._handles.append(node.register_hook(lambda _, __: ready(index)))
 
     def detach(self) -> None:
         for handle in self._handles:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import profiler
 
 from accelerators import Accelerator
 from accelerators.streams import Event
@@ -79,7 +80,7 @@ def stop(
     def labelled(method: Callable[Concatenate[Owner, Given], Result]) -> Callable[Concatenate[Owner, Given], Result]:
         @functools.wraps(method)
         def shown(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
-            if self.clock is None and not torch.autograd.profiler._is_profiler_enabled:
+            if self.clock is None and not profiler._is_profiler_enabled:
                 return method(self, *args, **kwargs)
             with during(name, self.clock):
                 return method(self, *args, **kwargs)
@@ -92,7 +93,7 @@ def stop(
 @contextlib.contextmanager
 def during(name: str, clock: Clock | None) -> Iterator[None]:
     """What happens inside has that name, as a stop has."""
-    profiled = torch.autograd.profiler._is_profiler_enabled
+    profiled = profiler._is_profiler_enabled
     with torch.profiler.record_function(f"zero.{name}") if profiled else contextlib.nullcontext():
         if clock is None:
             yield

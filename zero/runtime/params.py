@@ -44,6 +44,12 @@ class Params:
             if self._usual:
                 self.restore(index)
             return
+        try:
+            param.grad = grad
+        except (RuntimeError, TypeError):  # which costs less than to ask each time whether it can be
+            self._set_of_another_dtype(index, param, grad)
+
+    def _set_of_another_dtype(self, index: int, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         dtype = grad.own_dtype if isinstance(grad, StandIn) else grad.dtype
         if dtype != param.dtype and not hasattr(param, "grad_dtype"):
             self.set_grad(index, None)  # exchanged behind our back, as settling will find; torch before 2.10 cannot hold it

@@ -122,14 +122,15 @@ class Reducer(Timed):
 
     def advance(self) -> None:
         """Sends every round whose turn it is and that is full; see [Note: rounds]."""
-        while not self._rounds.keys().isdisjoint(self.order):
+        while self.order:
             index = self.order[self.sent % len(self.order)]
             missing = self.line.layout.params_in[index]
             if self._expected is not None:
                 missing &= self._expected
-            if index in self._rounds:
-                missing &= ~self._rounds[index].filled
-            if missing:
+            round_ = self._rounds.get(index)
+            if missing if round_ is None else missing & ~round_.filled:
+                return
+            if self._rounds.keys().isdisjoint(self.order):
                 return
             self._send_next()
 

@@ -110,11 +110,10 @@ class Updater(Timed):
 
     def _members_of(self, block: Block, used: int) -> list[Member]:
         groups, places = self._inner.param_groups, self._places
-        members = [
+        return [
             (piece, master, groups[places[piece.param][0]] if used >> piece.param & 1 and piece.param in places else None)
             for piece, master in self._masters.in_block(block)
         ]
-        return sorted(members, key=lambda member: member[0].in_share.start)
 
     @stop("step")
     def step(self, batch: Sequence[Block], used: int, coefficient: float) -> None:

@@ -267,7 +267,8 @@ class Window(Timed):
         else cannot know what the others have: this rank may have failed alone, and this is how they hear of it.
         """
         self.notice()
-        kept, error = sum(1 << index for index in set_bits(self.used) if self.params.tensors[index].grad is not None), None
+        cleared = sum(1 << index for index in set_bits(self.used) if self.params.tensors[index].grad is None)
+        kept, error = self.used & ~cleared, None
         found = self._look() if to_zeros else Found(0, 0, 0)
         if self.since.unsettled or found.local or not (self.since.stepped or self.since.over):
             agreement = self.settler.agree("zero_grad", self, found)
