@@ -26,6 +26,7 @@ LINES = 2  # of collectives, each counted by itself: what one leaves unread for 
 
 _WORD_BYTES = 16
 _INTRODUCTION = struct.Struct(f"<qqq{_WORD_BYTES}s")
+INTRODUCTION_BYTES = _INTRODUCTION.size
 _TIMES_MEMORY = 4  # addresses, beside what the host has of memory: stretches are never moved together
 _IDLE_STEPS = 2  # for so long pages are kept that nobody asks for: to make one costs more than to fill it
 

@@ -1,11 +1,11 @@
 """Ranks of one host exchange tensors through memory that they share, ordered by small messages of the group.
 
 [Note: who writes when]
-For each collective every rank sends one small message, by the group's own all-reduce: where its part lies. It arrives when all
-ranks have sent theirs, so whoever has it may read everybody's part, and waiting, time limits and lost ranks are those of the
-group. In memory that the others see every rank counts the collectives that it has finished, and a part is written again only
-when all ranks have finished the one it was for. Nobody ever waits for that: who needs memory before takes more. What is to be
-added may be read as late as in the step, and weights are read at once; so these are counted apart.
+For each collective every rank sends one small message: where its part lies. It has arrived when those of all ranks have, so
+whoever has it may read everybody's part, and waiting, time limits and lost ranks are those of the group. In memory that the
+others see every rank counts the collectives that it has finished, and a part is written again only when all ranks finished
+the one it was for. Nobody ever waits for that: who needs memory before takes more. What is to be added may be read as late as
+in the step, and weights are read at once; so these are counted apart.
 
 What travels is shared, and weights that lie in one file; see [Note: pages of one's own].
 """
@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 import torch
 
 from accelerators.memory_file import closing, memory_file, reach
-from zero.comm.arena import LINES, Arena, counts_of, meet
+from zero.comm.arena import INTRODUCTION_BYTES, LINES, Arena, counts_of, meet
 from zero.comm.group import Added, Group, Pending, Ready
+from zero.comm.messages import Messages, Numbers, messages_of
 
 logger = logging.getLogger("zero")
 
@@ -41,21 +42,27 @@ def through_shared_memory(group: Group, wanted: bool = True) -> Group:
     if group.size == 1:
         return group
     reason = _Reason("" if wanted else "it was turned off")
-    arena = reason.unless(Arena)
-    told = group.exchange(b"" if arena is None else arena.introduce())
+    arena, messages = reason.unless(Arena), reason.unless(partial(messages_of, group))
+    told = group.exchange(b"" if arena is None or messages is None else arena.introduce() + messages.introduce())
     if not all(told):
         reason.note(_ANOTHERS)
     others = [rank for rank in range(group.size) if rank != group.rank]
-    arenas = reason.unless(lambda: {rank: meet(told[rank]) for rank in others})
+    arenas = reason.unless(lambda: {rank: meet(told[rank][:INTRODUCTION_BYTES]) for rank in others})
+    if messages is not None:
+        reason.unless(partial(messages.meet, [theirs[INTRODUCTION_BYTES:] for theirs in told]))
     reasons = [message.decode() for message in group.exchange(reason.text.encode())]
     if arena is not None:
         arena.introduced()
-    if arena is None or arenas is None or any(reasons):
+    if messages is not None:
+        messages.introduced()
+    if arena is None or arenas is None or messages is None or any(reasons):
+        if messages is not None:
+            messages.close()
         _, said = min((text == _ANOTHERS, f"rank {rank}: {text}") for rank, text in enumerate(reasons) if text)
         if wanted and group.rank == 0:
             logger.info("Tensors of %d ranks travel by ordinary collectives, not through shared memory (%s)", group.size, said)
         return group
-    return SharedMemoryGroup(group, arena, arenas)
+    return SharedMemoryGroup(group, arena, arenas, messages)
 
 
 class _Reason:
@@ -81,12 +88,13 @@ class _Reason:
 class SharedMemoryGroup:
     """Another group whose tensors on the host do not travel."""
 
-    def __init__(self, group: Group, arena: Arena, arenas: dict[int, torch.Tensor]) -> None:
+    def __init__(self, group: Group, arena: Arena, arenas: dict[int, torch.Tensor], messages: Messages) -> None:
         self.rank = group.rank
         self.size = group.size
         self.arenas = arenas  # of the other ranks
         self._group = group
         self._arena = arena
+        self._messages = messages
         self._lines = [_Line() for _ in range(LINES)]
         self._counts = [counts_of(theirs) for theirs in arenas.values()]
 
@@ -152,7 +160,7 @@ class SharedMemoryGroup:
     # messages ----------------------------------------------------------------------------------------------------
 
     def exchange(self, message: bytes) -> list[bytes]:
-        return self._group.exchange(message)
+        return self._messages.exchange(message)
 
     @property
     def doing(self) -> str:
@@ -170,9 +178,11 @@ class SharedMemoryGroup:
         self._lines = [_Line() for _ in range(LINES)]
         self._arena.restart()  # first: once they are connected others may look
         self._group.reconnect(base)
+        self._messages.reconnect()
 
     def close(self) -> None:
         self._arena.vacate()  # what some have not read yet goes with this object
+        self._messages.close()
         self._group.close()
 
     # inside ------------------------------------------------------------------------------------------------------
@@ -202,9 +212,7 @@ class SharedMemoryGroup:
             assert found is not None
             offset = found
             self._arena.send(part, line, number)
-        offsets = torch.zeros(self.size, dtype=torch.int64, device="cpu")
-        offsets[self.rank] = offset
-        return _Told(self, partial(self._finish, line, counted, number), part, self._group.all_reduce(offsets, torch.int64))
+        return _Told(self, partial(self._finish, line, counted, number), part, self._messages.tell(offset))
 
     def _finish(self, line: int, counted: _Line, number: int) -> None:
         counted.finish(number)
@@ -237,16 +245,16 @@ class _Told:
     """The small message of one collective, on its way."""
 
     def __init__(
-        self, group: SharedMemoryGroup, count: Callable[[], None], part: torch.Tensor | None, pending: Pending
+        self, group: SharedMemoryGroup, count: Callable[[], None], part: torch.Tensor | None, offsets: Numbers
     ) -> None:
         self.group = group
         self._count = count  # it as finished
         self._part = part
-        self._pending = pending
+        self._coming = offsets
         self._offsets: list[int] | None = None
 
     def done(self) -> bool:
-        return self._pending.done()
+        return self._offsets is not None or self._coming.done()
 
     def row(self, rank: int, begin: int, num_bytes: int) -> torch.Tensor:
         """So many bytes of what that rank has to offer; waits for the message of all ranks."""
@@ -258,7 +266,7 @@ class _Told:
 
     def _wait(self) -> list[int]:
         if self._offsets is None:
-            self._offsets = self._pending.wait().tolist()
+            self._offsets = self._coming.wait()
         return self._offsets
 
     def finish(self) -> None:

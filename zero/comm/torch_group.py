@@ -44,6 +44,8 @@ from zero.errors import GroupLost
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
+
 _begun: tuple[int, Callable[[], object]] | None = None  # the process, and the world that was begun here and not by the user
 _kept: list[tuple[tuple[Any, ...], tuple[_Wires, _Wires]]] = []  # what closed sub-groups were made for, and their wires
 
@@ -82,9 +84,7 @@ def connect(
         _begun = os.getpid(), weakref.ref(dist.group.WORLD)  # which stays: when one training is closed, another may begin
     elif group is None and dist.get_world_size() == 1:
         read_launch(os.environ).check_group(1)
-    base = group if group is not None else dist.group.WORLD
-    assert base is not None
-    made = TorchGroup(accelerator, base, limits)
+    made = TorchGroup(accelerator, dist.group.WORLD if group is None else group, limits)
     return made if shared_memory is None else sharing(made, shared_memory)
 
 
@@ -105,10 +105,6 @@ def end() -> None:
 atexit.register(end)
 
 
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
-
-
 class _Wires(NamedTuple):
     """Process groups for tensors and for host messages."""
 
@@ -117,7 +113,7 @@ class _Wires(NamedTuple):
 
 
 class TorchGroup:
-    def __init__(self, accelerator: Accelerator, base: dist.ProcessGroup, limits: TimeLimits) -> None:
+    def __init__(self, accelerator: Accelerator, base: dist.ProcessGroup | None, limits: TimeLimits) -> None:
         self.rank = dist.get_rank(base)
         self.size = dist.get_world_size(base)
         self._ranks = dist.get_process_group_ranks(base)
@@ -265,6 +261,10 @@ class TorchGroup:
     def wait_for(self, work: Any) -> None:
         """Until the output of a collective on tensors can be used on the current stream."""
         self._guarded((lambda: self._in_turns(work)) if self.carries_host_tensors else work.wait)
+
+    def begin(self, call: Callable[[float], Any]) -> Any:
+        """For messages that go another way: what `call` gives for the time limit that holds now."""
+        return self._guarded(lambda: call(self._limits.first_s if self._wires is self._patient else self._limits.later_s))
 
     def _start(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         return self._guarded(lambda: collective(*arguments, group=self._wires.tensors, async_op=True, **options))

@@ -68,7 +68,7 @@ class Agreement:
 
 
 def set_bits(mask: int) -> list[int]:
-    """The positions of the ones, ascending. By way of its digits, as arithmetic with thousands of bits takes as long for each."""
+    """The positions of the ones, ascending. By its digits: arithmetic with thousands of bits would take as long for each."""
     return [position for position, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
 
 

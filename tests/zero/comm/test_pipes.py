@@ -1,0 +1,170 @@
+"""Small messages through pipes: each call gets its own, whoever is late, gone or forked."""
+
+import datetime
+import gc
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from tests.devices import needs_linux
+from zero.comm.pipes import MOST_BYTES, Pipes
+
+pytestmark = needs_linux
+
+
+def connected(size, num_channels=2):
+    made = [Pipes(rank, size, num_channels) for rank in range(size)]
+    told = [pipes.introduce() for pipes in made]
+    for pipes in made:
+        pipes.meet(told)
+    for pipes in made:
+        pipes.introduced()
+    return made
+
+
+def descriptors():
+    return set(os.listdir("/proc/self/fd"))
+
+
+def got(call):
+    call.wait()
+    return call.messages
+
+
+def test_each_call_gets_the_messages_that_are_for_it_in_whatever_order_calls_and_ranks_are_asked():
+    ranks = connected(3)
+    calls = [
+        [ranks[rank].call(channel, b"%d %d %d" % (rank, channel, number), 20.0) for number in range(4) for channel in (0, 1)]
+        for rank in (2, 0, 1)
+    ]
+    expected = [[b"%d %d %d" % (rank, channel, number) for rank in range(3)] for number in range(4) for channel in (0, 1)]
+    for mine in calls:
+        for at in (5, 0, 7, 2, 1, 6, 3, 4):
+            assert mine[at].is_completed()
+            assert got(mine[at]) == expected[at]
+
+
+def test_a_call_is_not_complete_before_all_have_sent_theirs():
+    first, second = connected(2)
+    call = first.call(0, b"here", 20.0)
+    assert not call.is_completed()
+    second.call(1, b"of another channel", 20.0)
+    assert not call.is_completed()
+    with pytest.raises(RuntimeError, match="nothing came from rank 1 so far"):
+        call.wait(datetime.timedelta(seconds=0.01))
+    second.call(0, b"here too", 20.0)
+    assert call.is_completed()
+    assert got(call) == [b"here", b"here too"]
+
+
+def test_who_sends_never_waits_and_what_a_pipe_has_no_room_for_arrives_in_its_order():
+    first, second = connected(2)
+    sent = [bytes([number % 256]) * MOST_BYTES for number in range(500)]  # a megabyte
+    mine = [first.call(0, message, 20.0) for message in sent]
+    theirs = [second.call(0, b"", 20.0) for _ in sent]
+    for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        while not other.is_completed():
+            assert one.is_completed()  # which sends what there is room for now
+        assert got(other) == [sent[number], b""]
+
+
+def test_what_a_rank_has_sent_before_its_end_arrives_and_nothing_more_is_waited_for():
+    first, second = connected(2)
+    calls = [first.call(0, b"first", 60.0) for _ in range(2)]
+    second.call(0, b"last words", 60.0)
+    second.close()
+    assert got(calls[0]) == [b"first", b"last words"]
+    begin = time.monotonic()
+    assert calls[1].is_completed()
+    with pytest.raises(RuntimeError, match="connection closed by rank 1"):
+        calls[1].wait()
+    with pytest.raises(RuntimeError, match="connection closed by rank 1"):
+        first.call(0, b"into nowhere", 60.0).wait()
+    assert time.monotonic() - begin < 30.0
+
+
+def test_who_does_not_come_in_time_is_named_and_who_came_before_anybody_looked_is_in_time():
+    first, *others = connected(3)
+    late = first.call(0, b"", 0.05)
+    others[0].call(0, b"", 0.05)
+    with pytest.raises(RuntimeError, match=r"nothing came from rank 2 within 0.05 s"):
+        late.wait()
+    assert late.is_completed()
+    first, second = connected(2)
+    call = first.call(0, b"one", 0.01)
+    second.call(0, b"two", 0.01)
+    time.sleep(0.05)
+    assert got(call) == [b"one", b"two"]
+
+
+def test_after_a_restart_nothing_that_was_sent_before_arrives():
+    first, second = connected(2)
+    for number in range(100):
+        second.call(0, bytes([number]) * MOST_BYTES, 20.0)  # some of which waits for room, some in the pipe
+    assert first.call(0, b"", 20.0).is_completed()  # and some is read, and not taken
+    second.restart(3)
+    ahead = second.call(0, b"new", 20.0)
+    first.restart(3)
+    call = first.call(0, b"new too", 20.0)
+    assert got(call) == got(ahead) == [b"new too", b"new"]
+
+
+def test_a_thread_gets_what_another_one_has_read():
+    first, second = connected(2)
+    calls = [first.call(channel, b"", 20.0) for channel in (0, 1)]
+    found = {}
+    waiting = [threading.Thread(target=lambda at=at: found.update({at: got(calls[at])})) for at in (0, 1)]
+    for thread in waiting:
+        thread.start()
+    second.call(1, b"one", 20.0)
+    second.call(0, b"zero", 20.0)
+    for thread in waiting:
+        thread.join(20.0)
+    assert found == {0: [b"", b"zero"], 1: [b"", b"one"]}
+
+
+def test_a_forked_child_holds_no_pipe_open_beyond_the_end_of_its_parent():
+    first, second = connected(2)
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(tell, b"1")
+        signal.pause()
+    try:
+        os.read(told, 1)
+        second.close()
+        with pytest.raises(RuntimeError, match="connection closed by rank 1"):
+            first.call(0, b"", 20.0).wait()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(told)
+        os.close(tell)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_no_descriptor_is_left(closes):
+    before = descriptors()
+    ranks = connected(3)
+    assert len(descriptors() - before) == 12  # of six pipes both ends
+    if closes:
+        for pipes in ranks:
+            pipes.close()
+            pipes.close()
+    ranks = pipes = None
+    gc.collect()
+    assert descriptors() == before
+
+
+def test_what_cannot_be_opened_is_an_error_that_leaves_nothing():
+    before = descriptors()
+    first, second = Pipes(0, 2, 1), Pipes(1, 2, 1)
+    told = [first.introduce(), second.introduce()]
+    second.close()
+    with pytest.raises(OSError, match="/proc/"):
+        first.meet(told)
+    first.close()
+    assert descriptors() == before
