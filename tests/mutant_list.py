@@ -42,8 +42,8 @@ NAMED = [
     Mutant(
         "what comes after the first backward waits for the settling",
         R + "reducer.py",
-        "while not self._rounds.keys().isdisjoint(self.order):",
-        "while self.sent < len(self.order) and not self._rounds.keys().isdisjoint(self.order):",
+        "        while self.order:\n",
+        "        while self.sent < len(self.order):\n",
     ),
     Mutant(
         "drop what is late",
@@ -524,6 +524,30 @@ NAMED = [
         C + "shared_memory.py",
         ".view(memory.shape)\n        told.finish()",
         ".view(told.finish() or memory.shape)",
+    ),
+    Mutant(
+        "a call takes whatever message came first",
+        C + "pipes.py",
+        "messages.pop(number) for other, messages in come.items() if number in messages",
+        "messages.pop(min(messages)) for other, messages in come.items() if messages and other not in found",
+    ),
+    Mutant(
+        "a message that was sent before the connection was lost counts",
+        C + "pipes.py",
+        "if connection == self.connection:",
+        "if True:",
+    ),
+    Mutant(
+        "a message that a pipe has no room for is lost",
+        C + "pipes.py",
+        "                except BlockingIOError:\n                    break\n",
+        "                except BlockingIOError:\n                    pass\n",
+    ),
+    Mutant(
+        "nobody notices that a rank is gone before the time is over",
+        C + "pipes.py",
+        "return self._gone - found.keys()",
+        "return set()",
     ),
     Mutant(
         "weights stay in memory that rank 0 lent",
