@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import resource
+import stat
 import subprocess
 import sys
 
@@ -665,7 +666,7 @@ def full_disk_on(rank_of_trouble, rank, world, folder, how):
         if how == "file too large":
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
         elif how == "no space left":
-            disk.os.write = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+            disk.os.write = lambda *given: full(real["write"], *given)
         elif how == "read-only":
             disk.os.open = lambda path, flags, *rest, **named: read_only(real["open"], path, flags, *rest, **named)
         elif how == "another place":
@@ -684,6 +685,12 @@ def full_disk_on(rank_of_trouble, rank, world, folder, how):
     zero.save(folder, optimizer, "again")
     optimizer.close()
     return told, there
+
+
+def full(really, descriptor, content):
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise OSError(28, "No space left on device")
+    return really(descriptor, content)
 
 
 def read_only(really, path, flags, *rest, **named):

@@ -60,6 +60,7 @@ class Arena:
         self._stretches: list[_Stretch] = []
         self._read = [0] * LINES  # collectives that all ranks have finished
         self._steps = 0  # since it was made
+        self._process = os.getpid()
 
     def introduce(self) -> bytes:
         """What this rank says of itself, for `meet`."""
@@ -111,8 +112,8 @@ class Arena:
         self.vacate(_IDLE_STEPS)
 
     def vacate(self, idle_steps: int = 0) -> None:
-        """Gives back the pages of what nobody held for so many steps."""
-        for one in self._stretches:
+        """Gives back the pages of what nobody held for so many steps. They are not those of a process that was forked."""
+        for one in self._stretches if os.getpid() == self._process else ():
             if self._is_idle(one) and not one.vacant and one.lent + idle_steps <= self._steps:
                 with contextlib.suppress(OSError):  # where pages cannot be given back they are kept
                     self._mapping.madvise(mmap.MADV_REMOVE, one.start, one.num_bytes)

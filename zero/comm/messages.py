@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from zero.comm.group import Group, Pending
 from zero.comm.pipes import MOST_BYTES, Call, Pipes
+from zero.errors import GroupLost
 
 _EXCHANGES, _NUMBERS = range(_NUM_CHANNELS := 2)
 _LENGTH = _NUMBER = struct.Struct("<q")
@@ -24,7 +26,7 @@ class Numbers(Protocol):
 
 
 class Messages:
-    """Those of the group itself: its ranks are threads, which end otherwise than processes do."""
+    """Those of the group itself, for ranks that are threads, which end otherwise than processes do; and what others do too."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -47,7 +49,7 @@ class Messages:
         """Every rank's number; waits for nobody. In an order of its own."""
         numbers = torch.zeros(self._group.size, dtype=torch.int64, device="cpu")
         numbers[self._group.rank] = number
-        return _Summed(self._group.all_reduce(numbers, torch.int64))
+        return _SummedNumbers(self._group.all_reduce(numbers, torch.int64))
 
     def reconnect(self) -> None:
         """After the group is: nothing that was sent before counts."""
@@ -56,7 +58,7 @@ class Messages:
         """Before the group is."""
 
 
-class _Summed:
+class _SummedNumbers:
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
 
@@ -71,8 +73,9 @@ class _Summed:
 class Connected(Group, Protocol):
     """A group of processes, which knows what to do where one of them is lost."""
 
-    def begin(self, call: Callable[[float], Any]) -> Any:
-        """What `call` gives for the time limit that holds now; where it fails, or the group was lost before, it is lost."""
+    def begin(self, call: Callable[[float, object], Any]) -> Any:
+        """What `call` gives, of the time limit and the connection that hold now. Where it fails, or the group was lost before,
+        the group is lost."""
 
     def wait_for(self, work: Any) -> None: ...
 
@@ -84,6 +87,7 @@ class ByPipes(Messages):
         super().__init__(group)
         self._connected = group
         self._pipes = Pipes(group.rank, group.size, _NUM_CHANNELS)
+        self._connection: object = group.begin(lambda _, connection: connection)
 
     def introduce(self) -> bytes:
         return self._pipes.introduce()
@@ -96,26 +100,46 @@ class ByPipes(Messages):
 
     def exchange(self, message: bytes) -> list[bytes]:
         framed = _LENGTH.pack(len(message)) + message
-        call = self._call(_EXCHANGES, framed[:MOST_BYTES])
-        self._connected.wait_for(call)
-        told = call.messages
+        told = self.messages(self._call(_EXCHANGES, framed[:MOST_BYTES]))
         if any(_LENGTH.unpack_from(head)[0] > MOST_BYTES - _LENGTH.size for head in told):
             told = [head + tail for head, tail in zip(told, self._group.exchange(framed[MOST_BYTES:]), strict=True)]
         return [whole[_LENGTH.size :] for whole in told]
 
     def tell(self, number: int) -> Numbers:
-        return _Told(self._connected, self._call(_NUMBERS, _NUMBER.pack(number)))
+        return _PipedNumbers(self, self._call(_NUMBERS, _NUMBER.pack(number)))
 
     def reconnect(self) -> None:
         connections = self._group.exchange(_NUMBER.pack(self._pipes.connection))
         self._pipes.restart(1 + max(_NUMBER.unpack(message)[0] for message in connections))
+        self._connection = self._connected.begin(lambda _, connection: connection)
 
     def close(self) -> None:
         self._pipes.close()
 
+    def messages(self, call: Call) -> list[bytes]:
+        with self._giving_up():
+            self._connected.wait_for(call)
+        return call.messages
+
     def _call(self, channel: int, message: bytes) -> Call:
-        call: Call = self._connected.begin(lambda limit_s: self._pipes.call(channel, message, limit_s))
-        return call
+        def call(limit_s: float, connection: object) -> Call:
+            if connection is not self._connection:
+                raise RuntimeError("the ranks were connected again, but not all of the way")
+            return self._pipes.call(channel, message, limit_s)
+
+        with self._giving_up():
+            begun: Call = self._connected.begin(call)
+        return begun
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Where the group is lost on this rank, the others are to know that it goes on with nothing that it began."""
+        try:
+            yield
+        except GroupLost:
+            with contextlib.suppress(RuntimeError):  # what was torn stays so
+                self._pipes.give_up()
+            raise
 
 
 def messages_of(group: Any) -> Messages:
@@ -123,14 +147,13 @@ def messages_of(group: Any) -> Messages:
     return ByPipes(group) if hasattr(group, "begin") else Messages(group)
 
 
-class _Told:
-    def __init__(self, group: Connected, call: Call) -> None:
-        self._group = group
+class _PipedNumbers:
+    def __init__(self, messages: ByPipes, call: Call) -> None:
+        self._messages = messages
         self._call = call
 
     def done(self) -> bool:
         return self._call.is_completed()
 
     def wait(self) -> list[int]:
-        self._group.wait_for(self._call)
-        return [_NUMBER.unpack(message)[0] for message in self._call.messages]
+        return [_NUMBER.unpack(message)[0] for message in self._messages.messages(self._call)]

@@ -7,7 +7,8 @@ it made it; who writes opens it by /proc/PID/fd, as ranks reach each other's mem
 however that ends, which is noticed at once. What is in shared memory before a message is sent is there for who has received it.
 
 Messages are short, so that a pipe takes one as a whole or not at all. What it has no room for waits here, and goes with the
-next call; nobody who sends waits for others to read.
+next call; nobody who sends waits for others to read. Who gives up says so, and what it sent that nobody has taken yet counts no
+more: a rank that comes too late finds that out in the call that the others gave up in, not in the next one.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ import contextlib
 import datetime
 import os
 import select
+import signal
 import struct
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 MOST_BYTES = 2048  # of a message
 
 _HEAD = struct.Struct("<qHH")  # which connection it belongs to, its channel, and how many bytes follow
 _READ_BYTES = 2**16
+_GIVEN_UP = 2**16 - 1  # the channel of who gives up
 _LOOK_MS = 50  # at most, before a look whether another thread has read what this one waits for
 
 _alive: weakref.WeakSet[Pipes] = weakref.WeakSet()
@@ -39,130 +42,182 @@ class Pipes:
         self.rank = rank
         self.size = size
         self.connection = 0
-        self._others = [other for other in range(size) if other != rank]
-        self._in: dict[int, int] = {}  # descriptors, by rank
-        self._out: dict[int, int] = {}
-        self._offered: dict[int, int] = {}  # what others open to write to this rank
-        self._cut: dict[int, bytes] = {}  # what was read of a message that is not all there
-        self._channels = [_Channel(self._others) for _ in range(num_channels)]
-        self._unsent = {other: deque[bytes]() for other in self._others}
-        self._gone: set[int] = set()
+        self._ways: dict[int, _Way] = {}  # to and from each other rank
+        self._num_calls = [0] * num_channels
         self._lock = threading.Lock()
+        self._is_torn = False
         _alive.add(self)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
-            for other in self._others:
-                self._in[other], self._offered[other] = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            for other in range(size):
+                if other != rank:
+                    self._ways[other] = _Way(num_channels)
             on_failure.pop_all()
 
     def introduce(self) -> bytes:
         """What this rank says of itself, for `meet`."""
-        return struct.pack(f"<{1 + self.size}q", os.getpid(), *(self._offered.get(other, -1) for other in range(self.size)))
+        offered = (self._ways[other].offered if other in self._ways else -1 for other in range(self.size))
+        return struct.pack(f"<{1 + self.size}q", os.getpid(), *offered)
 
     def meet(self, told: Sequence[bytes]) -> None:
         """Opens what the others offer; an OSError where that cannot be reached."""
-        for other in self._others:
+        for other, way in self._ways.items():
             process, *offered = struct.unpack(f"<{1 + self.size}q", told[other])
-            self._out[other] = os.open(
-                f"/proc/{process}/fd/{offered[self.rank]}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
-            )
+            way.open(f"/proc/{process}/fd/{offered[self.rank]}")
 
     def introduced(self) -> None:
         """All have opened what this rank offered, so that nobody else holds it open."""
-        while self._offered:
-            os.close(self._offered.popitem()[1])
+        for way in self._ways.values():
+            way.withdraw()
 
     def close(self) -> None:
         with self._lock:
-            for descriptors in (self._in, self._out, self._offered):
-                while descriptors:
-                    os.close(descriptors.popitem()[1])
+            for way in self._ways.values():
+                way.close()
 
     __del__ = close
 
     def restart(self, connection: int) -> None:
-        """What was sent before is thrown away, here and wherever it arrives, once all have done the same."""
-        with self._lock:
+        """What was sent before is thrown away, here and wherever it arrives."""
+        with self._whole():
             self.connection = connection
-            self._channels = [_Channel(self._others) for _ in self._channels]
-            for queue in self._unsent.values():
-                queue.clear()
+            self._num_calls = [0] * len(self._num_calls)
+            for way in self._ways.values():
+                way.restart(connection)
 
     def call(self, channel: int, message: bytes, limit_s: float) -> Call:
         """Sends a message to all others. They do the same: the n-th calls of a channel belong together."""
-        with self._lock:
-            number = self._channels[channel].num_calls
-            self._channels[channel].num_calls += 1
-            for queue in self._unsent.values():
-                queue.append(_HEAD.pack(self.connection, channel, len(message)) + message)
-            self._read()
-            self._write()
-        return Call(self, self._channels[channel].come, number, message, limit_s)
+        with self._whole():
+            number = self._num_calls[channel]
+            self._num_calls[channel] += 1
+            for way in self._ways.values():
+                way.send(channel, message)
+            return Call(self, {other: way.come[channel] for other, way in self._ways.items()}, number, message, limit_s)
 
     def take(self, come: Mapping[int, dict[int, bytes]], number: int, found: dict[int, bytes]) -> set[int]:
         """Adds what has come by now of the messages with that number; says which ranks will send none any more."""
-        with self._lock:
-            self._write()
-            self._read()
-            found |= {other: messages.pop(number) for other, messages in come.items() if number in messages}
-            return self._gone - found.keys()
+        with self._whole():
+            for other, way in self._ways.items():
+                way.move()
+                if number in come[other] and not way.is_given_up:
+                    found[other] = come[other].pop(number)
+            return {other for other, way in self._ways.items() if way.is_gone or way.is_given_up} - found.keys()
+
+    def give_up(self) -> None:
+        """This rank takes part in no call of this connection any more."""
+        with self._whole():
+            for way in self._ways.values():
+                way.send(_GIVEN_UP, b"")
 
     def look_out(self, ranks: Sequence[int], milliseconds: float) -> None:
         """Waits until one of them may have sent something."""
         poll = select.poll()
-        for descriptor in [self._in[rank] for rank in ranks if rank in self._in]:
-            poll.register(descriptor, select.POLLIN)
+        for way in [self._ways[rank] for rank in ranks]:
+            if not way.is_gone:
+                poll.register(way.reads, select.POLLIN)
         poll.poll(min(_LOOK_MS, max(0.0, milliseconds)))
 
-    def _write(self) -> None:
-        for other, queue in self._unsent.items():
-            while queue and other not in self._gone:
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What is done all or not at all. An exception may come from a signal at any place; then nobody knows what was read."""
+        with self._lock:
+            if self._is_torn:
+                raise RuntimeError("an exception broke off in the midst of a message, so that those after it are lost")
+            self._is_torn = True
+            yield
+            self._is_torn = False
+
+
+class _Way:
+    """A pipe to another rank, and one from it."""
+
+    def __init__(self, num_channels: int) -> None:
+        self.reads, self.offered = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # what the other rank opens to write
+        self.come: list[dict[int, bytes]] = [{} for _ in range(num_channels)]  # what nobody took, by the number of its call
+        self.is_gone = False
+        self.is_given_up = False  # this connection, by the other rank
+        self._writes = -1
+        self._unsent = deque[bytes]()
+        self._connection = 0
+        self._num_come = [0] * num_channels
+        self._cut = b""  # what was read of a message that is not all there
+        self._newer: list[bytes] = []  # sent over a connection that this rank comes to later
+
+    def open(self, path: str) -> None:
+        self._writes = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def withdraw(self) -> None:
+        if self.offered >= 0:
+            os.close(self.offered)
+        self.offered = -1
+
+    def close(self) -> None:
+        self.is_gone = True
+        self.withdraw()
+        for descriptor in (self.reads, self._writes):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.reads = self._writes = -1
+
+    def restart(self, connection: int) -> None:
+        self._connection = connection
+        self.come = [{} for _ in self.come]
+        self._num_come = [0] * len(self.come)
+        self.is_given_up = False
+        self._unsent.clear()
+        newer, self._newer = self._newer, []
+        for message in newer:
+            self._sort(message)
+
+    def send(self, channel: int, message: bytes) -> None:
+        self._unsent.append(_HEAD.pack(self._connection, channel, len(message)) + message)
+        self.move()
+
+    def move(self) -> None:
+        """Reads what has come, which tells who is gone too, and writes what there is room for."""
+        with contextlib.suppress(BlockingIOError):
+            while not self.is_gone:
+                content = os.read(self.reads, _READ_BYTES)
+                self.is_gone = not content
+                self._cut = self._sort(self._cut + content)
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent and not self.is_gone:
                 try:
-                    os.write(self._out[other], queue[0])
-                except BlockingIOError:
-                    break
+                    _write(self._writes, self._unsent[0])
                 except BrokenPipeError:
-                    self._gone.add(other)
-                    break
-                queue.popleft()
+                    self.is_gone = True
+                else:
+                    self._unsent.popleft()
 
-    def _read(self) -> None:
-        for other, descriptor in self._in.items():
-            with contextlib.suppress(BlockingIOError):
-                while other not in self._gone:
-                    content = os.read(descriptor, _READ_BYTES)
-                    if not content:
-                        self._gone.add(other)
-                    self._sort(other, content)
-                    if len(content) < _READ_BYTES:
-                        break
-
-    def _sort(self, other: int, content: bytes) -> None:
-        """Into its channel goes what belongs to this connection."""
-        content, begin = self._cut.pop(other, b"") + content, 0
+    def _sort(self, content: bytes) -> bytes:
+        """Into its channel goes what belongs to this connection; the rest is what is not whole yet."""
+        begin = 0
         while len(content) >= begin + _HEAD.size:
             connection, channel, num_bytes = _HEAD.unpack_from(content, begin)
             end = begin + _HEAD.size + num_bytes
             if len(content) < end:
                 break
-            if connection == self.connection:
-                self._channels[channel].add(other, content[begin + _HEAD.size : end])
+            if connection > self._connection:
+                self._newer.append(content[begin:end])
+            elif connection == self._connection and channel == _GIVEN_UP:
+                self.is_given_up = True
+            elif connection == self._connection:
+                self.come[channel][self._num_come[channel]] = content[begin + _HEAD.size : end]
+                self._num_come[channel] += 1
             begin = end
-        if begin < len(content):
-            self._cut[other] = content[begin:]
+        return content[begin:]
 
 
-class _Channel:
-    """Messages that nobody has taken, by rank and by the number of the call that each is for."""
-
-    def __init__(self, others: Iterable[int]) -> None:
-        self.num_calls = 0
-        self.come: dict[int, dict[int, bytes]] = {other: {} for other in others}
-        self._num_come = dict.fromkeys(self.come, 0)
-
-    def add(self, other: int, message: bytes) -> None:
-        self.come[other][self._num_come[other]] = message
-        self._num_come[other] += 1
+def _write(descriptor: int, message: bytes) -> None:
+    """An error, where nobody reads any more, and never the signal, which ends programs that do not ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGPIPE,))
+    try:
+        os.write(descriptor, message)
+    except BrokenPipeError:
+        signal.sigtimedwait((signal.SIGPIPE,), 0)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Call:

@@ -128,8 +128,11 @@ class SharedMemoryGroup:
     @contextlib.contextmanager
     def shown(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
         told = self._tell(_WEIGHTS, self._shared(memory) if self.rank == 0 else None)
-        yield told.row(0, 0, memory.nbytes).view(memory.dtype).view(memory.shape)
-        told.finish()  # and never, where reading broke off
+        seen = told.row(0, 0, memory.nbytes).view(memory.dtype).view(memory.shape)
+        try:
+            yield seen
+        finally:
+            told.finish()
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":

@@ -262,9 +262,9 @@ class TorchGroup:
         """Until the output of a collective on tensors can be used on the current stream."""
         self._guarded((lambda: self._in_turns(work)) if self.carries_host_tensors else work.wait)
 
-    def begin(self, call: Callable[[float], Any]) -> Any:
-        """For messages that go another way: what `call` gives for the time limit that holds now."""
-        return self._guarded(lambda: call(self._limits.first_s if self._wires is self._patient else self._limits.later_s))
+    def begin(self, call: Callable[[float, object], Any]) -> Any:
+        limit_s = self._limits.first_s if self._wires is self._patient else self._limits.later_s
+        return self._guarded(lambda: call(limit_s, self._watch))
 
     def _start(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         return self._guarded(lambda: collective(*arguments, group=self._wires.tensors, async_op=True, **options))
@@ -345,6 +345,6 @@ class TorchGroup:
 
 
 def _end(wires: list[_Wires]) -> None:
-    for group in {id(group): group for pair in wires for group in pair}.values():
+    for group in {id(group): group for pair in wires for group in pair if group is not None}.values():
         dist.destroy_process_group(group)
     wires.clear()

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from tests.devices import needs_linux
-from zero.comm.pipes import MOST_BYTES, Pipes
+from zero.comm.messages import ByPipes
+from zero.comm.pipes import MOST_BYTES, Pipes, _write
 
 pytestmark = needs_linux
 
@@ -110,6 +111,83 @@ def test_after_a_restart_nothing_that_was_sent_before_arrives():
     first.restart(3)
     call = first.call(0, b"new too", 20.0)
     assert got(call) == got(ahead) == [b"new too", b"new"]
+
+
+def test_what_was_sent_over_a_connection_that_a_rank_comes_to_later_is_kept_for_it():
+    first, second = connected(2)
+    call = first.call(0, b"", 20.0)
+    second.restart(1)
+    ahead = second.call(0, b"new", 20.0)
+    assert not call.is_completed()  # and it is read
+    first.restart(1)
+    call = first.call(0, b"new too", 20.0)
+    assert got(call) == got(ahead) == [b"new too", b"new"]
+
+
+def test_what_somebody_sent_who_gave_up_counts_no_more_until_a_restart():
+    first, second = connected(2)
+    calls = [second.call(0, b"before", 20.0), second.call(0, b"in which it gives up", 20.0)]
+    assert got(first.call(0, b"", 20.0)) == [b"", b"before"]
+    second.give_up()
+    with pytest.raises(RuntimeError, match="connection closed by rank 1"):
+        first.call(0, b"too late", 20.0).wait()
+    assert got(calls[0]) == [b"", b"before"]
+    first.restart(1)
+    second.restart(1)
+    second.call(0, b"new", 20.0)
+    assert got(first.call(0, b"", 20.0)) == [b"", b"new"]
+
+
+def test_a_message_that_an_exception_tore_is_followed_by_no_other(monkeypatch):
+    first, second = connected(2)
+    second.call(0, b"torn", 20.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("zero.comm.pipes._Way._sort", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            first.call(0, b"", 20.0)
+    with pytest.raises(RuntimeError, match="broke off in the midst of a message"):
+        first.call(0, b"", 20.0)
+
+
+def test_who_writes_to_a_rank_that_is_gone_lives_whatever_the_program_does_with_signals():
+    reads, writes = os.pipe()
+    os.close(reads)
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        with pytest.raises(BrokenPipeError):
+            _write(writes, b"last words")
+        assert signal.SIGPIPE not in signal.sigpending() | signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+        os.close(writes)
+
+
+class Connection:
+    """What is used of a group of processes."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size, self.connection = rank, size, object()
+
+    def begin(self, call):
+        return call(20.0, self.connection)
+
+    def wait_for(self, work):
+        work.wait()
+
+
+def test_messages_over_a_connection_that_was_only_begun_are_refused():
+    groups = [Connection(rank, 2) for rank in range(2)]
+    messages = [ByPipes(group) for group in groups]
+    told = [each.introduce() for each in messages]
+    for each in messages:
+        each.meet(told)
+    numbers = [each.tell(7 + rank) for rank, each in enumerate(messages)]
+    assert [each.wait() for each in numbers] == [[7, 8], [7, 8]]
+    messages[1].tell(3)  # stale
+    groups[0].connection = object()
+    for call in (lambda: messages[0].exchange(b""), lambda: messages[0].tell(1)):
+        with pytest.raises(RuntimeError, match="connected again, but not all of the way"):
+            call()
 
 
 def test_a_thread_gets_what_another_one_has_read():

@@ -254,10 +254,10 @@ def test_what_rank_0_shows_is_seen_where_it_lies_and_not_lent_again_before_all_h
     assert first == second
 
 
-def test_what_is_shown_is_not_lent_again_where_reading_it_broke_off():
+def test_what_is_shown_is_lent_again_also_where_reading_it_broke_off():
     def program(group):
         shared, places = through_shared_memory(group), []
-        for _ in range(2):
+        for _ in range(3):
             memory = shared.staging(5000, torch.float32, torch.device("cpu")).fill_(1.0)
             places.append(shared._arena.offset(memory))
             with contextlib.suppress(RuntimeError), shared.shown(memory):
@@ -267,7 +267,22 @@ def test_what_is_shown_is_not_lent_again_where_reading_it_broke_off():
             shared.exchange(b"")
         return len(set(places))
 
-    assert run_ranks(2, program)[0] == 2
+    assert run_ranks(2, program) == [1, 1]
+
+
+def test_a_forked_child_gives_no_pages_back():
+    arena = Arena()
+    lent = arena.lend(3).fill_(7)
+    seen = meet(arena.introduce())[arena.offset(lent) :][:3]
+    del lent
+    child = os.fork()
+    if not child:
+        arena.vacate()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert seen.tolist() == [7, 7, 7]
+    arena.vacate()
+    assert seen.tolist() == [0, 0, 0]
 
 
 def test_what_rank_0_showed_is_lent_again_or_goes_once_all_have_left():
