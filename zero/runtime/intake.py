@@ -73,8 +73,8 @@ class Intake:
 
     @contextlib.contextmanager
     def _read(self, flattener: Flattener, batch: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-        """What the chunks are on rank 0. It is where that read them to, if ranks see each other's memory: each takes of it what
-        it wants; or else in memory of this rank's own."""
+        """What the chunks are on rank 0: where it has read them to, if all see that and each takes of it what it wants; or else
+        in memory of this rank's own."""
         group, fills = self._group, self._group.rank == 0
         if self._sharing is None:
             [chunk] = batch
