@@ -305,3 +305,10 @@ def test_several_threads_serve_host_tensors_only():
 def test_something_that_is_no_group_is_refused():
     with pytest.raises(TypeError, match=r"neither a torch\.distributed process group nor a zero Group"):
         connect(accelerators.get("cpu"), "world")
+
+
+def test_wires_that_were_given_up_before_end_no_world_of_the_users(monkeypatch):
+    ended = []
+    monkeypatch.setattr(torch_group.dist, "destroy_process_group", ended.append)
+    torch_group._end([torch_group._Wires(None, None), torch_group._Wires("tensors", None)])
+    assert ended == ["tensors"]  # and not None, which means the world
