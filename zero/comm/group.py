@@ -99,7 +99,7 @@ class Sharing(Protocol):
         """Gives the system what of `staging` is not lent."""
 
 
-def sharing(group: Group) -> Sharing | None:
+def sharing_of(group: Group) -> Sharing | None:
     """The group, if it is one that offers that, as most do not."""
     found: Any = group
     return found if hasattr(group, "shown") else None

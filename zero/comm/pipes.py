@@ -242,10 +242,14 @@ class Call:
     def is_completed(self) -> bool:
         """Whether they are all here, or will never be."""
         if len(self._found) < self._pipes.size and not self._error:
-            gone = self._pipes.take(self._come, self._number, self._found)
+            gone = set[int]()
+            try:
+                gone = self._pipes.take(self._come, self._number, self._found)
+            except RuntimeError as error:  # which whoever waits is told, and not who only asks
+                self._error = str(error)
             if gone:
                 self._error = f"connection closed by rank {min(gone)}"
-            elif self._missing and time.monotonic() > self._end:
+            elif not self._error and self._missing and time.monotonic() > self._end:
                 self._error = f"nothing came from rank {self._missing[0]} within {self._limit_s:g} s"
         return not self._missing or bool(self._error)
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from zero.comm.group import Group, sharing, together
+from zero.comm.group import Group, sharing_of, together
 from zero.memory.flat import Form
 from zero.memory.flatten import Flattener, Place, unflatten
 from zero.memory.masters import Masters
@@ -32,7 +32,7 @@ class Intake:
         self._masters = masters
         self._group = group
         self._place = place
-        self._sharing = sharing(group) if place.is_host else None
+        self._sharing = sharing_of(group) if place.is_host else None
 
     @torch.no_grad()
     def lay(self, params: Sequence[int]) -> list[int]:

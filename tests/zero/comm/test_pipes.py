@@ -140,6 +140,7 @@ def test_what_somebody_sent_who_gave_up_counts_no_more_until_a_restart():
 
 def test_a_message_that_an_exception_tore_is_followed_by_no_other(monkeypatch):
     first, second = connected(2)
+    before = first.call(1, b"", 20.0)
     second.call(0, b"torn", 20.0)
     with monkeypatch.context() as patched:
         patched.setattr("zero.comm.pipes._Way._sort", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -147,6 +148,9 @@ def test_a_message_that_an_exception_tore_is_followed_by_no_other(monkeypatch):
             first.call(0, b"", 20.0)
     with pytest.raises(RuntimeError, match="broke off in the midst of a message"):
         first.call(0, b"", 20.0)
+    assert before.is_completed()
+    with pytest.raises(RuntimeError, match="broke off in the midst of a message"):
+        before.wait()
 
 
 def test_who_writes_to_a_rank_that_is_gone_lives_whatever_the_program_does_with_signals():
