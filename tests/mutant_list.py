@@ -528,8 +528,8 @@ NAMED = [
     Mutant(
         "a call takes whatever message came first",
         C + "pipes.py",
-        "come[other].pop(number)",
-        "come[other].pop(min(come[other]))",
+        "inbox.messages.pop(number)",
+        "inbox.messages.pop(min(inbox.messages))",
     ),
     Mutant(
         "a message that was sent before the connection was lost counts",
@@ -546,14 +546,20 @@ NAMED = [
     Mutant(
         "nobody notices that a rank is gone before the time is over",
         C + "pipes.py",
-        "if way.is_gone or way.is_given_up",
-        "if way.is_given_up",
+        "if way.is_gone}",
+        "if way.is_gone and never}",
     ),
     Mutant(
         "a call takes what somebody sent who gave up meanwhile",
         C + "pipes.py",
-        "if number in come[other] and not way.is_given_up:",
-        "if number in come[other]:",
+        "if number >= inbox.end:",
+        "if number >= inbox.end and number not in inbox.messages:",
+    ),
+    Mutant(
+        "who gives up after a call takes its messages back",
+        C + "pipes.py",
+        "            self.open.discard(number)\n",
+        "            pass\n",
     ),
     Mutant(
         "nobody is told that a rank gave up",

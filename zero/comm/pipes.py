@@ -7,8 +7,8 @@ it made it; who writes opens it by /proc/PID/fd, as ranks reach each other's mem
 however that ends, which is noticed at once. What is in shared memory before a message is sent is there for who has received it.
 
 Messages are short, so that a pipe takes one as a whole or not at all. What it has no room for waits here, and goes with the
-next call; nobody who sends waits for others to read. Who gives up says so, and what it sent that nobody has taken yet counts no
-more: a rank that comes too late finds that out in the call that the others gave up in, not in the next one.
+next call; nobody who sends waits for others to read. Who gives up says which calls it had all messages of, and what it sent for
+others counts no more: a rank that comes too late finds that out in the call that the others gave up in, not in the next one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 MOST_BYTES = 2048  # of a message
 
 _HEAD = struct.Struct("<qHH")  # which connection it belongs to, its channel, and how many bytes follow
 _READ_BYTES = 2**16
-_GIVEN_UP = 2**16 - 1  # the channel of who gives up
+_GIVEN_UP = 2**16 - 1  # the channel of who gives up: of each other one the first call that it does so in
 _LOOK_MS = 50  # at most, before a look whether another thread has read what this one waits for
 
 _alive: weakref.WeakSet[Pipes] = weakref.WeakSet()
@@ -43,7 +44,8 @@ class Pipes:
         self.size = size
         self.connection = 0
         self._ways: dict[int, _Way] = {}  # to and from each other rank
-        self._num_calls = [0] * num_channels
+        self._num_channels = num_channels
+        self._channels: list[_Channel] = []  # of this connection
         self._lock = threading.Lock()
         self._is_torn = False
         _alive.add(self)
@@ -51,7 +53,8 @@ class Pipes:
             on_failure.callback(self.close)
             for other in range(size):
                 if other != rank:
-                    self._ways[other] = _Way(num_channels)
+                    self._ways[other] = _Way()
+            self._begin(0)
             on_failure.pop_all()
 
     def introduce(self) -> bytes:
@@ -80,34 +83,38 @@ class Pipes:
     def restart(self, connection: int) -> None:
         """What was sent before is thrown away, here and wherever it arrives."""
         with self._whole():
-            self.connection = connection
-            self._num_calls = [0] * len(self._num_calls)
-            for way in self._ways.values():
-                way.restart(connection)
+            self._begin(connection)
+
+    def _begin(self, connection: int) -> None:
+        self.connection = connection
+        inboxes = [{other: _Inbox() for other in self._ways} for _ in range(self._num_channels)]
+        self._channels = [_Channel(mine) for mine in inboxes]
+        for other, way in self._ways.items():
+            way.begin(connection, [mine[other] for mine in inboxes])
 
     def call(self, channel: int, message: bytes, limit_s: float) -> Call:
         """Sends a message to all others. They do the same: the n-th calls of a channel belong together."""
         with self._whole():
-            number = self._num_calls[channel]
-            self._num_calls[channel] += 1
+            of_channel = self._channels[channel]
+            number = of_channel.begin()
             for way in self._ways.values():
                 way.send(channel, message)
-            return Call(self, {other: way.come[channel] for other, way in self._ways.items()}, number, message, limit_s)
+            return Call(self, of_channel, number, message, limit_s)
 
-    def take(self, come: Mapping[int, dict[int, bytes]], number: int, found: dict[int, bytes]) -> set[int]:
+    def take(self, channel: _Channel, number: int, found: dict[int, bytes]) -> set[int]:
         """Adds what has come by now of the messages with that number; says which ranks will send none any more."""
         with self._whole():
-            for other, way in self._ways.items():
+            for way in self._ways.values():
                 way.move()
-                if number in come[other] and not way.is_given_up:
-                    found[other] = come[other].pop(number)
-            return {other for other, way in self._ways.items() if way.is_gone or way.is_given_up} - found.keys()
+            never = channel.take(number, found)
+            return never | {other for other, way in self._ways.items() if way.is_gone} - found.keys()
 
     def give_up(self) -> None:
         """This rank takes part in no call of this connection any more."""
         with self._whole():
+            firsts = [channel.first_open for channel in self._channels]
             for way in self._ways.values():
-                way.send(_GIVEN_UP, b"")
+                way.send(_GIVEN_UP, struct.pack(f"<{len(firsts)}q", *firsts))
 
     def look_out(self, ranks: Sequence[int], milliseconds: float) -> None:
         """Waits until one of them may have sent something."""
@@ -128,18 +135,59 @@ class Pipes:
             self._is_torn = False
 
 
+@dataclass
+class _Inbox:
+    """What has come from another rank, in a channel of one connection."""
+
+    messages: dict[int, bytes] = field(default_factory=dict)  # that nobody took, by the number of their call
+    num_come: int = 0
+    end: float = float("inf")  # the first call that it gave up in
+
+    def put(self, message: bytes) -> None:
+        self.messages[self.num_come] = message
+        self.num_come += 1
+
+
+@dataclass
+class _Channel:
+    """The calls of one connection that are in one order."""
+
+    inboxes: Mapping[int, _Inbox]  # by rank
+    num_calls: int = 0
+    open: set[int] = field(default_factory=set)  # calls that messages are missing of
+
+    def begin(self) -> int:
+        self.open.add(self.num_calls)
+        self.num_calls += 1
+        return self.num_calls - 1
+
+    def take(self, number: int, found: dict[int, bytes]) -> set[int]:
+        """As for all ways, of ranks that gave up."""
+        never = set[int]()
+        for other, inbox in self.inboxes.items():
+            if number >= inbox.end:
+                never.add(other)
+            elif number in inbox.messages:
+                found[other] = inbox.messages.pop(number)
+        if found.keys() >= self.inboxes.keys():
+            self.open.discard(number)
+        return never - found.keys()
+
+    @property
+    def first_open(self) -> int:
+        return min(self.open, default=self.num_calls)
+
+
 class _Way:
     """A pipe to another rank, and one from it."""
 
-    def __init__(self, num_channels: int) -> None:
+    def __init__(self) -> None:
         self.reads, self.offered = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # what the other rank opens to write
-        self.come: list[dict[int, bytes]] = [{} for _ in range(num_channels)]  # what nobody took, by the number of its call
         self.is_gone = False
-        self.is_given_up = False  # this connection, by the other rank
+        self._inboxes: Sequence[_Inbox] = ()  # by channel
         self._writes = -1
         self._unsent = deque[bytes]()
         self._connection = 0
-        self._num_come = [0] * num_channels
         self._cut = b""  # what was read of a message that is not all there
         self._newer: list[bytes] = []  # sent over a connection that this rank comes to later
 
@@ -159,11 +207,9 @@ class _Way:
                 os.close(descriptor)
         self.reads = self._writes = -1
 
-    def restart(self, connection: int) -> None:
+    def begin(self, connection: int, inboxes: Sequence[_Inbox]) -> None:
         self._connection = connection
-        self.come = [{} for _ in self.come]
-        self._num_come = [0] * len(self.come)
-        self.is_given_up = False
+        self._inboxes = inboxes
         self._unsent.clear()
         newer, self._newer = self._newer, []
         for message in newer:
@@ -200,10 +246,11 @@ class _Way:
             if connection > self._connection:
                 self._newer.append(content[begin:end])
             elif connection == self._connection and channel == _GIVEN_UP:
-                self.is_given_up = True
+                firsts = struct.unpack(f"<{len(self._inboxes)}q", content[begin + _HEAD.size : end])
+                for inbox, first in zip(self._inboxes, firsts, strict=True):
+                    inbox.end = first
             elif connection == self._connection:
-                self.come[channel][self._num_come[channel]] = content[begin + _HEAD.size : end]
-                self._num_come[channel] += 1
+                self._inboxes[channel].put(content[begin + _HEAD.size : end])
             begin = end
         return content[begin:]
 
@@ -223,11 +270,9 @@ def _write(descriptor: int, message: bytes) -> None:
 class Call:
     """A message of every rank, on its way. It is waited for as torch's own works are."""
 
-    def __init__(
-        self, pipes: Pipes, come: Mapping[int, dict[int, bytes]], number: int, message: bytes, limit_s: float
-    ) -> None:
+    def __init__(self, pipes: Pipes, channel: _Channel, number: int, message: bytes, limit_s: float) -> None:
         self._pipes = pipes
-        self._come = come
+        self._channel = channel
         self._number = number
         self._found = {pipes.rank: message}
         self._limit_s = limit_s
@@ -244,7 +289,7 @@ class Call:
         if len(self._found) < self._pipes.size and not self._error:
             gone = set[int]()
             try:
-                gone = self._pipes.take(self._come, self._number, self._found)
+                gone = self._pipes.take(self._channel, self._number, self._found)
             except RuntimeError as error:  # which whoever waits is told, and not who only asks
                 self._error = str(error)
             if gone:

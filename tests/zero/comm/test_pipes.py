@@ -138,6 +138,18 @@ def test_what_somebody_sent_who_gave_up_counts_no_more_until_a_restart():
     assert got(first.call(0, b"", 20.0)) == [b"", b"new"]
 
 
+def test_who_gave_up_after_it_had_all_messages_of_a_call_ends_that_for_nobody():
+    first, *others = connected(3)
+    theirs = [other.call(0, b"whole", 20.0) for other in others]
+    mine = [first.call(channel, b"", 20.0) for channel in (0, 0, 1)]
+    assert got(theirs[0]) == [b"", b"whole", b"whole"]
+    others[0].give_up()
+    assert got(mine[0]) == got(theirs[1]) == [b"", b"whole", b"whole"]
+    for call in mine[1:]:
+        with pytest.raises(RuntimeError, match="connection closed by rank 1"):
+            call.wait()
+
+
 def test_a_message_that_an_exception_tore_is_followed_by_no_other(monkeypatch):
     first, second = connected(2)
     before = first.call(1, b"", 20.0)
