@@ -71,12 +71,16 @@ class Reducer(Timed):
             self._arrived[index] = None
             exact = multiplier is None and grad.dtype == self.line.dtype_of(index) and not apart
             target, fresh = self._target(index, param, exact)
-            if len(parts) == 1:  # as nearly always: no need to flatten it
+            widens = not fresh and target.is_cpu and grad.dtype != target.dtype
+            if len(parts) == 1 and not widens:  # as nearly always: no need to flatten it
                 place, values = form.placed(target, in_bucket.start), grad
             else:
                 place, values = target[in_bucket.start : in_bucket.stop], form.line(grad)[in_param.start : in_param.stop]
-            if not fresh:
-                place.add_(values, alpha=1.0 if multiplier is None else multiplier)
+            factor = 1.0 if multiplier is None else multiplier
+            if widens:  # torch would make a wide copy first
+                self.flight.sums.add([values], place, factor, True)
+            elif not fresh:
+                place.add_(values, alpha=factor)
             else:
                 place.copy_(values)
                 if multiplier is not None:
