@@ -118,15 +118,15 @@ def nothing_waits():
         yield
 
 
-def compare(rank, world, kernels, stage, dtype, shared_memory):
+def compare(rank, world, kernels, stage, dtype, options):
     """How often buckets waited, by what was done between backward and step; the trainings are compared here."""
     waited = {}
     for between in BETWEEN:
-        ours, waiting = train(rank, world, stage, dtype, kernels, between, shared_memory=shared_memory)
+        ours, waiting = train(rank, world, stage, dtype, kernels, between, **options)
         with nothing_waits():
-            theirs, never = train(rank, world, stage, dtype, kernels, between, shared_memory=shared_memory)
+            theirs, never = train(rank, world, stage, dtype, kernels, between, **options)
             if kernels == "compiled":
-                torchs, _ = train(rank, world, stage, dtype, "torch", between, shared_memory=shared_memory)
+                torchs, _ = train(rank, world, stage, dtype, "torch", between, **options)
                 assert_same(ours[0][0], torchs[0][0], between, 1e-5, 1e-7)
                 # A master an ulp away may round to another weight, and its gradients are as far away as weights are coarse.
                 assert_same(ours, torchs, between, *((1e-5, 1e-6) if dtype is None else (5e-3, 1e-4)))
@@ -149,7 +149,7 @@ def compare(rank, world, kernels, stage, dtype, shared_memory):
     ],
 )
 def test_a_training_is_the_same_whatever_comes_between_backward_and_step(kernels, stage, world, dtype):
-    for waited in ranks.run(world, compare, kernels, stage, dtype, True):
+    for waited in ranks.run(world, compare, kernels, stage, dtype, {"shared_memory": True}):
         first, *later = waited[""]
         assert first == 0 and all(later)  # otherwise this shows nothing
         assert waited["look"] == [0, 0, 0]  # who wanted a sum may want it again
@@ -157,8 +157,26 @@ def test_a_training_is_the_same_whatever_comes_between_backward_and_step(kernels
 
 @KERNELS
 def test_they_wait_also_where_ranks_share_no_memory(kernels):
-    for waited in ranks.run(2, compare, kernels, 2, "bfloat16", False):
+    for waited in ranks.run(2, compare, kernels, 2, "bfloat16", {"shared_memory": False}):
         assert all(waited[""][1:])
+
+
+@pytest.mark.parametrize(
+    ("kernels", "stage", "world", "shared_memory"),
+    [
+        ("fused", 0, 2, True),
+        ("fused", 1, 1, True),
+        ("fused", 1, 2, False),
+        ("fused", 1, 3, True),
+        pytest.param("compiled", 1, 2, True, marks=needs_compiler),
+        pytest.param("compiled", 1, 3, False, marks=needs_compiler),
+    ],
+)
+def test_so_it_is_where_sums_take_the_place_of_what_was_added_up_in_their_dtype(kernels, stage, world, shared_memory):
+    options = {"shared_memory": shared_memory, "accumulation": 3}
+    for waited in ranks.run(world, compare, kernels, stage, "bfloat16", options, timeout=120.0):
+        assert not any(waited["look"])
+        assert all(waited[""][1:]) == (stage == 1)  # at stage 0 the others read all of what a rank sent
 
 
 def sharded_later(*arguments, **options):
@@ -191,9 +209,9 @@ def test_rows_wait_only_where_they_take_no_more_memory_than_their_sum(kernels):
             assert gradients <= 1.25 * sums and staging <= 4 * BUCKET_BYTES
 
 
-def be_late(rank, world, stage, kernels):
+def be_late(rank, world, stage, kernels, accumulation):
     """Rank 1 reads what it was sent only when rank 0 is far into its next backward."""
-    model, optimizer = sharded(stage, "bfloat16", kernels, clip=None)
+    model, optimizer = sharded(stage, "bfloat16", kernels, clip=None, accumulation=accumulation)
     step_of_one = optimizer.parts.updater.step
 
     def step(*arguments):
@@ -211,10 +229,10 @@ def be_late(rank, world, stage, kernels):
 
 
 @KERNELS
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_what_a_slow_rank_still_has_to_read_is_not_written_over(stage, kernels):
-    fast, slow = ranks.run(2, be_late, stage, kernels)
-    expected, _ = ranks.run(2, be_late, stage, "torch")
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 1), (2, 1), (1, 2)])
+def test_what_a_slow_rank_still_has_to_read_is_not_written_over(stage, accumulation, kernels):
+    fast, slow = ranks.run(2, be_late, stage, kernels, accumulation)
+    expected, _ = ranks.run(2, be_late, stage, "torch", accumulation)
     assert all(map(torch.equal, fast, slow))
     torch.testing.assert_close(fast, expected, rtol=0.02, atol=1e-3)
 

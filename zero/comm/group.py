@@ -176,8 +176,9 @@ def sum_in_rank_order(pieces: torch.Tensor, num_ranks: int, sum_dtype: torch.dty
 
 
 def add_rows(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 1.0, adds: bool = False) -> None:
-    """Writes `factor` times the sum of the rows, or adds it to what is there. The sum is taken in the target's dtype, in the
-    order of the rows, and on the host a stretch at a time, so that all passes but the first find it in the cache."""
+    """Writes `factor` times the sum of the rows, one of which may be the target, or adds it to what is there. The sum is taken in
+    the target's dtype, in the order of the rows, and on the host a stretch at a time, so that all passes but the first find it in
+    the cache."""
     stretch = _STRETCH if target.is_cpu else max(1, target.numel())
     for start in range(0, target.numel(), stretch):
         part = slice(start, start + stretch)
@@ -188,12 +189,13 @@ def add_stretch(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: floa
     """The same, all of it at a time, for who has cut a stretch and passes over it again: cut once more, a thread would find
     what another one wrote, in the cache of another core."""
     is_total = len(rows) == 1 and rows[0].dtype == target.dtype
-    total = rows[0] if is_total else (torch.empty_like(target) if adds else target).copy_(rows[0])
+    is_apart = adds or any(row.data_ptr() == target.data_ptr() for row in rows[1:])
+    total = rows[0] if is_total else (torch.empty_like(target) if is_apart else target).copy_(rows[0])
     for row in rows[1:]:
         total.add_(row)
     if adds:
         target.add_(total, alpha=factor)
-    elif is_total or factor != 1.0:
+    elif is_total or is_apart or factor != 1.0:
         torch.mul(total, factor, out=target)
 
 

@@ -62,7 +62,7 @@ class Flight(Timed):
         self._greatest: torch.Tensor | None = None  # magnitude that was sent since the last `forget`, NaN included
         self._widest = widest
         self.sums = sums or SumsByTorch()
-        self._num_ranks = group.size
+        self._ranks = group.rank, group.size
         self._rounds: deque[_Round] = deque()
 
     def __len__(self) -> int:
@@ -128,10 +128,12 @@ class Flight(Timed):
 
     def _waits(self, bucket: int, buffer: torch.Tensor, pending: Added) -> bool:
         """Leaves what came as it is, if it can be; see [Note: rows that wait]."""
-        dtype = buffer.dtype
-        if not self.shard.may_hold(bucket) or dtype != self._line.dtype_of(bucket) or not buffer.is_cpu:
+        dtype, (_, num_ranks) = buffer.dtype, self._ranks
+        if not self.shard.may_hold(bucket) or not buffer.is_cpu:
             return False
-        if not self.sums.may_wait(dtype, self._num_ranks, pending.sum_dtype):
+        if dtype != self._line.dtype_of(bucket):
+            return self._stays(bucket, buffer, pending)
+        if not self.sums.may_wait(dtype, num_ranks, pending.sum_dtype):
             return False
         rows = self._rows_of(pending)
         is_lent = any(share_memory(row, buffer) for row in rows)
@@ -144,6 +146,21 @@ class Flight(Timed):
         self.shard.hold(bucket, Rows(rows, (self.factor,), self.sums, num_bytes, is_lent, let_go))
         return True
 
+    def _stays(self, bucket: int, buffer: torch.Tensor, pending: Added) -> bool:
+        """Puts the sum where this rank's own part of it was, which nobody else reads, if the step takes it from there. Buffers in
+        the dtype of sums are all there at one time, and shares that were made of them would come on top."""
+        rank, num_ranks = self._ranks
+        is_whole = self._line.layout.num_shares < num_ranks  # so that others read all of it
+        if is_whole or not self.sums.may_wait(buffer.dtype, 1, pending.sum_dtype):
+            return False
+        rows, own = self._rows_of(pending), buffer.view(num_ranks, -1)[rank]
+        if len(rows) > 1:
+            self._add_up(rows, own)
+        pending.finish()
+        let_go = partial(self._staging.give_back, buffer)
+        self.shard.hold(bucket, Rows([own], (self.factor,), self.sums, buffer.untyped_storage().nbytes(), True, let_go))
+        return True
+
     def _let_go(self, pending: Added, buffer: torch.Tensor | None) -> None:
         pending.finish()
         if buffer is not None:
@@ -152,6 +169,10 @@ class Flight(Timed):
     @stop("reduce")
     def _rows_of(self, pending: Added) -> Sequence[torch.Tensor]:
         return pending.rows()
+
+    @stop("reduce")
+    def _add_up(self, rows: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+        self.sums.add(rows, target, 1.0, False)
 
     @stop("reduce")
     def _come(self, pending: Pending) -> torch.Tensor:

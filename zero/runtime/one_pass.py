@@ -34,10 +34,11 @@ class Kind(NamedTuple):
 
 
 def rows_that_wait(kinds: Iterable[Kind], num_ranks: int) -> set[RowKind]:
-    """Of what ranks send for such weights, what takes no more memory than its sum; see [Note: rows that wait]."""
+    """Of what ranks send for such weights, what takes no more memory than its sum, and that; see [Note: rows that wait]."""
     near = [kind for kind in kinds if not kind.travels]
     sent = {RowKind(kind.compared or kind.rounded or kind.masters, num_ranks, kind.masters) for kind in near}
-    return {kind for kind in sent if kind.number * kind.rows.itemsize <= kind.total.itemsize}
+    fitting = {kind for kind in sent if kind.number * kind.rows.itemsize <= kind.total.itemsize}
+    return fitting | {RowKind(kind.masters, 1, kind.masters) for kind in near}
 
 
 class Gradient(NamedTuple):

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from tests.devices import needs_compiler
 from tests.zoo.case import real_numbers
 from zero.comm.group import add_rows
 from zero.memory.norms import PIECE, squares_of
 from zero.memory.rows import add_scaled
-from zero.runtime.sums import SumsByTorch, stretch_of
+from zero.runtime.sums import CompiledSums, SumsByTorch, stretch_of
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -23,6 +24,15 @@ def test_the_square_of_rows_that_wait_is_to_the_bit_that_of_their_sum(numel, thr
         assert numel < 100 * PIECE or numel > 2 * stretch_of(numel)  # the longest is squared in parts
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("sums", [SumsByTorch(), pytest.param(CompiledSums(), marks=needs_compiler)])
+@pytest.mark.parametrize("own", range(3))
+def test_a_sum_may_take_the_place_of_any_of_its_rows(sums, own):
+    rows = [real_numbers((3 * 2**20 + 7,), "row", rank) for rank in range(3)]
+    expected = (rows[0] + rows[1] + rows[2]) * 0.3
+    sums.add(rows, rows[own], 0.3, False)
+    assert torch.equal(rows[own], expected)
 
 
 def test_the_square_of_many_numbers_is_right_in_the_fourth_digit():
