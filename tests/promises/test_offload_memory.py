@@ -17,7 +17,7 @@ from tests.promises.loops import alone, one_step, same, weights
 from tests.promises.offloads import SHARDED, adamw, on_sim, place_of, send
 from tests.promises.test_core_memory import Peak, deep, tensors_inside
 from tests.zoo.case import backward, draw, real_loss, real_mlp
-from zero.comm.group import Alone, Ready
+from zero.comm.group import Added, Alone, Ready
 from zero.comm.loopback import solo
 from zero.comm.torch_group import TorchGroup
 from zero.engine import Engine
@@ -39,19 +39,33 @@ class _OverWhenTheNextIsSent:
     sent = 0
 
     def __init__(self, pending):
-        self._pending, self._number = pending, type(self).sent
-        type(self).sent += 1
+        self._pending, self._number = pending, _OverWhenTheNextIsSent.sent
+        _OverWhenTheNextIsSent.sent += 1
 
     def done(self):
-        return type(self).sent > self._number + 1
+        return _OverWhenTheNextIsSent.sent > self._number + 1
 
     def wait(self):
         return self._pending.wait()
 
 
+class _AddedWhenTheNextIsSent(_OverWhenTheNextIsSent, Added):
+    @property
+    def sum_dtype(self):
+        return self._pending.sum_dtype
+
+    def rows(self):
+        return self._pending.rows()
+
+    def finish(self):
+        self._pending.finish()
+
+
 def in_pace(group, bucket, sum_dtype, reduce=TorchGroup.reduce_scatter):
     pending = reduce(group, bucket, sum_dtype)
-    return pending if isinstance(pending, Ready | Alone) else _OverWhenTheNextIsSent(pending)
+    if isinstance(pending, Ready | Alone):
+        return pending
+    return (_AddedWhenTheNextIsSent if isinstance(pending, Added) else _OverWhenTheNextIsSent)(pending)
 
 
 def measure(rank, world, points, device_type="sim"):

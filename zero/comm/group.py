@@ -50,7 +50,8 @@ class Group(Protocol):
         """What was noted last."""
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        """This rank's share of the sum of all ranks' buckets, taken in `sum_dtype`, in rank order."""
+        """This rank's share of the sum of all ranks' buckets, taken in `sum_dtype`, in rank order. Once that was waited for
+        `bucket` may have anything in it."""
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         """The whole sum of all ranks' buckets, taken in `sum_dtype`, with the same bits on all ranks."""
@@ -176,9 +177,9 @@ def sum_in_rank_order(pieces: torch.Tensor, num_ranks: int, sum_dtype: torch.dty
 
 
 def add_rows(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 1.0, adds: bool = False) -> None:
-    """Writes `factor` times the sum of the rows, one of which may be the target, or adds it to what is there. The sum is taken in
-    the target's dtype, in the order of the rows, and on the host a stretch at a time, so that all passes but the first find it in
-    the cache."""
+    """Writes `factor` times the sum of the rows, one of which may be the target, or adds it to what is there. The sum is taken
+    in the target's dtype, in the order of the rows, and on the host a stretch at a time, so that all passes but the first find
+    it in the cache."""
     stretch = _STRETCH if target.is_cpu else max(1, target.numel())
     for start in range(0, target.numel(), stretch):
         part = slice(start, start + stretch)

@@ -24,6 +24,7 @@ import datetime
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -194,9 +195,7 @@ class TorchGroup:
             share = torch.empty(bucket.numel() // self.size, dtype=sum_dtype, device=bucket.device)
             work = self._start(_scatter_sum, share, bucket)
             return Works(self, [work], lambda: share)
-        pieces = torch.empty_like(bucket)
-        work = self._start(dist.all_to_all_single, bits(pieces), bits(bucket))
-        return Exchanged(self, work, pieces, sum_dtype)
+        return Exchanged(self, partial(self._start, dist.all_to_all_single), bucket, sum_dtype)
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:

@@ -13,6 +13,7 @@ from zero.comm.group import Added
 class Owner(Protocol):
     """The group that began them."""
 
+    rank: int
     size: int
 
     def wait_for(self, work: Any) -> None: ...
@@ -34,18 +35,28 @@ class Works:
 
 
 class Exchanged(Added):
-    """Pieces of all ranks, to be added."""
+    """What all ranks sent this one, to be added: it takes the place of what this one sent them."""
 
-    def __init__(self, owner: Owner, work: Any, pieces: torch.Tensor, sum_dtype: torch.dtype) -> None:
+    def __init__(self, owner: Owner, exchange: Callable[..., Any], bucket: torch.Tensor, sum_dtype: torch.dtype) -> None:
         super().__init__(sum_dtype)
-        self._works = Works(owner, [work], lambda: pieces)
-        self._size = owner.size
+        self._owner, self._parts, size = owner, bucket.view(owner.size, -1), owner.size
+        # What is sent must lie side by side, so who is not the first or the last sends itself its own part too.
+        first, last = int(owner.rank == 0), size - int(owner.rank == size - 1)
+        self._sent = bits(self._parts[first:last].view(-1))
+        self._come = torch.empty_like(self._sent)
+        sizes = [self._sent.numel() // (last - first) if first <= rank < last else 0 for rank in range(size)]
+        self._work = exchange(self._come, self._sent, sizes, sizes)
 
     def done(self) -> bool:
-        return self._works.done()
+        return self._work is None or bool(self._work.is_completed())
 
     def rows(self) -> Sequence[torch.Tensor]:
-        return list(self._works.wait().view(self._size, -1))
+        if self._work is not None:
+            self._owner.wait_for(self._work)
+            self._sent.copy_(self._come)
+            del self._come
+            self._work = None  # which keeps both
+        return list(self._parts)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -64,11 +64,15 @@ def budget_of(
     num_ranks: int | None = None,
     waits: bool = False,
     in_lines: bool = False,
+    one_host: bool = False,
+    one_pass: bool = False,
 ) -> Budget:
     """The cost of `layout` with an optimizer of `num_moments` values an element, by group where they differ. `num_backwards`
     are sent in a window; None for any number. `by_blocks`: whether the optimizer is given one block after the other.
     `num_ranks` are there; None for as many as share the layout. `waits`: whether all gradients wait, in the dtype of sums, for
     the last backward of a window. `in_lines`: whether moments lie as masters do, each in one line for all of a share.
+    `one_host`: whether ranks read what others send where that lies. `one_pass`: whether a step takes sums from where what was
+    sent lay.
 
     [Note: pace]
     This is what a rank needs that keeps pace with the others, once the order of its gradients is known: a bucket is full
@@ -77,7 +81,9 @@ def budget_of(
     """
     shares = {False: Counter[str](), True: Counter[str]()}  # by whether they live on the host
     are_others = (num_ranks or layout.num_shares) > 1
-    rounds = [_Round.of(layout, index, are_others, waits) for index in range(len(layout.buckets))]
+    stays = waits and one_pass and layout.num_shares == (num_ranks or layout.num_shares)
+    come = 0.0 if one_host else _coming(rank, layout.num_shares)
+    rounds = [_Round.of(layout, index, are_others, waits, come) for index in range(len(layout.buckets))]
     remembered = [num_moments] if isinstance(num_moments, int) else num_moments  # by group; the last is that of all others
     for bucket, round_ in zip(layout.buckets, rounds, strict=True):
         shares[bucket.offloaded]["gradients"] += round_.share
@@ -101,12 +107,14 @@ def budget_of(
     kept = _staging_of(layout, rounds, min(_KEPT, buffers))
     latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)
     stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0) if any(remembered) else 0
+    staged = _staging_of(layout, rounds, buffers)
+    near = [round_.share for round_ in rounds if not (round_.offloaded or (stays and round_.narrow))]
     return Budget(
         weights=sum(chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks),
         device=Shares(**shares[False]),
         staging=kept,
-        filling=_staging_of(layout, rounds, buffers) - kept + _exchanged(rounds, repeats, waits) + latest,
-        stepping=shares[False]["gradients"] + stepped,
+        filling=staged - kept + _exchanged(rounds, repeats, waits, stays, latest),
+        stepping=sum(near) + (staged - kept if stays else stepped),
         host=Shares(**shares[True]),
         waiting=sum(round_.whole for round_ in rounds) if waits else 0,
         in_transit=_in_transit([round_ for round_ in rounds if round_.offloaded], repeats, by_blocks),
@@ -118,25 +126,30 @@ class _Round:
     """Bytes of what one bucket becomes."""
 
     filled: int
-    pieces: int  # of all ranks, received in exchange; where every rank wants the whole sum, that is what comes
+    pieces: int  # of other ranks, received in exchange; where every rank wants the whole sum, that is what comes
     whole: int  # all of it, in the dtype of sums
-    total: int  # their sum, which is apart unless it came as such, or is a single rank's and written where it is kept
+    total: int  # their sum, where it is apart: on its way to the host, or to be added to another one
     share: int
     weights: int  # this rank's share of the weights
     narrow: bool  # whether weights are narrower than sums
     offloaded: bool
 
     @staticmethod
-    def of(layout: FlatLayout, index: int, are_others: bool, waits: bool) -> _Round:
+    def of(layout: FlatLayout, index: int, are_others: bool, waits: bool, come: float) -> _Round:
         bucket = layout.buckets[index]
         item = ITEM_BYTES[layout.chunks[bucket.chunk].dtype]
         wide = max(item, ITEM_BYTES["float32"])
         whole, share = bucket.span.numel * wide, bucket.share_numel * wide
         filled = whole if waits else bucket.span.numel * item
         shared = layout.num_shares > 1
-        pieces = filled if shared else share if are_others else 0
-        total = share if shared or (item < wide and not are_others and bucket.offloaded) else 0
+        pieces = round(filled * come) if shared else share if are_others and come else 0
+        total = share if (shared and come) or (item < wide and not are_others and bucket.offloaded) else 0
         return _Round(filled, pieces, whole, total, share, bucket.share_numel * item, item < wide, bucket.offloaded)
+
+
+def _coming(rank: int, num_ranks: int) -> float:
+    """How much of a bucket a rank receives for it: all, but that the first one and the last one need not send themselves."""
+    return 1.0 - (num_ranks > 1 and rank in (0, num_ranks - 1)) / num_ranks
 
 
 def _staging_of(layout: FlatLayout, rounds: Sequence[_Round], most: int) -> int:
@@ -148,18 +161,22 @@ def _staging_of(layout: FlatLayout, rounds: Sequence[_Round], most: int) -> int:
     return most * sum(largest.values())
 
 
-def _exchanged(rounds: Sequence[_Round], repeats: int, waits: bool) -> int:
+def _exchanged(rounds: Sequence[_Round], repeats: int, waits: bool, stays: bool, latest: int) -> int:
     """The most of shares on the device and of what lands in them, at the landing of any round, with what still waits to be
-    sent. What travels to the host stays until its copy is waited for."""
+    sent and the latest gradient. What travels to the host stays until its copy is waited for."""
     whole = [round_.whole if waits and not round_.narrow else 0 for round_ in rounds]  # narrow ones wait in wide buckets
     waiting = list(itertools.accumulate(reversed(whole)))  # when one round is not sent yet, two, ...
-    most, kept, all_ = sum(whole), 0, [*rounds] * repeats
+    kept, all_ = 0, [*rounds] * repeats
+    most = latest + max(sum(whole), sum(whole[1:]) + sum(first.pieces for first in all_[:1]))
     travelling = deque[int](maxlen=_ON_THE_WAY)
     for at, round_ in enumerate(all_):
-        kept += round_.share if at < len(rounds) and not round_.offloaded else 0
-        pieces = sum(other.pieces for other in all_[at : at + 2])  # the next one was sent before this one is looked at
+        is_first, stays_here = at < len(rounds), not (round_.offloaded or (stays and round_.narrow))
         unsent = waiting[len(rounds) - at - 3] if at + 2 < len(rounds) else 0
-        most = max(most, kept + unsent + pieces + round_.total + sum(travelling))
+        # The next one was sent before this one is looked at, as a gradient came; the last one lands without.
+        others = unsent + sum(travelling) + sum(other.pieces + latest for other in all_[at + 1 : at + 2])
+        kept += round_.share if is_first and stays_here else 0
+        apart = round_.total if round_.offloaded or not is_first else 0  # in the memory of the pieces
+        most = max(most, kept + max(round_.pieces, apart) + others)
         if round_.offloaded:
             travelling.append(round_.total)
     return most

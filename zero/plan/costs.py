@@ -43,7 +43,9 @@ def cost_of(
     """
     waits = accumulation > 1 and stage_of(stage).accumulates_locally
     sent = 1 if stage_of(stage).accumulates_locally else accumulation
-    budget = budget_of(layout, rank, num_moments, sent, num_ranks=num_ranks, waits=waits)
+    budget = budget_of(
+        layout, rank, num_moments, sent, num_ranks=num_ranks, waits=waits, one_host=one_host, one_pass=one_pass
+    )
     if one_host:
         budget = _on_one_host(budget, layout, num_ranks, one_pass and accumulation == 1)
     device = replace(budget.device, gradients=max(budget.waiting, budget.device.gradients))

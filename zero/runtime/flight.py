@@ -102,8 +102,9 @@ class Flight(Timed):
         self._staging.give_back(buffer)
         return narrow
 
-    def land_all(self, keep: bool) -> None:
-        while self._rounds:
+    def land(self, keep: bool, most: int = 0) -> None:
+        """Waits for other ranks, until no more than so many rounds are on their way."""
+        while len(self._rounds) > most:
             self._land(keep)
 
     def abandon(self) -> None:
@@ -147,8 +148,8 @@ class Flight(Timed):
         return True
 
     def _stays(self, bucket: int, buffer: torch.Tensor, pending: Added) -> bool:
-        """Puts the sum where this rank's own part of it was, which nobody else reads, if the step takes it from there. Buffers in
-        the dtype of sums are all there at one time, and shares that were made of them would come on top."""
+        """Puts the sum where this rank's own part of it was, which nobody else reads, if the step takes it from there: buffers
+        in the dtype of sums are all there at one time, and shares that were made of them would come on top."""
         rank, num_ranks = self._ranks
         is_whole = self._line.layout.num_shares < num_ranks  # so that others read all of it
         if is_whole or not self.sums.may_wait(buffer.dtype, 1, pending.sum_dtype):

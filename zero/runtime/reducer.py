@@ -187,15 +187,18 @@ class Reducer(Timed):
 
     def catch_up(self, agreement: Agreement) -> None:
         """Sends the rounds that other ranks have sent and this one has not, and lands all of them."""
+        keep = not agreement.discard
         while self.sent < agreement.rounds:
-            self._send_next(keep=not agreement.discard)
-        self.flight.land_all(keep=not agreement.discard)
+            self._send_next(keep)
+            self.flight.land(keep, most=1)  # others send them too, so what is received takes no more memory than it must
+        self.flight.land(keep)
 
     def send_rest(self, buckets: Sequence[int], wide: int) -> None:
         """One more round for every bucket that needs it on some rank; of these, some in the dtype of sums."""
         for index in buckets:
             self.flight.send(index, self._close_wide(index) if wide >> index & 1 else self._close(index))
-        self.flight.land_all(keep=True)
+            self.flight.land(keep=True, most=1)
+        self.flight.land(keep=True)
 
     def _close_wide(self, index: int) -> torch.Tensor:
         wide = self._close(index, wide=True)

@@ -151,7 +151,7 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
         for stage, row in STAGES.items():
             shares = args.ranks if row.shards_optimizer else 1
             layout = FlatLayout.build(params, shares, bucket_bytes)
-            one_pass = args.kernels != "torch" and args.optimizer in _IN_ONE_PASS
+            one_pass = space.is_host and args.kernels != "torch" and args.optimizer in _IN_ONE_PASS
             moments, one_host = _MOMENTS[args.optimizer], space.is_host and (args.ranks_per_host or args.ranks) >= args.ranks
             cost = cost_of(layout, stage, args.ranks, 0, moments, args.accumulation, one_host, one_pass)
             cost = replace(cost, weights=cost.weights + subject.other_bytes, peak=cost.peak + subject.other_bytes)

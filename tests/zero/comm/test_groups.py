@@ -84,7 +84,7 @@ def test_sums_are_taken_in_fp32_and_in_rank_order():
 
 def add_in_bf16(group):
     bucket = torch.full((2 * group.size,), 256.0 if group.rank == 0 else 1.0, dtype=torch.bfloat16)
-    reduced = group.reduce_scatter(bucket, torch.float32).wait(), group.all_reduce(bucket, torch.float32).wait()
+    reduced = group.reduce_scatter(bucket.clone(), torch.float32).wait(), group.all_reduce(bucket, torch.float32).wait()
     return [each.tolist() for each in reduced]
 
 

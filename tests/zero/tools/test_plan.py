@@ -25,7 +25,8 @@ from zero.plan.costs import cost_of
 from zero.plan.families import FAMILIES, parameters_of
 from zero.tools.plan_command import recommended
 
-WIDTH, LAYERS, BUCKET = 128, 12, 4 * 128 * 128 * 4
+WIDTH, LAYERS = 256, 12
+BUCKET = 4 * WIDTH * WIDTH * 4  # enough that a comparison of weights, which is made in parts of no less than 2**16, needs less
 
 
 def planned(capsys, *words):
