@@ -57,7 +57,7 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
         parts.window.shares.clear()
         for index, numel in enumerate(numels):
             reducer.flight.send(index, reducer.staging.borrow(numel, torch.bfloat16))  # with what was sent before
-        reducer.flight.land_all(keep=True)
+        reducer.flight.land(keep=True)
 
     @torch.no_grad()
     def step() -> None:

@@ -288,16 +288,14 @@ NAMED = [
     Mutant(
         "the second use overwrites the first",
         R + "reducer.py",
-        "            if not fresh:\n"
-        "                place.add_(values, alpha=1.0 if multiplier is None else multiplier)\n"
+        "            elif not fresh:\n                place.add_(values, alpha=factor)\n            else:",
         "            else:",
-        "            if True:",
     ),
     Mutant(
         "no catch-up rounds",
         R + "reducer.py",
-        "        while self.sent < agreement.rounds:\n            self._send_next(keep=not agreement.discard)\n",
-        "",
+        "while self.sent < agreement.rounds:",
+        "while False:",
     ),
     Mutant(
         "catch up one round too few",
@@ -357,8 +355,8 @@ NAMED = [
     Mutant(
         "discarded rounds are kept",
         R + "reducer.py",
-        "self.flight.land_all(keep=not agreement.discard)",
-        "self.flight.land_all(keep=True)",
+        "keep = not agreement.discard",
+        "keep = True",
     ),
     Mutant(
         "clearing keeps the sums",

@@ -78,7 +78,7 @@ class Reducer(Timed):
                 place, values = target[in_bucket.start : in_bucket.stop], form.line(grad)[in_param.start : in_param.stop]
             factor = 1.0 if multiplier is None else multiplier
             if widens:  # torch would make a wide copy first
-                self.flight.sums.add([values], place, factor, True)
+                self.flight.sums.add([values.contiguous()], place, factor, True)
             elif not fresh:
                 place.add_(values, alpha=factor)
             else:
