@@ -130,7 +130,7 @@ class _RankProcess:
             if simulated is not None and simulated.is_up():  # it may have been asked what it can do while a test spoilt that
                 sys.modules["accelerators"].get("sim").forget_answers()
             gc.collect()
-            gc.freeze()  # what is left are modules, as above
+            gc.freeze()  # what is left is held by somebody, and mostly modules
         except Exception:  # noqa: BLE001 - whatever it is, the parent says it
             return traceback.format_exc()
         return None

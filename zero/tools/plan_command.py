@@ -153,7 +153,8 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
             layout = FlatLayout.build(params, shares, bucket_bytes)
             one_pass = space.is_host and args.kernels != "torch" and args.optimizer in _IN_ONE_PASS
             moments, one_host = _MOMENTS[args.optimizer], space.is_host and (args.ranks_per_host or args.ranks) >= args.ranks
-            cost = cost_of(layout, stage, args.ranks, 0, moments, args.accumulation, one_host, one_pass)
+            rank = int(args.ranks > 2)  # one that is neither the first nor the last receives the most
+            cost = cost_of(layout, stage, args.ranks, rank, moments, args.accumulation, one_host, one_pass)
             cost = replace(cost, weights=cost.weights + subject.other_bytes, peak=cost.peak + subject.other_bytes)
             if args.batch:
                 assert subject.build is not None
