@@ -180,6 +180,36 @@ def test_so_it_is_where_sums_take_the_place_of_what_was_added_up_in_their_dtype(
         assert all(waited[""][1:]) if stage else not any(waited[""])
 
 
+class Expanded(nn.Module):
+    """The gradient of its parameter has one number, expanded."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, factor):
+        return self.weight.sum() * factor
+
+
+def add_up_expanded(rank, world, kernels):
+    model = Expanded()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = zero.shard(model, inner, stage=1, dtype="bfloat16", kernels=kernels, accumulation=3)
+    for factor in (1.0, 2.0):
+        model(factor).backward()
+    model.weight.grad = torch.full((1,), 4.0, dtype=torch.bfloat16).expand(8)
+    model(8.0).backward()
+    found = optimizer.whole_grad(model.weight)
+    optimizer.close()
+    return found
+
+
+@KERNELS
+def test_a_gradient_that_is_not_dense_is_added_up(kernels):
+    for found in ranks.run(2, add_up_expanded, kernels):
+        assert found.tolist() == [12.0] * 8  # what somebody puts there takes the place of what was
+
+
 def sharded_later(*arguments, **options):
     """After a first window, in which nothing waits."""
     model, optimizer = sharded(*arguments, **options)
