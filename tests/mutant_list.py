@@ -209,7 +209,7 @@ NAMED = [
     Mutant(
         "rows that wait are not added up before more comes",
         M + "flat.py",
-        "        self._pay(bucket)\n        self._add_up(bucket)\n        fresh =",
+        "        self._pay(bucket)\n        self.add_up(bucket)\n        fresh =",
         "        self._pay(bucket)\n        fresh =",
     ),
     Mutant(

@@ -319,6 +319,43 @@ def test_several_backwards_take_memory_for_waiting_only_after_a_single_one(kerne
     assert max(*before, after) <= sums + 5 * BUCKET_BYTES and surprised <= 2 * sums
 
 
+def add_after_settling(rank, world, kernels):
+    """The most bytes of gradients and buffers by window: the last of four goes on after it was settled."""
+    model, optimizer = sharded(1, "bfloat16", kernels, accumulation=2)
+    shard, staging, most = optimizer.parts.window.shares.shard, optimizer.parts.window.reducer.staging, []
+    borrow = staging.borrow
+
+    def counted(*arguments):
+        buffer = borrow(*arguments)
+        shares = (*shard._kept.values(), *shard.shares.values())
+        most[-1] = max(most[-1], staging.num_bytes() + sum(share.nbytes for share in shares))
+        return buffer
+
+    staging.borrow = counted
+    for window in range(4):
+        most.append(0)
+        for micro in range(2):
+            send(model, rank, 2 * window + micro)
+        if window == 3:
+            optimizer.settle()
+            waiting = len(shard.waiting)
+            with optimizer.no_sync():
+                send(model, rank, 20)
+            send(model, rank, 21)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return waiting, most
+
+
+@KERNELS
+def test_what_is_added_to_sums_that_wait_finds_their_memory(kernels):
+    shares = 4 * LAYERS * WIDTH * (WIDTH + 1) // 2
+    for waiting, (*_, usual, surprised) in ranks.run(2, add_after_settling, kernels):
+        assert waiting > 0
+        assert surprised <= usual + shares + 4 * BUCKET_BYTES  # the other rank may still read some of them
+
+
 def run_out_of_memory(rank, world, kernels):
     """Of rank 0, once, as the rows of a bucket are added up; then a window in which nothing is wrong."""
     model, optimizer = sharded_later(2, "bfloat16", kernels)

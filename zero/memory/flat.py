@@ -144,7 +144,7 @@ class Shard:
     def _summed(self, bucket: int) -> torch.Tensor:
         self.check_here()
         self._take_in()
-        self._add_up(bucket)
+        self.add_up(bucket)
         if bucket not in self.shares:
             self.shares[bucket] = self.make(bucket).zero_()
         self._pay(bucket)
@@ -170,7 +170,7 @@ class Shard:
         """Where values of a bucket that does not travel are to be added; or to be written, if it is fresh."""
         self.check_here()
         self._pay(bucket)
-        self._add_up(bucket)
+        self.add_up(bucket)
         fresh = bucket not in self.shares
         if fresh:
             self.shares[bucket] = self.make(bucket)
@@ -197,7 +197,8 @@ class Shard:
         if self._kept.pop(bucket, None) is not None:
             accelerators.get(self.device.type).empty_cache()  # that it takes the place of
 
-    def _add_up(self, bucket: int) -> None:
+    def add_up(self, bucket: int) -> None:
+        """What waits waits no more."""
         if bucket in self.waiting:
             share = self.make(bucket)
             self.waiting[bucket].add_into(share)

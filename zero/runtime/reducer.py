@@ -99,6 +99,8 @@ class Reducer(Timed):
             rounds, dtype = self._wide, sum_dtype(dtype)
         round_ = rounds.get(index)
         if round_ is None:
+            if rounds is self._wide:
+                self.flight.shard.add_up(index)  # or there would be two of its buffers
             round_ = rounds[index] = _Round(self._open(index, dtype))
         self._note_producer(round_)
         fresh = not round_.filled >> param & 1
