@@ -289,8 +289,7 @@ class _Member:
         self._connection, child = multiprocessing.Pipe()
         context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
-            # The compiler is what the first optimizer of a process imports, in three seconds.
-            context.set_forkserver_preload(["torch.distributed", "torch._dynamo"])
+            context.set_forkserver_preload(["tests.forked_with"])
         # Not a daemon: those may not have children, and a test may want a DataLoader with workers.
         args = (rank, child, str(self._output), str(self._stacks))
         self._process = context.Process(target=serve, args=args, name=f"rank {rank}")
