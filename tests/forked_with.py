@@ -1,12 +1,13 @@
 """What every rank of the pool in tests.ranks has from the start: its fork server imports this, and runs no operator by it."""
 
+# ruff: noqa: F401
 import contextlib
 
-import pytest  # noqa: F401
+import pytest
 import torch._dynamo  # what the first optimizer of a process imports, in three seconds
 import torch.distributed
 
-import zero.engine_setup  # noqa: F401
+import zero.engine_setup
 from zero.runtime.compiled import passes
 
 with contextlib.suppress(RuntimeError):  # without a compiler; a test that needs one says so
