@@ -148,7 +148,7 @@ def _assemble(
     params, weights = Params(chosen.tensors, chosen.names), FlatBuffer(line)
     masters = Masters(line, group.rank if layout.num_shares > 1 else 0, weights, Shard(line, place.device, room.host))
     intake = Intake(params, forms, weights, masters, group, place)
-    latent, dtypes = chosen.latent, [tensor.dtype for tensor in chosen.tensors]
+    latent, dtypes = chosen.latent, {index: tensor.dtype for index, tensor in enumerate(chosen.tensors)}
     hooks = GradHooks(params)
 
     built: list[weakref.ref[Parts]] = []  # weakly: the window is a part and holds `lay`
@@ -194,7 +194,8 @@ def _assemble(
         return parts
 
     with _restoring(optimizer), contextlib.ExitStack() as on_failure:
-        on_failure.callback(intake.undo, dtypes)
+        on_failure.callback(intake.release)
+        on_failure.callback(intake.undo, dtypes, layout)
         on_failure.callback(hooks.detach)
         with room.explaining("Sharding", line):
             intake.lay([index for index in range(len(chosen.names)) if index not in latent])

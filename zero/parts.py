@@ -124,7 +124,7 @@ class Parts:
         waiting = [index for index, tensor in enumerate((*self.params.tensors, *tensors))
                    if tensor.requires_grad and layout.slots[index] is None]  # fmt: skip
         self.room.take([offload_of(inner.param_groups[group], self.config)], layout.extended(waiting), self.line.layout)
-        self.line.layout = layout
+        self.line.become(layout)
         self.params.add(tensors, names)
         self.window.shares.forms.extend(Form.of(tensor) for tensor in tensors)
         self.window.welcome()

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ from torch import nn
 
 from tests import ranks
 from tests.oracle import compare, reference, train
-from tests.promises.loops import alone, case_of, differs, on_ranks, one_step, real_step, same, traces_of, weights
+from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, traces_of, weights
 from tests.promises.trainings import gloo_group, what_differs, what_differs_over_gloo
 from tests.zoo.case import Mlp, backward, draw, filled, finish, real_loss, real_mlp, sgd
 from zero.comm.loopback import run_ranks
-from zero.errors import RanksDiffer, ZeroError
+from zero.errors import RankFailed, RanksDiffer, ZeroError
+from zero.memory.flatten import Flattener
 from zero.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
@@ -229,6 +231,50 @@ def test_old_shares_keep_their_memory_when_the_line_is_extended(stage):
     one_step(model, optimizer, step=1)
     assert [model[0].weight.data_ptr(), *(master.data_ptr() for _, master in optimizer.parts.masters.of(0))] == before
     assert len(optimizer.parts.line.layout.chunks) == 2
+
+
+@pytest.mark.promise("F04")
+@STAGES
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("late", [0, 1], ids=["the first", "the second"])
+def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before(monkeypatch, stage, dtype, world, late):
+    """`late`: which of its chunks fails, on the last rank."""
+    write, fails = Flattener.write, []
+
+    def writes(flattener, chunk, source, rank, *given):
+        if fails == [chunk] and rank == (world - 1 if stage else 0):
+            raise MemoryError("nothing left")
+        return write(flattener, chunk, source, rank, *given)
+
+    monkeypatch.setattr(Flattener, "write", writes)
+
+    def program(model, optimizer, group, tries):
+        one_step(model, optimizer, group.rank)
+        if tries:
+            before, layout = weights(model), optimizer.parts.line.layout
+            model[2].requires_grad_(True)
+            fails[:] = [len(layout.chunks) + late]
+            with pytest.raises((MemoryError, RankFailed), match="nothing left"):
+                one_step(model, optimizer, group.rank, 1)
+            optimizer.zero_grad()
+            assert same(weights(model), before)
+            assert optimizer.parts.line.layout is layout
+            model[2].requires_grad_(False)
+            one_step(model, optimizer, group.rank, 1)  # by the end of which all ranks have failed
+            fails.clear()
+        else:
+            one_step(model, optimizer, group.rank, 1)
+        model[2].requires_grad_(True)
+        for step in range(2, 4):
+            one_step(model, optimizer, group.rank, step)
+        return weights(model)
+
+    expected, found = (
+        on_ranks(world, partial(program, tries=tries), last_frozen, adamw, stage=stage, dtype=dtype, bucket_bytes=TINY)
+        for tries in (False, True)
+    )
+    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
 
 
 # F05, F06: attached and exchanged ---------------------------------------------------------------------------------------

@@ -94,6 +94,9 @@ class Line:
     """The layout in force. It is replaced when parameters come to lie on it, and nothing else of it ever changes."""
 
     def __init__(self, layout: FlatLayout) -> None:
+        self.become(layout)
+
+    def become(self, layout: FlatLayout) -> None:
         self.layout = layout
         self._dtypes: list[torch.dtype] = []  # by bucket, of those that there were when somebody asked
 

@@ -48,7 +48,7 @@ class Flattener:
         self._forms = forms
         self._place = place
         self.by_host: set[int] = set()  # parameters that were flattened by way of the host
-        self._dtypes: dict[int, torch.dtype] = {}  # as they were read
+        self.dtypes: dict[int, torch.dtype] = {}  # of parameters, as they were read
         self._spare: torch.Tensor | None = None  # memory of a chunk that was rounded: its pages are there
 
     def size_of(self, chunk: int) -> tuple[int, torch.dtype]:
@@ -76,7 +76,7 @@ class Flattener:
         for param in self.weights.line.layout.chunks[chunk].params:
             slot = self.weights.line.layout.slots[param]
             assert slot is not None
-            self._dtypes[param] = self.tensors[param].dtype
+            self.dtypes[param] = self.tensors[param].dtype
             if fills:
                 source[end : slot.span.start].zero_()
                 self._forms[param].shaped(source[slot.span.start : slot.span.stop]).copy_(self.tensors[param].detach())
@@ -115,7 +115,7 @@ class Flattener:
                     slot = self.weights.line.layout.slots[param]
                     assert slot is not None
                     values = self._forms[param].shaped(source[slot.span.start : slot.span.stop])
-                    values = values.to(self._place.device, self._dtypes[param])
+                    values = values.to(self._place.device, self.dtypes[param])
                     self.tensors[param].data = values.clone(memory_format=torch.preserve_format)
             raise
 

@@ -164,6 +164,14 @@ class Masters:
         self._fetched.clear()
         self._rounded.clear()
 
+    def forget(self) -> None:
+        """Lets go of what is on the line no more."""
+        layout = self._line.layout
+        here = range(len(layout.buckets))
+        self.pieces = {param: pieces for param, pieces in self.pieces.items() if layout.slots[param] is not None}
+        self._in_block = {block: members for block, members in self._in_block.items() if block.bucket in here}
+        self.shard.shares = {bucket: share for bucket, share in self.shard.shares.items() if bucket in here}
+
     def release(self) -> None:
         """Lets go of everything."""
         self.give_up()

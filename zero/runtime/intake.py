@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from zero.memory.flat import Form
 from zero.memory.flatten import Flattener, Place, unflatten
 from zero.memory.masters import Masters
 from zero.memory.weights import FlatBuffer
+from zero.plan.layout import FlatLayout
 from zero.plan.spans import round_up
 from zero.runtime.params import Params
 
@@ -36,12 +37,21 @@ class Intake:
 
     @torch.no_grad()
     def lay(self, params: Sequence[int]) -> list[int]:
-        """A collective; returns the buckets that are new."""
+        """A collective; returns the buckets that are new. Where it fails, everything is where it was."""
         line = self._weights.line
-        num_chunks, num_buckets = len(line.layout.chunks), len(line.layout.buckets)
-        line.layout = line.layout.extended(params)
+        before = line.layout
+        line.become(before.extended(params))
         flattener = Flattener(self._weights, self._params.tensors, self._forms, self._place)
-        new, chunks = range(num_buckets, len(line.layout.buckets)), range(num_chunks, len(line.layout.chunks))
+        new = range(len(before.buckets), len(line.layout.buckets))
+        try:
+            self._move(flattener, params, new)
+        except BaseException:
+            self.undo(flattener.dtypes, before)
+            raise
+        return list(new)
+
+    def _move(self, flattener: Flattener, params: Sequence[int], buckets: Sequence[int]) -> None:
+        chunks = range(len(self._weights.chunks), len(self._weights.line.layout.chunks))
         if self._place.is_host:
             in_one_file = None if self._sharing is None else self._sharing.in_one_file
             together(self._group, lambda: self._weights.reserve(chunks, in_one_file))
@@ -49,11 +59,10 @@ class Intake:
             with self._read(flattener, batch) as sources, flattener.putting_back(batch, sources):
                 together(self._group, partial(self._take, flattener, batch, sources))
             del sources  # before there are others
-        self._weights.drop(new)  # pages that are locked in memory were there before the file was filled
+        self._weights.drop(buckets)  # pages that are locked in memory were there before the file was filled
         together(self._group, lambda: self._finish(flattener, params))
         if self._sharing is not None:
             self._sharing.tidy()
-        return list(new)
 
     def _finish(self, flattener: Flattener, params: Sequence[int]) -> None:
         self._masters.cut()
@@ -115,11 +124,14 @@ class Intake:
         return [self._params.tensors[slot.param] for slot in slots if slot is not None and slot.chunk < num_chunks]
 
     @torch.no_grad()
-    def undo(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Gives every parameter memory of its own and the dtype that it had, from the master where this rank has all of it."""
+    def undo(self, dtypes: Mapping[int, torch.dtype], before: FlatLayout) -> None:
+        """Gives every parameter that was not laid out before memory of its own and the dtype that it had, from the master where
+        this rank has all of it."""
         layout = self._weights.line.layout
         for tensor in self.laid_out():
             index = self._params.index[id(tensor)]
+            if before.slots[index] is not None:
+                continue
             unflatten([tensor])
             if tensor.dtype != dtypes[index]:
                 tensor.data = tensor.data.to(dtypes[index])
@@ -127,7 +139,9 @@ class Intake:
                 if sum(piece.in_param.numel for piece in pieces) == tensor.numel():
                     line = torch.cat([self._masters.shard.piece(piece) for piece in pieces])
                     tensor.copy_(self._forms[index].shaped(line))
-        self.release()
+        self._weights.line.become(before)
+        self._masters.forget()
+        self._weights.forget(len(before.chunks))
 
     def release(self) -> None:
         self._masters.release()
