@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.rank_process import serve
+from tests.rank_process import dumps, serve
 
 # A rank that failed says so at once; the others, which may wait for it in a collective, get this long to come back alone.
 GRACE_S = 1.0
@@ -206,8 +206,7 @@ class Pool:
     def call(self, call: _Call) -> list[Outcome]:
         self._grow(call.world)
         self._num_calls += 1
-        # Arguments travel by plain pickle, so that each rank has copies; multiprocessing's own would share the tensors' memory.
-        payload = pickle.dumps(call.args)
+        payload = dumps(call.args)
         members = self._members[: call.world]
         started = time.monotonic()
         for member in members:
