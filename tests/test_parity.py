@@ -60,7 +60,7 @@ def test_threads_for_ranks_give_the_bits_of_processes(over_gloo):
     assert not failures, str(failures)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_rows_that_wait_equal_the_oracle(over_gloo, world):
     points = [replace(point, device=parity.WAITING) for point in over_gloo if point.world == world]
     failures = parity.run(points)

@@ -115,7 +115,7 @@ def test_an_unknown_option_is_refused(project):
 def test_one_command_sets_up_and_tests(project, command):
     lines = project.run(command)
     assert any("-m venv .venv" in line for line in lines)
-    assert lines[-1] == ".venv -m pytest -n 2 --dist loadfile --no-loadscope-reorder"
+    assert lines[-1] == ".venv -m pytest -n 3 --dist loadfile --no-loadscope-reorder"
     assert project.run(command) == lines[-1:]
 
 
