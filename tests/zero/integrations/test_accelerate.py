@@ -82,7 +82,7 @@ def refused():
     accelerator.prepare(model, optimizer)
     ask(accelerator.prepare, other, torch.optim.SGD(other.parameters(), lr=0.1))
     accelerator.sharded.close()
-    for name, value in (("distributed_type", DistributedType.FSDP), ("parallelism_config", ParallelismConfig(tp_size=2))):
+    for name, value in (("distributed_type", DistributedType.FSDP), ("parallelism_config", ParallelismConfig(cp_size=2))):
         found = Accelerator(cpu=True)
         with mock.patch.object(Accelerator, name, value):
             ask(ShardedAccelerator.of, found, {"stage": 2})
@@ -96,7 +96,7 @@ def test_what_is_not_one_plain_model_with_its_optimizer_is_refused():
         r"prepare_optimizer was asked for a SGD alone, but it is sharded for a model\. Pass both to one prepare\.",
         r"prepare was asked for 1 optimizers and 1 models that are trained, after an optimizer was prepared before, but .*",
         r".* set up for FSDP, which distributes the model itself\. Configure it .*",
-        r".* set up for tp_size, which distributes the model itself\. Configure it .*",
+        r".* set up for cp_size, which distributes the model itself\. Configure it .*",
     )
     for pattern, words in zip(expected, one_process(f"{HERE}:refused"), strict=True):
         assert re.fullmatch(pattern, words), words
