@@ -514,7 +514,7 @@ NAMED = [
     Mutant(
         "rank 0's values are not sent to the others",
         R + "intake.py",
-        "            group.broadcast(source).wait()\n",
+        "                group.broadcast(source).wait()\n",
         "",
     ),
     Mutant(

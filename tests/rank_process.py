@@ -71,15 +71,17 @@ class _Pickler(pickle.Pickler):
         torch = sys.modules.get("torch")
         if torch is None or type(value) is not torch.Tensor or value.layout != torch.strided or not value.is_contiguous():
             return NotImplemented
-        if not value.is_cpu or value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg():
+        is_plain = value.is_cpu and not (value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg())
+        if not is_plain or value.numel() == 0 or value.__dict__:
             return NotImplemented
-        return _tensor, (value.dtype, tuple(value.shape), value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        content = value.as_strided((value.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
+        return _tensor, (content, value.dtype, tuple(value.shape), value.stride())
 
 
-def _tensor(dtype: Any, shape: tuple[int, ...], content: bytes) -> Any:
+def _tensor(content: bytes, dtype: Any, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
     import torch
 
-    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape) if content else torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype).as_strided(shape, stride)
 
 
 def _end_with_parent(folder: str) -> None:

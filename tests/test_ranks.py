@@ -46,6 +46,36 @@ def test_arguments_are_copies_and_results_are_tensors():
     assert torch.equal(tensor, torch.arange(3.0))
 
 
+AS_THEY_ARE = {
+    "a slice": lambda: torch.arange(6.0)[::3][:1],
+    "one of a column": lambda: torch.randn(1, 4).t()[:1],
+    "no elements": lambda: torch.empty(0, 3),
+    "no dimension": lambda: torch.tensor(2.0),
+    "transposed": lambda: torch.randn(2, 3).t(),
+    "channels last": lambda: torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),
+    "bits": lambda: torch.tensor([True, False]),
+    "narrow": lambda: torch.tensor([1.5, float("nan")]).bfloat16(),
+    "a parameter": lambda: torch.nn.Parameter(torch.ones(2)),
+    "conjugate": lambda: torch.tensor([1 + 2j]).conj(),
+}
+
+
+def back(rank, world, tensors):
+    return tensors
+
+
+def test_a_tensor_comes_as_it_was():
+    sent = {name: make() for name, make in AS_THEY_ARE.items()}
+    sent["twice"], sent["named"] = sent["narrow"], torch.ones(2)
+    sent["named"].tag = "a tag"
+    [found] = ranks.run(1, back, sent)
+    for name, tensor in sent.items():
+        came = found[name]
+        assert (type(came), came.dtype, came.stride()) == (type(tensor), tensor.dtype, tensor.stride()), name
+        assert torch.equal(came.nan_to_num(7), tensor.nan_to_num(7)), name
+    assert found["twice"] is found["narrow"] and found["named"].tag == "a tag" and found["a parameter"].requires_grad
+
+
 def leave_a_mess(rank, world):
     dist.new_group([0])
     os.environ["LEFT_BEHIND"] = "1"

@@ -70,7 +70,8 @@ BLOCK_NUMEL = 2**20
 
 
 def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, given: Any) -> Parts:
-    """A collective. Whatever fails, on whichever rank, the model is as plain as it was before and all ranks raise."""
+    """A collective. Whatever fails, on whichever rank, the model is as plain as it was before and all ranks raise; only what
+    was rounded by then has its exact value again no more where that is in shares of several ranks."""
     from zero.comm.torch_group import connect  # torch.distributed is not imported before somebody trains
 
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
@@ -154,10 +155,10 @@ def _assemble(
     built: list[weakref.ref[Parts]] = []  # weakly: the window is a part and holds `lay`
 
     def lay(fresh: Sequence[int]) -> Sequence[int]:
-        new, parts = intake.lay(fresh), built[0]()
+        parts = built[0]()
         assert parts is not None
-        adopt_state(parts, optimizer)
-        return new
+        with _restoring(optimizer):
+            return intake.lay(fresh, partial(adopt_state, parts, optimizer))
 
     def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
         with room.explaining("A buffer to send gradients from", line):
@@ -186,12 +187,14 @@ def _assemble(
         parts = Parts(place.accelerator, group, *rooms, config, travel, room)
         parts.restore_kernels = use_kernels(optimizer, config.kernels)
         adopt_state(parts, optimizer)
+        aliases.renew_through(hooks.renew)
+        return parts
+
+    def open_(window: Window) -> None:
         cast_frozen(model, config)
         window.welcome()  # when every parameter has the dtype that it will keep
         for index, tensor in enumerate(chosen.tensors):
             hooks.attach(index, tensor, window.before, window.ready)
-        aliases.renew_through(hooks.renew)
-        return parts
 
     with _restoring(optimizer), contextlib.ExitStack() as on_failure:
         on_failure.callback(intake.release)
@@ -201,9 +204,10 @@ def _assemble(
             intake.lay([index for index in range(len(chosen.names)) if index not in latent])
         share_the_rest(model, chosen, group)
         parts = together(group, wire)
+        together(group, partial(open_, parts.window))
+        built.append(weakref.ref(parts))
+        manage(chosen.tensors, parts.window)
         on_failure.pop_all()
-    built.append(weakref.ref(parts))
-    manage(chosen.tensors, parts.window)
     if place.is_host:
         place.accelerator.empty_cache()  # the weights lay elsewhere before, in pieces too small to have gone by themselves
     return parts

@@ -13,6 +13,9 @@ from tests.oracle import compare, reference, train
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, traces_of, weights
 from tests.promises.trainings import gloo_group, what_differs, what_differs_over_gloo
 from tests.zoo.case import Mlp, backward, draw, filled, finish, real_loss, real_mlp, sgd
+from zero import construction
+from zero import state as states
+from zero.checks import use_kernels
 from zero.comm.loopback import run_ranks
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.memory.flatten import Flattener
@@ -275,6 +278,65 @@ def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before
         for tries in (False, True)
     )
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.promise("F04")
+@pytest.mark.parametrize("world", [1, 2])
+def test_where_state_finds_no_memory_as_its_parameter_thaws_it_is_there_for_the_next_try(monkeypatch, world):
+    give, fails = states._give_pieces, []
+
+    def gives(parts, *given):
+        if fails and parts.group.rank == world - 1:
+            raise MemoryError("nothing left")
+        give(parts, *given)
+
+    monkeypatch.setattr(states, "_give_pieces", gives)
+
+    def stepped(model):
+        inner = adamw(model)
+        for step in range(3):
+            one_step(model, inner, 0, step)
+        model[2].requires_grad_(False)
+        return inner
+
+    def program(model, optimizer, group, tries):
+        one_step(model, optimizer, group.rank)
+        model[2].requires_grad_(True)
+        if tries:
+            fails.append(True)
+            with pytest.raises((MemoryError, RankFailed), match="nothing left"):
+                one_step(model, optimizer, group.rank, 1)
+            optimizer.zero_grad()
+            group.exchange(b"")
+            fails.clear()
+            group.exchange(b"")
+        one_step(model, optimizer, group.rank, 1)
+        found = optimizer.state_dict()["state"]
+        return weights(model), found["2.weight"]["step"], found["2.weight"]["exp_avg"]
+
+    expected, found = (on_ranks(world, partial(program, tries=tries), real_mlp, stepped) for tries in (False, True))
+    for (one, steps, mean), (other, other_steps, other_mean) in zip(found, expected, strict=True):
+        assert same(one, other) and steps == other_steps == 4 and torch.equal(mean, other_mean)
+
+
+@pytest.mark.promise("F02")
+def test_where_another_rank_fails_to_build_what_is_frozen_has_its_dtype_still(monkeypatch):
+    models = [last_frozen() for _ in range(2)]
+    inner = [adamw(model) for model in models]
+
+    def fails_for_one(optimizer, kernels):
+        if optimizer is inner[1]:
+            raise MemoryError("nothing left")
+        return use_kernels(optimizer, kernels)
+
+    monkeypatch.setattr(construction, "use_kernels", fails_for_one)
+
+    def one(group):
+        with pytest.raises((MemoryError, RankFailed), match="nothing left"):
+            shard(models[group.rank], inner[group.rank], group=group, stage=2, dtype="bfloat16")
+
+    run_ranks(2, one, 20.0)
+    assert [parameter.dtype for model in models for parameter in model.parameters()] == [torch.float32] * 8
 
 
 # F05, F06: attached and exchanged ---------------------------------------------------------------------------------------

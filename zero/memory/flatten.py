@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,8 @@ from zero.memory.flat import DTYPES, Form, sum_dtype
 from zero.memory.weights import FlatBuffer
 
 logger = logging.getLogger("zero")
+
+NO_MEMORY = MemoryError, RuntimeError  # torch's own for memory of the host is no more than a RuntimeError
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Flattener:
         self.by_host: set[int] = set()  # parameters that were flattened by way of the host
         self.dtypes: dict[int, torch.dtype] = {}  # of parameters, as they were read
         self._spare: torch.Tensor | None = None  # memory of a chunk that was rounded: its pages are there
+        self._moved: dict[int, torch.Tensor] = {}  # parameters that lost the memory they had, and their values, until `settled`
 
     def size_of(self, chunk: int) -> tuple[int, torch.dtype]:
         """What a chunk is read to: in its parameters' dtype, or in that of sums where some are to be rounded."""
@@ -72,17 +75,20 @@ class Flattener:
         source = self.weights.place_of(chunk, dtype) if memory is None else memory
         if source is None:
             source, on_device = self._allocated(numel, dtype, on_device)
+        fills |= not on_device  # or its values were nowhere until it gets others
         end = 0
         for param in self.weights.line.layout.chunks[chunk].params:
             slot = self.weights.line.layout.slots[param]
             assert slot is not None
             self.dtypes[param] = self.tensors[param].dtype
+            values = self._forms[param].shaped(source[slot.span.start : slot.span.stop])
             if fills:
                 source[end : slot.span.start].zero_()
-                self._forms[param].shaped(source[slot.span.start : slot.span.stop]).copy_(self.tensors[param].detach())
+                values.copy_(self.tensors[param].detach())
                 end = slot.span.stop
             if not on_device:
                 # only once its own storage is gone is there room on the device for what it is copied to
+                self._moved[param] = values
                 self.tensors[param].data = torch.empty(0, dtype=self.tensors[param].dtype, device=self._place.device)
                 self.by_host.add(param)
         if fills:
@@ -103,29 +109,32 @@ class Flattener:
                     return torch.empty(numel, dtype=dtype, device=self._place.device), True
             return torch.empty(numel, dtype=dtype, device="cpu"), False
 
-    @contextlib.contextmanager
-    def putting_back(self, chunks: Sequence[int], sources: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Gives the parameters of chunks, the last ones, their values and dtypes again if what follows fails."""
-        try:
-            yield
-        except BaseException:
-            self.weights.forget(chunks[0])
-            for chunk, source in zip(chunks, sources, strict=True):
-                for param in self.weights.line.layout.chunks[chunk].params:
-                    slot = self.weights.line.layout.slots[param]
-                    assert slot is not None
-                    values = self._forms[param].shaped(source[slot.span.start : slot.span.stop])
-                    values = values.to(self._place.device, self.dtypes[param])
-                    self.tensors[param].data = values.clone(memory_format=torch.preserve_format)
-            raise
-
     def write(self, chunk: int, source: torch.Tensor, rank: int, given: bool = True) -> bool:
         """Gives the chunk's parameters memory with the values of `source`, rounded if need be. Whether that is `source`, which
         may be had if it is `given`."""
         stays = self.weights.fill(chunk, source, self._place.device, rank, given)
         for param in self.weights.line.layout.chunks[chunk].params:
+            slot = self.weights.line.layout.slots[param]
+            assert slot is not None
+            self._moved[param] = self._forms[param].shaped(source[slot.span.start : slot.span.stop])
             self.tensors[param].data = self._forms[param].shaped(self.weights.slot(param))
         return stays
+
+    def settled(self) -> None:
+        """What was moved stays there, and may have other values."""
+        self._moved.clear()
+
+    def put_back(self) -> None:
+        """Gives what was moved its values and dtypes again, in memory of its own."""
+        for param, values in self._moved.items():
+            tensor = self.tensors[param]
+            try:
+                tensor.data = values.to(self._place.device, self.dtypes[param], copy=True)
+            except NO_MEMORY:
+                # What it was read to is nobody's else on a device. On the host it stays in flat memory; it may be nowhere else.
+                if tensor.numel() != values.numel() or (values.device == self._place.device and not self._place.is_host):
+                    tensor.data = values.to(self.dtypes[param])
+        self._moved.clear()
 
     def reuse(self, source: torch.Tensor) -> None:
         """For the next chunk."""

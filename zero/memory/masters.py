@@ -164,13 +164,13 @@ class Masters:
         self._fetched.clear()
         self._rounded.clear()
 
-    def forget(self) -> None:
-        """Lets go of what is on the line no more."""
+    def forget(self, chunk: int) -> None:
+        """From a chunk on."""
         layout = self._line.layout
-        here = range(len(layout.buckets))
-        self.pieces = {param: pieces for param, pieces in self.pieces.items() if layout.slots[param] is not None}
-        self._in_block = {block: members for block, members in self._in_block.items() if block.bucket in here}
-        self.shard.shares = {bucket: share for bucket, share in self.shard.shares.items() if bucket in here}
+        gone = {index for index, bucket in enumerate(layout.buckets) if bucket.chunk >= chunk}
+        self.pieces = {param: pieces for param, pieces in self.pieces.items() if gone.isdisjoint(layout.buckets_of(param))}
+        self._in_block = {block: members for block, members in self._in_block.items() if block.bucket not in gone}
+        self.shard.shares = {bucket: share for bucket, share in self.shard.shares.items() if bucket not in gone}
 
     def release(self) -> None:
         """Lets go of everything."""

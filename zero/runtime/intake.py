@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from zero.comm.group import Group, sharing_of, together
 from zero.memory.flat import Form
-from zero.memory.flatten import Flattener, Place, unflatten
+from zero.memory.flatten import NO_MEMORY, Flattener, Place
 from zero.memory.masters import Masters
 from zero.memory.weights import FlatBuffer
 from zero.plan.layout import FlatLayout
@@ -36,36 +37,38 @@ class Intake:
         self._sharing = sharing_of(group) if place.is_host else None
 
     @torch.no_grad()
-    def lay(self, params: Sequence[int]) -> list[int]:
-        """A collective; returns the buckets that are new. Where it fails, everything is where it was."""
+    def lay(self, params: Sequence[int], then: Callable[[], None] = lambda: None) -> list[int]:
+        """A collective; returns the buckets that are new. Where it fails, or what is done `then`, all is as `undo` says."""
         line = self._weights.line
         before = line.layout
         line.become(before.extended(params))
         flattener = Flattener(self._weights, self._params.tensors, self._forms, self._place)
         new = range(len(before.buckets), len(line.layout.buckets))
         try:
-            self._move(flattener, params, new)
-        except BaseException:
+            self._move(flattener, new)
+            together(self._group, lambda: self._finish(flattener, params, then))
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # which would keep the memory that is needed now
             self.undo(flattener.dtypes, before)
             raise
+        if self._sharing is not None:
+            self._sharing.tidy()
         return list(new)
 
-    def _move(self, flattener: Flattener, params: Sequence[int], buckets: Sequence[int]) -> None:
+    def _move(self, flattener: Flattener, buckets: Sequence[int]) -> None:
         chunks = range(len(self._weights.chunks), len(self._weights.line.layout.chunks))
         if self._place.is_host:
             in_one_file = None if self._sharing is None else self._sharing.in_one_file
             together(self._group, lambda: self._weights.reserve(chunks, in_one_file))
         for batch in self._batches(flattener, chunks):
-            with self._read(flattener, batch) as sources, flattener.putting_back(batch, sources):
+            with self._read(flattener, batch) as sources:
                 together(self._group, partial(self._take, flattener, batch, sources))
             del sources  # before there are others
         self._weights.drop(buckets)  # pages that are locked in memory were there before the file was filled
-        together(self._group, lambda: self._finish(flattener, params))
-        if self._sharing is not None:
-            self._sharing.tidy()
 
-    def _finish(self, flattener: Flattener, params: Sequence[int]) -> None:
+    def _finish(self, flattener: Flattener, params: Sequence[int], then: Callable[[], None]) -> None:
         self._masters.cut()
+        then()
         flattener.log(params)
 
     def _batches(self, flattener: Flattener, chunks: Sequence[int]) -> Iterator[list[int]]:
@@ -87,9 +90,10 @@ class Intake:
         group, fills = self._group, self._group.rank == 0
         if self._sharing is None:
             [chunk] = batch
-            source = together(group, lambda: flattener.read(chunk, fills))
-            group.broadcast(source).wait()
-            yield [source]
+            with self._putting_back(flattener, chunk):
+                source = together(group, lambda: flattener.read(chunk, fills))
+                group.broadcast(source).wait()
+                yield [source]
             return
         sizes = [flattener.size_of(chunk) for chunk in batch]
 
@@ -99,8 +103,20 @@ class Intake:
                 flattener.read(chunk, fills, part)
             return lent
 
-        with self._sharing.shown(together(group, read)) as seen:
+        with self._sharing.shown(together(group, read)) as seen, self._putting_back(flattener, batch[0]):
             yield _cut(seen, sizes)
+
+    @contextlib.contextmanager
+    def _putting_back(self, flattener: Flattener, chunk: int) -> Iterator[None]:
+        """What was moved of a chunk and those behind it, if what follows fails."""
+        try:
+            yield
+        except BaseException:
+            self._masters.forget(chunk)
+            self._weights.forget(chunk)
+            flattener.put_back()
+            raise
+        flattener.settled()
 
     def _take(self, flattener: Flattener, batch: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
         layout, masters = self._weights.line.layout, self._masters
@@ -125,23 +141,26 @@ class Intake:
 
     @torch.no_grad()
     def undo(self, dtypes: Mapping[int, torch.dtype], before: FlatLayout) -> None:
-        """Gives every parameter that was not laid out before memory of its own and the dtype that it had, from the master where
-        this rank has all of it."""
-        layout = self._weights.line.layout
-        for tensor in self.laid_out():
-            index = self._params.index[id(tensor)]
-            if before.slots[index] is not None:
-                continue
-            unflatten([tensor])
-            if tensor.dtype != dtypes[index]:
-                tensor.data = tensor.data.to(dtypes[index])
-                pieces = list(layout.pieces(index, self._group.rank if layout.num_shares > 1 else 0))
-                if sum(piece.in_param.numel for piece in pieces) == tensor.numel():
-                    line = torch.cat([self._masters.shard.piece(piece) for piece in pieces])
-                    tensor.copy_(self._forms[index].shaped(line))
-        self._weights.line.become(before)
-        self._masters.forget()
+        """Gives every parameter that was not laid out before memory of its own and the dtype that it had, with the value of its
+        master if this rank has all of that. Where there is no memory for it, it stays in its place, which lives as long."""
+        for chunk in reversed(range(len(before.chunks), len(self._weights.chunks))):
+            for param in self._weights.line.layout.chunks[chunk].params:
+                with contextlib.suppress(*NO_MEMORY):
+                    self._params.tensors[param].data = self._own(param, dtypes[param])
+            self._masters.forget(chunk)
+            self._weights.forget(chunk)
+        self._masters.forget(len(before.chunks))
         self._weights.forget(len(before.chunks))
+        self._weights.line.become(before)
+
+    def _own(self, param: int, dtype: torch.dtype) -> torch.Tensor:
+        layout, tensor = self._weights.line.layout, self._params.tensors[param]
+        own = tensor.detach().to(dtype, copy=True)
+        if tensor.dtype != dtype:
+            pieces = list(layout.pieces(param, self._group.rank if layout.num_shares > 1 else 0))
+            if sum(piece.in_param.numel for piece in pieces) == tensor.numel():
+                own.copy_(self._forms[param].shaped(torch.cat([self._masters.shard.piece(piece) for piece in pieces])))
+        return own
 
     def release(self) -> None:
         self._masters.release()

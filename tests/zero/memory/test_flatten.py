@@ -1,6 +1,11 @@
 """Parameters into flat memory: what the log says, what is detached, what is refused, what comes back after a failure."""
 
+import contextlib
+import gc
+import itertools
 import logging
+import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +15,8 @@ import accelerators
 from accelerators.memory import MemoryReading
 from tests import ranks
 from tests.devices import needs_sim
+from zero.comm.loopback import run_ranks, solo
+from zero.errors import RankFailed
 from zero.memory.flat import Form, Line
 from zero.memory.flatten import Flattener, Place, unflatten
 from zero.memory.staging import Staging
@@ -111,19 +118,21 @@ def test_the_log_says_for_each_group_how_it_was_flattened(caplog):
     ]
 
 
-def test_what_fails_while_a_chunk_is_written_is_put_back():
+def test_what_was_moved_is_put_back_with_its_values_and_dtype():
     tensors = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(2))]
     before = [tensor.detach().clone() for tensor in tensors]
     made = flattener(tensors, dtype="bfloat16")
     source = made.read(0)
-    with pytest.raises(RuntimeError, match="on the way"), made.putting_back([0], [source]):
-        made.write(0, source, 0)
-        raise RuntimeError("on the way")
-    assert not made.weights.chunks
+    made.write(0, source, 0)
+    made.put_back()
     first = [index for index, _ in enumerate(tensors) if index in made.weights.line.layout.chunks[0].params]
     for index in first:
         assert tensors[index].dtype == torch.float32
         assert torch.equal(tensors[index], before[index])
+    made.write(0, source, 0)
+    made.settled()
+    made.put_back()
+    assert all(tensors[index].dtype == torch.bfloat16 for index in first)
 
 
 def test_out_of_flat_memory_every_parameter_has_its_own():
@@ -171,6 +180,99 @@ def test_a_device_is_flattened_by_way_of_the_host_where_its_memory_does_not_suff
     assert all(equal)
     assert all(moved)
     assert device == {"sim:0"}
+
+
+def fail_beside_parameters(rank, world):
+    """Whether every parameter has its values where one of two ranks cannot read one chunk; threads on one full device."""
+    from accelerators import simulated
+
+    simulated.bring_up()
+    found, here = [], threading.local()
+    read = Flattener.read
+
+    def reads(flattener, chunk, *given):
+        if here.fails == chunk:
+            raise MemoryError("nothing left")
+        return read(flattener, chunk, *given)
+
+    with (
+        torch.device("sim:0"),
+        mock.patch.object(Place, "has_room_for", lambda *_: False),
+        mock.patch.object(Flattener, "read", reads),
+    ):
+        for last, fails in itertools.product((0, 1), range(3)):
+            models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+            models[1].load_state_dict(models[0].state_dict())
+            inner = [torch.optim.SGD(model.parameters()) for model in models]
+            expected = [parameter.detach().cpu() for parameter in models[0].parameters()]
+
+            def one(group, models=models, inner=inner, last=last, fails=fails):
+                here.fails = fails if group.rank == last else None
+                with pytest.raises((MemoryError, RankFailed), match="nothing left"):
+                    shard(models[group.rank], inner[group.rank], group=group, stage=2, bucket_bytes=64)
+
+            run_ranks(2, one, 20.0)
+            found += [torch.equal(p.detach().cpu(), e) for m in models for p, e in zip(m.parameters(), expected, strict=True)]
+    return found
+
+
+@needs_sim
+def test_no_value_is_lost_where_a_rank_fails_while_others_have_moved_theirs_to_the_host():
+    [found] = ranks.run(1, fail_beside_parameters, apart="sim")
+    assert len(found) == 6 * 2 * 4 and all(found)
+
+
+WIDTH, KEPT = 128, 64 * 1024  # bytes of a layer in fp32
+
+
+def layers(count):
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
+
+
+def fill_a_device(rank, world):
+    """Trainings on a device of 2 MiB, on which layers thaw while there is no room for them: for each whether that was so, and
+    whether what is laid out is what lies there, with the values of before, and training goes on."""
+    from accelerators import simulated
+
+    simulated.bring_up()
+    found = []
+    for count, held in itertools.product((10, 12, 14), (0, KEPT, 4 * KEPT, 6 * KEPT)):
+        model = layers(count).to("sim:0")
+        x = torch.ones(1, WIDTH, dtype=torch.bfloat16, device="sim:0")
+        model[:-1].requires_grad_(False)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = shard(model, inner, group=solo(), stage=0, dtype="bfloat16", bucket_bytes=1 << 15)
+
+        def step(model=model, optimizer=optimizer, x=x):
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        before, parts = [parameter.detach().cpu() for parameter in model.parameters()], optimizer.parts
+        model.requires_grad_(True)
+        held = torch.empty(held, dtype=torch.uint8, device="sim:0")
+        with contextlib.suppress(torch.OutOfMemoryError):
+            step()
+        del held
+        gc.collect()
+        failed = len(parts.line.layout.chunks) == 1
+        same = all(torch.equal(p.detach().cpu(), b) for p, b in zip(model.parameters(), before, strict=True))
+        lie = len(parts.intake._weights.chunks) == len(parts.line.layout.chunks)
+        model[:-1].requires_grad_(False)
+        optimizer.zero_grad()
+        step()
+        found.append((failed, lie and same))
+        optimizer.close()
+        del model, optimizer, inner, step, parts
+        gc.collect()
+    return found
+
+
+@needs_sim
+def test_what_thaws_on_a_full_device_is_where_it_was():
+    [found] = ranks.run(1, fill_a_device, env={"SIM_MEMORY": "2MiB"}, group=False, timeout=120.0)
+    assert sum(failed for failed, _ in found) >= 4 and all(right for _, right in found), found
 
 
 # Scratch ----------------------------------------------------------------------------------------------------------------
