@@ -45,8 +45,8 @@ class Intake:
         flattener = Flattener(self._weights, self._params.tensors, self._forms, self._place)
         new = range(len(before.buckets), len(line.layout.buckets))
         try:
-            self._move(flattener, new)
-            together(self._group, lambda: self._finish(flattener, params, then))
+            self._move(flattener)
+            together(self._group, lambda: self._finish(flattener, params, new, then))
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # which would keep the memory that is needed now
             self.undo(flattener.dtypes, before)
@@ -55,7 +55,7 @@ class Intake:
             self._sharing.tidy()
         return list(new)
 
-    def _move(self, flattener: Flattener, buckets: Sequence[int]) -> None:
+    def _move(self, flattener: Flattener) -> None:
         chunks = range(len(self._weights.chunks), len(self._weights.line.layout.chunks))
         if self._place.is_host:
             in_one_file = None if self._sharing is None else self._sharing.in_one_file
@@ -64,9 +64,11 @@ class Intake:
             with self._read(flattener, batch) as sources:
                 together(self._group, partial(self._take, flattener, batch, sources))
             del sources  # before there are others
-        self._weights.drop(buckets)  # pages that are locked in memory were there before the file was filled
 
-    def _finish(self, flattener: Flattener, params: Sequence[int], then: Callable[[], None]) -> None:
+    def _finish(
+        self, flattener: Flattener, params: Sequence[int], buckets: Sequence[int], then: Callable[[], None]
+    ) -> None:
+        self._weights.drop(buckets)  # pages that are locked in memory were there before the file was filled
         self._masters.cut()
         then()
         flattener.log(params)
