@@ -65,7 +65,7 @@ def dumps(value: Any) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors by their bytes: torch writes an archive for each, which takes ten times as long as a small one's step."""
+    """Tensors by their bytes: torch writes an archive for each, which takes a small one twenty times as long."""
 
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")

@@ -81,7 +81,7 @@ class Flattener:
             slot = self.weights.line.layout.slots[param]
             assert slot is not None
             self.dtypes[param] = self.tensors[param].dtype
-            values = self._forms[param].shaped(source[slot.span.start : slot.span.stop])
+            values = self._part(source, param)
             if fills:
                 source[end : slot.span.start].zero_()
                 values.copy_(self.tensors[param].detach())
@@ -114,11 +114,14 @@ class Flattener:
         may be had if it is `given`."""
         stays = self.weights.fill(chunk, source, self._place.device, rank, given)
         for param in self.weights.line.layout.chunks[chunk].params:
-            slot = self.weights.line.layout.slots[param]
-            assert slot is not None
-            self._moved[param] = self._forms[param].shaped(source[slot.span.start : slot.span.stop])
+            self._moved[param] = self._part(source, param)
             self.tensors[param].data = self._forms[param].shaped(self.weights.slot(param))
         return stays
+
+    def _part(self, source: torch.Tensor, param: int) -> torch.Tensor:
+        slot = self.weights.line.layout.slots[param]
+        assert slot is not None
+        return self._forms[param].shaped(source[slot.span.start : slot.span.stop])
 
     def settled(self) -> None:
         """What was moved stays there, and may have other values."""

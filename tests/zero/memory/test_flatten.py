@@ -222,7 +222,8 @@ def test_no_value_is_lost_where_a_rank_fails_while_others_have_moved_theirs_to_t
     assert len(found) == 6 * 2 * 4 and all(found)
 
 
-WIDTH, KEPT = 128, 64 * 1024  # bytes of a layer in fp32
+WIDTH = 128
+LAYER = 4 * WIDTH**2  # bytes, in fp32
 
 
 def layers(count):
@@ -236,7 +237,7 @@ def fill_a_device(rank, world):
 
     simulated.bring_up()
     found = []
-    for count, held in itertools.product((10, 12, 14), (0, KEPT, 4 * KEPT, 6 * KEPT)):
+    for count, num_bytes in itertools.product((10, 12, 14), (0, LAYER, 4 * LAYER, 6 * LAYER)):
         model = layers(count).to("sim:0")
         x = torch.ones(1, WIDTH, dtype=torch.bfloat16, device="sim:0")
         model[:-1].requires_grad_(False)
@@ -251,7 +252,7 @@ def fill_a_device(rank, world):
         step()
         before, parts = [parameter.detach().cpu() for parameter in model.parameters()], optimizer.parts
         model.requires_grad_(True)
-        held = torch.empty(held, dtype=torch.uint8, device="sim:0")
+        held = torch.empty(num_bytes, dtype=torch.uint8, device="sim:0")
         with contextlib.suppress(torch.OutOfMemoryError):
             step()
         del held
