@@ -715,66 +715,6 @@ NAMED = [
         'for late in ("imed out", "timeout")',
         'for late in ("imed out",)',
     ),
-    Mutant(
-        "pages: nothing was edited",
-        M + "pages.py",
-        "else self._finder.find(to_drop)\n",
-        "else self._finder.find(to_drop)[:0]\n",
-    ),
-    Mutant(
-        "pages: what was edited is never dropped",
-        R + "gatherer.py",
-        "        self._weights.drop(written)\n",
-        "",
-    ),
-    Mutant(
-        "pages: what was found for the last time is not watched any more",
-        "accelerators/own_pages.py",
-        "return self._tell(_NOTED_ONLY | _ANEW) if to_drop and found.numel() else found",
-        "return found",
-    ),
-    Mutant(
-        "pages: what is edited is watched anew before it is dropped",
-        "accelerators/own_pages.py",
-        "        found = self._tell(_NOTED_ONLY)\n",
-        "        found = self._tell(_NOTED_ONLY | _ANEW)\n",
-    ),
-    Mutant(
-        "pages: what one call has no room for is not told",
-        "accelerators/own_pages.py",
-        "                begin = struct.unpack(\"12Q\", asked)[4]\n",
-        "                begin = end\n",
-    ),
-    Mutant(
-        "pages: what was edited last is looked for from one page on",
-        M + "pages.py",
-        "first, end = (part.start * size) // mmap.PAGESIZE, ",
-        "first, end = -(-part.start * size // mmap.PAGESIZE), ",
-    ),
-    Mutant(
-        "pages: an update ends without the others",
-        R + "gatherer.py",
-        "        if any(map(self._weights.is_common, written)):\n",
-        "        if False:\n",
-    ),
-    Mutant(
-        "pages: others go on writing what is seen after a failure",
-        "zero/optimizer.py",
-        "            self.parts.masters.compare_all()  # the others may go on, and write what this rank sees\n",
-        "",
-    ),
-    Mutant(
-        "pages: masters that were loaded are taken for those of the weights",
-        "zero/state.py",
-        "    parts.masters.compare_all()\n",
-        "",
-    ),
-    Mutant(
-        "pages: after a failure edits are seen by who made them alone",
-        "zero/parts.py",
-        "                    self.masters.show(block)\n",
-        "                    pass\n",
-    ),
 ]
 
 # Survivors, by name, and why they change nothing.

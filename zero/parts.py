@@ -20,7 +20,6 @@ from zero.config import ZeroConfig
 from zero.memory.flat import DTYPES, Form, Line, sum_dtype
 from zero.memory.flatten import unflatten
 from zero.memory.masters import Masters
-from zero.memory.pages import pages_tell
 from zero.plan.layout import Block, ParamSpec
 from zero.room import Room
 from zero.runtime.gatherer import Gatherer
@@ -103,7 +102,6 @@ class Parts:
     def adopt(self) -> None:
         """Takes all edits of the weights over."""
         layout = self.line.layout
-        self.masters.look()
         for bucket in range(len(layout.buckets)):
             for block in layout.blocks(bucket):
                 self.masters.adopt(block)
@@ -140,7 +138,6 @@ class Parts:
         batches = self.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
         self.torn = True
         try:
-            self.masters.look()
             self._step(batches, used, coefficient)
         except BaseException as error:
             self.window.since.failed = self.window.since.torn = True  # which the others hear when they next settle
@@ -161,8 +158,6 @@ class Parts:
         except BaseException:
             self.masters.give_up()
             for batch in waiting:  # as the others do
-                for block in batch:
-                    self.masters.show(block)
                 self.gatherer.gather(batch)
             raise
         finally:
@@ -188,5 +183,5 @@ def kinds_on_host(specs: Iterable[ParamSpec], device: torch.device) -> set[Kind]
         elif device.type == "cpu" and dtype == masters:
             kinds.add(Kind(masters))
         elif device.type == "cpu":
-            kinds.add(Kind(masters, rounded=dtype) if pages_tell() else Kind(masters, compared=dtype))
+            kinds.add(Kind(masters, compared=dtype))
     return kinds

@@ -118,7 +118,6 @@ def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[s
             for piece, master in parts.masters.of(param):
                 if parts.masters.is_copy(piece.bucket):  # else it is a part of the weights, which are not loaded here
                     master.copy_(line[piece.in_param.start : piece.in_param.stop])
-    parts.masters.compare_all()
 
 
 def _names_in_groups(parts: Parts, inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:

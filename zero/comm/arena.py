@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 import torch
 
-from accelerators.memory_file import closing, memory_file, reach
+from zero.comm.memory_file import closing, memory_file, reach
 
 LINES = 2  # of collectives, each counted by itself: what one leaves unread for long does not keep what another has read
 

@@ -88,10 +88,6 @@ class Group(Protocol):
 class Sharing(Protocol):
     """What a group offers besides, whose ranks see each other's memory of the host."""
 
-    def in_one_file(self, num_bytes: int, use: Callable[[int], Result] | None) -> Result | None:
-        """What `use` makes of the descriptor of one file of memory that all ranks have open meanwhile; None where some rank
-        cannot or has no use for it. A collective."""
-
     def shown(self, memory: torch.Tensor) -> contextlib.AbstractContextManager[torch.Tensor]:
         """What rank 0 has in its memory of `staging`, for all to read: that is not lent again before all have left this. A
         collective."""

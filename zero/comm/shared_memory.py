@@ -6,15 +6,12 @@ whoever has it may read everybody's part, and waiting, time limits and lost rank
 others see every rank counts the collectives that it has finished, and a part is written again only when all ranks finished
 the one it was for. Nobody ever waits for that: who needs memory before takes more. What is to be added may be read as late as
 in the step, and weights are read at once; so these are counted apart.
-
-What travels is shared, and weights that lie in one file; see [Note: pages of one's own].
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelerators.memory_file import closing, memory_file, reach
 from zero.comm.arena import INTRODUCTION_BYTES, LINES, Arena, counts_of, meet
 from zero.comm.group import Added, Group, Pending, Ready
 from zero.comm.messages import Messages, Numbers, messages_of
@@ -32,7 +28,6 @@ logger = logging.getLogger("zero")
 Given = TypeVar("Given")
 
 _SUMS, _WEIGHTS = range(LINES)
-_FILE = struct.Struct("<qq")  # whose it is, and its descriptor there
 _ANOTHERS = "a rank shares none"  # which says why
 
 
@@ -146,19 +141,6 @@ class SharedMemoryGroup:
     def tidy(self) -> None:
         self._hear()
         self._arena.vacate()
-
-    def in_one_file(self, num_bytes: int, use: Callable[[int], Given] | None) -> Given | None:
-        """Rank 0's, as the others open it, who proved that they reach that process."""
-        reason, made = _Reason("" if use is not None else "it is not wanted"), None
-        with contextlib.ExitStack() as opened:
-            mine = reason.unless(lambda: opened.enter_context(closing(memory_file(num_bytes)))) if self.rank == 0 else None
-            told = self.exchange(b"" if mine is None else _FILE.pack(os.getpid(), mine))
-            if self.rank:
-                mine = reason.unless(lambda: opened.enter_context(closing(_reached(told[0], num_bytes))))
-            if mine is not None and use is not None:
-                made = reason.unless(partial(use, mine))
-            reasons = self.exchange(reason.text.encode())
-        return None if any(reasons) else made
 
     # messages ----------------------------------------------------------------------------------------------------
 
@@ -317,11 +299,6 @@ class _Gathering:
                 share.copy_(self._told.row(rank, 0, share.numel()))
         self._told.finish()
         return self._bucket
-
-
-def _reached(message: bytes, num_bytes: int) -> int:
-    process, descriptor = _FILE.unpack(message)
-    return reach(process, descriptor, num_bytes)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

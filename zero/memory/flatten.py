@@ -72,9 +72,10 @@ class Flattener:
                 f"Flattening the parameters needs {format_bytes(num_bytes)} for its next chunk, but {available} of host memory "
                 f"are available to {self._place.num_ranks} ranks. Give smaller bucket_bytes, or more memory."
             )
-        source = self.weights.place_of(chunk, dtype) if memory is None else memory
-        if source is None:
+        if memory is None:
             source, on_device = self._allocated(numel, dtype, on_device)
+        else:
+            source = memory
         fills |= not on_device  # or its values were nowhere until it gets others
         end = 0
         for param in self.weights.line.layout.chunks[chunk].params:
@@ -109,10 +110,10 @@ class Flattener:
                     return torch.empty(numel, dtype=dtype, device=self._place.device), True
             return torch.empty(numel, dtype=dtype, device="cpu"), False
 
-    def write(self, chunk: int, source: torch.Tensor, rank: int, given: bool = True) -> bool:
+    def write(self, chunk: int, source: torch.Tensor, given: bool = True) -> bool:
         """Gives the chunk's parameters memory with the values of `source`, rounded if need be. Whether that is `source`, which
         may be had if it is `given`."""
-        stays = self.weights.fill(chunk, source, self._place.device, rank, given)
+        stays = self.weights.fill(chunk, source, self._place.device, given)
         for param in self.weights.line.layout.chunks[chunk].params:
             self._moved[param] = self._part(source, param)
             self.tensors[param].data = self._forms[param].shaped(self.weights.slot(param))

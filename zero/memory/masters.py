@@ -74,41 +74,17 @@ class Masters:
             landing = host.borrow(weights.numel(), weights.dtype)
             self._fetched[bucket] = host.down(weights, landing), landing
 
-    def look(self) -> None:
-        """What is adopted from now on are the edits up to now, in memory that tells of them."""
-        self._weights.look()
-
     def adopt(self, block: Block) -> None:
         """Takes over what was changed in the weights: wherever a weight is not its master's rounded value."""
         if self.is_copy(block.bucket):
-            weights, masters = self.weights_of(block), self._cut(block)
-            edited = self._weights.edited(block, self.rank)
-            if edited is not None:
-                adopt(weights[edited.start : edited.stop], masters[edited.start : edited.stop])
+            adopt(self.weights_of(block), self._cut(block))
             self.compared(block)
-
-    def compare_all(self) -> None:
-        """Masters may be others than those that were rounded: the next adoption takes over whatever weights differ."""
-        self._weights.keep()
 
     def publish(self, block: Block) -> None:
         """Rounds the masters of a block into this rank's share of the weights."""
         if self.is_copy(block.bucket):
             self.rounded_of(block).copy_(self._cut(block))
             self.written(block)
-
-    def uncompared(self, block: Block) -> torch.Tensor | None:
-        """The weights of a block for a step to compare; None where it is known what of them was edited, and adopted now."""
-        if not self._weights.is_in_file(block.bucket):
-            return self.weights_of(block)
-        self.adopt(block)
-        return None
-
-    def show(self, block: Block) -> None:
-        """What this rank sees of its share becomes what all see, as the masters of it are not to be published."""
-        if self._weights.is_in_file(block.bucket):
-            seen, shown = (of(block.bucket, self.rank) for of in (self._weights.share, self._weights.new_share))
-            shown[block.span.start : block.span.stop].copy_(seen[block.span.start : block.span.stop])
 
     def weights_of(self, block: Block) -> torch.Tensor:
         """The weights of a block as they are, where its masters are; until `compared`."""
@@ -124,7 +100,7 @@ class Masters:
 
     def rounded_of(self, block: Block) -> torch.Tensor:
         """Where the new weights of a block are to be written, where its masters are; until `written`."""
-        host, rounded = self.shard.host, self._weights.new_share(block.bucket, self.rank)
+        host, rounded = self.shard.host, self._weights.share(block.bucket, self.rank)
         if host is not None and self.shard.travels(block.bucket):
             # A copy travels, even of masters that need no rounding: they may be written again at any time.
             if block.bucket not in self._rounded:

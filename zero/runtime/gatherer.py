@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zero.comm.group import Group, Pending, exchange_about
+from zero.comm.group import Group, Pending
 from zero.memory.flat import Line
 from zero.memory.masters import Masters
 from zero.memory.weights import FlatBuffer
@@ -28,7 +28,6 @@ class Gatherer(Timed):
         self._masters = masters
         self.num_bytes = 0  # sent so far, by this rank
         self._on_their_way: deque[Pending] = deque()
-        self._written: list[int] = []  # buckets of the update at work
 
     @property
     def num_weight_bytes(self) -> int:
@@ -45,27 +44,20 @@ class Gatherer(Timed):
         while self._on_their_way and self._on_their_way[0].done():
             self._on_their_way.popleft().wait()
         for bucket in (block.bucket for block in batch if block.is_last):
-            self._written.append(bucket)
             if self._line.layout.num_shares > 1:
-                new = self._weights.new_bucket(bucket)
+                new = self._weights.bucket(bucket)
                 self.num_bytes += new.nbytes // self._group.size
-                if not self._weights.is_common(bucket):
-                    self._on_their_way.append(self._group.all_gather(new))
+                self._on_their_way.append(self._group.all_gather(new))
 
     def abandon(self) -> None:
         """Forgets what is on its way over connections that are lost."""
         self._on_their_way.clear()
-        self._written.clear()
 
     @stop("publish")
     def finish(self, params: int) -> None:
         """When this returns every weight is the new one, on a device for whatever is issued next."""
-        written, self._written = self._written, []
         while self._on_their_way:
             self._on_their_way.popleft().wait()
-        if any(map(self._weights.is_common, written)):
-            exchange_about(self._group, "the end of an update", b"")
-        self._weights.drop(written)
         # Writing the flat buffer tells the parameters' version counters nothing; without this, backward through a graph from
         # before the step would take the new weights for the old ones and give wrong gradients where plain torch raises.
         # Those beside them keep their values, and their graphs.

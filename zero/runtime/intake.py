@@ -46,7 +46,7 @@ class Intake:
         new = range(len(before.buckets), len(line.layout.buckets))
         try:
             self._move(flattener)
-            together(self._group, lambda: self._finish(flattener, params, new, then))
+            together(self._group, lambda: self._finish(flattener, params, then))
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # which would keep the memory that is needed now
             self.undo(flattener.dtypes, before)
@@ -57,18 +57,12 @@ class Intake:
 
     def _move(self, flattener: Flattener) -> None:
         chunks = range(len(self._weights.chunks), len(self._weights.line.layout.chunks))
-        if self._place.is_host:
-            in_one_file = None if self._sharing is None else self._sharing.in_one_file
-            together(self._group, lambda: self._weights.reserve(chunks, in_one_file))
         for batch in self._batches(flattener, chunks):
             with self._read(flattener, batch) as sources:
                 together(self._group, partial(self._take, flattener, batch, sources))
             del sources  # before there are others
 
-    def _finish(
-        self, flattener: Flattener, params: Sequence[int], buckets: Sequence[int], then: Callable[[], None]
-    ) -> None:
-        self._weights.drop(buckets)  # pages that are locked in memory were there before the file was filled
+    def _finish(self, flattener: Flattener, params: Sequence[int], then: Callable[[], None]) -> None:
         self._masters.cut()
         then()
         flattener.log(params)
@@ -125,7 +119,7 @@ class Intake:
         may_keep = self._sharing is None
         for chunk, source in zip(batch, sources, strict=True):
             buckets = {index: bucket for index, bucket in enumerate(layout.buckets) if bucket.chunk == chunk}
-            is_kept = flattener.write(chunk, source, masters.rank, may_keep)
+            is_kept = flattener.write(chunk, source, may_keep)
             # All of its memory or none: a part of it would keep the rest.
             is_whole = layout.num_shares == 1 and source.nbytes == source.untyped_storage().nbytes()
             given = may_keep and is_whole and not is_kept and not any(map(masters.shard.travels, buckets))

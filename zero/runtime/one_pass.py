@@ -24,7 +24,7 @@ class Kind(NamedTuple):
     """The dtypes of masters and of what belongs to them, each of which may be missing: where masters are the weights, both."""
 
     masters: torch.dtype
-    compared: torch.dtype | None = None  # weights that may have been edited, unless it is known which were
+    compared: torch.dtype | None = None  # weights, which may have been edited
     rounded: torch.dtype | None = None  # new weights, unless they take the place of those that are compared
 
     @property
@@ -69,7 +69,7 @@ class Elements(NamedTuple):
 
     masters: torch.Tensor
     moments: Sequence[torch.Tensor]
-    weights: torch.Tensor | None  # that the masters are compared with, where it is not known that they agree
+    weights: torch.Tensor | None  # that the masters are compared with, unless the masters are the weights
     rounded: torch.Tensor | None  # the new weights, where they are to be written
     parameters: Callable[[], Sequence[tuple[Span, Sequence[torch.Tensor]]]]  # in their order: where; master and moments
 

@@ -134,7 +134,7 @@ class Updater(Timed):
     def _step_in_one_pass(self, one_pass: OnePass, block: Block, coefficient: float) -> None:
         masters, weights, rounded, bucket = self._masters, None, None, block.bucket
         if masters.is_copy(block.bucket):
-            weights, rounded = masters.uncompared(block), masters.rounded_of(block)
+            weights, rounded = masters.weights_of(block), masters.rounded_of(block)
         rows, factors = self._shares.shard.rows(bucket)
         gradient = Gradient(rows, (*factors, coefficient))
         one_pass.step(block, self._members.pop(block), masters.shard.share(bucket), gradient, weights, rounded)

@@ -1,8 +1,6 @@
-"""Ranks of one host see one copy of their narrow weights: to the bit, after every edit and failure, as if each had its own."""
+"""Published weights have the same bits through shared memory and over messages, after every edit and failure."""
 
 import copy
-import os
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +14,6 @@ from tests.devices import needs_linux
 from tests.zoo.case import filled, real_numbers
 from zero.comm.torch_group import TorchGroup
 from zero.memory.flatten import Flattener
-from zero.parts import Parts
 from zero.runtime.updater import Updater
 
 pytestmark = needs_linux
@@ -126,28 +123,6 @@ def within_the_step(model, optimizer, rank, step):
         inner.step = stepping
 
 
-def where_the_table_cannot_be_read(model, optimizer, rank, step):
-    def too_many(*_):
-        raise OSError(24, "Too many open files")
-
-    another_element_on_each_rank(model, optimizer, rank, step)
-    if rank == 1:
-        for chunk in optimizer.parts.gatherer._weights.pages.values():
-            chunk._finder.find = too_many
-
-
-def late_where_there_is_no_file(model, optimizer, rank, step):
-    """One rank has no descriptor left when a parameter is laid."""
-    def missing(_):
-        raise OSError(24, "Too many open files")
-
-    if step == 1 and rank == 1:
-        mock.patch("zero.memory.weights.lay_out", lambda *_: missing(None)).start()
-    a_parameter_that_comes_later(model, optimizer, rank, step)
-    if step == 2:
-        mock.patch.stopall()
-
-
 def frozen_and_back(model, optimizer, rank, step):
     model[2].weight.requires_grad_(step % 2 == 0)
     another_element_on_each_rank(model, optimizer, rank, step)
@@ -200,52 +175,41 @@ EVENTS = {
     event.__name__: event
     for event in (
         nothing, clamp_everywhere, one_element_on_every_rank, another_element_on_each_rank, through_numpy, assigned,
-        to_shared_memory, older_state, saved_before_an_edit, within_the_step, where_the_table_cannot_be_read,
-        late_where_there_is_no_file, infinite_on_one_rank, frozen_and_back, unused_layer_edited, failing_on_one_rank,
-        a_parameter_that_comes_later,
+        to_shared_memory, older_state, saved_before_an_edit, within_the_step, infinite_on_one_rank, frozen_and_back,
+        unused_layer_edited, failing_on_one_rank, a_parameter_that_comes_later,
     )
 }  # fmt: skip
 
 
-def trained(rank, world, name, tells, options):
-    """All weights after every event and every step, and at last as those of a plain model."""
-    with mock.patch("zero.memory.weights.pages_tell", lambda: tells[rank]):
-        model, optimizer = sharded(**options)
-        weights, seen = optimizer.parts.gatherer._weights, []
-        for step in range(STEPS):
-            EVENTS[name](model, optimizer, rank, step)
-            seen.append(bits(model))
-            send(model, rank, step)
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(bits(model))
-        common = [weights.is_common(bucket) for bucket in range(len(optimizer.parts.line.layout.buckets))]
-        is_whole = name != "failing_on_one_rank"  # else ranks have counted their steps differently
-        masters = is_whole and {key: value.tolist() for key, value in optimizer.state_dict()["masters"].items()}
-        optimizer.close()
+def trained(rank, world, name, options):
+    """All weights after every event and every step and as those of a plain model at last, and the masters."""
+    model, optimizer = sharded(**options)
+    seen = []
+    for step in range(STEPS):
+        EVENTS[name](model, optimizer, rank, step)
+        seen.append(bits(model))
+        send(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(bits(model))
+    is_whole = name != "failing_on_one_rank"  # else ranks have counted their steps differently
+    masters = is_whole and {key: value.tolist() for key, value in optimizer.state_dict()["masters"].items()}
+    optimizer.close()
     seen.append(bits(model))
-    return seen, masters, common
+    return seen, masters
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("name", EVENTS)
-def test_weights_are_the_same_bits_with_a_file_for_all_one_for_each_and_none(name, stage):
-    def run(tells, **options):
-        given = {"stage": stage, "offload": "cpu" if stage == 1 else None, **options}
-        return ranks.run(2, trained, name, tells, given)
+def test_weights_have_the_same_bits_through_shared_memory_and_over_messages(name, stage):
+    def run(shared_memory):
+        options = {"stage": stage, "offload": "cpu" if stage == 1 else None, "shared_memory": shared_memory}
+        return ranks.run(2, trained, name, options)
 
-    together, apart = run([True, True]), run([True, True], shared_memory=False)
-    compared, mixed = run([False, False], shared_memory=False), run([True, False])
-    for rank in range(2):
-        assert together[rank][2][0] == (stage > 0)
-        assert all(together[rank][2]) == (stage > 0 and name != "late_where_there_is_no_file")
-        assert not any(apart[rank][2] + compared[rank][2] + mixed[rank][2])
-        for other in (apart, compared, mixed):
-            for place, (one, another) in enumerate(zip(together[rank][0], other[rank][0], strict=True)):
-                assert one == another, f"rank {rank}, place {place}"
-            assert together[rank][1] == other[rank][1]
+    shared, sent = run(True), run(False)
+    assert shared == sent
     if stage > 0 and name not in ("unused_layer_edited", "frozen_and_back"):  # where some are in no step after an edit
-        assert together[0][0][-1] == together[1][0][-1]
+        assert shared[0][0][-1] == shared[1][0][-1]
 
 
 def watched(rank, world, folder):
@@ -275,29 +239,6 @@ def test_nobody_sees_new_weights_before_its_own_step_nor_changing_ones_after(tmp
     assert first == second
 
 
-def lost(rank, world):
-    """Rank 1 ends in the middle of its update; what rank 0 has then stays what it is."""
-    model, optimizer = begun(rank, timeout_s=2.0)
-    send(model, rank, 1)
-    if rank == 1:
-        with mock.patch.object(Updater, "step", lambda self, *args: os._exit(0)):
-            optimizer.step()
-    with pytest.raises(zero.ZeroError):
-        optimizer.step()
-    weights, there = optimizer.parts.gatherer._weights, bits(model)
-    for chunk in weights.pages.values():
-        chunk.written.fill_(7.0)  # as a rank that is late may
-    assert bits(model) == there
-    optimizer.close()
-    return all(bool(param.isfinite().all()) for param in model.parameters())
-
-
-def test_what_a_rank_sees_after_another_was_lost_is_its_own():
-    found = ranks.outcomes(2, lost)
-    assert found[0].error is None, found[0].error
-    assert found[0].value
-
-
 def test_what_is_loaded_takes_the_place_of_edits_that_came_after_the_save(tmp_path):
     model, optimizer = begun(0, bucket_bytes=2**20)
     expected = bits(model)
@@ -312,81 +253,48 @@ def test_what_is_loaded_takes_the_place_of_edits_that_came_after_the_save(tmp_pa
     optimizer.close()
 
 
-def interrupted(rank, world, folder):
-    """Rank 0 is interrupted between the last message and its update."""
-    model, optimizer = begun(rank, timeout_s=3.0)
-    send(model, rank, 1)
-    if rank == 1:
-        with mock.patch.object(Updater, "step", slowly(Updater.step, folder)), pytest.raises(zero.ZeroError):
-            optimizer.step()
-        return None
-    before = bits(model)
-    with mock.patch.object(Parts, "update", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+class Reading(torch.utils.data.Dataset):
+    """Says how many bytes of private memory its worker process has of its own."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return private_bytes()
+
+
+def private_bytes():
+    fields = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines())
+    return sum(int(field[1]) * 1024 for field in fields if field[0] in ("Private_Clean:", "Private_Dirty:"))
+
+
+def forking(rank, world):
+    """Private bytes of this process before, while and after four workers read, forked between two steps, and of theirs."""
+    model = nn.Linear(4096, 16384, bias=False)
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters()), stage=2, dtype="bfloat16")
+
+    def step():
+        model(torch.ones(1, 4096, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
-    assert bits(model) == before
-    Path(folder, "interrupted").touch()
-    while not Path(folder, "written").exists():
-        time.sleep(0.01)
-    assert bits(model) == before
-    return None
+        optimizer.zero_grad()
 
-
-def slowly(step, folder):
-    def stepping(*args):
-        while not Path(folder, "interrupted").exists():
-            time.sleep(0.01)
-        step(*args)
-        Path(folder, "written").touch()
-
-    return stepping
-
-
-def test_who_is_interrupted_in_a_step_keeps_what_it_saw(tmp_path):
-    found = ranks.outcomes(2, interrupted, str(tmp_path))
-    assert found[0].error is None, found[0].error
-
-
-def test_a_training_has_no_more_files_than_it_may():
-    with mock.patch("zero.memory.weights._MOST_FILES", 1):
-        model, optimizer = begun(0)
-        a_parameter_that_comes_later(model, optimizer, 0, 1)
-        before = bits(model)
-        send(model, 0, 1)
-        optimizer.step()
-    assert all(bits(model)[name] != before[name] for name in before)
-    parts = optimizer.parts
-    late, first = (parts.line.layout.buckets_of(index) for index in (len(parts.params.names) - 1, 0))
-    weights = parts.gatherer._weights
-    assert [weights.is_in_file(bucket) for bucket in (*first, *late)] == [True] * len(first) + [False] * len(late)
+    for _ in range(3):
+        step()
+    before = private_bytes()
+    batches = iter(torch.utils.data.DataLoader(Reading(), num_workers=4, multiprocessing_context="fork"))
+    of_workers = [int(next(batches)) for _ in range(4)]
+    step()
+    after_a_step = private_bytes()
+    del batches
+    found = before, after_a_step, max(of_workers), model.weight.nbytes
     optimizer.close()
+    return found
 
 
-def resident(rank, world, shared_memory):
-    """Bytes that this rank's part of the pages of its weights comes to, after a step."""
-    model = nn.Linear(2048, 2048, bias=False)
-    optimizer = zero.shard(model, torch.optim.SGD(model.parameters()), stage=2, dtype="bfloat16", shared_memory=shared_memory)
-    model(torch.ones(1, 2048, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    begin, num_bytes, found, inside = model.weight.data_ptr(), model.weight.nbytes, 0, False
-    optimizer.group.exchange(b"")  # both have read all of it
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.split()[0]
-        if "-" in head and not head.endswith(":"):
-            start, stop = (int(place, 16) for place in head.split("-"))
-            inside = start < begin + num_bytes and begin < stop
-        elif inside and head == "Pss:":
-            found += int(line.split()[1]) * 1024
-    optimizer.group.exchange(b"")
-    optimizer.close()
-    return found, num_bytes
-
-
-def test_weights_of_two_ranks_take_the_memory_of_one():
-    together, apart = (ranks.run(2, resident, shared) for shared in (True, False))
-    for found, num_bytes in together:
-        assert found < 0.55 * num_bytes
-    for found, num_bytes in apart:
-        assert found < 1.05 * num_bytes
+def test_workers_forked_in_the_middle_of_a_training_cost_no_copy_of_the_weights():
+    for before, after, of_workers, num_bytes in ranks.run(2, forking, fresh=True):
+        assert of_workers < num_bytes / 4
+        assert after - before < num_bytes / 4
 
 
 def begun_narrow(rank, world, shared_memory, dtype, fails):
