@@ -47,22 +47,28 @@ def cost_of(
         layout, rank, num_moments, sent, num_ranks=num_ranks, waits=waits, one_host=one_host, one_pass=one_pass
     )
     if one_host:
-        budget = _on_one_host(budget, layout, num_ranks, one_pass and accumulation == 1)
+        if one_pass and accumulation == 1:
+            budget = _without_sums(budget, layout, num_ranks)
+        budget = replace(budget, staging=budget.staging + _published_bytes(layout))
     device = replace(budget.device, gradients=max(budget.waiting, budget.device.gradients))
     return Cost(budget.weights, device, budget.staging, budget.host, budget.peak, budget.host_peak)
 
 
-def _on_one_host(budget: Budget, layout: FlatLayout, num_ranks: int, adds_in_step: bool) -> Budget:
-    """There is one copy of narrow weights, of which this is the rank's part. Where what was sent takes no more than its sum,
-    a step that adds it up itself needs no other memory for gradients, in a window of one backward."""
-    weights, waiting = 0, adds_in_step
+def _published_bytes(layout: FlatLayout) -> int:
+    """Of shared memory from which other ranks read this rank's new weights: one share is written while another is read."""
+    if layout.num_shares == 1:
+        return 0
+    items = [ITEM_BYTES[layout.chunks[bucket.chunk].dtype] for bucket in layout.buckets]
+    largest = max((item * bucket.share_numel for item, bucket in zip(items, layout.buckets, strict=True)), default=0)
+    return largest * min(2, len(layout.buckets))
+
+
+def _without_sums(budget: Budget, layout: FlatLayout, num_ranks: int) -> Budget:
+    """Where what was sent takes no more than its sum, a step that adds it up itself needs no other memory for gradients."""
     for chunk in layout.chunks:
-        item, wide = ITEM_BYTES[chunk.dtype], max(ITEM_BYTES[chunk.dtype], ITEM_BYTES["float32"])
-        weights += chunk.numel * item // (layout.num_shares if item < wide else 1)
-        waiting &= num_ranks * item <= wide
-    if not waiting:
-        return replace(budget, weights=weights)
+        if num_ranks * ITEM_BYTES[chunk.dtype] > max(ITEM_BYTES[chunk.dtype], ITEM_BYTES["float32"]):
+            return budget
     sent = sum(chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks)
     latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)  # not copied to its bucket yet
     device = replace(budget.device, gradients=sent)
-    return replace(budget, weights=weights, device=device, staging=0, filling=sent + latest, stepping=sent)
+    return replace(budget, device=device, staging=0, filling=sent + latest, stepping=sent)

@@ -221,8 +221,8 @@ def shared_bytes():
 
 
 def kept_on_the_host(rank, world):
-    """After a backward: what this rank has of memory files and of the optimizer's state, and what was predicted of weights and
-    gradients, and of that."""
+    """After a backward: what this rank has of memory files and of the optimizer's state, and what was predicted of gradients
+    and buckets, and of that."""
     before = shared_bytes()
     model = filled(nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))))
     inner = torch.optim.AdamW(model.parameters(), fused=True)
@@ -240,12 +240,12 @@ def kept_on_the_host(rank, world):
     files = shared_bytes() - before
     optimizer.any_rank(False)
     cost = cost_of(optimizer.parts.line.layout, 2, world, rank, one_host=True, one_pass=True)
-    planned = cost.weights + cost.device.gradients + cost.buckets, cost.device.masters + cost.device.moments
+    planned = cost.device.gradients + cost.buckets, cost.device.masters + cost.device.moments
     return files, sum(tensor.nbytes for tensor in kept), *planned
 
 
 @needs_linux
-def test_ranks_of_one_host_have_one_copy_of_the_weights_and_gradients_as_they_came():
+def test_ranks_of_one_host_share_gradients_as_they_came_and_two_shares_of_new_weights():
     found = ranks.run(2, kept_on_the_host, apart="plan on one host")
     files, states, planned_files, planned_states = (sum(of_kind) for of_kind in zip(*found, strict=True))
     assert states == planned_states
