@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
@@ -314,3 +314,16 @@ class Accelerator:
         # Some devices call a dtype that they lack a wrong type, and torch asserts that it was built with the device.
         except (RuntimeError, TypeError, AssertionError):
             return False
+
+
+def peak_of(accelerator: Accelerator, function: Callable[[], Any], index: int | None = None) -> tuple[Any, int | None]:
+    """What `function` returns, and how many bytes its peak lay above what was held before it."""
+    accelerator.synchronize(index)
+    accelerator.reset_peak_memory(index)
+    before = accelerator.memory(index)
+    result = function()
+    accelerator.synchronize(index)
+    after = accelerator.memory(index)
+    if after.peak is None or before.allocated is None or after.peak_since != "last reset":
+        return result, None
+    return result, max(0, after.peak - before.allocated)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from accelerators.interface import Accelerator
+from typing import Literal
 
 _UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3,
           "t": 1000**4, "tb": 1000**4, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
@@ -72,19 +69,6 @@ def memory_cap() -> int | None:
     if cap == 0:
         raise ValueError(f"ACCELERATOR_MEMORY={text} was set, but no bytes hold nothing. Give it a size, or unset it.")
     return cap
-
-
-def peak_of(accelerator: Accelerator, function: Callable[[], Any], index: int | None = None) -> tuple[Any, int | None]:
-    """What `function` returns, and how many bytes its peak lay above what was held before it."""
-    accelerator.synchronize(index)
-    accelerator.reset_peak_memory(index)
-    before = accelerator.memory(index)
-    result = function()
-    accelerator.synchronize(index)
-    after = accelerator.memory(index)
-    if after.peak is None or before.allocated is None or after.peak_since != "last reset":
-        return result, None
-    return result, max(0, after.peak - before.allocated)
 
 
 def format_table(readings: Iterable[tuple[str, MemoryReading]]) -> str:

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from accelerators import choice
-from accelerators.interface import FLOATING_DTYPES, Accelerator
-from accelerators.memory import MemoryReading, peak_of
+from accelerators.interface import FLOATING_DTYPES, Accelerator, peak_of
+from accelerators.memory import MemoryReading
 
 MIB = 1 << 20
 

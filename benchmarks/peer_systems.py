@@ -141,7 +141,7 @@ def driven(engine: Any) -> System:
 
 def ours(model: nn.Module, options: argparse.Namespace, stage: int, offload: bool = False, shared: bool = True) -> System:
     import zero
-    from zero.config import Batch, OptimizerSpec
+    from zero.config.schema import Batch, OptimizerSpec
     from zero.plan.costs import cost_of
 
     config = zero.ZeroConfig(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero.config import DEFAULT_BUCKET_BYTES
+from zero.config.schema import DEFAULT_BUCKET_BYTES
 from zero.plan.budget import Budget, budget_of
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.plan.stages import STAGES

@@ -6,7 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping
 
-from zero.deepspeed_keys import HARMLESS, REFUSED, USED
+from zero.config.deepspeed.keys import HARMLESS, REFUSED, USED
 
 HEADS = (
     ("Used", "it sets", USED),

@@ -7,8 +7,8 @@ import pytest
 import torch._dynamo  # what the first optimizer of a process imports, in three seconds
 import torch.distributed
 
-import zero.engine_setup
-from zero.runtime.compiled import passes
+import zero.engine.initialize
+from zero.runtime.kernels.native import passes
 
 with contextlib.suppress(RuntimeError):  # without a compiler; a test that needs one says so
     passes()

@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 
 from zero.comm.group import Group, Pending
-from zero.memory.flat import Shard
-from zero.memory.offload import Crossing
+from zero.memory.homes.host import Crossing
+from zero.memory.shard import Shard
 from zero.memory.staging import Staging
 
 

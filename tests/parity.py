@@ -40,11 +40,11 @@ from tests.random_training import SEEDED, random_case
 from tests.zoo import CASES, Case
 from zero.comm.group import Group
 from zero.comm.loopback import LoopbackGroup, run_ranks
-from zero.engine import Engine
-from zero.memory.flat import Shard
-from zero.optimizer import ShardedOptimizer
-from zero.runtime import flight
-from zero.runtime.sums import SumsByTorch
+from zero.engine.engine import Engine
+from zero.memory.shard import Shard
+from zero.runtime.kernels.sums import SumsByTorch
+from zero.runtime.reduce import inflight
+from zero.sharding.optimizer import ShardedOptimizer
 
 # A rank that failed leaves the others waiting for it, for this long. A point takes a fraction of a second.
 TIME_LIMIT_S = 20.0
@@ -141,7 +141,7 @@ def rows_wait() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(SumsByTorch, "may_wait", lambda *_: True)
-        patched.setattr(flight, "_HARDLY_MORE", float("inf"))
+        patched.setattr(inflight, "_HARDLY_MORE", float("inf"))
         patched.setattr(Shard, "may_hold", lambda shard, bucket: bucket not in shard and not shard.travels(bucket))
         yield
 

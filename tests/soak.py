@@ -31,7 +31,7 @@ from torch import nn
 import zero
 from tests import ranks
 from tests.faults import FailingAdamW, end_as_the_interpreter_does
-from zero.checkpoint.typed import first_difference
+from zero.checkpoint.values import first_difference
 from zero.errors import GroupLost, ZeroError
 
 WORLD = 2

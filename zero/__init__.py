@@ -34,36 +34,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zero.checkpoint.exporting import export as export
-    from zero.checkpoint.exporting import read_export as read_export
-    from zero.config import ZeroConfig as ZeroConfig
-    from zero.engine import Engine as Engine
-    from zero.engine_setup import initialize as initialize
+    from zero.checkpoint.export import export as export
+    from zero.checkpoint.export import read_export as read_export
+    from zero.config.schema import ZeroConfig as ZeroConfig
+    from zero.engine.engine import Engine as Engine
+    from zero.engine.initialize import initialize as initialize
     from zero.errors import ZeroError as ZeroError
     from zero.graph.backend import compile as compile
-    from zero.loading import latest as latest
-    from zero.loading import load as load
-    from zero.optimizer import ShardedOptimizer as ShardedOptimizer
-    from zero.optimizer import shard as shard
-    from zero.proof import verify as verify
-    from zero.records import Records as Records
-    from zero.saving import save as save
+    from zero.sharding.load import latest as latest
+    from zero.sharding.load import load as load
+    from zero.sharding.metrics import Records as Records
+    from zero.sharding.optimizer import ShardedOptimizer as ShardedOptimizer
+    from zero.sharding.optimizer import shard as shard
+    from zero.sharding.save import save as save
+    from zero.tools.verify.compare import verify as verify
 
 _HOME = {
-    "Engine": "engine",
-    "Records": "records",
-    "ShardedOptimizer": "optimizer",
-    "ZeroConfig": "config",
+    "Engine": "engine.engine",
+    "Records": "sharding.metrics",
+    "ShardedOptimizer": "sharding.optimizer",
+    "ZeroConfig": "config.schema",
     "ZeroError": "errors",
     "compile": "graph.backend",
-    "export": "checkpoint.exporting",
-    "initialize": "engine_setup",
-    "latest": "loading",
-    "load": "loading",
-    "read_export": "checkpoint.exporting",
-    "save": "saving",
-    "shard": "optimizer",
-    "verify": "proof",
+    "export": "checkpoint.export",
+    "initialize": "engine.initialize",
+    "latest": "sharding.load",
+    "load": "sharding.load",
+    "read_export": "checkpoint.export",
+    "save": "sharding.save",
+    "shard": "sharding.optimizer",
+    "verify": "tools.verify.compare",
 }
 
 __all__ = [

@@ -16,7 +16,7 @@ from zero.tools import (
     train_command,
     verify_command,
 )
-from zero.tools.answers import IMPOSSIBLE, INTERRUPTED, complain
+from zero.tools.cli import IMPOSSIBLE, INTERRUPTED, complain
 
 # Each has add_parser(subparsers), which sets `run`, a function of the parsed arguments that returns the exit status.
 COMMANDS = (

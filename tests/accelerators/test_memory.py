@@ -1,7 +1,8 @@
 import pytest
 
 import accelerators
-from accelerators.memory import MemoryReading, format_bytes, format_table, memory_cap, parse_bytes, peak_of
+from accelerators.interface import peak_of
+from accelerators.memory import MemoryReading, format_bytes, format_table, memory_cap, parse_bytes
 
 GIB = 1 << 30
 

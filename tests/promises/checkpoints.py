@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import zero
 from tests.traces import copied
-from zero.engine import Engine
-from zero.optimizer import ShardedOptimizer
+from zero.engine.engine import Engine
+from zero.sharding.optimizer import ShardedOptimizer
 
 GLOBAL_BATCH = 12  # divides among 1, 2, 3 and 4 ranks
 FEATURES = 5
@@ -153,7 +153,7 @@ def go_on(
 
 def first_difference(one: Any, other: Any, path: str = "") -> str | None:
     """Bit for bit; None where there is none."""
-    from zero.checkpoint.typed import first_difference as found
+    from zero.checkpoint.values import first_difference as found
 
     return found(one, other, path)
 

@@ -15,8 +15,8 @@ from tests import ranks
 from tests.promises.loops import weights
 from tests.traces import copied
 from tests.zoo.case import backward, draw, real_loss, real_mlp
-from zero.config import Offload
-from zero.optimizer import ShardedOptimizer, shard
+from zero.config.schema import Offload
+from zero.sharding.optimizer import ShardedOptimizer, shard
 
 SMALL = 64  # bytes of a bucket: one share of most ranks and one gap
 

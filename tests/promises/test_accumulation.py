@@ -19,9 +19,9 @@ from tests.traces import compare, weights_of
 from tests.zoo import CASES
 from tests.zoo.branches import Branches
 from tests.zoo.case import draw, filled, mlp, real_loss, real_mlp, whole_loss, whole_numbers
-from zero.engine import Engine
+from zero.engine.engine import Engine
 from zero.errors import RanksDiffer
-from zero.optimizer import shard
+from zero.sharding.optimizer import shard
 
 
 def sgd(model: nn.Module, lr: float = 0.125, **options: Any) -> torch.optim.Optimizer:

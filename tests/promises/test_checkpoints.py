@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import zero
-import zero.plan.manifest as manifest_module
+import zero.checkpoint.manifest as manifest_module
 from tests import ranks
 from tests.devices import needs_sim
 from tests.promises.checkpoints import (
@@ -35,15 +35,15 @@ from tests.promises.checkpoints import (
     without_dropout,
 )
 from tests.traces import copied
-from zero.checkpoint import disk, typed
+from zero.checkpoint import disk, values
 from zero.checkpoint.folder import read_manifest
-from zero.checks import ELEMENTWISE
 from zero.comm.loopback import run_ranks, solo
-from zero.config import ZeroConfig
-from zero.engine import Engine
+from zero.config.schema import ZeroConfig
+from zero.engine.engine import Engine
 from zero.errors import BadCheckpoint, CheckpointFailed, RanksDiffer
-from zero.lion import Lion
-from zero.optimizer import shard
+from zero.optim.lion import Lion
+from zero.optim.traits import ELEMENTWISE
+from zero.sharding.optimizer import shard
 
 TIME_LIMIT_S = 30.0
 
@@ -471,7 +471,7 @@ def test_the_configuration_that_it_was_trained_with_can_be_read_from_it(tmp_path
     with training(**options) as optimizer:
         zero.save(tmp_path, optimizer, "a")
         manifest = read_manifest(tmp_path / "a")
-        assert ZeroConfig(**typed.decode(manifest.training)["config"]) == optimizer.parts.config
+        assert ZeroConfig(**values.decode(manifest.training)["config"]) == optimizer.parts.config
         assert optimizer.parts.config.accumulation == 3
 
 
@@ -969,7 +969,7 @@ def test_whatever_a_save_takes_a_load_gives_back(tmp_path):
 
 
 def test_what_would_come_back_as_another_is_refused_at_save_with_the_path_to_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(typed._MADE, "bytes", lambda value: bytearray())
+    monkeypatch.setitem(values._MADE, "bytes", lambda value: bytearray())
     with training() as optimizer:
         with pytest.raises(ValueError, match=r"extra\['a'\]\[1\] was asked for, but it would come back as another"):
             zero.save(tmp_path, optimizer, extra={"a": [1, b"x"]})
@@ -1099,7 +1099,7 @@ def test_a_save_in_the_background_has_what_was_there_when_it_was_asked_for(tmp_p
         return real(*arguments, **options)
 
     monkeypatch.setattr(disk, "write", held_up)
-    monkeypatch.setattr("zero.checkpoint.tensors.write", held_up)
+    monkeypatch.setattr("zero.checkpoint.tensor_files.write", held_up)
 
     def program(group):
         with training(group) as optimizer:
@@ -1137,7 +1137,7 @@ def test_a_writer_that_fails_in_the_background_is_told_on_all_ranks_at_the_next_
             raise OSError(28, "No space left on device")
         return real(path, *arguments, **options)
 
-    monkeypatch.setattr("zero.checkpoint.tensors.write", failing)
+    monkeypatch.setattr("zero.checkpoint.tensor_files.write", failing)
     saved(tmp_path, world=2, tag="good")
 
     def program(group):

@@ -13,9 +13,9 @@ from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_st
 from tests.promises.trainings import gloo_group, what_differs
 from tests.zoo import CASES
 from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, sgd, whole_numbers
-from zero.config import LossScale
+from zero.config.schema import LossScale
 from zero.errors import NonFinite
-from zero.optimizer import shard
+from zero.sharding.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [TINY, 1 << 20])

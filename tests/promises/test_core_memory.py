@@ -18,10 +18,10 @@ from tests.oracle import reference
 from tests.promises.loops import TINY, alone, case_of, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, sgd
-from zero.comm.group import Ready
 from zero.comm.loopback import run_ranks
-from zero.optimizer import shard
-from zero.runtime.standin import StandIn
+from zero.comm.results import Ready
+from zero.runtime.params.grad_proxy import StandIn
+from zero.sharding.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 DTYPES = pytest.mark.parametrize("dtype", [None, "bfloat16"])

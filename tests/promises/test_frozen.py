@@ -13,13 +13,13 @@ from tests.oracle import compare, reference, train
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, traces_of, weights
 from tests.promises.trainings import gloo_group, what_differs, what_differs_over_gloo
 from tests.zoo.case import Mlp, backward, draw, filled, finish, real_loss, real_mlp, sgd
-from zero import construction
-from zero import state as states
-from zero.checks import use_kernels
 from zero.comm.loopback import run_ranks
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.memory.flatten import Flattener
-from zero.optimizer import shard
+from zero.runtime.kernels.select import use_kernels
+from zero.sharding import build
+from zero.sharding import optimizer_state as states
+from zero.sharding.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 EPS = 1e-2
@@ -329,7 +329,7 @@ def test_where_another_rank_fails_to_build_what_is_frozen_has_its_dtype_still(mo
             raise MemoryError("nothing left")
         return use_kernels(optimizer, kernels)
 
-    monkeypatch.setattr(construction, "use_kernels", fails_for_one)
+    monkeypatch.setattr(build, "use_kernels", fails_for_one)
 
     def one(group):
         with pytest.raises((MemoryError, RankFailed), match="nothing left"):

@@ -29,7 +29,7 @@ from tests.zoo.branches import Branches, adamw
 from tests.zoo.case import Case, choice, draw, filled, mlp, real_loss, real_mlp, real_numbers, whole_loss, whole_numbers
 from tests.zoo.sharing import Tied
 from zero.errors import ZeroError
-from zero.optimizer import shard
+from zero.sharding.optimizer import shard
 
 
 def sgd(model: nn.Module, lr: float = 0.125, **options: Any) -> torch.optim.Optimizer:

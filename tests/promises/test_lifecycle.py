@@ -9,23 +9,23 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-import zero.construction as construction
+import zero.sharding.build as construction
 from tests import ranks
 from tests.oracle import reference
 from tests.promises.loops import TINY, case_of, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, real_numbers, sgd
-from zero.checks import check_params
 from zero.comm.loopback import LoopbackGroup, loopback, run_ranks, solo
 from zero.errors import RankFailed, RanksDiffer
 from zero.memory.flatten import Flattener
 from zero.memory.masters import Masters
-from zero.optimizer import shard
-from zero.runtime.aliases import Aliases
-from zero.runtime.hooks import GradHooks
-from zero.runtime.reducer import Reducer
-from zero.runtime.updater import Updater
-from zero.runtime.window import Window
+from zero.runtime.grads.window import Window
+from zero.runtime.params.hooks import GradHooks
+from zero.runtime.params.tracking import Aliases
+from zero.runtime.reduce.buckets import Reducer
+from zero.runtime.step.updater import Updater
+from zero.setup.model_checks import check_params
+from zero.sharding.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 

@@ -28,8 +28,8 @@ from tests.promises.offloads import (
 from tests.promises.test_core_memory import deep
 from tests.zoo.branches import ManyParameters
 from tests.zoo.case import draw, filled, real_loss
-from zero.memory.offload import Host
-from zero.runtime.updater import Updater
+from zero.memory.homes.host import Host
+from zero.runtime.step.updater import Updater
 
 # windows ----------------------------------------------------------------------------------------------------------------
 

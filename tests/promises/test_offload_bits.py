@@ -32,8 +32,8 @@ from tests.zoo import CASES
 from tests.zoo.case import backward, draw, real_loss
 from zero.comm.group import TimeLimits
 from zero.comm.torch_group import connect
-from zero.config import LossScale, Offload
-from zero.memory.offload import Host
+from zero.config.schema import LossScale, Offload
+from zero.memory.homes.host import Host
 
 # ratios and groups ------------------------------------------------------------------------------------------------------
 

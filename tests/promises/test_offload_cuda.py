@@ -14,7 +14,7 @@ from accelerators.backends.cuda import CudaAccelerator
 from tests import ranks
 from tests.promises import test_offload, test_offload_bits, test_offload_memory, test_travel
 from tests.promises.offloads import DTYPES, SHARDED, difference, in_threes, on_device, pairs
-from zero.config import LossScale, Offload
+from zero.config.schema import LossScale, Offload
 
 DEVICE = "cuda"
 

@@ -17,14 +17,14 @@ from tests.promises.loops import alone, one_step, same, weights
 from tests.promises.offloads import SHARDED, adamw, on_sim, place_of, send
 from tests.promises.test_core_memory import Peak, deep, tensors_inside
 from tests.zoo.case import backward, draw, real_loss, real_mlp
-from zero.comm.group import Added, Alone, Ready
 from zero.comm.loopback import solo
+from zero.comm.results import Added, Alone, Ready
 from zero.comm.torch_group import TorchGroup
-from zero.engine import Engine
-from zero.memory.offload import Host
-from zero.optimizer import shard
+from zero.engine.engine import Engine
+from zero.memory.homes.host import Host
+from zero.optim.traits import num_moments
 from zero.plan.budget import budget_of
-from zero.room import num_moments
+from zero.sharding.optimizer import shard
 
 KIB = 1024
 WIDTH, NUM_LAYERS, LAYERS_A_BUCKET = 256, 16, 4

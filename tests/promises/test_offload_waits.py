@@ -20,13 +20,13 @@ from tests.promises.offloads import SMALL, bits, difference, grads, on_sim, send
 from tests.traces import copied
 from tests.zoo.case import filled
 from zero.comm.loopback import solo
-from zero.config import LossScale
-from zero.memory.flat import Shard
+from zero.config.schema import LossScale
+from zero.memory.homes.host import Crossing, Host
 from zero.memory.masters import Masters
-from zero.memory.offload import Crossing, Host
+from zero.memory.shard import Shard
 from zero.memory.staging import Staging
-from zero.optimizer import shard
-from zero.travel import Travel
+from zero.sharding.optimizer import shard
+from zero.sharding.state_offload import Travel
 
 NUM_SEEDS = 50
 

@@ -18,7 +18,7 @@ from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, 
 from tests.zoo.optimizers import Lion
 from zero.comm.loopback import run_ranks
 from zero.errors import RanksDiffer, ZeroError
-from zero.optimizer import shard
+from zero.sharding.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [TINY, 1 << 20])

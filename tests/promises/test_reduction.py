@@ -31,7 +31,7 @@ from tests.promises.trainings import (
 from tests.traces import compare
 from tests.zoo import CASES
 from tests.zoo.case import draw, filled, like, real_loss, real_numbers, whole_loss, whole_numbers
-from zero.optimizer import shard
+from zero.sharding.optimizer import shard
 
 ORDINARY = ("two_layers", "branch_chosen_by_rank_and_step", "parameter_larger_than_a_bucket")
 

@@ -11,7 +11,7 @@ import zero
 from tests import ranks
 from tests.devices import needs_compiler
 from tests.zoo.case import filled, real_numbers
-from zero.memory.flat import Shard
+from zero.memory.shard import Shard
 
 LAYERS, WIDTH, BUCKET_BYTES = 3, 64, 4096
 

@@ -18,9 +18,9 @@ from tests.devices import needs_sim
 from tests.promises.loops import alone, one_step, same, weights
 from tests.promises.offloads import DTYPES, SHARDED, bits, difference, grads, on_sim, send
 from tests.zoo.case import draw, real_loss
-from zero.config import Offload
-from zero.memory.offload import Host
-from zero.travel import STATES, Travel
+from zero.config.schema import Offload
+from zero.memory.homes.host import Host
+from zero.sharding.state_offload import STATES, Travel
 
 DEEPSPEEDS = {
     "masters": "hp_params",

@@ -11,9 +11,9 @@ import zero
 from tests import ranks
 from tests.zoo.case import filled
 from zero.comm.loopback import run_ranks
-from zero.engine import Engine
+from zero.engine.engine import Engine
 from zero.errors import GroupLost, NonFinite, RankFailed, RanksDiffer
-from zero.runtime.gatherer import Gatherer
+from zero.runtime.step.publisher import Gatherer
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 TIME_LIMIT_S = 20.0

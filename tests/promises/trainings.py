@@ -19,9 +19,9 @@ from tests.zoo.case import Case
 from zero.comm.group import TimeLimits
 from zero.comm.loopback import LoopbackGroup, run_ranks
 from zero.comm.torch_group import connect
-from zero.config import LossScale
-from zero.memory.flat import sum_dtype
-from zero.optimizer import ShardedOptimizer, shard
+from zero.config.schema import LossScale
+from zero.memory.formats import sum_dtype
+from zero.sharding.optimizer import ShardedOptimizer, shard
 
 STAGES, WORLDS, BUCKETS = (0, 1, 2), (1, 2, 3), ("tiny", "huge")
 NAMES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}

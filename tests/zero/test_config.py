@@ -12,8 +12,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zero.config import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, ZeroConfig, first_difference
-from zero.recipes import FUSED_IN_TORCH, OPTIMIZERS, SCHEDULES
+from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, SCHEDULES
+from zero.config.schema import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, ZeroConfig, first_difference
 
 # One other value for every field: what a digest that misses a field would not notice.
 OTHER_VALUES = {
@@ -68,7 +68,7 @@ def in_a_fresh_python(code: str) -> str:
 
 
 def test_reading_a_configuration_imports_no_torch():
-    assert in_a_fresh_python("import sys, zero.deepspeed_json; print('torch' in sys.modules)") == "False"
+    assert in_a_fresh_python("import sys, zero.config.deepspeed.reader; print('torch' in sys.modules)") == "False"
 
 
 def test_importing_zero_imports_no_pydantic():

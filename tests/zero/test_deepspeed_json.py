@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 
 from zero.__main__ import main
-from zero.config import DEFAULT_BUCKET_BYTES
-from zero.deepspeed_json import read_deepspeed, translate
-from zero.deepspeed_keys import ALIASES, AUTO, BLOCKS, HARMLESS, KNOWN, OFF, REFUSED, SWITCHES, USED
-from zero.deepspeed_meaning import Implied
+from zero.config.deepspeed.keys import ALIASES, AUTO, BLOCKS, HARMLESS, KNOWN, OFF, REFUSED, SWITCHES, USED
+from zero.config.deepspeed.mapping import Implied
+from zero.config.deepspeed.reader import read_deepspeed, translate
+from zero.config.schema import DEFAULT_BUCKET_BYTES
 
 DATA = pathlib.Path(__file__).parent.parent / "data" / "deepspeed"
 FILES = sorted(DATA.glob("*.json"))

@@ -17,7 +17,7 @@ import pytest
 
 import zero
 from zero.__main__ import main
-from zero.deepspeed_keys import KNOWN
+from zero.config.deepspeed.keys import KNOWN
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

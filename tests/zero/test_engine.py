@@ -11,10 +11,10 @@ from torch import nn
 
 from tests.zoo.case import filled, mlp, real_mlp, real_numbers, whole_loss, whole_numbers
 from zero.comm.loopback import run_ranks, solo
-from zero.config import LossScale, Report, ZeroConfig
-from zero.engine import Engine
-from zero.optimizer import ShardedOptimizer
-from zero.runtime.labels import STOPS
+from zero.config.schema import LossScale, Report, ZeroConfig
+from zero.engine.engine import Engine
+from zero.runtime.profiling import STOPS
+from zero.sharding.optimizer import ShardedOptimizer
 
 STAGES = (0, 1, 2)
 WORLDS = (1, 2)
@@ -548,7 +548,7 @@ def test_names_state_and_mode_are_those_of_the_plain_model():
 
 
 def test_it_answers_under_the_names_that_deepspeed_has():
-    from zero.config import Batch
+    from zero.config.schema import Batch
 
     batch = Batch.of(micro_samples=4, accumulation=2, world_size=1)
     engine = engine_of(solo(), 1, batch=batch, clip=0.5, dtype="bfloat16")

@@ -14,11 +14,11 @@ from torch import nn
 
 import zero
 from zero.__main__ import main
-from zero.checkpoint.importing import import_checkpoint
+from zero.checkpoint.importers import import_checkpoint
 from zero.comm.loopback import run_ranks, solo
-from zero.engine import Engine
+from zero.engine.engine import Engine
 from zero.errors import BadCheckpoint
-from zero.optimizer import shard
+from zero.sharding.optimizer import shard
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
 FOLDERS = ("stage1_two_ranks", "stage2_three_ranks")

@@ -18,11 +18,11 @@ from tests import ranks
 from tests.devices import needs_sim
 from tests.zoo.case import mlp, real_mlp, real_numbers
 from zero.comm.loopback import solo
-from zero.config import Batch, LossScale, OptimizerSpec, Report, ScheduleSpec, ZeroConfig
-from zero.deepspeed_json import translate
-from zero.deepspeed_meaning import Implied
-from zero.lion import Lion
-from zero.served import check_plain, check_served
+from zero.config.deepspeed.mapping import Implied
+from zero.config.deepspeed.reader import translate
+from zero.config.schema import Batch, LossScale, OptimizerSpec, Report, ScheduleSpec, ZeroConfig
+from zero.config.supported import check_plain, check_served
+from zero.optim.lion import Lion
 
 FILES = Path(__file__).parents[1] / "data" / "deepspeed"
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -421,7 +421,7 @@ def test_what_changes_no_result_is_told(caplog):
 
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.json")), ids=lambda path: path.stem)
 def test_a_real_file_is_read_and_then_served_or_refused_for_what_is_not_there_yet(path, monkeypatch):
-    monkeypatch.setattr("zero.served.board_writer", lambda: None)  # TensorBoard is not everywhere
+    monkeypatch.setattr("zero.config.supported.board_writer", lambda: None)  # TensorBoard is not everywhere
     implied = Implied(world_size=4, global_samples=64, micro_samples=4, accumulation=4, dtype="bfloat16", clip=1.0, lr=1e-4,
                       weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8, warmup_steps=10, total_steps=100)  # fmt: skip
     try:
@@ -464,7 +464,7 @@ def test_lion_by_name_trains_in_shares():
 
 
 def test_a_kernel_that_the_device_lacks_is_replaced_and_said(monkeypatch, caplog):
-    monkeypatch.setattr("zero.engine_setup._has_fused", lambda spec, accelerator: False)
+    monkeypatch.setattr("zero.engine.initialize._has_fused", lambda spec, accelerator: False)
     engine, optimizer, *_ = zero.initialize(model=mlp(), config=written())
     assert engine.config.kernels == "torch" and not optimizer.param_groups[0]["fused"]
     assert "torch has no fused AdamW for cpu" in caplog.text

@@ -13,12 +13,12 @@ import zero
 from tests import ranks
 from tests.zoo.case import real_mlp, real_numbers
 from zero.comm.loopback import run_ranks, solo
-from zero.config import Batch, LossScale, OptimizerSpec, ZeroConfig
-from zero.engine import Engine
+from zero.config.schema import Batch, LossScale, OptimizerSpec, ZeroConfig
+from zero.engine.engine import Engine
 from zero.memory.masters import Masters
-from zero.optimizer import ShardedOptimizer
-from zero.runtime.flight import Flight
-from zero.runtime.updater import Updater
+from zero.runtime.reduce.inflight import Flight
+from zero.runtime.step.updater import Updater
+from zero.sharding.optimizer import ShardedOptimizer
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 building = threading.Lock()  # ranks that are threads share torch's generators
@@ -246,7 +246,7 @@ def subject(rank, num_ranks):
                 optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), config={"zero_optimization": {"stage": 2}})
 
 def broken():
-    from zero.runtime.flight import Flight
+    from zero.runtime.reduce.inflight import Flight
     land = Flight._land
     def halved(flight, keep):
         flight.factor /= 2

@@ -12,13 +12,13 @@ import zero
 from tests.promises.loops import alone
 from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero.comm.loopback import run_ranks, solo
-from zero.config import LossScale
-from zero.deepspeed_json import read_deepspeed
-from zero.engine import Engine
-from zero.held import held
-from zero.optimizer import ShardedOptimizer, shard
+from zero.config.deepspeed.reader import read_deepspeed
+from zero.config.schema import LossScale
+from zero.engine.engine import Engine
 from zero.plan.costs import cost_of
-from zero.runtime.labels import STOPS
+from zero.runtime.profiling import STOPS
+from zero.sharding.memory_usage import held
+from zero.sharding.optimizer import ShardedOptimizer, shard
 
 building = threading.Lock()  # ranks that are threads share torch's generators
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from tests.zoo.case import real_loss, real_mlp
-from zero.checks import ELEMENTWISE, has_one_pass
 from zero.comm.loopback import solo
-from zero.memory.flat import goes_with_elements
-from zero.optimizer import shard
+from zero.memory.formats import goes_with_elements
+from zero.optim.traits import ELEMENTWISE, num_moments
 from zero.plan.budget import budget_of
-from zero.room import num_moments
+from zero.runtime.kernels.select import has_one_pass
+from zero.sharding.optimizer import shard
 
 SETTINGS = ({}, {"momentum": 0.9}, {"amsgrad": True}, {"centered": True}, {"momentum": 0.9, "centered": True})
 

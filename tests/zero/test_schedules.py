@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 
-from zero.config import ScheduleSpec
-from zero.schedules import build_schedule
+from zero.config.schema import ScheduleSpec
+from zero.optim.schedules import build_schedule
 
 
 def optimizer_of(*rates: float | torch.Tensor, kind: type = torch.optim.AdamW) -> torch.optim.Optimizer:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from zero.comm.loopback import run_ranks
-from zero.optimizer import shard
+from zero.sharding.optimizer import shard
 
 
 def trained(sharded, rank=0, group=None, reload=False):

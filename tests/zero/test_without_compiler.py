@@ -15,8 +15,8 @@ from torch import nn
 
 from tests import ranks
 from zero.comm.loopback import solo
-from zero.optimizer import shard
-from zero.without_compiler import without_compiler
+from zero.optim.skip_dynamo import without_compiler
+from zero.sharding.optimizer import shard
 
 TRAINED = """
     import inspect, sys
@@ -90,7 +90,7 @@ def test_two_threads_that_make_optimizers_at_once_leave_nothing_and_raise_nothin
         with without_compiler():
             inside.wait(10.0)
 
-    monkeypatch.setattr("zero.without_compiler.hasattr", lambda *_: False, raising=False)  # neither sees the other's mark
+    monkeypatch.setattr("zero.optim.skip_dynamo.hasattr", lambda *_: False, raising=False)  # neither sees the other's mark
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(make, range(2)))
     assert not vars(untold)

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from zero.comm.group import Group, exchange_texts
+from zero.comm.exchange import exchange_texts
+from zero.comm.group import Group
 from zero.errors import CheckpointFailed, RanksDiffer, ZeroError
 
 Result = TypeVar("Result")

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from zero.checkpoint import disk
+from zero.checkpoint.manifest import ANOTHER, HEAD_BYTES, Manifest, number_of
 from zero.errors import BadCheckpoint
-from zero.plan.manifest import ANOTHER, HEAD_BYTES, Manifest, number_of
 
 LATEST, MANIFEST = "latest", "manifest.json"
 _TAG = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]{0,199}")  # it becomes the name of a folder, on any system

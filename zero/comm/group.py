@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from zero.errors import RankFailed, RanksDiffer, ZeroError
-
 Result = TypeVar("Result")
-
-_STRETCH = 2**18  # elements
 
 
 @dataclass(frozen=True)
@@ -113,143 +108,3 @@ def checked(group: Any) -> Group:
     return found
 
 
-class Added:
-    """The sum of a stretch of every rank, which are added where it is needed."""
-
-    def __init__(self, sum_dtype: torch.dtype) -> None:
-        self.sum_dtype = sum_dtype
-
-    def done(self) -> bool:
-        return True
-
-    def rows(self) -> Sequence[torch.Tensor]:
-        """The stretches, in the order of ranks. Waits for them; they may be read until `finish`."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """They were read."""
-
-    def wait(self) -> torch.Tensor:
-        rows = self.rows()
-        total = torch.empty(rows[0].numel(), dtype=self.sum_dtype, device=rows[0].device)
-        add_rows(rows, total)
-        self.finish()
-        return total
-
-
-class Alone(Added):
-    """That of a single rank."""
-
-    def __init__(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> None:
-        super().__init__(sum_dtype)
-        self._bucket = bucket
-
-    def rows(self) -> Sequence[torch.Tensor]:
-        return [self._bucket]
-
-    def wait(self) -> torch.Tensor:
-        return self._bucket.to(self.sum_dtype)
-
-
-class Ready:
-    """A result that was there at once."""
-
-    def __init__(self, result: torch.Tensor) -> None:
-        self._result = result
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> torch.Tensor:
-        return self._result
-
-
-def sum_in_rank_order(pieces: torch.Tensor, num_ranks: int, sum_dtype: torch.dtype) -> torch.Tensor:
-    """The sum of `num_ranks` equal stretches, added one after the other so that its bits depend on nothing else."""
-    rows = pieces.view(num_ranks, -1)
-    total = torch.empty(rows.shape[1], dtype=sum_dtype, device=pieces.device)
-    add_rows(list(rows), total)
-    return total
-
-
-def add_rows(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 1.0, adds: bool = False) -> None:
-    """Writes `factor` times the sum of the rows, one of which may be the target, or adds it to what is there. The sum is taken
-    in the target's dtype, in the order of the rows, and on the host a stretch at a time, so that all passes but the first find
-    it in the cache."""
-    stretch = _STRETCH if target.is_cpu else max(1, target.numel())
-    for start in range(0, target.numel(), stretch):
-        part = slice(start, start + stretch)
-        add_stretch([row[part] for row in rows], target[part], factor, adds)
-
-
-def add_stretch(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 1.0, adds: bool = False) -> None:
-    """The same, all of it at a time, for who has cut a stretch and passes over it again: cut once more, a thread would find
-    what another one wrote, in the cache of another core."""
-    is_total = len(rows) == 1 and rows[0].dtype == target.dtype
-    is_apart = adds or any(row.data_ptr() == target.data_ptr() for row in rows[1:])
-    total = rows[0] if is_total else (torch.empty_like(target) if is_apart else target).copy_(rows[0])
-    for row in rows[1:]:
-        total.add_(row)
-    if adds:
-        target.add_(total, alpha=factor)
-    elif is_total or is_apart or factor != 1.0:
-        torch.mul(total, factor, out=target)
-
-
-def wait_into(pending: Pending, target: torch.Tensor, factor: float, adds: bool, add: Callable[..., None] = add_rows) -> None:
-    """Waits, and writes or adds `factor` times the result: straight from the rows where there are any."""
-    if isinstance(pending, Added):
-        add(pending.rows(), target, factor, adds)
-        pending.finish()
-    else:
-        add([pending.wait()], target, factor, adds)
-
-
-def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
-    """Every rank's message, by rank; where ranks came for different subjects, all of them raise."""
-    told = [theirs.split(b"\0", 1) for theirs in group.exchange(subject.encode() + b"\0" + message)]
-    first = told[0][0]
-    for rank, (theirs, *_) in enumerate(told):
-        if theirs != first:
-            came = [
-                f"{subject.decode(errors='replace')}{f' ({place.decode()})' if place else ''}"
-                for (subject, *_), place in zip(told, group.exchange(group.doing.encode()), strict=True)
-            ]
-            raise RanksDiffer(
-                f"Rank {rank} of {group.size} came to {came[rank]}, rank 0 to {came[0]}. All ranks must call step, zero_grad, "
-                "operations on gradients and other collectives in the same order, and as often."
-            )
-    return [rest for _, rest in told]
-
-
-def exchange_texts(group: Group, text: str) -> list[str]:
-    """Every rank's text, by rank."""
-    return [message.decode() for message in exchange_about(group, "a save, a state_dict, a check or the like", text.encode())]
-
-
-def first_difference(first: str, other: str, rank: int) -> str:
-    """The first line in which rank 0's text differs from another rank's, and of that the first words that differ."""
-    for mine, theirs in itertools.zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing"):
-        if mine != theirs:
-            one, another = mine, theirs
-            if mine.startswith("group ") and theirs.startswith("group "):
-                settings = zip(mine.split(", "), theirs.split(", "), strict=False)
-                one, another = next(((a, b) for a, b in settings if a != b), (mine, theirs))
-            return f"rank {rank} has {another!r:.200}, rank 0 has {one!r:.200}"
-    return "they have the same parameters, in other places"
-
-
-def together(group: Group, act: Callable[[], Result]) -> Result:
-    """What `act` gives; where it fails on one rank, all of them raise, so that none waits for what will not come."""
-    try:
-        result = act()
-    except Exception as error:
-        with contextlib.suppress(ZeroError):
-            group.exchange(b"\1")
-            exchange_texts(group, f"{type(error).__name__}: {error}")
-        raise
-    if any(message != b"\0" for message in group.exchange(b"\0")):
-        for rank, text in enumerate(exchange_texts(group, "")):
-            if text:
-                raise RankFailed(f"Rank {rank} of {group.size} could not do its part of the sharding, so nobody did: {text}")
-    return result

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from zero.comm.group import Alone, Pending, Ready, sum_in_rank_order
+from zero.comm.group import Pending
+from zero.comm.results import Alone, Ready, sum_in_rank_order
 from zero.errors import GroupLost
 
 Result = TypeVar("Result")

@@ -33,12 +33,13 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from accelerators import Accelerator
 from accelerators.launch import read_launch
-from zero.comm import ending
-from zero.comm.group import Alone, Group, Pending, Ready, TimeLimits, checked
+from zero.comm.group import Group, Pending, TimeLimits, checked
+from zero.comm.health import shutdown
+from zero.comm.health.monitor import Watch
 from zero.comm.loopback import solo
-from zero.comm.shared_memory import through_shared_memory
-from zero.comm.watch import Watch
-from zero.comm.works import Exchanged, Works, bits
+from zero.comm.results import Alone, Ready
+from zero.comm.shared_memory.group import through_shared_memory
+from zero.comm.torch_work import Exchanged, Works, bits
 from zero.errors import GroupLost
 
 # torch 2.13 has new names for these and warns of the old ones
@@ -97,7 +98,7 @@ def sharing(group: Group, wanted: bool) -> Group:
 def end() -> None:
     """See [Note: the end]."""
     is_on = dist.is_available() and dist.is_initialized()
-    ending.end(_store() if is_on else None, dist.get_rank() if is_on else 0)
+    shutdown.end(_store() if is_on else None, dist.get_rank() if is_on else 0)
     if is_on and _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD:
         dist.destroy_process_group()
     _kept[:] = [kept for kept in _kept if kept[0][-1] != os.getpid()]
@@ -121,13 +122,13 @@ class TorchGroup:
         self._backend = accelerator.communication_backend
         self._limits = limits
         self._connect()
-        ending.opened(self)
+        shutdown.opened(self)
 
     def _connect(self) -> None:
         self._lost: str | None = None
         self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
         self._watch = self._new_watch()
-        self._watch.meet(self._limits.first_s, lambda rank: ending.words_of(_store(), self._ranks[rank]))
+        self._watch.meet(self._limits.first_s, lambda rank: shutdown.words_of(_store(), self._ranks[rank]))
         self._patient, self._prompt = self._take_kept() or self._new_wires(self._limits)
         self._wires = self._patient  # those in use; the others serve to find out who is lost
 

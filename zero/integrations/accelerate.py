@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.engine_setup import move
-from zero.loading import load
-from zero.optimizer import ShardedOptimizer, shard
+from zero.engine.initialize import move
 from zero.plan.stages import stage_of
-from zero.runtime.managed import window_of
-from zero.saving import save
+from zero.runtime.grads.ownership import window_of
+from zero.sharding.load import load
+from zero.sharding.optimizer import ShardedOptimizer, shard
+from zero.sharding.save import save
 
 try:
     from accelerate import Accelerator, DistributedType

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from zero.loading import load
-from zero.optimizer import ShardedOptimizer, shard
 from zero.plan.stages import stage_of
-from zero.saving import save
+from zero.sharding.load import load
+from zero.sharding.optimizer import ShardedOptimizer, shard
+from zero.sharding.save import save
 
 _FILE, _FOLDER, _TAG = "lightning.ckpt", "zero", "state"  # in each checkpoint
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from zero.integrations.accelerate import ShardedAccelerator
-from zero.loading import load
-from zero.saving import save
+from zero.sharding.load import load
+from zero.sharding.save import save
 
 try:
     from transformers import Trainer

@@ -18,7 +18,7 @@ import torch
 
 from accelerators import Accelerator
 from accelerators.memory import format_bytes
-from zero.memory.flat import DTYPES, Form, sum_dtype
+from zero.memory.formats import DTYPES, Form, sum_dtype
 from zero.memory.weights import FlatBuffer
 
 logger = logging.getLogger("zero")

@@ -6,8 +6,9 @@ from collections import deque
 
 import torch
 
-from zero.memory.flat import Line, Shard, sum_dtype
-from zero.memory.offload import Crossing
+from zero.memory.formats import sum_dtype
+from zero.memory.homes.host import Crossing
+from zero.memory.shard import Line, Shard
 from zero.memory.weights import FlatBuffer
 from zero.plan.layout import Block, Piece
 

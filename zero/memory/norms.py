@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zero.memory.flat import by_device
+from zero.memory.formats import by_device
 
 PIECE = 2**15  # elements: what one thread adds up by itself, however many there are
 

@@ -9,7 +9,7 @@ import torch
 
 from accelerators import Accelerator
 from accelerators.streams import Event, InOrderStream, Stream
-from zero.memory.offload import Crossing
+from zero.memory.homes.host import Crossing
 
 
 class Staging:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from zero.memory.flat import DTYPES, Line
+from zero.memory.formats import DTYPES
+from zero.memory.shard import Line
 
 
 class FlatBuffer:

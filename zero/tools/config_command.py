@@ -7,7 +7,7 @@ import argparse
 import json
 from typing import Any
 
-from zero.tools.answers import DONE, NO, Subparsers, add_command, complain, tell
+from zero.tools.cli import DONE, NO, Subparsers, add_command, complain, tell
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -25,8 +25,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Imported here: pydantic is for those who ask for a configuration, not for every subcommand.
-    from zero.config import ZeroConfig
-    from zero.deepspeed_json import translate
+    from zero.config.deepspeed.reader import translate
+    from zero.config.schema import ZeroConfig
 
     implied = _implied(args)
     if args.file is None and (args.implied or args.world_size != 1):
@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
 def _implied(args: argparse.Namespace) -> Any:
     from dataclasses import fields
 
-    from zero.deepspeed_meaning import Implied
-    from zero.recipes import did_you_mean
+    from zero.config.deepspeed.mapping import Implied
+    from zero.config.registry import did_you_mean
 
     known = {field.name for field in fields(Implied)}
     values: dict[str, Any] = {"world_size": args.world_size}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from zero.tools.answers import DONE, Subparsers, add_command, tell
+from zero.tools.cli import DONE, Subparsers, add_command, tell
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     # Imported here: torch is not for those who ask for another subcommand.
     import torch
 
-    from zero.checkpoint.exporting import export
+    from zero.checkpoint.export import export
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     shard_bytes = None if args.shard_size is None else _bytes_of(args.shard_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from zero.tools.answers import DONE, Subparsers, add_command, tell
+from zero.tools.cli import DONE, Subparsers, add_command, tell
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -23,7 +23,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Imported here: torch is not for those who ask for another subcommand.
-    from zero.checkpoint.importing import import_checkpoint
+    from zero.checkpoint.importers import import_checkpoint
 
     made = import_checkpoint(args.source, args.out, args.tag, optimizer=args.optimizer, buffers=args.buffer)
     tell(args.json, {"written": str(made)}, str(made))

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from zero.tools.answers import DONE, NO, Subparsers, add_command, complain, pairs, table, tell
+from zero.tools.cli import DONE, NO, Subparsers, add_command, complain, pairs, table, tell
 
 if TYPE_CHECKING:
-    from zero.plan.manifest import Manifest
+    from zero.checkpoint.manifest import Manifest
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _figures(manifest: Manifest) -> Mapping[str, Any]:
-    from zero.checkpoint.typed import decode
+    from zero.checkpoint.values import decode
 
     training = decode(manifest.training, lambda key, dtype, shape: f"a {dtype} of shape {shape}")  # type: ignore[arg-type,return-value]
     return {

@@ -7,7 +7,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 
-from zero.tools.answers import DONE, IMPOSSIBLE, INTERRUPTED, complain
+from zero.tools.cli import DONE, IMPOSSIBLE, INTERRUPTED, complain
 
 
 def is_rank() -> bool:

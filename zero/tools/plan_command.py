@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from zero.tools.answers import DONE, NO, Subparsers, add_command, table, tell
+from zero.tools.cli import DONE, NO, Subparsers, add_command, table, tell
 
 if TYPE_CHECKING:
     from zero.plan.costs import Cost
@@ -79,7 +79,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     # Imported here: torch is not for those who ask for another subcommand.
     from accelerators.memory import format_bytes, parse_bytes
-    from zero.config import DEFAULT_BUCKET_BYTES
+    from zero.config.schema import DEFAULT_BUCKET_BYTES
     from zero.tools.planning.subject import read_subject
 
     for name in ("ranks", "ranks_per_host", "accumulation", "batch"):

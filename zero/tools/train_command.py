@@ -7,7 +7,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from zero.tools.answers import DONE, INTERRUPTED, Subparsers, add_command, complain, tell
+from zero.tools.cli import DONE, INTERRUPTED, Subparsers, add_command, complain, tell
 from zero.tools.launch import is_rank, launch
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _add(group: Any, name: str, default: Any, words: str, **options: Any) -> Non
 def run(args: argparse.Namespace) -> int:
     # Imported here: torch is not for those who ask for another subcommand.
     import accelerators
-    from zero.records import board_writer
+    from zero.sharding.metrics import board_writer
     from zero.tools.training.loop import check_directory, check_same
     from zero.tools.training.options import Options
     from zero.tools.training.text import Text, read_text

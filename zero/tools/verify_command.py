@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from zero.tools.answers import DONE, IMPOSSIBLE, NO, Subparsers, add_command, complain, tell
+from zero.tools.cli import DONE, IMPOSSIBLE, NO, Subparsers, add_command, complain, tell
 
 _DESCRIPTION = """Trains a model of yours for a few steps twice, sharded and in plain PyTorch.
 Says that both are equal, or names the first parameter that differs, and by how much.

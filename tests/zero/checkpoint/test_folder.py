@@ -10,8 +10,8 @@ import pytest
 
 from zero.checkpoint import disk
 from zero.checkpoint.folder import LATEST, MANIFEST, Folder, _being_written, check_file, check_tag, read_manifest
+from zero.checkpoint.manifest import File, Manifest, Outline, Part, Stored, Stretch, merged
 from zero.errors import BadCheckpoint
-from zero.plan.manifest import File, Manifest, Outline, Part, Stored, Stretch, merged
 
 NOTHING = Manifest((), {}, {})
 

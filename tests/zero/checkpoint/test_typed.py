@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.checkpoint.typed import decode, encode, first_difference
+from zero.checkpoint.values import decode, encode, first_difference
 
 
 def back(value):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from zero.comm.ending import at_once
+from zero.comm.health.shutdown import at_once
 
 
 def test_each_has_begun_before_any_is_waited_for():

@@ -11,10 +11,12 @@ import torch.distributed as dist
 import accelerators
 from tests import ranks
 from zero.comm import torch_group
-from zero.comm.group import TimeLimits, exchange_about, exchange_texts, sum_in_rank_order, together
+from zero.comm.exchange import exchange_about, exchange_texts, together
+from zero.comm.group import TimeLimits
+from zero.comm.health.monitor import Watch
 from zero.comm.loopback import loopback, run_ranks, solo
+from zero.comm.results import sum_in_rank_order
 from zero.comm.torch_group import connect
-from zero.comm.watch import Watch
 from zero.errors import GroupLost, RankFailed, RanksDiffer
 
 both_wires = pytest.mark.parametrize("shared", [False, True], ids=["sockets", "shared memory"])

@@ -14,10 +14,10 @@ import torch
 
 import accelerators
 from tests import ranks
-from zero.comm.arena import _IDLE_STEPS, Arena, meet
 from zero.comm.group import TimeLimits
 from zero.comm.loopback import LoopbackGroup, run_ranks
-from zero.comm.shared_memory import SharedMemoryGroup, through_shared_memory
+from zero.comm.shared_memory.arena import _IDLE_STEPS, Arena, meet
+from zero.comm.shared_memory.group import SharedMemoryGroup, through_shared_memory
 from zero.comm.torch_group import connect
 from zero.errors import GroupLost
 

@@ -9,8 +9,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from zero.comm import watch
-from zero.comm.watch import Watch
+from zero.comm.health import monitor
+from zero.comm.health.monitor import Watch
 from zero.errors import GroupLost
 
 
@@ -39,11 +39,11 @@ class Place:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """As little patience as a test needs."""
-    monkeypatch.setattr(watch, "_MEETING_S", 0.6)
-    monkeypatch.setattr(watch, "_LAST_WORDS_S", 0.1)
-    monkeypatch.setattr(watch, "_TURN", datetime.timedelta(seconds=0.05))
+    monkeypatch.setattr(monitor, "_MEETING_S", 0.6)
+    monkeypatch.setattr(monitor, "_LAST_WORDS_S", 0.1)
+    monkeypatch.setattr(monitor, "_TURN", datetime.timedelta(seconds=0.05))
     yield
-    for left in list(watch._watching):
+    for left in list(monitor._watching):
         left.close()
 
 
@@ -87,7 +87,7 @@ def test_a_rank_that_answers_the_alarm_is_there_and_the_one_that_does_not_is_nam
 
 
 def test_a_rank_whose_connection_is_closed_is_gone_and_that_is_known_before_the_meeting_is_over(monkeypatch):
-    monkeypatch.setattr(watch, "_MEETING_S", 60.0)
+    monkeypatch.setattr(monitor, "_MEETING_S", 60.0)
     first, second = watches(2)
     second.note("in the update of step 7")
     touched = []
@@ -155,7 +155,7 @@ class Silent:
 
 
 def test_a_store_that_does_not_answer_is_given_up_and_not_asked_again(monkeypatch):
-    monkeypatch.setattr(watch, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(monitor, "_ANSWER_S", 0.05)
     store = Silent()
     alone = Watch(store, 0, 2, True)
     assert not alone.is_alarmed() and not alone.is_alarmed()
@@ -182,7 +182,7 @@ def test_no_thread_is_left_behind_by_a_question(monkeypatch):
 def test_an_error_is_told_for_every_group_of_this_process_that_is_still_open():
     first, second = watches(2)
     second.close()
-    watch.leave(error())  # of the first
+    monitor.leave(error())  # of the first
     assert second.is_alarmed()
     first.close()
-    watch.leave(error())  # nobody is there to be told
+    monitor.leave(error())  # nobody is there to be told

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from zero.runtime.window import Window
+from zero.runtime.grads.window import Window
 
 
 @pytest.fixture(autouse=True)

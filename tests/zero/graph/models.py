@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from zero.optimizer import shard
+from zero.sharding.optimizer import shard
 
 WIDTH, VOCABULARY, LENGTH = 8, 11, 5
 

@@ -6,7 +6,7 @@ from torch import fx, nn
 
 from zero.graph.operators import OPERATOR
 from zero.graph.passes import PASSES, Backward, Pass, check, find_gradients, hand_over
-from zero.optimizer import shard
+from zero.sharding.optimizer import shard
 
 
 def graph_of(*shapes):

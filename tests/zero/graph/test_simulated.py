@@ -13,7 +13,7 @@ from tests.traces import copied
 from tests.zero.graph.models import adamw, batch, build
 from zero.comm.group import TimeLimits
 from zero.comm.torch_group import connect
-from zero.optimizer import shard
+from zero.sharding.optimizer import shard
 
 
 def train(rank: int, world: int, stage: int, offload: str | None) -> list[dict[str, torch.Tensor]]:

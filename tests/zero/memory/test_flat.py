@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zero.memory.flat import Form, Line, Shard, overlapping, sum_dtype
+from zero.memory.formats import Form, overlapping, sum_dtype
 from zero.memory.masters import Masters
+from zero.memory.shard import Line, Shard
 from zero.memory.weights import FlatBuffer
 from zero.plan.layout import FlatLayout, ParamSpec
 

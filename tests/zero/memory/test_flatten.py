@@ -17,12 +17,13 @@ from tests import ranks
 from tests.devices import needs_sim
 from zero.comm.loopback import run_ranks, solo
 from zero.errors import RankFailed
-from zero.memory.flat import Form, Line
 from zero.memory.flatten import Flattener, Place, unflatten
+from zero.memory.formats import Form
+from zero.memory.shard import Line
 from zero.memory.staging import Staging
 from zero.memory.weights import FlatBuffer
-from zero.optimizer import shard
 from zero.plan.layout import FlatLayout, ParamSpec
+from zero.sharding.optimizer import shard
 
 
 class Roomy:

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracle import DynamicScale
+from zero.plan.grad_scaling import Scaling
 from zero.plan.loss_scale import LossScale
-from zero.plan.scaling import Scaling
 from zero.plan.stages import STAGES, stage_of
 
 unhurried = settings(deadline=None)  # other work may have the core

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.plan.manifest import FORMAT, VERSION, Buffer, File, Manifest, Stored, Stretch, _hash_of
+from zero.checkpoint.manifest import FORMAT, VERSION, Buffer, File, Manifest, Stored, Stretch, _hash_of
 
 GOOD = Manifest(
     files=(File("rank0.safetensors", 100, "ab"), File("rank1.safetensors", 60, "cd")),

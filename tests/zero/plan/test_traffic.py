@@ -9,9 +9,9 @@ import torch
 from tests.instruments import Ledger
 from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero.comm.loopback import run_ranks
-from zero.optimizer import shard
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.plan.traffic import Traffic, traffic_of
+from zero.sharding.optimizer import shard
 
 PAGE = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
 

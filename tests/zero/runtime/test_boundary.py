@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero.runtime.boundary import Boundary
+from zero.runtime.grads.sync_policy import Boundary
 
 
 @pytest.mark.parametrize(("locally", "expected"), [(True, [False, False, True, True]), (False, [True] * 4)])

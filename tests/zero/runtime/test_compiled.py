@@ -14,7 +14,7 @@ import zero
 from tests.devices import needs_compiler
 from tests.zoo.case import real_numbers
 from zero.comm.loopback import solo
-from zero.runtime import compiled
+from zero.runtime.kernels import native
 
 pytestmark = needs_compiler
 
@@ -35,7 +35,7 @@ def bits(tensor):
 
 def step(masters, weights=None, rounded=None):
     moments = [torch.zeros_like(masters) for _ in range(2)]
-    compiled.step_adam(NOTHING, True, [torch.zeros_like(masters)], (), masters, moments, weights, rounded)
+    native.step_adam(NOTHING, True, [torch.zeros_like(masters)], (), masters, moments, weights, rounded)
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def of_threads(number):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_narrow_number_is_widened_as_torch_does(dtype):
     found = torch.empty(2**16)
-    compiled.add([every(dtype)], found, 1.0, False)
+    native.add([every(dtype)], found, 1.0, False)
     assert torch.equal(bits(found), bits(every(dtype).float()))
 
 
@@ -85,7 +85,7 @@ def test_a_square_of_numbers_of_any_size_is_that_of_fp64(value):
     numbers = torch.full((5000,), value)
     numbers[1030:] = 0.0  # one block and a part of the next
     expected = numbers.double().square().sum().item()
-    assert compiled.square([numbers], (), torch.float32) == pytest.approx(expected, rel=1e-6, nan_ok=True)
+    assert native.square([numbers], (), torch.float32) == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,14 +93,14 @@ def test_threads_change_no_bit_and_rows_have_the_square_of_their_sum(dtype):
     rows, total, found = [real_numbers((50_007,), "row", rank).to(dtype) for rank in range(3)], torch.empty(50_007), []
     for number in (1, 2, 3):
         with of_threads(number):
-            compiled.add(rows, total, 0.3, False)
+            native.add(rows, total, 0.3, False)
             total.mul_(0.7)
-            squares = [compiled.square([total], (), torch.float32), compiled.square(rows, (0.3, 0.7), torch.float32)]
+            squares = [native.square([total], (), torch.float32), native.square(rows, (0.3, 0.7), torch.float32)]
             masters, *moments = (real_numbers((50_007,), name) for name in ("masters", "mean", "square"))
             moments[1].square_()
             rounded = torch.empty(50_007, dtype=torch.bfloat16)
             numbers = (0.999, 0.1, 0.99, 0.01, -1e-3, 3.0, 1e-8)
-            compiled.step_adam(numbers, False, rows, (0.3, 0.7), masters, moments, None, rounded)
+            native.step_adam(numbers, False, rows, (0.3, 0.7), masters, moments, None, rounded)
             found.append((squares, total.clone(), masters, *moments, rounded))
     assert len({square for squares, *_ in found for square in squares}) == 1
     for other in found[1:]:
@@ -112,16 +112,16 @@ def test_a_sum_is_added_or_takes_the_place_of_what_was_there_also_where_that_is_
     rows = [real_numbers((3000,), "row", rank) for rank in range(2)]
     expected = (rows[0] + rows[1]) * factor
     target = torch.ones(3000)
-    compiled.add(rows, target, factor, True)
+    native.add(rows, target, factor, True)
     assert torch.equal(target, 1.0 + expected)
-    compiled.add(rows, rows[0], factor, False)
+    native.add(rows, rows[0], factor, False)
     assert torch.equal(rows[0], expected)
 
 
 @pytest.mark.parametrize("row", [torch.ones(4, 4)[:, 0], torch.ones(3), torch.ones(4, device="meta")], ids=str)
 def test_what_is_no_line_of_so_many_elements_of_the_host_is_refused(row):
     with pytest.raises(ValueError, match="Pass as many that lie there side by side"):
-        compiled.add([torch.ones(4), row], torch.zeros(4), 1.0, False)
+        native.add([torch.ones(4), row], torch.zeros(4), 1.0, False)
 
 
 @pytest.mark.parametrize("betas", [(0.0, 0.0), (0.0, 0.99), (0.4, 0.3), (0.5, 0.9)])
@@ -145,11 +145,11 @@ def test_a_mean_that_counts_little_leaves_little_of_itself(betas):
 
 PROGRAM = """
 import os, torch
-from zero.runtime import compiled
+from zero.runtime.kernels import native
 torch.set_num_threads(2)
 masters, moments, rows = torch.ones(5000), [torch.zeros(5000), torch.zeros(5000)], [torch.arange(5000).bfloat16()]
 try:
-    compiled.step_adam((0.9, 0.1, 0.9, 0.1, -0.1, 2.0, 1e-8), True, rows, (0.3,), masters, moments, None, None)
+    native.step_adam((0.9, 0.1, 0.9, 0.1, -0.1, 2.0, 1e-8), True, rows, (0.3,), masters, moments, None, None)
     smallest = torch.tensor(1e-40) * 1.0  # which is 0 where that was turned off for the process
     print(masters.double().sum().item(), smallest.item(), os.listdir(os.environ["TMPDIR"]))
 except RuntimeError as error:

@@ -17,14 +17,13 @@ from tests import ranks
 from tests.devices import needs_compiler
 from tests.promises.loops import same, weights
 from tests.zoo.case import backward, real_numbers
-from zero.checks import check_kernels
 from zero.comm.loopback import solo
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span, round_up
-from zero.runtime.compiled import passes
-from zero.runtime.compiled_adam import CompiledAdam
-from zero.runtime.fused_adam import FusedAdam
-from zero.runtime.one_pass import Gradient, Kind, OnePass
+from zero.runtime.kernels.adam_kernels import CompiledAdam, FusedAdam
+from zero.runtime.kernels.adam_step import Gradient, Kind, OnePass
+from zero.runtime.kernels.native import passes
+from zero.runtime.kernels.select import check_kernels
 
 KINDS = (
     Kind(torch.float32),

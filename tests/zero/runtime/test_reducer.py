@@ -8,12 +8,13 @@ import torch
 
 import accelerators
 from tests.zero.runtime.wires import Wire
-from zero.memory.flat import Form, Line, Shard
+from zero.memory.formats import Form
+from zero.memory.shard import Line, Shard
 from zero.memory.staging import Staging
 from zero.plan.layout import FlatLayout, ParamSpec
-from zero.runtime.agreement import Counts, agree
-from zero.runtime.flight import Flight
-from zero.runtime.reducer import Reducer
+from zero.runtime.reduce.buckets import Reducer
+from zero.runtime.reduce.inflight import Flight
+from zero.runtime.sync.agreement import Counts, agree
 
 NUMEL = 16  # of each parameter: one bucket each for one rank in fp32
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero.runtime.standin import StandIn
+from zero.runtime.params.grad_proxy import StandIn
 
 
 class Noted:

@@ -15,8 +15,8 @@ from tests.zero.tools.test_plan import plan_here
 from tests.zoo.case import backward, real_loss, real_mlp, real_numbers
 from zero.__main__ import COMMANDS, main
 from zero.comm.loopback import solo
-from zero.optimizer import shard
-from zero.tools.answers import pairs, table
+from zero.sharding.optimizer import shard
+from zero.tools.cli import pairs, table
 
 DOCS = Path(__file__).parents[3] / "docs"
 NAMES = [command.__name__.rpartition(".")[2].removesuffix("_command") for command in COMMANDS]
@@ -58,7 +58,7 @@ def test_an_interruption_is_a_line_and_an_exit_status_of_its_own(monkeypatch, ca
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("zero.deepspeed_json.translate", interrupted)
+    monkeypatch.setattr("zero.config.deepspeed.reader.translate", interrupted)
     assert asked("config", "some.json") == 130
     assert capsys.readouterr().err == "Interrupted at once: what was begun is not finished.\n"
 

@@ -20,9 +20,9 @@ from tests.promises.test_offload_memory import in_pace
 from tests.zoo.case import filled
 from zero.__main__ import main
 from zero.comm.torch_group import TorchGroup
-from zero.optimizer import shard
 from zero.plan.costs import cost_of
 from zero.plan.families import FAMILIES, parameters_of
+from zero.sharding.optimizer import shard
 from zero.tools.plan_command import recommended
 
 WIDTH, LAYERS = 256, 12

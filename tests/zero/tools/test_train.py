@@ -19,8 +19,8 @@ import pytest
 
 from tests import ranks
 from zero.__main__ import main
-from zero.engine import Engine
-from zero.runtime.labels import STOPS
+from zero.engine.engine import Engine
+from zero.runtime.profiling import STOPS
 from zero.tools.training.display import Display
 from zero.tools.training.loop import Wish, check_same, read_records, train
 from zero.tools.training.model import Gpt

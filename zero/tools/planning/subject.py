@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.memory.flat import DTYPES, dtype_name
+from zero.memory.formats import DTYPES, dtype_name
 from zero.plan.families import parameters_of
 from zero.plan.layout import ITEM_BYTES, ParamSpec
 

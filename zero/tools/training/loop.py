@@ -17,12 +17,12 @@ import torch
 
 import accelerators
 import zero
-from zero.checkpoint import typed
+from zero.checkpoint import values
 from zero.checkpoint.folder import Folder, read_manifest
-from zero.comm.group import exchange_texts
-from zero.config import OptimizerSpec, ZeroConfig
-from zero.engine import Engine
-from zero.records import Records
+from zero.comm.exchange import exchange_texts
+from zero.config.schema import OptimizerSpec, ZeroConfig
+from zero.engine.engine import Engine
+from zero.sharding.metrics import Records
 from zero.tools.launch import is_rank
 from zero.tools.training.model import Gpt
 from zero.tools.training.options import Options
@@ -82,14 +82,14 @@ def check_same(options: Options, identity: Mapping[str, Any]) -> int:
     if folder.latest() is None:
         return 0
     manifest = read_manifest(folder.find(None))
-    saved = typed.decode(manifest.extra, lambda key, *_: key) if manifest.extra is not None else {}
+    saved = values.decode(manifest.extra, lambda key, *_: key) if manifest.extra is not None else {}
     for name, value in identity.items():
         if saved.get(name) != value:
             raise ValueError(
                 f"To go on in {options.directory} was asked for with {name} {value}, but what was saved there has {name} "
                 f"{saved.get(name)}. Ask for the same, or give another --directory."
             )
-    engine = typed.decode(manifest.training, lambda key, *_: key)["engine"]
+    engine = values.decode(manifest.training, lambda key, *_: key)["engine"]
     return int(engine["global_steps"])
 
 

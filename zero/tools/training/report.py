@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerators.memory import format_bytes
-from zero.runtime.labels import STOPS
+from zero.runtime.profiling import STOPS
 from zero.tools.training.plots import layers, lines
 
 # What is plotted under one name; the report's table has all of them.

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from accelerators.memory import format_bytes
-from zero.held import held
+from zero.optim.traits import num_moments
 from zero.plan.costs import Cost, cost_of
 from zero.plan.stages import STAGES
-from zero.room import num_moments
-from zero.tools.answers import table
+from zero.sharding.memory_usage import held
+from zero.tools.cli import table
 from zero.tools.training.loop import build
 from zero.tools.training.options import Options
 

@@ -1,0 +1,190 @@
+"""Whole weights out of a checkpoint, for plain torch: without the model's code or ranks, one parameter in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from zero.checkpoint import disk, values
+from zero.checkpoint.folder import Folder, check_file, read_manifest
+from zero.checkpoint.manifest import VALUE, Manifest
+from zero.checkpoint.progress_bar import Bar
+from zero.checkpoint.reader import Lines
+from zero.checkpoint.tensor_files import write_stream
+from zero.memory.formats import bytes_of
+
+INDEX = "model.safetensors.index.json"
+_ALIASES = "zero.aliases"
+_MODULES = "zero.modules"  # in a file's metadata: what modules keep beside tensors, typed
+
+
+def export(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    shard_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    optimizer: str | os.PathLike[str] | None = None,
+) -> list[Path]:
+    """Writes the weights and buffers of a checkpoint to the safetensors file `out`; gives the paths written. No collective.
+
+    `read_export` gives them as a state dict that the plain model takes, and so does safetensors' own `load_model`. Tied
+    weights are written once, with their other names in the file's metadata. With `shard_bytes` `out` is a folder
+    of files of about that size and an index. Floating weights are in the dtype that they were trained in, or in `dtype`.
+    `optimizer` names a file for a state dict that a plain torch optimizer takes.
+    """
+    _check_asked(Path(os.fspath(out)), shard_bytes, dtype)
+    folder = Folder.at(directory).find(tag)
+    manifest = read_manifest(folder)
+    with Bar(f"checking {folder.name}", sum(file.num_bytes for file in manifest.files)) as bar:
+        for number in range(len(manifest.files)):
+            check_file(folder, manifest, number, bar.advance)
+    lines = Lines(folder, manifest)
+    try:
+        exporting = _Exporting(manifest, lines, dtype)
+        made = exporting.write_weights(Path(os.fspath(out)), shard_bytes)
+        if optimizer is not None:
+            made.append(exporting.write_optimizer(Path(os.fspath(optimizer))))
+        return made
+    finally:
+        lines.close()
+
+
+def _check_asked(out: Path, shard_bytes: int | None, dtype: torch.dtype | None) -> None:
+    if shard_bytes is not None and shard_bytes < 1:
+        raise ValueError(f"An export with shard_bytes={shard_bytes} was asked for, but a file has bytes. Pass 1 or more.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"An export in {dtype} was asked for, but weights are no integers. Pass a floating dtype.")
+    if (shard_bytes is None) is out.is_dir() and out.exists():
+        what, instead = ("a folder", "file") if out.is_dir() else ("a file", "folder")
+        raise ValueError(f"An export to {out} was asked for, but that is {what}. Name a {instead}.")
+
+
+def read_export(out: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `export` wrote, as a state dict of the plain model: tied weights under all their names, as one tensor."""
+    path, found = Path(os.fspath(out)), dict[str, Any]()
+    files = [path]
+    if path.is_dir():
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        files = [path / name for name in sorted(set(index["weight_map"].values()))]
+    metadata: dict[str, str] = {}
+    for file in files:
+        opened: Any = safe_open(file, framework="pt", device="cpu")
+        with opened as tensors:
+            found.update({name: tensors.get_tensor(name) for name in tensors.keys()})  # noqa: SIM118 - no mapping
+            metadata.update(tensors.metadata() or {})
+    modules = values.decode(json.loads(metadata.pop(_MODULES, "{}")))
+    found.update({f"{name}._extra_state" if name else "_extra_state": state for name, state in modules.items()})
+    found.update({alias: found[name] for alias, name in json.loads(metadata.get(_ALIASES, "{}")).items()})
+    return found
+
+
+@dataclass(frozen=True)
+class _Exporting:
+    manifest: Manifest
+    lines: Lines
+    dtype: torch.dtype | None
+
+    def write_weights(self, out: Path, shard_bytes: int | None) -> list[Path]:
+        sizes = self._sizes()
+        aliases = self.manifest.aliases  # by themselves as safetensors' own `load_model` wants them
+        metadata = {"format": "pt", **aliases, _ALIASES: json.dumps(aliases)}
+        modules = values.decode(self.manifest.training, self.lines.extra)["modules"]
+        if modules:
+            metadata[_MODULES] = json.dumps(values.encode(modules, "modules"))
+        total = sum(map(_num_bytes, sizes.values()))
+        with Bar(f"writing {out.name}", total) as bar:
+            if shard_bytes is None:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                self._write(out, sizes, metadata, bar)
+                return [out]
+            out.mkdir(parents=True, exist_ok=True)
+            shards = list(_cut(sizes, shard_bytes))
+            places = {}
+            for number, shard in enumerate(shards, 1):
+                path = out / f"model-{number:05}-of-{len(shards):05}.safetensors"
+                self._write(path, shard, metadata, bar)
+                places.update(dict.fromkeys(shard, path.name))
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            disk.replace(out / INDEX, json.dumps(index, indent=2))
+            return [*(out / name for name in sorted(set(places.values()))), out / INDEX]
+
+    def _write(self, path: Path, sizes: Sizes, metadata: Mapping[str, str], bar: Bar) -> None:
+        beside = path.with_name(f".{path.name}.saving")
+        beside.unlink(missing_ok=True)
+        try:
+            write_stream(beside, sizes, map(self._tensor, sizes), bar.advance, metadata)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def _sizes(self) -> Sizes:
+        found: Sizes = {}
+        for name, stored in self.manifest.parameters.items():
+            found[name] = self._cast(getattr(torch, stored.dtype)), stored.shape
+        for name, buffer in self.manifest.buffers.items():
+            found[name] = getattr(torch, buffer.dtype), buffer.shape
+        return dict(sorted(found.items(), key=lambda pair: (-pair[1][0].itemsize, pair[0])))
+
+    def _cast(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        if name in self.manifest.buffers:
+            return self.lines.buffer(name)
+        return self.lines.whole(name, VALUE).to(self._cast(getattr(torch, self.manifest.parameters[name].dtype)))
+
+    def write_optimizer(self, out: Path) -> Path:
+        """Tensors pass through files of their own: torch.save wants all of them at once, and reads them from there."""
+        out.parent.mkdir(parents=True, exist_ok=True)
+        training = values.decode(self.manifest.training, self.lines.extra)
+        numbers: dict[str, int] = {}
+        for group in training["groups"]:
+            group["params"] = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+            state = {number: self._state(name, Path(scratch) / str(number)) for name, number in numbers.items()}
+            beside = Path(scratch) / "whole"
+            torch.save({"state": {n: s for n, s in state.items() if s}, "param_groups": training["groups"]}, beside)
+            del state
+            os.replace(beside, out)
+        return out
+
+    def _state(self, name: str, scratch: Path) -> dict[str, Any]:
+        stored = self.manifest.parameters[name]
+        found: dict[str, Any] = dict(values.decode(stored.plain))
+        for key in stored.state:
+            tensor = self.lines.whole(name, key).contiguous()
+            file = scratch.with_name(f"{scratch.name}.{len(found)}")
+            file.write_bytes(bytes_of(tensor))
+            mapped = torch.from_file(str(file), size=tensor.numel(), dtype=tensor.dtype) if tensor.numel() else tensor
+            found[key] = mapped.reshape(tensor.shape)
+        return found
+
+
+Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def _num_bytes(size: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    return torch.Size(size[1]).numel() * size[0].itemsize
+
+
+def _cut(sizes: Sizes, shard_bytes: int) -> Iterator[Sizes]:
+    shard: Sizes = {}
+    so_far = 0
+    for name, size in sizes.items():
+        if shard and so_far + _num_bytes(size) > shard_bytes:
+            yield shard
+            shard, so_far = {}, 0
+        shard[name] = size
+        so_far += _num_bytes(size)
+    if shard:
+        yield shard

@@ -1,0 +1,218 @@
+"""What a checkpoint holds: every parameter by its canonical name, where its elements lie, and a checksum of every file.
+
+Nothing in here speaks of stages, buckets, padding or ranks: a file holds stretches of parameters, whoever wrote it, and
+all of them together hold every element once. Values of Python's own (settings, counts, schedules) are in the
+typed form of zero/checkpoint/values.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from zero.errors import BadCheckpoint, CheckpointFailed
+from zero.plan.spans import Span
+
+FORMAT, VERSION = "zero checkpoint", 1
+_HEAD = re.compile(rb'\{"format":"%s","number":(\d{1,18}),"' % FORMAT.encode())
+HEAD_BYTES = 80  # of a manifest's text, which `number_of` wants
+VALUE = "value"  # what a parameter's own elements are called, beside the entries of its state
+
+
+@dataclass(frozen=True)
+class File:
+    name: str
+    num_bytes: int
+    checksum: str  # as zero/checkpoint/disk.py makes it
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements of a parameter that lie in one file, counted on its line."""
+
+    file: int
+    start: int
+    stop: int
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One parameter. Its value is exact: the weight is the value rounded to `dtype`."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None  # of its dimensions on the line, from the slowest; None where they are as in the shape
+    dtype: str  # of the weight
+    value_dtype: str
+    state: dict[str, str]  # entries of the optimizer's state that go with the elements, and their dtypes
+    plain: Any  # its other entries, typed
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def covers(self) -> bool:
+        """Whether every element lies somewhere, once."""
+        at = 0
+        for stretch in sorted(self.stretches, key=lambda stretch: stretch.start):
+            if stretch.start != at or stretch.stop < at:
+                return False
+            at = stretch.stop
+        return at == self.numel and all(size >= 0 for size in self.shape)
+
+    def lies_in(self, num_files: int) -> bool:
+        """Whether it is in files that there are, and its line goes through each of its dimensions once."""
+        ordered = self.order is None or sorted(self.order) == list(range(len(self.shape)))
+        return ordered and all(0 <= stretch.file < num_files for stretch in self.stretches)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A persistent buffer, whole in the first file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    files: tuple[File, ...]
+    parameters: dict[str, Stored]
+    buffers: dict[str, Buffer]
+    aliases: dict[str, str] = field(default_factory=dict)  # other names of a parameter or buffer, and the one it is stored by
+    training: Any = None  # typed: groups, counters, schedule, loss scale, configuration
+    extra: Any = None  # typed: the caller's own
+    number: int = 0  # in its directory: a newer one there has a higher one
+
+    def text(self) -> str:
+        """Begins with what is wanted of many checkpoints at a time, so that nobody reads all of each."""
+        rest = asdict(self)
+        head = {"format": FORMAT, "number": rest.pop("number"), "version": VERSION}
+        return f"{_dumped(head)[:-1]},{_dumped({**rest, 'sha256': _hash_of({**head, **rest})})[1:]}"
+
+    @property
+    def digest(self) -> str:
+        """The same for two ranks exactly when their manifests are."""
+        return hashlib.sha256(self.text().encode()).hexdigest()
+
+    @staticmethod
+    def read(text: bytes, where: str) -> Manifest:
+        """Checked: a manifest that was changed by one bit is as bad as none."""
+        try:
+            body = json.loads(text)
+        except ValueError as error:
+            raise BadCheckpoint(f"{where} was to be read, but it is no JSON: {error}. {ANOTHER}") from error
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise BadCheckpoint(f"{where} was to be read, but it is no manifest of a checkpoint of ours. {ANOTHER}")
+        if body.get("version") != VERSION:
+            raise BadCheckpoint(
+                f"{where} was to be read, but its format has version {body.get('version')}, and version {VERSION} is what is "
+                "understood here. Read it with the version of zero that wrote it, or export it there."
+            )
+        if body.pop("sha256", None) != _hash_of(body):
+            raise BadCheckpoint(f"{where} was to be read, but its content has not the hash that it gives. {ANOTHER}")
+        try:
+            manifest = _reader().validate_python(body)  # not the text again: pydantic's JSON has limits that Python's has not
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            what = ".".join(map(str, first["loc"]))
+            raise BadCheckpoint(f"{where} was to be read, but its {what} is wrong: {first['msg']}. {ANOTHER}") from error
+        wrong = [name for name, stored in manifest.parameters.items() if not stored.covers()]
+        wrong += [name for name, stored in manifest.parameters.items() if not stored.lies_in(len(manifest.files))]
+        wrong += [file.name for file in manifest.files if "/" in file.name or "\\" in file.name]  # of elsewhere
+        wrong += [name for name in manifest.aliases.values() if name not in {*manifest.parameters, *manifest.buffers}]
+        if wrong:
+            raise BadCheckpoint(f"{where} was to be read, but what it says of {wrong[0]} cannot be. {ANOTHER}")
+        return manifest
+
+
+def number_of(head: bytes) -> int | None:
+    """Which checkpoint of its directory this is, by how its manifest begins; None where it is no manifest of ours."""
+    found = _HEAD.match(head)
+    return None if found is None else int(found[1])
+
+
+ANOTHER = "Load another checkpoint."
+
+
+@dataclass
+class Part:
+    """What one rank has written: of each parameter some stretches, and what its state consists of."""
+
+    file: File | None = None
+    stretches: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    state: dict[str, dict[str, str]] = field(default_factory=dict)  # dtypes of the entries that go with elements
+    plain: dict[str, Any] = field(default_factory=dict)  # the others, typed
+
+    def text(self) -> str:
+        return _dumped(asdict(self))
+
+    @staticmethod
+    def read(text: str) -> Part:
+        body = json.loads(text)
+        return Part(**{**body, "file": File(**body["file"])})
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What every rank knows of a parameter without asking."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None
+    dtype: str
+    value_dtype: str
+
+
+def merged(outlines: Mapping[str, Outline], parts: Sequence[Part]) -> dict[str, Stored]:
+    """All ranks' parts as one: of each parameter every element once, and one state."""
+    found: dict[str, Stored] = {}
+    for name, outline in outlines.items():
+        having = [(number, part) for number, part in enumerate(parts) if name in part.stretches]
+        stretches = [Stretch(number, *span) for number, part in having for span in part.stretches[name]]
+        stretches.sort(key=lambda stretch: stretch.start)
+        kinds = {_dumped([part.state.get(name, {}), part.plain.get(name, {})]) for _, part in having}
+        if len(kinds) > 1:
+            raise CheckpointFailed(
+                f"The state of {name} was to be saved, but what goes with no element differs between ranks: "
+                f"{' and '.join(sorted(kinds))[:200]}. Only what treats every element by itself can be sharded."
+            )
+        state, plain = (having[0][1].state.get(name, {}), having[0][1].plain.get(name, {})) if having else ({}, {})
+        found[name] = Stored(**asdict(outline), state=state, plain=plain, stretches=tuple(stretches))
+        assert found[name].covers(), f"not every element of {name} was written once: {stretches}"
+    return found
+
+
+def key_of(name: str, what: str, start: int) -> str:
+    """What a stretch of a parameter is called in its file."""
+    return f"{name}/{what}/{start}"
+
+
+def buffer_key(name: str) -> str:
+    return f"{name}/buffer"
+
+
+@functools.cache
+def _reader() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
+
+
+def _hash_of(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_dumped(body).encode()).hexdigest()
+
+
+def _dumped(body: Any) -> str:
+    # sorted and without spaces, so that one content has one text; not by name, as dicts of the caller keep their order: those
+    # are lists in typed form
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -1,0 +1,87 @@
+"""Reading parameters out of a checkpoint, by stretches of their lines, whoever wrote them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from zero.checkpoint.manifest import ANOTHER, VALUE, Manifest, buffer_key, key_of
+from zero.checkpoint.tensor_files import TensorFiles
+from zero.errors import BadCheckpoint
+from zero.memory.formats import Form, dtype_named
+from zero.plan.spans import Span
+
+
+class Lines:
+    """A checkpoint's tensors by name."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._files = TensorFiles(folder, [file.name for file in manifest.files])
+        self._turned: tuple[tuple[str, str, Form] | None, torch.Tensor] = None, torch.empty(0)  # what was last asked for so
+
+    def copy(self, name: str, what: str, form: Form, span: Span, target: torch.Tensor) -> None:
+        """Copies a stretch of a parameter, or of an entry of its state, as it lies in a slot of this form."""
+        stored = self._manifest.parameters[name]
+        if stored.order != form.order:
+            if self._turned[0] != (name, what, form):  # once for all of its pieces
+                self._turned = (name, what, form), form.line(self.whole(name, what))
+            target.copy_(self._turned[1][span.start : span.stop])
+            return
+        dtype = self._dtype_of(name, what)
+        for stretch in stored.stretches:
+            found = span.overlap(stretch.span)
+            if found is not None:
+                here, there = found.shifted(-span.start), found.shifted(-stretch.start)
+                key = key_of(name, what, stretch.start)
+                self._files.read(stretch.file, key, dtype, there, target[here.start : here.stop])
+
+    def check(self, files: Collection[int]) -> None:
+        """Raises unless all that is said to lie in these files does, as what it is said to be. Reads no values."""
+        for name, stored in self._manifest.parameters.items():
+            for what in (VALUE, *stored.state):
+                dtype = self._dtype_of(name, what)
+                for stretch in stored.stretches:
+                    if stretch.file in files or stretch.file >= len(self._manifest.files):
+                        found = self._files.get(stretch.file, key_of(name, what, stretch.start), dtype).numel()
+                        if found != stretch.span.numel:
+                            raise BadCheckpoint(f"{what} of {name} has {found} elements from {stretch.start} on. {ANOTHER}")
+        for name, told in self._manifest.buffers.items():
+            if 0 in files and self._files.get(0, buffer_key(name), _dtype(told.dtype)).numel() != math.prod(told.shape):
+                raise BadCheckpoint(f"Buffer {name} has not the shape {told.shape} that the manifest gives. {ANOTHER}")
+
+    def whole(self, name: str, what: str) -> torch.Tensor:
+        """All of a parameter, or of an entry of its state, in its shape."""
+        stored = self._manifest.parameters[name]
+        line = torch.empty(stored.numel, dtype=self._dtype_of(name, what))
+        form = Form(stored.shape, stored.order)
+        self.copy(name, what, form, Span(0, stored.numel), line)
+        return form.shaped(line)
+
+    def buffer(self, name: str) -> torch.Tensor:
+        told = self._manifest.buffers[name]
+        return self._files.get(0, buffer_key(name), _dtype(told.dtype)).reshape(told.shape)
+
+    def extra(self, key: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+        """A tensor of the caller's own; a copy, as the file may go."""
+        return self._files.get(0, key, dtype).reshape(shape).clone()
+
+    def random_bytes(self, rank: int) -> torch.Tensor:
+        return self._files.get(rank, "random", torch.uint8)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _dtype_of(self, name: str, what: str) -> torch.dtype:
+        stored = self._manifest.parameters[name]
+        return _dtype(stored.value_dtype if what == VALUE else stored.state[what])
+
+
+def _dtype(name: str) -> torch.dtype:
+    try:
+        return dtype_named(name)
+    except ValueError as error:
+        raise BadCheckpoint(f"{error} {ANOTHER}") from error

@@ -1,0 +1,34 @@
+"""Random numbers of Python, numpy and torch, on the host and on the device, so that a run goes on as if it had not ended."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+import torch
+
+from accelerators import Accelerator
+from zero.checkpoint.values import decode, encode
+
+
+def random_bytes(accelerator: Accelerator) -> torch.Tensor:
+    """Where all generators of this process are, as bytes."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": accelerator.rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:  # whoever did not import it draws nothing from it
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (kind, keys.tolist(), *rest)
+    text = json.dumps(encode(states, "random numbers"))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def put_back(accelerator: Accelerator, saved: torch.Tensor) -> None:
+    states = decode(json.loads(bytes(saved.numpy().tobytes()).decode()))
+    random.setstate(states["python"])
+    accelerator.set_rng_state(states["torch"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])

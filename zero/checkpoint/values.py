@@ -1,0 +1,223 @@
+"""Values of Python's own as JSON that gives them back as what they were.
+
+Plain JSON makes a tuple a list and the number 3 as a key the text "3", and it knows no infinity and no bytes: a schedule
+with its milestones in such a dict would go on with a constant rate. So whatever JSON does not keep is written as
+`{"$": its type, "v": what it consists of}`, and what is no such value is refused with the path to it. No name
+of a class or a function is ever looked up, so that reading a checkpoint runs nobody's code.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import datetime
+import itertools
+import math
+import pathlib
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zero.memory.formats import bytes_of, dtype_name, dtype_named
+
+_DEEPEST = 100  # levels of containers: Python's own JSON ends at some number that hangs on who called it
+_MOST_BITS = 10_000  # of an integer: as a decimal Python reads no more than so many digits
+_INLINE_BYTES = 1024  # of a tensor; a larger one goes to a file
+_CONTAINERS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
+_MAPPINGS: dict[type, str] = {dict: "dict", collections.OrderedDict: "ordered", collections.Counter: "counter"}
+_MADE_FROM_ITEMS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in _CONTAINERS.items()}
+_MADE_FROM_PAIRS: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "ordered": collections.OrderedDict,
+    "counter": lambda pairs: collections.Counter(dict(pairs)),
+}
+
+Keep = Callable[[torch.Tensor], str]  # puts a tensor into a file, and says by what name
+Fetch = Callable[[str, torch.dtype, list[int]], torch.Tensor]
+
+
+def encode(value: Any, path: str, keep: Keep | None = None) -> Any:
+    """As JSON; raises a ValueError with the path to what cannot be stored."""
+    return _Encoder(keep).encode(value, path)
+
+
+class _Encoder:
+    def __init__(self, keep: Keep | None) -> None:
+        self._keep = keep
+        self._around: list[int] = []  # by id: what the value lies in
+
+    def encode(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, str) or (kind is int and value.bit_length() <= _MOST_BITS):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else _tagged("float", struct.pack("<d", value).hex())
+        if kind in (list, collections.deque) or kind in _CONTAINERS or kind in _MAPPINGS:
+            return self._container(value, path)
+        if kind is torch.Tensor:
+            return self._tensor(value, path)
+        made = _simple(value)
+        if made is None:
+            raise ValueError(
+                f"A checkpoint of {path} was asked for, but a {kind.__module__}.{kind.__qualname__} cannot be stored. Keep "
+                "tensors, numbers, texts, bytes, and lists, tuples, sets and dicts of them."
+            )
+        return made
+
+    def _container(self, value: Any, path: str) -> Any:
+        if id(value) in self._around:
+            raise ValueError(f"A checkpoint of {path} was asked for, but it lies in itself. Keep what ends somewhere.")
+        if len(self._around) == _DEEPEST:
+            raise ValueError(f"A checkpoint of {path} was asked for, but it lies {_DEEPEST} levels deep. Keep flatter values.")
+        self._around.append(id(value))
+        try:
+            kind = type(value)
+            if kind in _MAPPINGS:
+                if kind is dict and all(type(key) is str for key in value) and _keeps(value):
+                    return {key: self.encode(item, f"{path}[{key!r}]") for key, item in value.items()}
+                pairs = [[self.encode(k, f"{path} (a key)"), self.encode(v, f"{path}[{k!r}]")] for k, v in value.items()]
+                return _tagged(_MAPPINGS[kind], pairs)
+            items = [self.encode(item, f"{path}[{number}]") for number, item in enumerate(value)]
+            if kind is collections.deque:
+                return _tagged("deque", [items, value.maxlen])
+            return items if kind is list else _tagged(_CONTAINERS[kind], items)
+        finally:
+            self._around.pop()
+
+    def _tensor(self, value: torch.Tensor, path: str) -> Any:
+        if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
+            raise ValueError(f"A checkpoint of {path} was asked for, but it is no dense tensor with values. Make it one.")
+        made = [dtype_name(value.dtype), list(value.shape)]
+        if self._keep is not None and value.nbytes > _INLINE_BYTES:
+            coded = _tagged("tensor in a file", [*made, self._keep(value.detach())])
+        else:
+            coded = _tagged("tensor", [*made, base64.b64encode(bytes_of(value)).decode()])
+        return _tagged("wants a gradient", coded) if value.requires_grad else coded
+
+
+def _keeps(value: dict[str, Any]) -> bool:
+    """Whether JSON gives it back in its order; the manifest is written sorted."""
+    return "$" not in value and list(value) == sorted(value)
+
+
+def _tagged(name: str, value: Any) -> dict[str, Any]:
+    return {"$": name, "v": value}
+
+
+def _simple(value: Any) -> dict[str, Any] | None:
+    kind = type(value)
+    if kind in (bytes, bytearray):
+        return _tagged(kind.__name__, base64.b64encode(value).decode())
+    if kind is complex:
+        return _tagged("complex", struct.pack("<dd", value.real, value.imag).hex())
+    if kind in (torch.dtype, torch.device):
+        return _tagged(kind.__name__, str(value).removeprefix("torch."))
+    if isinstance(value, pathlib.PurePath) and kind is type(pathlib.Path()):
+        return _tagged("path", str(value))
+    if kind in (datetime.datetime, datetime.date, datetime.time):
+        zone, fold = getattr(value, "tzinfo", None), getattr(value, "fold", 0)
+        return None if fold or type(zone) not in (type(None), datetime.timezone) else _tagged(kind.__name__, value.isoformat())
+    if kind is datetime.timedelta:
+        return _tagged("timedelta", [value.days, value.seconds, value.microseconds])
+    if kind in (range, slice):
+        parts = [value.start, value.stop, value.step]
+        return _tagged(kind.__name__, parts) if all(part is None or type(part) is int for part in parts) else None
+    if kind.__module__ == "numpy" and hasattr(value, "dtype"):
+        return _numpy(value)
+    return None
+
+
+def _numpy(value: Any) -> dict[str, Any] | None:
+    name, is_array = value.dtype.str, type(value).__name__ == "ndarray"
+    if value.dtype.kind not in "biufc" or not (is_array or value.shape == ()):
+        return None
+    return _tagged("array" if is_array else "scalar", [name, list(value.shape), base64.b64encode(value.tobytes()).decode()])
+
+
+def decode(coded: Any, fetch: Fetch | None = None) -> Any:
+    """What `encode` was given. Raises a ValueError for what it cannot have made."""
+    if isinstance(coded, list):
+        return [decode(item, fetch) for item in coded]
+    if not isinstance(coded, dict):
+        return coded
+    if "$" not in coded:
+        return {key: decode(item, fetch) for key, item in coded.items()}
+    name, value = coded["$"], coded["v"]
+    if name in _MADE_FROM_ITEMS:
+        return _MADE_FROM_ITEMS[name](decode(item, fetch) for item in value)
+    if name in _MADE_FROM_PAIRS:
+        return _MADE_FROM_PAIRS[name]([(decode(key, fetch), decode(item, fetch)) for key, item in value])
+    if name == "deque":
+        return collections.deque([decode(item, fetch) for item in value[0]], value[1])
+    if name == "tensor in a file" and fetch is not None:
+        dtype, shape, key = value
+        return fetch(key, dtype_named(dtype), shape)
+    if name == "wants a gradient":
+        return decode(value, fetch).detach().requires_grad_()
+    make = _MADE.get(name)
+    if make is None:
+        raise ValueError(f"A value of type {name!r} was to be read, which no version of this format has. {value!r:.60}")
+    return make(value)
+
+
+def _tensor_from(value: Any) -> torch.Tensor:
+    dtype, shape, data = value
+    kind = dtype_named(dtype)
+    flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=kind) if data else torch.empty(0, dtype=kind)
+    return flat.reshape(shape)
+
+
+def _numpy_from(value: Any) -> Any:
+    import numpy  # whoever stored one has it; nobody else needs it
+
+    dtype, shape, data = value
+    return numpy.frombuffer(base64.b64decode(data), dtype=dtype).reshape(shape).copy()
+
+
+_MADE: dict[str, Callable[[Any], Any]] = {
+    "float": lambda value: struct.unpack("<d", bytes.fromhex(value))[0],
+    "complex": lambda value: complex(*struct.unpack("<dd", bytes.fromhex(value))),
+    "bytes": base64.b64decode,
+    "bytearray": lambda value: bytearray(base64.b64decode(value)),
+    "dtype": dtype_named,
+    "device": torch.device,
+    "path": pathlib.Path,
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "timedelta": lambda value: datetime.timedelta(*value),
+    "range": lambda value: range(*value),
+    "slice": lambda value: slice(*value),
+    "tensor": _tensor_from,
+    "array": _numpy_from,
+    "scalar": lambda value: _numpy_from(value)[()],
+}
+
+
+def first_difference(one: Any, other: Any, path: str) -> str | None:
+    """The path to where two values differ, in type or in bits; None where they are the same."""
+    if type(one) is not type(other):
+        return path
+    if isinstance(one, torch.Tensor):
+        kinds = [(tensor.dtype, tensor.shape, tensor.requires_grad) for tensor in (one, other)]
+        return None if kinds[0] == kinds[1] and bytes_of(one) == bytes_of(other) else path
+    if type(one) in _MAPPINGS:
+        if len(one) != len(other):
+            return path
+        pairs = zip(one.items(), other.items(), strict=True)
+        keys = (first_difference(a, c, f"{path} (a key)") for (a, _), (c, _) in pairs)
+        both = zip(one.items(), other.values(), strict=True)
+        values = (first_difference(value, theirs, f"{path}[{key!r}]") for (key, value), theirs in both)
+        return next((at for at in itertools.chain(list(keys), values) if at is not None), None)
+    if isinstance(one, (list, tuple, collections.deque)):
+        if len(one) != len(other) or getattr(one, "maxlen", None) != getattr(other, "maxlen", None):
+            return path
+        inside = (first_difference(a, b, f"{path}[{number}]") for number, (a, b) in enumerate(zip(one, other, strict=True)))
+        return next((at for at in inside if at is not None), None)
+    if type(one) is float:
+        return None if struct.pack("<d", one) == struct.pack("<d", other) else path
+    if hasattr(one, "tobytes") and hasattr(one, "dtype"):
+        return None if one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes() else path
+    return None if one == other or repr(one) == repr(other) else path

@@ -1,0 +1,196 @@
+"""One save: every rank's files, then rank 0's manifest, now or on a thread while training goes on.
+
+Ranks meet in the folder, not over the wires: a rank says that it is done by a file, so that the same code
+serves a save in the background, where the wires belong to training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from zero.checkpoint import disk
+from zero.checkpoint.folder import Folder, file_of
+from zero.checkpoint.manifest import File, Manifest, Outline, Part, merged
+from zero.checkpoint.progress_bar import Bar
+from zero.checkpoint.tensor_files import write_tensors
+from zero.comm.exchange import exchange_texts
+from zero.comm.group import Group
+from zero.errors import CheckpointFailed
+
+logger = logging.getLogger("zero")
+
+_LOOK_EVERY_S = 0.02
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """What one rank writes."""
+
+    part: Part
+    tensors: Mapping[str, torch.Tensor]
+
+    def copied(self) -> Cargo:
+        """In host memory that nobody else changes."""
+        return replace(self, tensors={key: tensor.to("cpu", copy=True) for key, tensor in self.tensors.items()})
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What rank 0 knows beyond its own part."""
+
+    outlines: Mapping[str, Outline]
+    rest: Manifest  # without files and parameters
+    keep_last: int | None
+    is_latest: bool
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes one rank's part of a checkpoint and, as rank 0, what makes all parts one."""
+
+    folder: Folder
+    tag: str
+    place: Path  # the hidden folder
+    rank: int
+    size: int
+    timeout_s: float
+
+    def write(self, cargo: Cargo) -> None:
+        own = self.place / file_of(self.rank)
+        try:
+            with Bar(f"saving {self.tag}", cargo.num_bytes, self.rank == 0) as bar:
+                size, found = write_tensors(own, cargo.tensors, bar.advance)
+            part = replace(cargo.part, file=File(own.name, size, found))
+            disk.write(_unseen(self._part_of(self.rank)), [part.text().encode()])
+            os.rename(_unseen(self._part_of(self.rank)), self._part_of(self.rank))
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                disk.write(self._failure_of(self.rank), [f"{type(error).__name__}: {error}".encode()])
+            raise
+
+    def commit(self, plan: Plan) -> None:
+        """Makes all ranks' parts one checkpoint, which is rank 0's work, once all have written or said that they cannot."""
+        if self.rank == 0:
+            try:
+                self._commit(plan)
+            finally:
+                self.give_up()  # of which nothing is left where it went well
+
+    def _commit(self, plan: Plan) -> None:
+        parts = [Part.read(self._await(rank)) for rank in range(self.size)]
+        files = tuple(part.file for part in parts if part.file is not None)
+        manifest = replace(plan.rest, files=files, parameters=merged(plan.outlines, parts))
+        for rank in range(self.size):
+            os.unlink(self._part_of(rank))
+        self.folder.commit(self.place, self.tag, manifest, plan.is_latest)
+        if plan.keep_last is not None:
+            self.folder.prune(plan.keep_last)
+
+    def wait_for_all(self) -> None:
+        """Rank 0, which could not write its own part: whoever still writes would leave something behind."""
+        if self.rank == 0:
+            for rank in range(1, self.size):
+                with contextlib.suppress(CheckpointFailed):
+                    self._await(rank)
+            self.give_up()
+
+    def give_up(self) -> None:
+        if self.rank == 0:
+            self.folder.give_up(self.place)
+
+    def _await(self, rank: int) -> str:
+        deadline = time.monotonic() + self.timeout_s
+        while time.monotonic() < deadline:
+            with contextlib.suppress(FileNotFoundError):
+                return self._part_of(rank).read_text(encoding="utf-8")
+            with contextlib.suppress(FileNotFoundError):
+                told = self._failure_of(rank).read_text(encoding="utf-8")
+                raise CheckpointFailed(f"rank {rank} could not write its part: {told}")
+            time.sleep(_LOOK_EVERY_S)
+        raise CheckpointFailed(f"rank {rank} had not written its part {self.timeout_s:g} s after rank 0")
+
+    def _part_of(self, rank: int) -> Path:
+        return self.place / f"rank-{rank:05}.part.json"
+
+    def _failure_of(self, rank: int) -> Path:
+        return self.place / f"rank-{rank:05}.failed"
+
+
+def _unseen(path: Path) -> Path:
+    return path.with_name(f".{path.name}")
+
+
+class Saving:
+    """A checkpoint that is being written, or was. `path` is where it will be once it is complete."""
+
+    def __init__(self, path: Path, group: Group, work: Callable[[], None], in_background: bool) -> None:
+        self.path = path
+        self._group = group
+        self._work: Callable[[], None] | None = work
+        self._error: Exception | None = None
+        self.told = False  # on all ranks, how it went
+        self._then: Callable[[], None] | None = None
+        self._failure: CheckpointFailed | None = None
+        self._thread: threading.Thread | None = None
+        if in_background:
+            self._thread = threading.Thread(target=self._run, name="zero.save")
+            self._thread.start()
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        work, self._work = self._work, None  # which holds what is written, a copy of it in the background
+        assert work is not None
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, `wait` says it on every rank
+            self._error = error
+            if self._thread is not None:
+                logger.error("Checkpoint %s could not be written: %s: %s", self.path, type(error).__name__, error)
+
+    def done(self) -> bool:
+        """True when `wait` would not wait for this rank's writing. No collective."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def when_told(self, act: Callable[[], None]) -> None:
+        """Has this done once all ranks were told: now, if they were."""
+        if self.told:
+            act()
+        else:
+            self._then = act
+
+    def wait(self) -> Path:
+        """Where the checkpoint lies, once it is complete; raises on all ranks where one of them could not write. A collective,
+        the first time."""
+        if self._failure is not None:
+            raise self._failure
+        if self.told:
+            return self.path
+        if self._thread is not None:
+            self._thread.join()
+        error = self._error
+        texts = exchange_texts(self._group, "" if error is None else f"{type(error).__name__}: {error}")
+        self.told = True
+        if self._then is not None:
+            self._then()
+        told = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+        if told:
+            self._failure = CheckpointFailed(
+                f"Checkpoint {self.path} was to be written, but that failed on {'; '.join(told)}. The checkpoints before it "
+                "are as they were. Save again when there is room and leave to write."
+            )
+            raise self._failure from error
+        return self.path

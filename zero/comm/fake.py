@@ -1,0 +1,77 @@
+"""One rank of many that are not there: to find out what it would hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zero.comm.group import Pending
+from zero.comm.results import Alone, Ready, sum_in_rank_order
+
+
+class _Sent:
+    """A round of a rank that keeps pace with the others: it is over when the next one is sent."""
+
+    def __init__(self, owner: Rehearsal, finish: Callable[[], torch.Tensor]) -> None:
+        self._owner, self._finish = owner, finish
+        self._number = owner.num_sent = owner.num_sent + 1
+
+    def done(self) -> bool:
+        return self._owner.num_sent > self._number
+
+    def wait(self) -> torch.Tensor:
+        return self._finish()
+
+
+class Rehearsal:
+    """Rank 0 of `size` ranks, all alike and in pace. What it is sent is what it sends, in memory of its own as with a group
+    that exchanges the pieces of a bucket; so a training with it holds, from moment to moment, what a real one does."""
+
+    rank = 0
+    doing = ""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.num_sent = 0
+
+    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        if self.size == 1:
+            return Alone(bucket, sum_dtype)
+        pieces = bucket.clone()
+        return _Sent(self, lambda: sum_in_rank_order(pieces, self.size, sum_dtype))
+
+    def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        if self.size == 1:
+            return Alone(bucket, sum_dtype)
+        total = bucket.to(sum_dtype, copy=True)
+        return _Sent(self, lambda: total)
+
+    def all_gather(self, bucket: torch.Tensor) -> Pending:
+        return Ready(bucket)
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        return Ready(tensor)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        return [message] * self.size
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def is_read(self, buffer: torch.Tensor) -> bool:
+        return True
+
+    # Nobody is there to be told, waited for or lost.
+
+    def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
+        pass
+
+    def hurry(self) -> None:
+        pass
+
+    def reconnect(self, base: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,1 @@
+"""Whether all ranks are still there, and what is said when one is not."""

@@ -1,0 +1,168 @@
+"""Memory of one process that others of the same host can read: a file without a name, mapped by all of them at the start.
+
+[Note: arena]
+An arena is a memfd, sealed so that it never grows nor shrinks. It has no name, is as large as any use of it could be, since
+only pages that were written take memory, and is gone with the last process that maps it, however that ends. Its owner alone
+writes. Others open it through /proc/PID/fd once, when the group is made, so what a rank has sent can be read after its end.
+That path may be another process's where ranks are in containers of their own; so before anything travels this way every
+rank proves that it found in the memory of every other a random word that only that one could have written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import struct
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from zero.comm.shared_memory.memfd import closing, memory_file, reach
+
+LINES = 2  # of collectives, each counted by itself: what one leaves unread for long does not keep what another has read
+
+_WORD_BYTES = 16
+_INTRODUCTION = struct.Struct(f"<qqq{_WORD_BYTES}s")
+INTRODUCTION_BYTES = _INTRODUCTION.size
+_TIMES_MEMORY = 4  # addresses, beside what the host has of memory: stretches are never moved together
+_IDLE_STEPS = 2  # for so long pages are kept that nobody asks for: to make one costs more than to fill it
+
+
+class _Stretch:
+    __slots__ = ("__weakref__", "held", "lent", "num_bytes", "sent", "start", "vacant")
+
+    def __init__(self, start: int, num_bytes: int) -> None:
+        self.start = start
+        self.num_bytes = num_bytes
+        self.held = False  # somebody on this rank has a tensor of it
+        self.vacant = True  # it has no pages
+        self.lent = 0  # after how many steps it was last held
+        self.sent = (0, -1)  # the last collective that others read it for, and of which line that is
+
+    def release(self) -> None:
+        self.held = False
+
+
+class Arena:
+    """What this rank shares, in stretches. One that nobody holds and all have read serves whoever asks next; where nobody does
+    for a while, it gives its pages back."""
+
+    def __init__(self) -> None:
+        num_bytes = _TIMES_MEMORY * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+        with closing(memory_file(num_bytes)) as descriptor:
+            self._mapping = mmap.mmap(descriptor, num_bytes)  # which keeps a descriptor of its own
+            self._descriptor = os.dup(descriptor)
+        whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._begin, self._counts = whole.data_ptr(), counts_of(whole)
+        self._stretches: list[_Stretch] = []
+        self._read = [0] * LINES  # collectives that all ranks have finished
+        self._steps = 0  # since it was made
+        self._process = os.getpid()
+
+    def introduce(self) -> bytes:
+        """What this rank says of itself, for `meet`."""
+        word = secrets.token_bytes(_WORD_BYTES)
+        self._mapping[:_WORD_BYTES] = word
+        return _INTRODUCTION.pack(os.getpid(), self._descriptor, len(self._mapping), word)
+
+    def introduced(self) -> None:
+        """Nobody needs to find it any more."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def lend(self, num_bytes: int) -> torch.Tensor:
+        """Memory for as long as somebody holds the tensor, or one that shares its storage."""
+        stretch = self._free(num_bytes)
+        stretch.held, stretch.vacant, stretch.sent, stretch.lent = True, False, (0, -1), self._steps
+        view = memoryview(self._mapping)[stretch.start : stretch.start + max(1, num_bytes)]
+        weakref.finalize(view, stretch.release).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8)[:num_bytes]
+
+    def _free(self, num_bytes: int) -> _Stretch:
+        fitting = [one for one in self._stretches if self._is_idle(one) and num_bytes <= one.num_bytes]
+        if fitting:
+            return min(fitting, key=lambda one: (one.vacant, one.num_bytes, -one.lent))
+        last = self._stretches[-1] if self._stretches else _Stretch(0, mmap.PAGESIZE)  # after what it says of itself
+        start, size = last.start + last.num_bytes, -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if start + size > len(self._mapping):
+            raise MemoryError(
+                f"{num_bytes} bytes of shared memory were asked for, but all {len(self._mapping)} addresses of them were given "
+                "out. Set shared_memory=False."
+            )
+        self._stretches.append(_Stretch(start, size))
+        return self._stretches[-1]
+
+    def _is_idle(self, stretch: _Stretch) -> bool:
+        return not stretch.held and self._was_read(stretch)
+
+    def _was_read(self, stretch: _Stretch) -> bool:
+        line, collective = stretch.sent
+        return collective < self._read[line]
+
+    def stepped(self) -> None:
+        """A window was used, and what it and those before it did without may go."""
+        self._steps += 1
+        for one in self._stretches:
+            if one.held:
+                one.lent = self._steps
+        self.vacate(_IDLE_STEPS)
+
+    def vacate(self, idle_steps: int = 0) -> None:
+        """Gives back the pages of what nobody held for so many steps. They are not those of a process that was forked."""
+        for one in self._stretches if os.getpid() == self._process else ():
+            if self._is_idle(one) and not one.vacant and one.lent + idle_steps <= self._steps:
+                with contextlib.suppress(OSError):  # where pages cannot be given back they are kept
+                    self._mapping.madvise(mmap.MADV_REMOVE, one.start, one.num_bytes)
+                one.vacant = True
+
+    def _stretch_of(self, tensor: torch.Tensor) -> _Stretch | None:
+        begin = tensor.data_ptr() - self._begin
+        return next((one for one in self._stretches if one.start <= begin < one.start + one.num_bytes), None)
+
+    def offset(self, tensor: torch.Tensor) -> int | None:
+        """Where others find this memory; None for memory that is not shared."""
+        return None if self._stretch_of(tensor) is None else tensor.data_ptr() - self._begin
+
+    def send(self, tensor: torch.Tensor, line: int, collective: int) -> None:
+        """Others will read it, for this collective."""
+        stretch = self._stretch_of(tensor)
+        assert stretch is not None
+        stretch.sent = line, collective
+
+    def tell(self, line: int, finished: int) -> None:
+        """This rank has finished so many collectives of a line, for others to see."""
+        self._counts[line] = finished
+
+    def heard(self, finished: Iterable[int]) -> None:
+        """All ranks have finished so many collectives of each line."""
+        self._read = [max(known, told) for known, told in zip(self._read, finished, strict=True)]
+
+    def restart(self) -> None:
+        """Nobody reads anything any more, and collectives are counted anew."""
+        self._read = [0] * LINES
+        self._counts.zero_()
+        for one in self._stretches:
+            one.sent = 0, -1
+
+    def is_read(self, tensor: torch.Tensor) -> bool:
+        stretch = self._stretch_of(tensor)
+        return stretch is None or self._was_read(stretch)
+
+
+def counts_of(whole: torch.Tensor) -> torch.Tensor:
+    """In an arena, how many collectives of each line its owner has finished."""
+    return whole[_WORD_BYTES : _WORD_BYTES + 8 * LINES].view(torch.int64)
+
+
+def meet(message: bytes) -> torch.Tensor:
+    """The whole arena of who said this; an OSError where that is somebody else's, or cannot be reached."""
+    process, theirs, num_bytes, word = _INTRODUCTION.unpack(message)
+    with closing(reach(process, theirs, num_bytes)) as descriptor:
+        mapping = mmap.mmap(descriptor, num_bytes)
+    if mapping[:_WORD_BYTES] != word:
+        raise OSError(f"the memory of process {process} is another one's")
+    return torch.frombuffer(mapping, dtype=torch.uint8)

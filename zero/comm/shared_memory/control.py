@@ -1,0 +1,159 @@
+"""How ranks that share memory send each other small messages."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from zero.comm.group import Group, Pending
+from zero.comm.shared_memory.pipes import MOST_BYTES, Call, Pipes
+from zero.errors import GroupLost
+
+_EXCHANGES, _NUMBERS = range(_NUM_CHANNELS := 2)
+_LENGTH = _NUMBER = struct.Struct("<q")
+
+
+class Numbers(Protocol):
+    """One of every rank, on their way."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> list[int]: ...
+
+
+class Messages:
+    """Those of the group itself, for ranks that are threads, which end otherwise than processes do; and what others do too."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def introduce(self) -> bytes:
+        """What this rank says of itself, for `meet`."""
+        return b""
+
+    def meet(self, told: Sequence[bytes]) -> None:
+        """Reaches all ranks, by what they say of themselves; an OSError where that cannot be."""
+
+    def introduced(self) -> None:
+        """All ranks have met."""
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """As the group's."""
+        return self._group.exchange(message)
+
+    def tell(self, number: int) -> Numbers:
+        """Every rank's number; waits for nobody. In an order of its own."""
+        numbers = torch.zeros(self._group.size, dtype=torch.int64, device="cpu")
+        numbers[self._group.rank] = number
+        return _SummedNumbers(self._group.all_reduce(numbers, torch.int64))
+
+    def reconnect(self) -> None:
+        """After the group is: nothing that was sent before counts."""
+
+    def close(self) -> None:
+        """Before the group is."""
+
+
+class _SummedNumbers:
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def wait(self) -> list[int]:
+        found: list[int] = self._pending.wait().tolist()
+        return found
+
+
+class Connected(Group, Protocol):
+    """A group of processes, which knows what to do where one of them is lost."""
+
+    def begin(self, call: Callable[[float, object], Any]) -> Any:
+        """What `call` gives, of the time limit and the connection that hold now. Where it fails, or the group was lost before,
+        the group is lost."""
+
+    def wait_for(self, work: Any) -> None: ...
+
+
+class ByPipes(Messages):
+    """Through pipes, with the time limits of the group, and lost as it is."""
+
+    def __init__(self, group: Connected) -> None:
+        super().__init__(group)
+        self._connected = group
+        self._pipes = Pipes(group.rank, group.size, _NUM_CHANNELS)
+        self._connection: object = group.begin(lambda _, connection: connection)
+
+    def introduce(self) -> bytes:
+        return self._pipes.introduce()
+
+    def meet(self, told: Sequence[bytes]) -> None:
+        self._pipes.meet(told)
+
+    def introduced(self) -> None:
+        self._pipes.introduced()
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        framed = _LENGTH.pack(len(message)) + message
+        told = self.messages(self._call(_EXCHANGES, framed[:MOST_BYTES]))
+        if any(_LENGTH.unpack_from(head)[0] > MOST_BYTES - _LENGTH.size for head in told):
+            told = [head + tail for head, tail in zip(told, self._group.exchange(framed[MOST_BYTES:]), strict=True)]
+        return [whole[_LENGTH.size :] for whole in told]
+
+    def tell(self, number: int) -> Numbers:
+        return _PipedNumbers(self, self._call(_NUMBERS, _NUMBER.pack(number)))
+
+    def reconnect(self) -> None:
+        connections = self._group.exchange(_NUMBER.pack(self._pipes.connection))
+        self._pipes.restart(1 + max(_NUMBER.unpack(message)[0] for message in connections))
+        self._connection = self._connected.begin(lambda _, connection: connection)
+
+    def close(self) -> None:
+        self._pipes.close()
+
+    def messages(self, call: Call) -> list[bytes]:
+        with self._giving_up():
+            self._connected.wait_for(call)
+        return call.messages
+
+    def _call(self, channel: int, message: bytes) -> Call:
+        def call(limit_s: float, connection: object) -> Call:
+            if connection is not self._connection:
+                raise RuntimeError("the ranks were connected again, but not all of the way")
+            return self._pipes.call(channel, message, limit_s)
+
+        with self._giving_up():
+            begun: Call = self._connected.begin(call)
+        return begun
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Where the group is lost on this rank, the others are to know that it goes on with nothing that it began."""
+        try:
+            yield
+        except GroupLost:
+            with contextlib.suppress(RuntimeError):  # what was torn stays so
+                self._pipes.give_up()
+            raise
+
+
+def messages_of(group: Any) -> Messages:
+    """The fastest between ranks of one host."""
+    return ByPipes(group) if hasattr(group, "begin") else Messages(group)
+
+
+class _PipedNumbers:
+    def __init__(self, messages: ByPipes, call: Call) -> None:
+        self._messages = messages
+        self._call = call
+
+    def done(self) -> bool:
+        return self._call.is_completed()
+
+    def wait(self) -> list[int]:
+        return [_NUMBER.unpack(message)[0] for message in self._messages.messages(self._call)]

@@ -1,0 +1,306 @@
+"""Ranks of one host exchange tensors through memory that they share, ordered by small messages of the group.
+
+[Note: who writes when]
+For each collective every rank sends one small message: where its part lies. It has arrived when those of all ranks have, so
+whoever has it may read everybody's part, and waiting, time limits and lost ranks are those of the group. In memory that the
+others see every rank counts the collectives that it has finished, and a part is written again only when all ranks finished
+the one it was for. Nobody ever waits for that: who needs memory before takes more. What is to be added may be read as late as
+in the step, and weights are read at once; so these are counted apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from zero.comm.group import Group, Pending
+from zero.comm.results import Added, Ready
+from zero.comm.shared_memory.arena import INTRODUCTION_BYTES, LINES, Arena, counts_of, meet
+from zero.comm.shared_memory.control import Messages, Numbers, messages_of
+
+logger = logging.getLogger("zero")
+
+Given = TypeVar("Given")
+
+_SUMS, _WEIGHTS = range(LINES)
+_ANOTHERS = "a rank shares none"  # which says why
+
+
+def through_shared_memory(group: Group, wanted: bool = True) -> Group:
+    """`group`, with tensors of the host going through memory where every rank proved that it reaches that of all others, and
+    wants it; a collective."""
+    if group.size == 1:
+        return group
+    reason = _Reason("" if wanted else "it was turned off")
+    arena, messages = reason.unless(Arena), reason.unless(partial(messages_of, group))
+    told = group.exchange(b"" if arena is None or messages is None else arena.introduce() + messages.introduce())
+    if not all(told):
+        reason.note(_ANOTHERS)
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    arenas = reason.unless(lambda: {rank: meet(told[rank][:INTRODUCTION_BYTES]) for rank in others})
+    if messages is not None:
+        reason.unless(partial(messages.meet, [theirs[INTRODUCTION_BYTES:] for theirs in told]))
+    reasons = [message.decode() for message in group.exchange(reason.text.encode())]
+    if arena is not None:
+        arena.introduced()
+    if messages is not None:
+        messages.introduced()
+    if arena is None or arenas is None or messages is None or any(reasons):
+        if messages is not None:
+            messages.close()
+        _, said = min((text == _ANOTHERS, f"rank {rank}: {text}") for rank, text in enumerate(reasons) if text)
+        if wanted and group.rank == 0:
+            logger.info("Tensors of %d ranks travel by ordinary collectives, not through shared memory (%s)", group.size, said)
+        return group
+    return SharedMemoryGroup(group, arena, arenas, messages)
+
+
+class _Reason:
+    """Why not; empty while there is none."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def note(self, text: str) -> None:
+        self.text = self.text or text
+
+    def unless(self, act: Callable[[], Given]) -> Given | None:
+        """What `act` gives, unless there is a reason against it, or it is one."""
+        if self.text:
+            return None
+        try:
+            return act()
+        except (OSError, AttributeError, struct.error) as error:  # AttributeError: a system without memory files
+            self.note(f"{type(error).__name__}: {error}")
+            return None
+
+
+class SharedMemoryGroup:
+    """Another group whose tensors on the host do not travel."""
+
+    def __init__(self, group: Group, arena: Arena, arenas: dict[int, torch.Tensor], messages: Messages) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self.arenas = arenas  # of the other ranks
+        self._group = group
+        self._arena = arena
+        self._messages = messages
+        self._lines = [_Line() for _ in range(LINES)]
+        self._counts = [counts_of(theirs) for theirs in arenas.values()]
+
+    # tensors -----------------------------------------------------------------------------------------------------
+
+    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        if not bucket.is_cpu:
+            return self._group.reduce_scatter(bucket, sum_dtype)
+        share_bytes = bucket.nbytes // self.size
+        return _Sum(self._tell(_SUMS, self._shared(bucket)), sum_dtype, bucket.dtype, self.rank * share_bytes, share_bytes)
+
+    def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        if not bucket.is_cpu:
+            return self._group.all_reduce(bucket, sum_dtype)
+        return _Sum(self._tell(_SUMS, self._shared(bucket)), sum_dtype, bucket.dtype, 0, bucket.nbytes)
+
+    def all_gather(self, bucket: torch.Tensor) -> Pending:
+        if not bucket.is_cpu:
+            return self._group.all_gather(bucket)
+        mine = _bytes(bucket).view(self.size, -1)[self.rank]
+        return _Gathering(self, self._tell(_WEIGHTS, self._part(mine)), bucket)
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        if not tensor.is_cpu or not tensor.is_contiguous():
+            return self._group.broadcast(tensor)
+        with self.shown(tensor) as seen:
+            if self.rank:
+                tensor.copy_(seen)
+        return Ready(tensor)
+
+    @contextlib.contextmanager
+    def shown(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+        told = self._tell(_WEIGHTS, self._shared(memory) if self.rank == 0 else None)
+        seen = told.row(0, 0, memory.nbytes).view(memory.dtype).view(memory.shape)
+        try:
+            yield seen
+        finally:
+            told.finish()
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type != "cpu":
+            return self._group.staging(numel, dtype, device)
+        return self._lend(numel * dtype.itemsize).view(dtype)
+
+    def is_read(self, buffer: torch.Tensor) -> bool:
+        self._hear()
+        return self._arena.is_read(buffer)
+
+    def tidy(self) -> None:
+        self._hear()
+        self._arena.vacate()
+
+    # messages ----------------------------------------------------------------------------------------------------
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        return self._messages.exchange(message)
+
+    @property
+    def doing(self) -> str:
+        return self._group.doing
+
+    def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
+        self._group.note(doing, place)
+
+    def hurry(self) -> None:
+        self._hear()
+        self._arena.stepped()  # as every step says this
+        self._group.hurry()
+
+    def reconnect(self, base: Any) -> None:
+        self._lines = [_Line() for _ in range(LINES)]
+        self._arena.restart()  # first: once they are connected others may look
+        self._group.reconnect(base)
+        self._messages.reconnect()
+
+    def close(self) -> None:
+        self._arena.vacate()  # what some have not read yet goes with this object
+        self._messages.close()
+        self._group.close()
+
+    # inside ------------------------------------------------------------------------------------------------------
+
+    def _shared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself where it lies in shared memory, else a copy that does."""
+        return tensor if self._arena.offset(tensor) is not None else self._part(_bytes(tensor))
+
+    def _part(self, content: torch.Tensor) -> torch.Tensor:
+        """A copy of some bytes that others can read."""
+        return self._lend(content.numel()).copy_(content)
+
+    def _lend(self, num_bytes: int) -> torch.Tensor:
+        self._hear()
+        return self._arena.lend(num_bytes)
+
+    def _hear(self) -> None:
+        """How many collectives of each line all ranks have finished by now."""
+        told = [[line.finished for line in self._lines], *(counts.tolist() for counts in self._counts)]
+        self._arena.heard(map(min, zip(*told, strict=True)))
+
+    def _tell(self, line: int, part: torch.Tensor | None) -> _Told:
+        counted, offset = self._lines[line], 0
+        number = counted.begin()
+        if part is not None and part.numel():  # what is empty lies nowhere
+            found = self._arena.offset(part)
+            assert found is not None
+            offset = found
+            self._arena.send(part, line, number)
+        return _Told(self, partial(self._finish, line, counted, number), part, self._messages.tell(offset))
+
+    def _finish(self, line: int, counted: _Line, number: int) -> None:
+        counted.finish(number)
+        if counted is self._lines[line]:
+            self._arena.tell(line, counted.finished)
+
+
+class _Line:
+    """Collectives that are counted together, on this rank. Those of a connection that was lost count no more: their line is
+    not the group's any more."""
+
+    def __init__(self) -> None:
+        self.finished = 0  # all before this one
+        self._started = 0
+        self._early: set[int] = set()  # finished after it
+
+    def begin(self) -> int:
+        self._started += 1
+        return self._started - 1
+
+    def finish(self, number: int) -> None:
+        """This rank reads nothing of that collective any more."""
+        self._early.add(number)
+        while self.finished in self._early:
+            self._early.remove(self.finished)
+            self.finished += 1
+
+
+class _Told:
+    """The small message of one collective, on its way."""
+
+    def __init__(
+        self, group: SharedMemoryGroup, count: Callable[[], None], part: torch.Tensor | None, offsets: Numbers
+    ) -> None:
+        self.group = group
+        self._count = count  # it as finished
+        self._part = part
+        self._coming = offsets
+        self._offsets: list[int] | None = None
+
+    def done(self) -> bool:
+        return self._offsets is not None or self._coming.done()
+
+    def row(self, rank: int, begin: int, num_bytes: int) -> torch.Tensor:
+        """So many bytes of what that rank has to offer; waits for the message of all ranks."""
+        offsets = self._wait()
+        if rank == self.group.rank and self._part is not None:
+            return _bytes(self._part)[begin : begin + num_bytes]
+        begin += offsets[rank]
+        return self.group.arenas[rank][begin : begin + num_bytes]
+
+    def _wait(self) -> list[int]:
+        if self._offsets is None:
+            self._offsets = self._coming.wait()
+        return self._offsets
+
+    def finish(self) -> None:
+        """This rank has read all that it wants of it; waits for the message of all ranks, in case it wants nothing."""
+        self._wait()
+        self._part = None
+        self._count()
+
+
+class _Sum(Added):
+    """The sum of all ranks' stretches, read straight from their memory."""
+
+    def __init__(self, told: _Told, sum_dtype: torch.dtype, dtype: torch.dtype, begin: int, num_bytes: int) -> None:
+        super().__init__(sum_dtype)
+        self._told = told
+        self._dtype = dtype
+        self._span = begin, num_bytes
+
+    def done(self) -> bool:
+        return self._told.done()
+
+    def rows(self) -> Sequence[torch.Tensor]:
+        return [self._told.row(rank, *self._span).view(self._dtype) for rank in range(self._told.group.size)]
+
+    def finish(self) -> None:
+        self._told.finish()
+
+
+class _Gathering:
+    """A bucket that other ranks' shares are to be copied into."""
+
+    def __init__(self, group: SharedMemoryGroup, told: _Told, bucket: torch.Tensor) -> None:
+        self._told = told
+        self._bucket = bucket
+        self._ranks = group.rank, group.size
+
+    def done(self) -> bool:
+        return self._told.done()
+
+    def wait(self) -> torch.Tensor:
+        own, size = self._ranks
+        shares = _bytes(self._bucket).view(size, -1)
+        for rank, share in enumerate(shares):
+            if rank != own:
+                share.copy_(self._told.row(rank, 0, share.numel()))
+        self._told.finish()
+        return self._bucket
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

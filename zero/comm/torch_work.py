@@ -1,0 +1,64 @@
+"""Collectives of torch on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from zero.comm.results import Added
+
+
+class Owner(Protocol):
+    """The group that began them."""
+
+    rank: int
+    size: int
+
+    def wait_for(self, work: Any) -> None: ...
+
+
+class Works:
+    """Some that belong together, and what is to be done with their output."""
+
+    def __init__(self, owner: Owner, works: list[Any], finish: Callable[[], torch.Tensor]) -> None:
+        self._owner, self._works, self._finish = owner, works, finish
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> torch.Tensor:
+        for work in self._works:
+            self._owner.wait_for(work)
+        return self._finish()
+
+
+class Exchanged(Added):
+    """What all ranks sent this one, to be added: it takes the place of what this one sent them."""
+
+    def __init__(self, owner: Owner, exchange: Callable[..., Any], bucket: torch.Tensor, sum_dtype: torch.dtype) -> None:
+        super().__init__(sum_dtype)
+        self._owner, self._parts, size = owner, bucket.view(owner.size, -1), owner.size
+        # What is sent must lie side by side, so who is not the first or the last sends itself its own part too.
+        first, last = int(owner.rank == 0), size - int(owner.rank == size - 1)
+        self._sent = bits(self._parts[first:last].view(-1))
+        self._come = torch.empty_like(self._sent)
+        sizes = [self._sent.numel() // (last - first) if first <= rank < last else 0 for rank in range(size)]
+        self._work = exchange(self._come, self._sent, sizes, sizes)
+
+    def done(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+    def rows(self) -> Sequence[torch.Tensor]:
+        if self._work is not None:
+            self._owner.wait_for(self._work)
+            self._sent.copy_(self._come)
+            del self._come
+            self._work = None  # which keeps both
+        return list(self._parts)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """What is only moved, as what every backend moves: some have no 16-bit floats."""
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

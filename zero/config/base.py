@@ -1,0 +1,44 @@
+"""Frozen groups of settings whose mistakes are told in our words: what was asked, what was found, what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from zero.config.registry import brief, did_you_mean
+
+
+class Block(BaseModel):
+    """A frozen group of settings with a subject of its own. A mistake in it is one ValueError in our words."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            # pydantic's own report is kept out of the traceback: it says the same in more lines.
+            raise ValueError("\n".join(_explain(type(self), problem) for problem in error.errors())) from None
+        except TypeError as error:  # of Python, since a block within is called with its settings by name
+            if "keywords must be strings" not in str(error):
+                raise
+            raise ValueError(
+                f"{type(self).__name__} was given settings of a block whose names are no texts. Give each as 'name': value."
+            ) from None
+
+
+def _explain(block: type[Block], problem: Any) -> str:
+    """One pydantic problem in three parts: what was asked, what was found, what to do."""
+    place = ".".join(str(part) for part in problem["loc"] if isinstance(part, int) or part in block.model_fields)
+    if problem["type"] == "value_error":
+        words = str(problem["ctx"]["error"])
+        return f"{block.__name__}{'.' + place if place else ''}: {words}{'' if words.endswith(('.', '?')) else '.'}"
+    if problem["type"] == "extra_forbidden":
+        name = str(problem["loc"][-1])
+        return (f"{block.__name__} was given {name!r}, but has no such setting. It has: {', '.join(block.model_fields)}."
+                f"{did_you_mean(name, block.model_fields)}")
+    if problem["type"] == "missing":
+        return f"{block.__name__} was asked for without {place!r}, which has no default. Give {place}=."
+    rule = problem["msg"].removeprefix("Input ")
+    return f"{block.__name__}.{place} was given {brief(problem['input'])}, but it {rule}. Give a value that fits."

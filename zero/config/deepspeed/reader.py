@@ -1,0 +1,177 @@
+"""Reads a DeepSpeed configuration, file or dict, as DeepSpeed 0.19.8 means it, into a ZeroConfig.
+
+Which keys count is in `zero/config/deepspeed/keys.py`. Two defaults differ on purpose. Without `gradient_clipping` nothing is
+clipped, while DeepSpeed 0.19.8 would clip at 1.0; the log line of each load says so. And fp32 weights take a step whose
+gradients are not finite, as they do in plain torch; DeepSpeed does so at stage 0 too, but at stages 1 and 2 it skips the step
+wherever it computes the norm (`compute_grad_norm`, its default). In 16 bits both skip, unless `check_grad_overflow` of bf16
+is false.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import numbers
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from zero.config.deepspeed.keys import ALIASES, BLOCKS, HARMLESS, KNOWN, OFF, REFUSED, SWITCHES, USED
+from zero.config.deepspeed.mapping import Implied, Written, meaning
+from zero.config.registry import brief, did_you_mean
+from zero.config.schema import ZeroConfig
+
+# No documented key lies deeper than eight blocks; a dict that contains itself is caught by this too.
+_MAX_DEPTH = 32
+
+
+class Reading(NamedTuple):
+    """A configuration, and what the one who wrote the file should know: each notice is one line."""
+
+    config: ZeroConfig
+    notices: tuple[str, ...]
+
+
+def read_deepspeed(source: str | os.PathLike[str] | Mapping[str, Any], implied: Implied | None = None) -> ZeroConfig:
+    """The configuration that a DeepSpeed file or dict asks for; one warning of the logger 'zero' names what has no effect."""
+    config, notices = translate(source, implied)
+    if notices:
+        first = "The DeepSpeed configuration was read. Without effect here:"
+        logging.getLogger("zero").warning("%s", "\n  ".join([first, *notices]))
+    return config
+
+
+def translate(source: str | os.PathLike[str] | Mapping[str, Any], implied: Implied | None = None) -> Reading:
+    """As `read_deepspeed`, but hands the notices back and logs nothing. The caller's dict is only read."""
+    tree = _plain(source if isinstance(source, Mapping) else _parsed(source), "", 0)
+    sorted_out = _Sorting()
+    sorted_out.walk(tree, "", quiet=False)
+    written = Written(sorted_out.used, implied or Implied())
+    notices = [f"{path}: {why}" for path, why in sorted_out.harmless.items()]
+    if "gradient_clipping" not in written:
+        notices.append("gradient_clipping: not given, so nothing is clipped; DeepSpeed 0.19.8 would clip at 1.0")
+    return Reading(meaning(written), tuple(notices))
+
+
+def _parsed(source: object) -> Any:
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"A DeepSpeed configuration was asked for as {brief(source)}, a {type(source).__name__}. "
+                        "Give a dict or the path of a JSON file.")
+    name = f"The DeepSpeed configuration {brief(os.fspath(source))} was asked for, but"
+    try:
+        with open(source, encoding="utf-8-sig") as file:
+            text = file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} byte {error.start} is not UTF-8. Save the file as UTF-8.") from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"{name} it cannot be opened ({why}). Give the path of a JSON file, or a dict.") from error
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant, parse_int=_whole_number)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} line {error.lineno}, column {error.colno} is not JSON: {error.msg}. Repair it there; "
+                         "comments and trailing commas are not JSON.") from error
+    except RecursionError:
+        raise ValueError(f"{name} its blocks are nested without end. Flatten it.") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    block = dict(pairs)
+    if len(block) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"The key {brief(twice)} was written {keys.count(twice)} times in one block, but only one of them can "
+                         "count. Delete the others.")
+    return block
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > 400:
+        raise ValueError(f"A number of {len(text)} digits was given, but none that large can be kept. Write a smaller one.")
+    return int(text)
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"A number was given as {text}, which JSON does not have. Write a finite number.")
+
+
+def _plain(value: Any, path: str, depth: int) -> Any:
+    """A copy made of dicts, lists and plain values only, so that nothing of the caller's is kept or can be changed."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"{path[:60]} lies more than {_MAX_DEPTH} blocks deep, but no known key does. Flatten it.")
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        try:
+            value = float(value)
+        except OverflowError:
+            raise ValueError(f"{path} was given a number too large to keep. Write a smaller one.") from None
+        # Callers that build the dict in Python write infinity for "never print"; nowhere else can it be meant.
+        if not math.isfinite(value) and not (path == "steps_per_print" and value > 0):
+            raise ValueError(f"{path} was given {brief(value)}, which is not finite. Write a finite number.")
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                place = path or "the configuration"
+                raise TypeError(f"A key in {place} is {brief(key)}, a {type(key).__name__}. Write keys as strings.")
+        return {key: _plain(item, f"{path}.{key}" if path else key, depth + 1) for key, item in value.items()}
+    raise TypeError(f"{path or 'The configuration'} was given {brief(value)}, a {type(value).__name__}. "
+                    "Give true, false, a number, a string, a list or a block.")
+
+
+class _Sorting:
+    """Sorts what was written into used and harmless, by path; a refused or unknown key ends it."""
+
+    def __init__(self) -> None:
+        self.used: dict[str, Any] = {}
+        self.harmless: dict[str, str] = {}
+
+    def walk(self, block: Any, prefix: str, quiet: bool) -> None:
+        if not isinstance(block, dict):
+            place = prefix.rstrip(".") or "A DeepSpeed configuration"
+            raise ValueError(f"{place} is a block of keys, but {brief(block)} was found. Write {{...}}.")
+        for old, new in ALIASES.items():
+            if old in block and new in block and not prefix:
+                raise ValueError(f"{old!r} and {new!r} were both given, but they are two spellings of one block. Keep {new!r}.")
+        for key, value in block.items():
+            path = ALIASES.get(prefix + key, prefix + key)
+            if path == "zero_optimization" and isinstance(value, bool):
+                value = {"stage": int(value)}
+            if path in BLOCKS:
+                if value is not None:
+                    self.walk(value, path + ".", quiet or _asks_for_nothing(path, value))
+            elif path not in KNOWN:
+                raise ValueError(_unknown(path))
+            elif path in USED:
+                self.used[path] = value
+            elif quiet or value is None or value == {}:
+                continue
+            elif path in HARMLESS:
+                self.harmless[path] = HARMLESS[path]
+            elif not _asks_for_nothing(path, value):
+                raise ValueError(f"{path} was set to {brief(value)}, which is not served: {REFUSED[path]}. Take it out.")
+
+
+def _asks_for_nothing(path: str, value: Any) -> bool:
+    if isinstance(value, dict):
+        if path in SWITCHES:
+            switch, off = SWITCHES[path]
+            return value.get(switch) is None or value[switch] in off
+        return not value
+    return value is None or value is False or (not isinstance(value, bool) and value in OFF.get(path, ()))
+
+
+def _unknown(path: str) -> str:
+    block, _, name = path.rpartition(".")
+    siblings = {known.removeprefix(block + "." if block else "").split(".")[0] for known in KNOWN if known.startswith(block)}
+    siblings |= set(ALIASES) if not block else set()
+    elsewhere = [known for known in sorted(KNOWN) if known.endswith("." + name)]
+    hint = did_you_mean(name, siblings) or (f" Did you mean {elsewhere[0]!r}?" if elsewhere else " Take it out, or correct it.")
+    place = f"the block {block!r}" if block else "the configuration"
+    return f"{path[:120]!r} was given, but DeepSpeed 0.19.8 has no key {name[:60]!r} in {place}.{hint}"

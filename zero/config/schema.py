@@ -1,0 +1,343 @@
+"""What a sharded training run was asked to do: one frozen object, checked once, before anything is built.
+
+Dtypes are names ("bfloat16"): nothing here imports torch. `zero/config/deepspeed/reader.py` makes one of a DeepSpeed file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from zero.config.base import Block
+from zero.config.registry import (
+    FUSED_IN_TORCH,
+    OPTIMIZERS,
+    OPTIMIZERS_REFUSED,
+    SCHEDULES,
+    Setting,
+    Value,
+    brief,
+    canonical,
+    complete,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Large enough that a collective is worth its latency, small enough that a few in flight do not matter beside the model.
+DEFAULT_BUCKET_BYTES = 16 * 2**20
+
+Half = Literal["bfloat16", "float16"]
+Kernels = Literal["torch", "fused", "compiled"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class LossScale(Block):
+    """Scaling of the loss for fp16: fixed at `initial`, or moved with what the gradients turn out to be."""
+
+    dynamic: bool = True
+    initial: Annotated[float, Field(gt=0, lt=2.0**128)] = 65536.0
+    window: Count = 1000
+    hysteresis: Count = 2
+    refill_hysteresis: bool = False
+    minimum: Positive = 1.0
+    max_skips: Count = 100
+
+    @model_validator(mode="after")
+    def _starts_above_its_floor(self) -> LossScale:
+        if self.dynamic and self.initial < self.minimum:
+            raise ValueError(f"a loss scale was asked to start at {self.initial:g}, but its minimum is {self.minimum:g}. "
+                             "Raise initial or lower minimum")
+        return self
+
+
+NAMES_OF_HOST = ("cpu", "host")
+
+
+class Offload(Block):
+    """Where masters, optimizer state and gradient shares live when not on the accelerator, and how much of them."""
+
+    home: Annotated[Literal["host"], BeforeValidator(lambda given: _place(given))] = "host"
+    pinned: bool | None = None  # None: where that works
+    ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+
+    @classmethod
+    def of(cls, given: object) -> Offload | None:
+        """From a name such as "cpu", from a dict of ours or of DeepSpeed's, or from itself."""
+        found = _offload(given)
+        return cls(**found) if isinstance(found, dict) else found
+
+
+def _offload(given: object) -> Offload | dict[str, Any] | None:
+    """What `given` says in our words: None for nowhere."""
+    if given is None or isinstance(given, Offload):
+        return given
+    named = dict(given) if isinstance(given, Mapping) else {"home": given}
+    if "device" in named:
+        named["home"] = named.pop("device")
+    if "pin_memory" in named:
+        named["pinned"] = named.pop("pin_memory")
+    return None if name_of_place(named.get("home", "cpu")) in ("none", "None") else named
+
+
+def name_of_place(place: object) -> object:
+    """Of an enum's member, or of a torch.device, what it is called."""
+    plain = getattr(place, "value", getattr(place, "type", place))
+    return plain.strip().lower() if isinstance(plain, str) else plain
+
+
+def _place(given: object) -> str:
+    if name_of_place(given) not in NAMES_OF_HOST:
+        raise ValueError(f"offload to {brief(given)} was asked for, but there is no other home than host memory. Say 'cpu'.")
+    return "host"
+
+
+class Batch(Block):
+    """How many samples make a step. `of` fills in the one that was left out; the identity always holds."""
+
+    global_samples: Count
+    micro_samples: Count
+    accumulation: Count
+    world_size: Count
+
+    @classmethod
+    def of(cls, *, global_samples: int | None = None, micro_samples: int | None = None, accumulation: int | None = None,
+           world_size: int = 1) -> Batch:
+        """A batch from any two of its three sizes, or from one without accumulation."""
+        given = {"global_samples": global_samples, "micro_samples": micro_samples, "accumulation": accumulation}
+        sizes = {**given, "world_size": world_size}
+        for name, size in sizes.items():
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ValueError(f"A batch with {name}={brief(size)} was asked for, but a size is a whole number from 1 up. "
+                                 f"Give a positive {name}.")
+        if global_samples is None and micro_samples is None:
+            raise ValueError(f"A batch was asked for, but of its sizes only accumulation={accumulation} is known. "
+                             "Give global_samples or micro_samples.")
+        if accumulation is None and (global_samples is None or micro_samples is None):
+            accumulation = 1
+        if micro_samples is None:
+            assert global_samples is not None and accumulation is not None
+            micro_samples = _divided("global_samples", global_samples, accumulation=accumulation, world_size=world_size)
+        elif accumulation is None:
+            assert global_samples is not None
+            accumulation = _divided("global_samples", global_samples, micro_samples=micro_samples, world_size=world_size)
+        assert accumulation is not None
+        if global_samples is None:
+            global_samples = micro_samples * accumulation * world_size
+        return cls(global_samples=global_samples, micro_samples=micro_samples, accumulation=accumulation, world_size=world_size)
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Batch:
+        product = self.micro_samples * self.accumulation * self.world_size
+        if product != self.global_samples:
+            raise ValueError(
+                f"{self.global_samples} samples a step were asked for, but {self.micro_samples} samples x {self.accumulation} "
+                f"micro-batches x {self.world_size} ranks make {product}. Change one of them, or leave one out")
+        return self
+
+
+def _divided(name: str, total: int, **factors: int) -> int:
+    product = 1
+    for factor in factors.values():
+        product *= factor
+    if total % product:
+        found = " x ".join(f"{factor_name}={factor}" for factor_name, factor in factors.items())
+        raise ValueError(f"{name}={total} was asked for, but it is not a multiple of {found} = {product}. "
+                         f"Choose a multiple, for example {max(1, round(total / product)) * product}.")
+    return total // product
+
+
+def _pairs(given: object) -> object:
+    """Settings as sorted pairs: unlike a dict inside a frozen object, they cannot be changed and have one order."""
+    if isinstance(given, Mapping):
+        return tuple(sorted((str(name), tuple(v) if isinstance(v, list) else v) for name, v in given.items()))
+    return given
+
+
+Settings = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(_pairs)]
+
+
+class Recipe(Block):
+    """Something to build, by name, with all its settings; those not given take the defaults of `zero/config/registry.py`."""
+
+    what: ClassVar[str]
+    known: ClassVar[Mapping[str, Mapping[str, Setting]]]
+    refused: ClassVar[Mapping[str, str]] = {}
+
+    kind: str
+    settings: Settings = ()
+
+    @classmethod
+    def of(cls, kind: str, settings: Mapping[str, object] | None = None) -> Self:
+        """The recipe of that name, in any case of letters."""
+        return cls(kind=kind, settings=settings or {})  # type: ignore[arg-type]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        kind = canonical(given.get("kind"), cls.known, cls.refused, cls.what)
+        return {**given, "kind": kind, "settings": complete(kind, cls.known[kind], dict(given.get("settings") or {}))}
+
+    @property
+    def kwargs(self) -> dict[str, Value]:
+        """The settings as keyword arguments; a new dict each time."""
+        return dict(self.settings)
+
+
+class OptimizerSpec(Recipe):
+    """An optimizer by name."""
+
+    what, known, refused = "optimizer", OPTIMIZERS, OPTIMIZERS_REFUSED
+
+
+class ScheduleSpec(Recipe):
+    """A learning rate schedule by name."""
+
+    what, known = "schedule", SCHEDULES
+
+
+class Report(Block):
+    """What a run says about itself while it trains."""
+
+    every_steps: Count | None = None
+    wall_clock: bool = False
+    memory: bool = False
+    tensorboard: str | None = None  # a folder
+
+
+class ZeroConfig(Block):
+    """Everything that `zero.shard` and `zero.initialize` can be told. Equal objects have equal digests."""
+
+    stage: Annotated[int, Field(ge=0, le=2)]
+    dtype: Dtype | None = None
+    keep_fp32: Names = ()
+    autocast: Half | None = None
+    cast_inputs: bool = False
+    offload: Annotated[Offload | None, BeforeValidator(_offload)] = None
+    bucket_bytes: Count = DEFAULT_BUCKET_BYTES
+    shared_memory: bool = True  # between ranks of one host that prove they can; False: ordinary collectives
+    align_bytes: Annotated[int, Field(ge=16, le=4096)] = 64
+    reduce: Literal["mean", "sum"] | Positive = "mean"
+    reduce_dtype: Dtype | None = None  # what wider gradients are rounded to before they travel; sums are fp32 all the same
+    accumulation_dtype: Dtype = "float32"
+    predivide: Literal["world"] | Positive = 1.0
+    clip: Positive | None = None
+    accumulation: Count | None = None
+    count_micro_steps: bool = True
+    on_nonfinite: Literal["skip", "raise", "propagate"] = "propagate"
+    check_weights_every: Count | None = None  # so many steps, all ranks compare their weights
+    on_unused: Literal["leave", "raise"] = "leave"
+    kernels: Kernels = "torch"
+    elementwise: bool | None = None
+    start: Literal["broadcast", "verify"] = "broadcast"
+    timeout_s: Positive = 60.0
+    first_step_timeout_s: Positive = 1800.0
+    drop_last: bool = False
+    batch: Batch | None = None
+    loss_scale: LossScale | None = None
+    optimizer: OptimizerSpec | None = None
+    schedule: ScheduleSpec | None = None
+    report: Report = Report()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accumulation_follows_the_batch(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and isinstance(given.get("batch"), Batch) and given.get("accumulation") is None:
+            return {**given, "accumulation": given["batch"].accumulation}
+        return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_loss_scale_skips(cls, given: Any) -> Any:
+        """Without one, gradients that are not finite do what they do in plain torch."""
+        if isinstance(given, Mapping) and "on_nonfinite" not in given:
+            scaled = given.get("loss_scale") is not None or given.get("dtype") == "float16"
+            return {**given, "on_nonfinite": "skip" if scaled else "propagate"}
+        return given
+
+    @model_validator(mode="after")
+    def _no_impossible_pairs(self) -> ZeroConfig:
+        scale, half = self.loss_scale, self.dtype in ("bfloat16", "float16")
+        rules = (
+            (self.batch is not None and self.accumulation != self.batch.accumulation,
+             "accumulation was asked for, but the batch was counted with another number of micro-batches. Give one of the two"),
+            (scale is not None and self.dtype == "bfloat16",
+             "a loss scale was asked for, but bfloat16 has a range that needs none. Leave loss_scale out, or use float16"),
+            (scale is not None and scale.dynamic and self.on_nonfinite != "skip",
+             f"on_nonfinite={self.on_nonfinite!r} was asked for, but a dynamic loss scale moves only when steps are skipped. "
+             "Use 'skip', or a fixed scale"),
+            (self.align_bytes & (self.align_bytes - 1) != 0,
+             f"align_bytes={self.align_bytes} was asked for, but memory is aligned to powers of two. Use 16, 32, 64 or more"),
+            (self.cast_inputs and self.dtype is None,
+             "cast_inputs was asked for, but there is no dtype to cast them to. Give dtype"),
+            (self.autocast is not None and half,
+             "autocast was asked for, but the weights are 16-bit already. Use dtype or autocast, not both"),
+            (self.predivide != 1.0 and self.reduce == "sum",
+             "predivide was asked for, but reduce='sum' divides nothing. Leave predivide out, or reduce by mean"),
+            (self.kernels == "fused" and self.optimizer is not None and self.optimizer.kind not in FUSED_IN_TORCH,
+             "kernels='fused' was asked for, but torch has no fused kernel for this optimizer. Use kernels='torch'"),
+            (self.first_step_timeout_s < self.timeout_s,
+             "first_step_timeout_s is shorter than timeout_s, but the first step may also compile. Make it at least as long"),
+        )
+        for broken, words in rules:
+            if broken:
+                raise ValueError(words)
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
+        """The effective configuration as plain JSON values."""
+        plain = self.model_dump(mode="json")
+        for name in ("optimizer", "schedule"):
+            if plain[name] is not None:
+                plain[name]["settings"] = dict(plain[name]["settings"])
+        return plain
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that are equal exactly where the effective configuration is."""
+        canonical_text = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical_text.encode()).hexdigest()[:12]
+
+    def text(self) -> str:
+        """The effective configuration as lines `key = value`: the plain ones first, then a group for each block."""
+        lines, groups = [], []
+        for name, value in self.as_dict().items():
+            if isinstance(value, dict):
+                groups += ["", f"[{name}]"]
+                groups += [f"{key.removeprefix('settings.')} = {_shown(item)}" for key, item in _flat(value)]
+            else:
+                lines.append(f"{name} = {_shown(value)}")
+        return "\n".join([*lines, *groups, "", f"digest = {self.digest}"]) + "\n"
+
+
+def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """The first key, in the order of `mine`, in which two `as_dict()`s differ, with both values; None when they are equal."""
+    ours, others = dict(_flat(mine)), dict(_flat(theirs))
+    for key in [*ours, *(key for key in others if key not in ours)]:
+        if ours.get(key) != others.get(key):
+            return f"{key}: {_shown(ours.get(key))} here, {_shown(others.get(key))} there"
+    return None
+
+
+def _flat(block: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in block.items():
+        pairs += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
+    return pairs
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(_shown(item) for item in value) or "none"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

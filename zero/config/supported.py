@@ -1,0 +1,56 @@
+"""Which settings of a configuration somebody honours by now. What nobody does is refused here, with the reason."""
+
+from __future__ import annotations
+
+import logging
+
+from zero.config.schema import LossScale, Report, ZeroConfig
+from zero.sharding.metrics import board_writer
+
+logger = logging.getLogger("zero")
+
+
+def check_served(config: ZeroConfig) -> None:
+    """Refuses what no part of the runtime does yet, before anything is built."""
+    scale = config.loss_scale or LossScale()
+    rules = (
+        (config.accumulation_dtype != "float32", f"accumulation_dtype={config.accumulation_dtype!r}",
+         "gradients are always added up in float32"),
+        (scale.refill_hysteresis, "refill_hysteresis", "hysteresis is refilled when the scale grows and not before"),
+    )  # fmt: skip
+    _refuse(rules, "Take it out of the configuration.")
+    if config.report.tensorboard is not None:
+        board_writer()
+    for reason in _without_effect(config):
+        logger.info("%s", reason)
+
+
+def check_plain(config: ZeroConfig) -> None:
+    """Refuses what only an engine does: a plain loop calls the model and its schedule itself."""
+    why = "a plain loop does that itself"
+    rules = (
+        (config.autocast is not None, "autocast", why),
+        (config.cast_inputs, "cast_inputs", why),
+        (config.optimizer is not None, "optimizer", "shard was given an optimizer to step with"),
+        (config.schedule is not None, "schedule", why),
+        (config.drop_last, "drop_last", why),
+        (not config.count_micro_steps, "count_micro_steps", "every step of a plain loop steps"),
+        (config.report != Report(), "report", why),
+    )  # fmt: skip
+    _refuse(rules, "Leave it out, or train with zero.initialize.")
+
+
+def _refuse(rules: tuple[tuple[bool, str, str], ...], remedy: str) -> None:
+    for asked, what, why in rules:
+        if asked:
+            raise ValueError(f"{what} was asked for, but it is not served here: {why}. {remedy}")
+
+
+def _without_effect(config: ZeroConfig) -> list[str]:
+    """What is asked for and changes no result here."""
+    told = []
+    if config.predivide != 1.0:
+        told.append("predivide has no effect: sums are taken in float32, so nothing overflows before it is divided")
+    if config.reduce_dtype is not None:
+        told.append(f"gradients wider than {config.reduce_dtype} are rounded to it and travel so; all are added in float32")
+    return told

@@ -1,0 +1,1 @@
+"""The engine with DeepSpeed's interface: forward, backward and step of a model, and its checkpoints."""

@@ -1,0 +1,281 @@
+"""DeepSpeed's face on a sharded optimizer: forward, backward, step, with its names and its meanings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.engine.accessors import Answers
+from zero.engine.accumulation import Accumulation
+from zero.engine.checkpoints import Checkpoints
+from zero.engine.forward import call
+from zero.engine.progress import Progress
+from zero.graph.backend import compile
+from zero.runtime.profiling import during
+from zero.sharding.optimizer import ShardedOptimizer
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps")
+
+
+class Engine(Answers, Checkpoints):
+    """A model and its sharded optimizer behind `engine(x)`, `engine.backward(loss)` and `engine.step()`.
+
+    It is no module itself: `engine.module` is the plain model, and what an engine does not have (`state_dict`,
+    `named_parameters`, `train`, a `generate` of the model's own) is asked of that model. Methods that are collectives
+    say so.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, lr_scheduler: Any = None, training_dataloader: Any = None) -> None:
+        parts = optimizer.parts
+        self.module = optimizer.model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader = training_dataloader
+        self.config = parts.config
+        self.device = next((param.device for param in self.module.parameters()), parts.accelerator.device())
+        self.global_steps = 0
+        self.global_samples = 0
+        self.micro_steps = 0
+        self._accumulation = Accumulation(self.config.accumulation or 1, self.config.count_micro_steps)
+        parts.window.boundary.counting = self._accumulation
+        self._applied = False
+        self._progress = Progress(self.config.report, optimizer)
+        self._announce_boundary()
+
+    # the loop ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model's forward, with the casts and the autocast of the configuration. No collective."""
+        window = self.optimizer.parts.window
+        window.settler.note("in the forward")
+        with during("forward", window.clock):
+            outputs = call(self.module, self.config, self.device, inputs, named)
+        window.settler.note("after the forward")
+        return outputs
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """As calling the engine."""
+        return self(*inputs, **named)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any
+    ) -> torch.Tensor:
+        """Sends a micro-batch's loss backward, divided by the declared accumulation, and returns it so divided.
+
+        This is the only place that divides; `scale_wrt_gas=False` turns it off, and so does a `weight`, which is a
+        mean of its own. `options` are those of `torch.autograd.backward`. No rank waits for another in here.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"engine.backward was asked for, but a {type(loss).__name__} was found where a loss should be. Pass the tensor "
+                "that the model's outputs were computed to."
+            )
+        accumulation, window = self._accumulation, self.optimizer.parts.window
+        is_weighted = window.scaling.weight is not None
+        if window.since.weights and not is_weighted:
+            raise ValueError(
+                "engine.backward was asked for without a weight, but other micro-batches of this window have one. Call "
+                "engine.weight(n) before each of them, or before none."
+            )
+        divides = scale_wrt_gas and not is_weighted
+        if divides and accumulation.declared != 1:
+            loss = loss / accumulation.declared
+        self._announce_boundary()  # the user may have cleared the gradients, and with them what the optimizer was told
+        with during("backward", window.clock):
+            self.optimizer.backward(loss, retain_graph=retain_graph, **options)
+        if self.config.report.tensorboard is not None:
+            accumulation.add(loss)
+        accumulation.backwards += 1
+        accumulation.divided |= divides
+        return loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Counts a micro-step. At the end of a window also settles, clips, steps, clears the gradients and, unless the step
+        was skipped, advances the scheduler with `lr_kwargs`. A collective at the end of a window, else none."""
+        accumulation = self._accumulation
+        if accumulation.at_end or not accumulation.counted:
+            self._take_step(lr_kwargs)
+        else:
+            accumulation.count()
+            self.optimizer.parts.window.scaling.weight = None  # it was this micro-batch's
+            self._applied = False
+        self.micro_steps += 1
+        self._announce_boundary()
+
+    def flush(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Steps on a window that is not full, dividing by the true number of its micro-batches; nothing where no rank has a
+        gradient. A collective."""
+        since = self.optimizer.parts.window.since
+        has_any = since.unsettled or since.settled  # by a backward of the caller's own, which is not counted
+        counts = self._exchange(self._accumulation.num_micro_batches, self._accumulation.divided, has_any)
+        num_micro_batches = sum(count for count, _, _ in counts)
+        if not num_micro_batches and not any(has_any for _, _, has_any in counts):
+            return
+        if any(divided for _, divided, _ in counts):
+            self.settle()
+            params = (param for group in self.optimizer.param_groups for param in group["params"])
+            grads = [param.grad for param in params if param.grad is not None]
+            if grads:  # a loss may reach no parameter at all
+                torch._foreach_mul_(grads, self._accumulation.declared * len(counts) / num_micro_batches)
+        self._take_step(lr_kwargs)
+        self._announce_boundary()
+
+    def discard(self) -> None:
+        """Throws this window away: the next micro-step is the first of a new one. A collective, unless a step has used the
+        window and nothing came since."""
+        self.optimizer.discard()
+        self._accumulation.begin()
+        self._announce_boundary()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients; the count of micro-steps goes on, as it would in a plain loop. A collective, unless a step has
+        used the window and nothing came since."""
+        self.optimizer.zero_grad(set_to_none)
+        self._announce_boundary()
+
+    def _take_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
+        skipped, loss = self.optimizer.skipped_steps, self._accumulation.loss
+        try:
+            with during("step", self.optimizer.parts.window.clock):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        finally:
+            self._accumulation.begin()  # whatever became of the step, its window is over
+        self._applied = self.optimizer.skipped_steps == skipped
+        self.global_steps += 1
+        if self.config.batch is not None:
+            self.global_samples += self.config.batch.global_samples
+        figures = {"skipped": self.skipped_steps, "lr": self.get_lr(), "mom": self.get_mom()}
+        self._progress.tell(self.global_steps, figures, loss)
+        if self._applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+
+    # windows -----------------------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True when this micro-step is the last of its window. No collective."""
+        return self._accumulation.at_end
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says whether this micro-step is the last of its window; it overrides the count until the next step. No collective."""
+        if not self._accumulation.counted:
+            raise ValueError(
+                f"set_gradient_accumulation_boundary({is_boundary}) was asked for, but micro-steps are not counted "
+                "(managed_gradient_accumulation is false): every step ends a window. Call step where it should end."
+            )
+        self._accumulation.override = bool(is_boundary)
+        self._announce_boundary()
+
+    @property
+    def in_window(self) -> bool:
+        """Whether a window has begun that no step has ended. No collective."""
+        return self._accumulation.num_micro_batches > 0
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Gradients of backwards inside wait on this rank until the window is settled. No collective."""
+        return self.optimizer.no_sync()
+
+    def weight(self, amount: float) -> None:
+        """The next micro-batch counts `amount`, and the gradient becomes the mean over all weights. No collective."""
+        self.optimizer.weight(amount)
+
+    def no_contribution(self) -> None:
+        """This rank has nothing to send backward in this window. No collective."""
+        self.optimizer.no_contribution()
+
+    def settle(self) -> None:
+        """Makes the gradients of this window final. A collective."""
+        self.optimizer.settle()
+
+    def _announce_boundary(self) -> None:
+        """The engine knows which backward is the last one, so that the optimizer need not count."""
+        self.optimizer.set_gradient_accumulation_boundary(self._accumulation.at_end)
+
+    def _exchange(self, *numbers: float) -> list[tuple[float, ...]]:
+        return self.optimizer.parts.window.shares.exchange_numbers(numbers)
+
+    # looking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps whose gradients were not finite and were not applied."""
+        return self.optimizer.skipped_steps
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the last window's gradients before clipping; None where nobody asked. No collective."""
+        return self.optimizer.grad_norm
+
+    def get_global_grad_norm(self) -> float | None:
+        """As `grad_norm`."""
+        return self.grad_norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` ended a window and was not skipped."""
+        return self._applied
+
+    def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        """The global gradient of a parameter, whole on every rank. A collective."""
+        return self.optimizer.whole_grad(param)
+
+    def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of a parameter, whole on every rank. A collective."""
+        return self.optimizer.whole_state(param)
+
+    def any_rank(self, flag: bool) -> bool:
+        """True where any rank passed True. A collective."""
+        return self.optimizer.any_rank(flag)
+
+    def check(self) -> None:
+        """Raises unless all ranks have the same weights. A collective."""
+        self.optimizer.check()
+
+    def rebuild(self, group: Any = None) -> None:
+        """Goes on after a lost collective where every rank is still there; this window is thrown away. A collective."""
+        self.optimizer.rebuild(group)
+        self._accumulation.begin()
+        self._announce_boundary()
+
+    def offload_states(
+        self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Moves what training keeps on the device to the host until `reload_states`. No collective."""
+        self.optimizer.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Moves back what `offload_states` moved. No collective."""
+        self.optimizer.reload_states(non_blocking)
+
+    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """Compiles the model in place, as `zero.compile` does. No collective."""
+        compile(self, backend, **{**(compile_kwargs or {}), **options})
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model's forward is compiled."""
+        return self.module._compiled_call_impl is not None
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What the engine has counted; a checkpoint keeps it."""
+        return {name: getattr(self, name) for name in _COUNTERS}
+
+    def restart(self, counters: Mapping[str, int]) -> None:
+        """Counts on from there, at the beginning of a window."""
+        for name in _COUNTERS:
+            setattr(self, name, counters[name])
+        self._accumulation.begin()
+        self._announce_boundary()
+
+    def close(self) -> None:
+        """Makes the model plain again. No collective."""
+        self.optimizer.close()
+        self._progress.close()
+
+    def destroy(self) -> None:
+        """As `close`."""
+        self.close()

@@ -1,0 +1,281 @@
+"""`zero.initialize`: everything that a DeepSpeed script asks for in one call, checked before anything is changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+import accelerators
+from accelerators import Accelerator
+from zero.comm.group import Group, TimeLimits
+from zero.config.deepspeed.mapping import Implied
+from zero.config.deepspeed.reader import read_deepspeed
+from zero.config.schema import OptimizerSpec, ZeroConfig
+from zero.config.supported import check_served
+from zero.engine.engine import Engine
+from zero.memory.formats import dtype_name
+from zero.optim.lion import Lion
+from zero.optim.schedules import build_schedule
+from zero.optim.skip_dynamo import without_compiler
+from zero.runtime.kernels.select import check_kernels
+from zero.sharding.optimizer import ShardedOptimizer
+
+logger = logging.getLogger("zero")
+
+DISTRIBUTED_PORT = 29500  # DeepSpeed's default, with which a call asks for nothing
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | ZeroConfig
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = DISTRIBUTED_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Source | None = None,
+    mesh_param: Any = None,
+    config_params: Source | None = None,
+) -> tuple[Engine, ShardedOptimizer, Any, Any]:
+    """The engine, its optimizer, a loader of this rank's samples and the scheduler; the last two may be None. A collective.
+
+    `config` is the path of a DeepSpeed file, such a dict, or a `ZeroConfig`; `args.deepspeed_config` and
+    `config_params` are older places for it. An optimizer, or a function that makes one from the parameters, goes
+    before the one in the configuration, and so does a scheduler, or a function that makes one from the optimizer.
+    `training_data` is a dataset, of which each rank gets its own part, or a DataLoader to be used as it is. A
+    process group that a launcher asks for is started unless there is one, or `dist_init_required=False` says that
+    there should be one by now. The arguments are those of DeepSpeed 0.19.8, in its order.
+    """
+    source = _the_config(args, config, config_params)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"initialize(model={model!r}) was asked for, but a model is needed. Pass an nn.Module as model=.")
+    if mpu is not None:
+        raise ValueError("initialize(mpu=...) was asked for, but ranks do not split a model among them here. Leave mpu out.")
+    if mesh_param:
+        raise ValueError(
+            f"initialize(mesh_param={mesh_param!r}) was asked for, but ranks do not split a sequence among them here. "
+            "Leave mesh_param out."
+        )
+    launched = os.environ.get("MASTER_PORT")
+    if str(distributed_port) not in (str(DISTRIBUTED_PORT), launched):
+        raise ValueError(
+            f"initialize(distributed_port={distributed_port!r}) was asked for, but ranks meet where their launcher says "
+            f"(MASTER_PORT is {launched or 'not set'}). Set MASTER_PORT, and leave distributed_port out."
+        )
+    if collate_fn is not None and (training_data is None or isinstance(training_data, DataLoader)):
+        raise ValueError("initialize(collate_fn=...) was asked for, but there is no dataset to collate. Pass training_data=.")
+    accelerator = accelerators.current()
+    from zero.comm.torch_group import connect  # torch.distributed is not imported before somebody trains
+
+    waits = source if isinstance(source, ZeroConfig) else ZeroConfig(stage=0)
+    limits = TimeLimits(waits.first_step_timeout_s, waits.timeout_s)
+    group = connect(accelerator, None, limits, may_start=dist_init_required is not False)
+    try:
+        return _build(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, source, accelerator, group)
+    except BaseException:
+        group.close()
+        raise
+
+
+def _build(
+    model: nn.Module,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    training_data: Any,
+    lr_scheduler: Any,
+    collate_fn: Callable[..., Any] | None,
+    source: Source,
+    accelerator: Accelerator,
+    group: Group,
+) -> tuple[Engine, ShardedOptimizer, Any, Any]:
+    params = list(model.parameters() if model_parameters is None else model_parameters)
+    given = None if optimizer is None else given_optimizer(optimizer, params)
+    read = read_config(source, _implied(model, given, training_data, group.size))
+    config = effective(read, given, lr_scheduler, accelerator)
+    check_served(config)
+    loader = _loader(training_data, config, collate_fn, group)
+    inner = own_optimizer(config, params) if given is None else given
+    _check_belonging(inner, params if model_parameters is not None else (), lr_scheduler)
+    move(model, accelerator.device())
+    from zero.comm.torch_group import sharing  # torch.distributed is not imported before somebody trains
+
+    group = sharing(group, config.shared_memory)
+    sharded = ShardedOptimizer(model, inner, config, group)
+    sharded.parts.owns_group = True
+    try:
+        engine = Engine(sharded, _scheduler(lr_scheduler, config, sharded), loader)
+    except BaseException:
+        sharded.close()
+        raise
+    if group.rank == 0:
+        logger.info("rank 0: the effective configuration\n%s", sharded.parts.config.text())
+    return engine, sharded, loader, engine.lr_scheduler
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """To the device, with every Parameter staying the object that an optimizer may hold already."""
+    if all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
+        return
+    probe = nn.Parameter(torch.zeros(1))
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    try:
+        probe.data = torch.zeros(1, device=device)
+    except RuntimeError:  # tensors of that device are of another kind, and torch would make new Parameters of them
+        torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _the_config(args: Any, config: Source | None, config_params: Source | None) -> Source:
+    if getattr(args, "deepscale_config", None) is not None:
+        raise ValueError("args.deepscale_config was given, but it is called args.deepspeed_config by now. Rename it.")
+    older = getattr(args, "deepspeed_config", None)
+    places = {"config": config, "config_params": config_params, "args.deepspeed_config": older}
+    given = {place: found for place, found in places.items() if found is not None}
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        raise ValueError(f"One configuration is needed, but {found} of {', '.join(places)} was given. Pass config=.")
+    return next(iter(given.values()))
+
+
+def read_config(source: Source, implied: Implied) -> ZeroConfig:
+    """The configuration for that many ranks, with "auto" answered by what the call implies."""
+    config = source if isinstance(source, ZeroConfig) else read_deepspeed(source, implied)
+    if config.batch is not None and config.batch.world_size != implied.world_size:
+        raise ValueError(
+            f"A batch of {config.batch.world_size} ranks was configured, but {implied.world_size} are there. "
+            "Make it with Batch.of(..., world_size=), or start as many ranks."
+        )
+    return config
+
+
+def _implied(model: nn.Module, given: torch.optim.Optimizer | None, training_data: Any, world_size: int) -> Implied:
+    """What the call says of the keys that are "auto"."""
+    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    group = {} if given is None else given.param_groups[0]
+    betas = group.get("betas")
+    return Implied(
+        world_size=world_size,
+        micro_samples=training_data.batch_size if isinstance(training_data, DataLoader) else None,
+        dtype=dtype_name(dtypes.pop()) if len(dtypes) == 1 else None,
+        lr=None if "lr" not in group else float(group["lr"]),
+        weight_decay=group.get("weight_decay"),
+        betas=None if betas is None else (float(betas[0]), float(betas[1])),
+        eps=group.get("eps"),
+    )
+
+
+def effective(
+    config: ZeroConfig, given: torch.optim.Optimizer | None, lr_scheduler: Any, accelerator: Accelerator
+) -> ZeroConfig:
+    """The configuration as it will be: what was passed goes before what was written."""
+    changes: dict[str, Any] = {}
+    if given is not None:
+        own = "fused" if all(group.get("fused") for group in given.param_groups) else "torch"
+        changes = {"optimizer": None, "kernels": "compiled" if config.kernels == "compiled" else own}
+    elif config.optimizer is None:
+        raise ValueError("Training was asked for, but there is no optimizer. Pass optimizer=, or write one in config.")
+    elif config.kernels == "fused" and not _has_fused(config.optimizer, accelerator):
+        logger.warning("torch has no fused %s for %s; its plain kernel steps", config.optimizer.kind, accelerator.name)
+        changes = {"kernels": "torch"}
+    if lr_scheduler is not None:
+        changes["schedule"] = None
+    return config.model_copy(update=changes)
+
+
+def _has_fused(spec: OptimizerSpec, accelerator: Accelerator) -> bool:
+    """Whether torch's fused kernel of that optimizer runs on the device."""
+    with without_compiler():
+        example = _class_of(spec)([nn.Parameter(torch.zeros(1))], **spec.kwargs)
+    try:
+        check_kernels(example, "fused", accelerator.device())
+    except ValueError:
+        return False
+    return True
+
+
+def _class_of(spec: OptimizerSpec) -> Callable[..., torch.optim.Optimizer]:
+    found: Callable[..., torch.optim.Optimizer] = Lion if spec.kind == "Lion" else getattr(torch.optim, spec.kind)
+    return found
+
+
+def own_optimizer(config: ZeroConfig, params: list[Any]) -> torch.optim.Optimizer:
+    """The optimizer that the configuration describes."""
+    assert config.optimizer is not None
+    more = {"fused": True} if config.kernels == "fused" else {}
+    with without_compiler():
+        return _class_of(config.optimizer)(params, **config.optimizer.kwargs, **more)
+
+
+def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:
+    """The optimizer that was passed, or that the function which was passed makes."""
+    with without_compiler():
+        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer) else optimizer(params)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer={optimizer!r} was passed, which is or gives a {type(made).__name__}. Pass a torch.optim.Optimizer, "
+            "or a function that makes one from the parameters."
+        )
+    return made
+
+
+def _check_belonging(inner: torch.optim.Optimizer, params: Iterable[Any], lr_scheduler: Any) -> None:
+    """Refuses parameters that the optimizer does not have, and a scheduler that drives another optimizer."""
+    known = {id(param) for group in inner.param_groups for param in group["params"]}
+    for entry in params:
+        tensors = entry["params"] if isinstance(entry, dict) else [entry]
+        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            tensor = tensor[1] if isinstance(tensor, tuple) else tensor
+            if id(tensor) not in known:
+                raise ValueError(
+                    f"model_parameters has a parameter of shape {tuple(tensor.shape)} that the optimizer does not. "
+                    "Make the optimizer from the same parameters, or leave model_parameters out."
+                )
+    if lr_scheduler is not None and not hasattr(lr_scheduler, "step") and not callable(lr_scheduler):
+        raise TypeError(f"lr_scheduler={lr_scheduler!r} was passed, which has no step(). Pass one, or a function for one.")
+    driven = getattr(lr_scheduler, "optimizer", None)
+    if driven is not None and getattr(driven, "param_groups", None) is not inner.param_groups:
+        raise ValueError(
+            f"lr_scheduler={type(lr_scheduler).__name__} was passed, but it drives another optimizer than the one that trains. "
+            "Make it from the optimizer that is passed, or pass a function that makes it."
+        )
+
+
+def _scheduler(lr_scheduler: Any, config: ZeroConfig, optimizer: ShardedOptimizer) -> Any:
+    if lr_scheduler is None:
+        return None if config.schedule is None else build_schedule(config.schedule, optimizer)
+    return lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(optimizer)
+
+
+def _loader(training_data: Any, config: ZeroConfig, collate_fn: Callable[..., Any] | None, group: Group) -> Any:
+    """A loader of micro-batches of this rank's part of the data."""
+    if training_data is None or isinstance(training_data, DataLoader):
+        return training_data
+    if config.batch is None:
+        raise ValueError(
+            "initialize(training_data=...) was asked for, but no batch size is known. Write train_micro_batch_size_per_gpu."
+        )
+    sampler: DistributedSampler[Any] | None = None
+    if not isinstance(training_data, IterableDataset):
+        sampler = DistributedSampler(training_data, num_replicas=group.size, rank=group.rank)
+    elif group.size > 1:
+        raise ValueError(
+            f"initialize(training_data=...) was given an IterableDataset, of which each of {group.size} ranks would get all. "
+            "Let it give each rank its part, and pass a DataLoader of it."
+        )
+    return DataLoader(
+        training_data, batch_size=config.batch.micro_samples, sampler=sampler, collate_fn=collate_fn, drop_last=config.drop_last
+    )

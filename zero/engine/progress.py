@@ -1,0 +1,48 @@
+"""What a run says about itself while it trains, from rank 0: a line of the logger now and then, and records for TensorBoard."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from zero.config.schema import Report
+from zero.sharding.metrics import Records, in_order
+from zero.sharding.optimizer import ShardedOptimizer
+
+logger = logging.getLogger("zero")
+
+
+class Progress:
+    """Writes the lines, with the times of the stops where that was asked for, and the records for TensorBoard."""
+
+    def __init__(self, report: Report, optimizer: ShardedOptimizer) -> None:
+        parts = optimizer.parts
+        self._report = report
+        self._accelerator = parts.accelerator
+        self._rank = parts.group.rank
+        self._clock = parts.timed() if report.wall_clock else None
+        writes = report.tensorboard is not None and self._rank == 0
+        self._records = Records(None, optimizer, report.tensorboard) if writes else None
+        self._told: dict[str, float] = {}  # milliseconds, when the last line was written
+
+    def tell(self, step: int, figures: dict[str, object], loss: torch.Tensor | None) -> None:
+        """One line, where it is time for one: after so many steps, or each where only times or memory were asked for."""
+        if self._records is not None:
+            self._records.write(**({} if loss is None else {"loss": loss.item()}))
+        every = self._report.every_steps or (1 if self._report.wall_clock or self._report.memory else None)
+        if every is None or step % every:
+            return
+        told = [f"step {step}", *(f"{name} {figure}" for name, figure in figures.items())]
+        if self._clock is not None:
+            now = in_order(self._clock.read())
+            told += [f"{name} {(ms - self._told.get(name, 0.0)) / every:.1f} ms a step" for name, ms in now.items()]
+            self._told = now
+        if self._report.memory:
+            told.append(str(self._accelerator.memory()))
+        if self._rank == 0:
+            logger.info("rank 0: %s", ", ".join(told))
+
+    def close(self) -> None:
+        if self._records is not None:
+            self._records.close()

@@ -1,0 +1,107 @@
+"""Dtypes of weights and sums, and how a parameter's elements lie in flat memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums, masters and norms of a dtype are kept in: never narrower than fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+_NOT_ELEMENTWISE = {"step", "eta", "mu", "mu_product"}  # 0-dim entries of torch's own optimizers
+
+
+def goes_with_elements(key: str, value: object, shape: torch.Size) -> bool:
+    """Whether an entry of the optimizer's state has a number for every element; of 0-dim parameters the shape does not tell."""
+    return isinstance(value, torch.Tensor) and value.shape == shape and key not in _NOT_ELEMENTWISE
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The bits of a tensor, element by element."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    found: bytes = flat.view(torch.uint8).numpy().tobytes()
+    return found
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """What `dtype_name` gave, of any dtype."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"A tensor of dtype {name!r} was to be read, but torch has none of that name.")
+    return found
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a parameter's elements lie in its slot: dense, in the order of its own strides, so that a channels-last
+    weight stays channels-last. A parameter whose memory is not dense comes out contiguous."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None  # dimensions from the slowest to the fastest; None for contiguous ones
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Form:
+        shape = tuple(tensor.shape)
+        if tensor.is_contiguous() or tensor.numel() == 0:
+            return Form(shape, None)
+        strides = tensor.stride()
+        order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], -shape[dim], dim)))
+        return Form(shape, order if tensor.permute(order).is_contiguous() else None)
+
+    def line(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of a tensor of this shape as they lie in the slot; a view where its memory allows."""
+        return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
+
+    def placed(self, line: torch.Tensor, start: int) -> torch.Tensor:
+        """The view of a slot in a line that begins at `start`; in one operation, as `shaped` of a slice are two."""
+        return line.as_strided(self.shape, self._strides, line.storage_offset() + start)
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        return self.shaped(torch.empty(self.shape, device="meta").reshape(-1)).stride()
+
+    def shaped(self, line: torch.Tensor) -> torch.Tensor:
+        """The view of a slot that looks like the parameter."""
+        if self.order is None:
+            return line.view(self.shape)
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return line.view([self.shape[dim] for dim in self.order]).permute(inverse)
+
+
+def by_device(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The numbers of those that are on one device, which operators on lists want."""
+    found: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        found.setdefault(tensor.device, []).append(index)
+    return list(found.values())
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Two tensors that share memory, by index, or (i, i) for one that overlaps itself; None where all are apart."""
+    stretches: list[tuple[str, int, int, int]] = []
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() == 0:
+            continue
+        axes = list(zip(tensor.shape, tensor.stride(), strict=True))
+        reach = sum((size - 1) * stride for size, stride in axes) + 1
+        if reach < tensor.numel():
+            return index, index
+        start = tensor.data_ptr()
+        stretches.append((str(tensor.device), start, start + reach * tensor.element_size(), index))
+    for before, after in itertools.pairwise(sorted(stretches)):
+        if before[0] == after[0] and after[1] < before[2]:
+            return before[3], after[3]
+    return None

@@ -1,0 +1,1 @@
+"""Where a shard lives when it does not live on the device of the weights."""

@@ -1,0 +1,1 @@
+"""Optimizers and learning rate schedules beside torch's, and what is known of torch's own."""

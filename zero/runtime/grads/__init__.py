@@ -1,0 +1,1 @@
+"""The window: what `.grad` is between two steps."""

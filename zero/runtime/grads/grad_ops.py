@@ -1,0 +1,216 @@
+"""What stands behind the stand-ins: this rank's shares of the gradients, and arithmetic that needs no more than them."""
+
+from __future__ import annotations
+
+import struct
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zero.comm.exchange import exchange_about
+from zero.comm.group import Group
+from zero.errors import ZeroError
+from zero.memory.formats import DTYPES, Form, by_device, sum_dtype
+from zero.memory.norms import joined, norms_of
+from zero.memory.shard import Line
+from zero.plan.layout import Block, Piece
+from zero.runtime.params.grad_proxy import StandIn
+from zero.runtime.reduce.inflight import Flight
+
+
+class GradientShares:
+    """Norms, arithmetic and whole gradients, for parameters by index. Everything here is meant for a settled window.
+
+    A norm needs all ranks, so it is computed for every parameter at once, in one exchange, and remembered until
+    that parameter's gradient changes: code that asks for a thousand norms in turn costs one.
+    """
+
+    def __init__(self, line: Line, forms: list[Form], group: Group, flight: Flight) -> None:
+        self.shard = flight.shard
+        self._flight = flight
+        self.forms = forms
+        self._line = line
+        self._group = group
+        self._settler: weakref.ref[Any] | None = None
+        self._sharded = line.layout.num_shares > 1
+        self._rank = group.rank if self._sharded else 0
+        self._norms: dict[float, dict[int, float]] = {}
+        self._changes: dict[int, int] = {}  # digest of what the user did to each, in its order
+        self._factor: tuple[torch.Tensor, int, float] | None = None  # the last that was read
+
+    def settle_through(self, settle: Callable[[str], int]) -> None:
+        """Who settles the window before a stand-in is used, and says who has a gradient; held weakly, since he holds us."""
+        self._settler = weakref.WeakMethod(settle)
+
+    def _settle(self, occasion: str) -> int:
+        settle = self._settler() if self._settler is not None else None
+        if settle is None:
+            raise ZeroError("A gradient was used, but its sharded optimizer is gone. Keep the optimizer while there are any.")
+        self.shard.check_here()
+        used: int = settle(occasion)
+        return used
+
+    def sources_of_nonfinite(self) -> list[int]:
+        """The ranks whose own gradients are not finite, where that is looked for. A collective."""
+        if not self._flight.looks:
+            return []
+        told = self.exchange_numbers([float(not self._flight.is_finite)], "the search for what is not finite")
+        return [rank for rank, [found] in enumerate(told) if found]
+
+    def pieces(self, param: int) -> tuple[Piece, ...]:
+        return tuple(self._line.layout.pieces(param, self._rank))
+
+    # what stand-ins ask ------------------------------------------------------------------------------------------
+
+    def norm(self, param: int, order: float) -> torch.Tensor:
+        """The norm of one parameter's global gradient, a 0-dim tensor with the same bits on every rank."""
+        self._settle("an operation on .grad")
+        known = self._norms.setdefault(order, {})
+        if param not in known:
+            self._compute_norms(order, known)
+        dtype = sum_dtype(DTYPES[self._line.layout.params[param].dtype])  # not rounded to bf16: clipping multiplies by it
+        return torch.tensor(known[param], dtype=dtype, device=self.shard.device)
+
+    def change(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
+        """Applies an elementwise in-place operator to this rank's part of a gradient."""
+        if not self._settle("an operation on .grad") >> param & 1:
+            return  # it stood for a gradient that turned out to be none
+        self._note_change(param, operator, (*arguments, *keywords.values()))
+        for piece in self.pieces(param):
+            own = [self._cut(argument, piece) for argument in arguments]
+            operator(self.shard.piece(piece), *own, **{name: self._cut(value, piece) for name, value in keywords.items()})
+        self.forget_norms(param)
+
+    @property
+    def changes(self) -> int:
+        """A digest of what the user did to gradients, by which ranks find that they did not do the same. 0 for nothing."""
+        return zlib.crc32(repr(sorted(self._changes.items())).encode()) if self._changes else 0
+
+    def _note_change(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        told = f"{operator} {[self._told(argument) for argument in arguments]}"
+        self._changes[param] = zlib.crc32(told.encode(), self._changes.get(param, 0))
+
+    def _told(self, argument: Any) -> Any:
+        """A number by its value, in whatever it comes; of a tensor of more, where each rank uses its own part, the shape."""
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        if argument.numel() != 1 or isinstance(argument, StandIn):
+            return tuple(argument.shape)
+        if self._factor is None or self._factor[0] is not argument or self._factor[1] != argument._version:
+            self._factor = argument, argument._version, float(argument)  # read once for all that it multiplies
+        return self._factor[2]
+
+    def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        """Divides by a GradScaler's scale; what one rank finds infinite, all ranks are told."""
+        self._settle("unscale_")
+        mine = [self.shard.piece(piece) for param in params for piece in self.pieces(param)]
+        local = float(found_inf.item())
+        for indices in by_device(mine):
+            there = [mine[index] for index in indices]
+            found_there, inverse = found_inf.to(there[0].device), inverse_scale.to(there[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(there, found_there, inverse)
+            local = max(local, float(found_there.item()))
+        found = max(self.exchange_numbers([local], "unscale_"))
+        found_inf.fill_(found[0])
+        self._norms.clear()
+
+    # for the updater ---------------------------------------------------------------------------------------------
+
+    def total_norm(self) -> float:
+        """The 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is."""
+        square = self._square()
+        if self._group.size > 1:
+            squares = [numbers[0] for numbers in self.exchange_numbers([square], "the norm of all gradients")]
+            square = sum(squares) if self._sharded else squares[0]  # ranks of other threads or processors add up otherwise
+        return float(square**0.5)
+
+    def _square(self) -> float:
+        """Of this rank's part, added up bucket by bucket, so that it does not matter which of them wait."""
+        shard = self.shard
+        squares = dict(zip(sorted(shard.shares), self._flight.sums.squares(shard.present()), strict=True))
+        for bucket, rows in shard.waiting.items():
+            squares[bucket] = rows.square(sum_dtype(self._line.dtype_of(bucket)))
+        return sum(squares[bucket] for bucket in sorted(squares))
+
+    def multiply(self, block: Block, factor: float) -> None:
+        """All of a block; norms that were asked for before are not those of what is there then."""
+        self.shard.share(block.bucket)[block.span.start : block.span.stop].mul_(factor)
+
+    def owe(self, bucket: int, factor: float) -> None:
+        """The same for all of a bucket, when somebody looks at it."""
+        if factor != 1.0:
+            self.shard.owe(bucket, factor)
+
+    def zero(self, param: int) -> None:
+        for piece in self.pieces(param):
+            if piece.bucket in self.shard:
+                self.shard.piece(piece).zero_()
+        self.forget_norms(param)
+
+    def clear(self) -> None:
+        self.shard.clear()
+        self._norms.clear()
+        self._changes.clear()
+        self._factor = None
+
+    def forget_norms(self, param: int | None = None) -> None:
+        for known in self._norms.values():
+            if param is None:
+                known.clear()
+            else:
+                known.pop(param, None)
+
+    def whole(self, param: int, values: Callable[[Piece], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """All of a parameter, shaped like it, from what every rank has for its pieces; a collective."""
+        found: list[torch.Tensor] = [torch.empty(0, dtype=dtype, device=self.shard.device)]
+        for index, part, _ in self._line.layout.parts(param):
+            bucket = self._line.layout.buckets[index]
+            gathered = torch.zeros(bucket.span.numel, dtype=dtype, device=self.shard.device)
+            mine = self._rank * bucket.share_numel
+            for piece in self.pieces(param):
+                if piece.bucket == index:
+                    gathered[mine + piece.in_share.start : mine + piece.in_share.stop].copy_(values(piece))
+            if self._sharded:
+                self._group.all_gather(gathered).wait()
+            found.append(gathered[part.start : part.stop])
+        return self.forms[param].shaped(torch.cat(found)).clone(memory_format=torch.preserve_format)
+
+    def exchange_numbers(self, numbers: Sequence[float], subject: str = "an operation on .grad") -> list[tuple[float, ...]]:
+        """Every rank's numbers, by rank; all ranks bring as many."""
+        packing = struct.Struct(f"<{len(numbers)}d")
+        return [packing.unpack(message) for message in exchange_about(self._group, subject, packing.pack(*numbers))]
+
+    # inside ------------------------------------------------------------------------------------------------------
+
+    def _compute_norms(self, order: float, known: dict[int, float]) -> None:
+        """Fills in what is not known, for all parameters: which those are is the same on every rank."""
+        missing = [param for param in range(len(self._line.layout.params)) if param not in known]
+        present = [
+            (param, self.shard.piece(piece))
+            for param in missing
+            for piece in self.pieces(param)
+            if piece.bucket in self.shard
+        ]
+        amounts = norms_of([values for _, values in present], order)
+        local: dict[int, list[float]] = {param: [] for param in missing}
+        for (param, _), amount in zip(present, amounts, strict=True):
+            local[param].append(amount)
+        mine = [joined(norms, order) for norms in local.values()]
+        subject = f"the {order:g}-norm of {len(missing)} gradients"
+        parts = self.exchange_numbers(mine, subject) if self._sharded else [tuple(mine)]
+        known.update(zip(missing, (joined(norms, order) for norms in zip(*parts, strict=True)), strict=True))
+
+    def _cut(self, argument: Any, piece: Piece) -> Any:
+        """A tensor operand's part that lies beside a piece; numbers and 0-dim tensors as they are."""
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        if argument.dim() == 0:
+            return argument if argument.is_cpu else argument.to(self.shard.piece(piece).device)
+        if isinstance(argument, StandIn) and argument.param == piece.param:
+            return self.shard.piece(piece)
+        form = self.forms[piece.param]
+        values = form.line(argument.detach().expand(form.shape))[piece.in_param.start : piece.in_param.stop]
+        return values.to(self.shard.piece(piece).device)

@@ -1,0 +1,1 @@
+"""Arithmetic of the step and of sums, C++ included."""

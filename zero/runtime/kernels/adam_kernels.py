@@ -1,0 +1,116 @@
+"""Adam's step by torch's fused kernel, a stretch at a time, so that all passes but the first find it in the cache."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from zero.comm.results import add_stretch
+from zero.memory.deferred_sum import add_scaled
+from zero.memory.masters import exact, same_bits
+from zero.plan.spans import Span
+from zero.runtime.kernels.adam_step import Elements, Gradient, Settings
+from zero.runtime.kernels.native import step_adam
+from zero.runtime.kernels.sums import stretch_of
+
+_REGISTER = 64  # elements: a multiple of what the kernel computes at a time
+
+
+class FusedAdam:
+    """To the bit what torch's optimizer does with whole parameters: its kernel is given each by itself, since it computes the
+    last few elements, which fill no register, in another way; and a stretch that ends within one ends where a register does."""
+
+    name = "fused"
+    lacks = ("differentiable",)
+
+    def step(self, settings: Settings, gradient: Gradient, elements: Elements) -> None:
+        masters, _, weights, rounded, parameters = elements
+        pieces, tensors = zip(*parameters(), strict=True)
+        most = stretch_of(masters.numel())
+        kernel, stretches = _kernel_of(settings), _cut(pieces, masters.numel(), most)
+        lengths = [sum(stretch.sizes) for stretch in stretches]
+        slopes = torch.empty_like(masters[:most])
+        scratch = None if weights is None else torch.empty_like(weights[:most])
+        olds, news = ([] if whole is None else torch.split(whole, lengths) for whole in (weights, rounded))
+        rows = [torch.split(row, lengths) for row in gradient.rows]
+        for number, master in enumerate(torch.split(masters, lengths)):
+            if scratch is not None:
+                rounds_to = scratch[: master.numel()].copy_(master)
+                if not same_bits(olds[number], rounds_to):
+                    master.copy_(exact(olds[number], master))
+            slope = slopes[: master.numel()]
+            add_scaled(add_stretch, [own[number] for own in rows], slope, gradient.factors)
+            kernel(torch.split(slope, stretches[number].sizes)[1::2], stretches[number].cut_out(tensors))
+            if news:
+                news[number].copy_(master)
+
+
+class _Stretch(NamedTuple):
+    sizes: list[int]  # of gaps and pieces in turn: a gap, a piece, and so on up to the last gap
+    pieces: list[tuple[int, Span | None]]  # their numbers, and what of each lies here; None for all of it, which needs no cut
+
+    def cut_out(self, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """The masters of what lies here, and then the moments."""
+        here = [
+            tensors[at] if own is None else [whole[own.start : own.stop] for whole in tensors[at]] for at, own in self.pieces
+        ]
+        return [list(of_one_kind) for of_one_kind in zip(*here, strict=True)]
+
+
+def _cut(pieces: Sequence[Span], numel: int, most: int) -> list[_Stretch]:
+    """Stretches of at most so many elements."""
+    found, begin = list[_Stretch](), 0
+    starts, stops = [piece.start for piece in pieces], [piece.stop for piece in pieces]
+    while begin < numel:
+        stop = min(numel, begin + most)
+        last = bisect_left(starts, stop) - 1
+        if last >= 0 and stop < stops[last]:
+            stop -= (stop - starts[last]) % _REGISTER
+        stretch, end = _Stretch([], []), begin
+        for at in range(bisect_right(stops, begin), bisect_left(starts, stop)):
+            first, behind = max(begin, starts[at]), min(stop, stops[at])
+            stretch.sizes.extend((first - end, behind - first))
+            is_whole = behind - first == stops[at] - starts[at]
+            stretch.pieces.append((at, None if is_whole else Span(first, behind).shifted(-starts[at])))
+            end = behind
+        stretch.sizes.append(stop - end)
+        found.append(stretch)
+        begin = stop
+    return found
+
+
+def _kernel_of(settings: Settings) -> Callable[..., None]:
+    options = settings._asdict()
+    step, (beta1, beta2) = torch.tensor(options.pop("step"), dtype=torch.float32, device="cpu"), options.pop("betas")
+    adam = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_
+    kernel = partial(adam, beta1=beta1, beta2=beta2, **options)
+
+    def run(slopes: Sequence[torch.Tensor], stepped: list[list[torch.Tensor]]) -> None:
+        """Steps masters and moments, each by itself."""
+        if slopes:
+            masters, means, squares, *greatest = stepped
+            kernel(masters, slopes, means, squares, greatest[0] if greatest else (), [step] * len(masters))
+
+    return run
+
+
+class CompiledAdam:
+    name = "compiled"
+    lacks = ("amsgrad", "capturable", "differentiable")
+
+    def step(self, settings: Settings, gradient: Gradient, elements: Elements) -> None:
+        masters, moments, weights, rounded, _ = elements
+        factors = (*gradient.factors, -1.0) if settings.maximize else gradient.factors
+        step_adam(_numbers(settings), settings.decoupled, gradient.rows, factors, masters, moments, weights, rounded)
+
+
+def _numbers(settings: Settings) -> tuple[float, ...]:
+    """In the order of `Numbers` in native.cpp."""
+    lr, decay, (beta1, beta2) = settings.lr, settings.weight_decay, settings.betas
+    kept = 1.0 - lr * decay if settings.decoupled else decay
+    rate, inverse_root = -lr / (1.0 - beta1**settings.step), (1.0 - beta2**settings.step) ** -0.5
+    return kept, 1.0 - beta1, beta2, 1.0 - beta2, rate, inverse_root, settings.eps

@@ -1,0 +1,244 @@
+"""Adam's step without the optimizer's own loops, a bucket at a time: edits adopted, gradients added up and clipped, masters
+stepped and rounded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from zero.memory.masters import adopt
+from zero.plan.layout import Block, Piece
+from zero.plan.spans import Span
+from zero.runtime.kernels.sums import RowKind
+
+# A master, and the group of its parameter; None where nobody used it.
+Member = tuple[Piece, torch.nn.Parameter, "dict[str, Any] | None"]
+_Foreign = tuple[dict[str, Any], str, torch.Tensor, Any]  # the state of a master, a name, where that belongs, and what is known
+
+
+class Kind(NamedTuple):
+    """The dtypes of masters and of what belongs to them, each of which may be missing: where masters are the weights, both."""
+
+    masters: torch.dtype
+    compared: torch.dtype | None = None  # weights, which may have been edited
+    rounded: torch.dtype | None = None  # new weights, unless they take the place of those that are compared
+
+    @property
+    def travels(self) -> bool:
+        """Whether the weights are in other memory, and no rows come to the masters'."""
+        return self.compared is not None and self.rounded is not None
+
+
+def rows_that_wait(kinds: Iterable[Kind], num_ranks: int) -> set[RowKind]:
+    """Of what ranks send for such weights, what takes no more memory than its sum, and that; see [Note: rows that wait]."""
+    near = [kind for kind in kinds if not kind.travels]
+    sent = {RowKind(kind.compared or kind.rounded or kind.masters, num_ranks, kind.masters) for kind in near}
+    fitting = {kind for kind in sent if kind.number * kind.rows.itemsize <= kind.total.itemsize}
+    return fitting | {RowKind(kind.masters, 1, kind.masters) for kind in near}
+
+
+class Gradient(NamedTuple):
+    """Of a share: the sum of its rows, which stay what they are, multiplied by one factor after the other."""
+
+    rows: Sequence[torch.Tensor]
+    factors: Sequence[float] = ()
+
+    def cut(self, there: slice) -> Gradient:
+        return self._replace(rows=[row[there] for row in self.rows])
+
+
+class Settings(NamedTuple):
+    """Of a step, for all that is stepped alike; names as torch has them."""
+
+    step: float
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool  # weight decay that does not go through the moments, as in AdamW
+    maximize: bool
+    amsgrad: bool
+
+
+class Elements(NamedTuple):
+    """What is stepped alike, side by side, with gaps between parameters."""
+
+    masters: torch.Tensor
+    moments: Sequence[torch.Tensor]
+    weights: torch.Tensor | None  # that the masters are compared with, unless the masters are the weights
+    rounded: torch.Tensor | None  # the new weights, where they are to be written
+    parameters: Callable[[], Sequence[tuple[Span, Sequence[torch.Tensor]]]]  # in their order: where; master and moments
+
+
+class Kernel(Protocol):
+    """What computes a step of Adam."""
+
+    @property
+    def name(self) -> str:
+        """What `kernels` says."""
+
+    @property
+    def lacks(self) -> Sequence[str]:
+        """The settings of a group that it knows nothing of."""
+
+    def step(self, settings: Settings, gradient: Gradient, elements: Elements) -> None:
+        """Weights and `rounded` may be the same memory."""
+
+
+class OnePass:
+    """The step of Adam and AdamW on the host.
+
+    [Note: runs]
+    A call costs as much as some ten thousand elements. So what lies side by side with the same settings, which is nearly
+    always all of a block, is stepped in one call, with the gaps between. For that the moments lie as the masters do: the
+    optimizer's state of a parameter is a view of them.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, kernel: Kernel) -> None:
+        self._inner = inner
+        self._kernel = kernel
+        self._moments: dict[tuple[int, str], torch.Tensor] = {}  # by bucket, and torch's name for them; none of it ever travels
+        self._counters: dict[Block, torch.Tensor] = {}  # of steps, in the order of a block's members
+
+    def check(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Raises where a group has a setting that the kernel knows nothing of."""
+        name = self._kernel.name
+        for group in groups:
+            for setting in self._kernel.lacks:
+                if group.get(setting):
+                    raise ValueError(
+                        f"kernels='{name}' was asked for, but {setting} has no {name} step, and a group of the optimizer sets "
+                        "it. Use kernels='torch'."
+                    )
+
+    def release(self) -> None:
+        """Lets go of all moments; those that the optimizer's state still has are taken over from there."""
+        self._moments.clear()
+        self._counters.clear()
+
+    @torch.no_grad()
+    def take_over(self, stepped: Iterable[tuple[Block, Sequence[Member], torch.Tensor]]) -> None:
+        """Sees to it that the state of all that is used lies where it belongs: of blocks, given with their members in their
+        order and their bucket's masters. All is read before any is written, where they may be each other's."""
+        foreign: list[_Foreign] = []
+        for block, members, masters in stepped:
+            if block not in self._counters:
+                with torch.inference_mode(False):
+                    self._counters[block] = torch.zeros(len(members), dtype=torch.float32, device="cpu")
+            foreign += self._foreign(block, members, masters)
+        places = (*self._counters.values(), *self._moments.values()) if foreign else ()
+        ours = {place.untyped_storage().data_ptr() for place in places}
+        values = [known.clone() if _lies_in(ours, known) else known for _, _, _, known in foreign]
+        for (state, name, own, _), known in zip(foreign, values, strict=True):
+            state[name] = own.zero_() if known is None else own.copy_(torch.as_tensor(known).reshape(own.shape))
+
+    @torch.no_grad()
+    def step(
+        self,
+        block: Block,
+        members: Sequence[Member],
+        masters: torch.Tensor,
+        gradient: Gradient,
+        weights: torch.Tensor | None,
+        rounded: torch.Tensor | None,
+    ) -> None:
+        """Steps a block of a bucket's `masters`, whose gradient is `gradient`, with what was taken over. The block's `weights`
+        are compared with and `rounded` written, where there are such."""
+        for group, step, span, run in self._runs(block, members):
+            there, part = slice(span.start, span.stop), slice(span.start - block.span.start, span.stop - block.span.start)
+            old, new = (None if whole is None else whole[part] for whole in (weights, rounded))
+            if group is not None:
+                names = _moments_of(group)
+                moments = [self._moment(block.bucket, name, masters)[there] for name in names]
+                elements = Elements(masters[there], moments, old, new, partial(self._one_by_one, run, names, span.start))
+                self._kernel.step(self._settings(group, step), gradient.cut(there), elements)
+                continue
+            if old is not None:
+                adopt(old, masters[there])
+            if new is not None:
+                new.copy_(masters[there])
+
+    def _one_by_one(
+        self, run: Sequence[Member], names: Sequence[str], begin: int
+    ) -> list[tuple[Span, tuple[torch.Tensor, ...]]]:
+        state = self._inner.state
+        return [(piece.in_share.shifted(-begin), (own, *map(state[own].__getitem__, names))) for piece, own, _ in run]
+
+    def _runs(
+        self, block: Block, members: Sequence[Member]
+    ) -> Iterator[tuple[dict[str, Any] | None, float, Span, list[Member]]]:
+        """Group, step, place and members of what is stepped alike, together all of the block."""
+        found: list[tuple[dict[str, Any] | None, float, int, list[Member]]] = []  # with where each begins
+        for member, step in zip(members, self._advance(block, members), strict=True):
+            piece, _, group = member
+            if not found or found[-1][0] is not group or found[-1][1] != step:
+                found.append((group, step, piece.in_share.start if found else block.span.start, []))
+            found[-1][-1].append(member)
+        found = found or [(None, 0.0, block.span.start, [])]
+        for (group, step, begin, run), (_, _, end, _) in itertools.pairwise([*found, (None, 0.0, block.span.stop, [])]):
+            yield group, step, Span(begin, end), run
+
+    def _advance(self, block: Block, members: Sequence[Member]) -> list[float]:
+        """Counts a step in the state of each master that is used, and gives the count; 0 for the others."""
+        counters = self._counters[block]
+        used = [at for at, (_, _, group) in enumerate(members) if group is not None]
+        if len(used) == len(members):
+            counters += 1
+        else:
+            counters[used] += 1
+        counts = counters.tolist()
+        return [0.0 if group is None else counts[at] for at, (_, _, group) in enumerate(members)]
+
+    def _foreign(self, block: Block, members: Sequence[Member], masters: torch.Tensor) -> Iterator[_Foreign]:
+        """What lies elsewhere, or nowhere yet. There may be thousands of members, so little is done for each: what lies in its
+        place is recognised by its address."""
+        lines: dict[str, tuple[torch.Tensor, int]] = {}  # of moments, with their addresses
+        counters = self._counters[block]
+        first_counter, counter_bytes = counters.data_ptr(), counters.element_size()
+        for at, (piece, master, group) in enumerate(members):
+            if group is None:
+                continue
+            state, start, shape = self._inner.state[master], piece.in_share.start, master.shape
+            known = state.get("step")  # first, as torch has it
+            if not isinstance(known, torch.Tensor) or known.data_ptr() != first_counter + at * counter_bytes:
+                yield state, "step", counters[at], known
+            for name in _moments_of(group):
+                if name not in lines:
+                    line = self._moment(block.bucket, name, masters)
+                    lines[name] = line, line.data_ptr()
+                line, address = lines[name]
+                known = state.get(name)
+                if known is None or known.data_ptr() != address + start * line.element_size():
+                    yield state, name, line[start : piece.in_share.stop], known
+                elif known.shape != shape:  # the same numbers in a form that the kernel, which looks at none, was not meant for
+                    state[name] = line[start : piece.in_share.stop]
+
+    def _moment(self, bucket: int, name: str, masters: torch.Tensor) -> torch.Tensor:
+        if (bucket, name) not in self._moments:
+            with torch.inference_mode(False):
+                self._moments[bucket, name] = torch.zeros_like(masters)
+        return self._moments[bucket, name]
+
+    def _settings(self, group: dict[str, Any], step: float) -> Settings:
+        beta1, beta2 = map(float, group["betas"])
+        lr, eps, decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+        return Settings(
+            step, lr, (beta1, beta2), eps, decay, _is_decoupled(self._inner, group), group["maximize"], group["amsgrad"]
+        )
+
+
+def _lies_in(storages: Collection[int], known: Any) -> bool:
+    """Given by their addresses."""
+    return isinstance(known, torch.Tensor) and known.untyped_storage().data_ptr() in storages
+
+
+def _is_decoupled(inner: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    return bool(group.get("decoupled_weight_decay", isinstance(inner, torch.optim.AdamW)))
+
+
+def _moments_of(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")

@@ -1,0 +1,131 @@
+"""Passes over host memory in C++, which the system's compiler builds when they are first asked for.
+
+What it makes is loaded and deleted: building takes about a second, and nothing stays that could be taken for what another
+compiler or another processor needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from ctypes import POINTER, Array, Structure, c_double, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero.memory.deferred_sum import merged
+
+_SOURCE = Path(__file__).with_name("native.cpp")
+_COMPILERS = ("c++", "g++", "clang++")
+_EXACT = ("-fno-fast-math", "-fno-unsafe-math-optimizations")  # whatever else CXX says
+_OPTIONS = (*_EXACT, "-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC")
+_WHERE_KNOWN = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())  # by compilers; OpenMP has the threads
+_DTYPES = {dtype: number for number, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16, torch.float16))}
+_LIMIT_S = 120
+
+
+class _Rows(Structure):
+    """As the source declares them."""
+
+    _fields_ = (
+        ("rows", POINTER(c_void_p)), ("number", c_int), ("dtype", c_int), ("factors", POINTER(c_double)), ("num_factors", c_int)
+    )  # fmt: skip
+
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "zero_add": (c_int, _Rows, c_void_p, c_int64, c_int, c_int),
+    "zero_num_blocks": (c_int64,),
+    "zero_square": (c_int, _Rows, c_int64, c_void_p, c_int),
+    "zero_step": (c_int, POINTER(c_double), c_int, _Rows, *[c_void_p] * 4, c_int, c_void_p, c_int, c_int64, c_int),
+}
+
+
+def add(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
+    """Writes `factor` times the sum of the rows, or adds it to what is there."""
+    numel, threads = target.numel(), torch.get_num_threads()
+    passes().zero_add(_DTYPES[target.dtype], _told(rows, [factor], numel), _address(target, numel), numel, adds, threads)
+
+
+def square(rows: Sequence[torch.Tensor], factors: Sequence[float], dtype: torch.dtype) -> float:
+    """The square of the norm of their sum times the factors, all of which are of that dtype."""
+    numel, threads = rows[0].numel(), torch.get_num_threads()
+    scratch = torch.empty(passes().zero_num_blocks(numel), dtype=torch.float64, device="cpu")
+    found: float = passes().zero_square(_DTYPES[dtype], _told(rows, factors, numel), numel, scratch.data_ptr(), threads)
+    return found
+
+
+def step_adam(
+    numbers: Sequence[float],
+    decoupled: bool,
+    rows: Sequence[torch.Tensor],
+    factors: Sequence[float],
+    masters: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    weights: torch.Tensor | None,
+    rounded: torch.Tensor | None,
+) -> None:
+    """By the `Numbers` of the source. Where there are weights, masters that do not round to them take their values first."""
+    numel, threads = masters.numel(), torch.get_num_threads()
+    places = [_address(tensor, numel) for tensor in (masters, *moments)]
+    others = (argument for tensor in (weights, rounded) for argument in _place(tensor, numel))
+    given = _told(rows, factors, numel)
+    passes().zero_step(_DTYPES[masters.dtype], _numbers(numbers), decoupled, given, *places, *others, numel, threads)
+
+
+def _told(rows: Sequence[torch.Tensor], factors: Sequence[float], numel: int) -> _Rows:
+    factors = [factor for factor in merged(factors) if factor != 1.0]
+    places = (c_void_p * len(rows))(*(_address(row, numel) for row in rows))
+    return _Rows(places, len(rows), _DTYPES[rows[0].dtype], _numbers(factors), len(factors))
+
+
+def _numbers(numbers: Sequence[float]) -> Array[c_double]:
+    return (c_double * len(numbers))(*numbers)
+
+
+def _place(tensor: torch.Tensor | None, numel: int) -> tuple[int | None, int]:
+    return (None, 0) if tensor is None else (_address(tensor, numel), _DTYPES[tensor.dtype])
+
+
+def _address(tensor: torch.Tensor, numel: int) -> int:
+    if tensor.is_cpu and tensor.is_contiguous() and tensor.numel() == numel:
+        return tensor.data_ptr()
+    raise ValueError(
+        f"A pass over {numel} elements of host memory was asked for, but what was found is {tuple(tensor.shape)} on "
+        f"{tensor.device} with strides {tensor.stride()}. Pass as many that lie there side by side."
+    )
+
+
+@functools.cache
+def passes() -> ctypes.CDLL:
+    """Waits for the compiler; raises RuntimeError where there is none that can build them."""
+    try:
+        command = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, _COMPILERS), _COMPILERS[0])]
+        with tempfile.TemporaryDirectory(prefix="zero-", ignore_cleanup_errors=True) as folder:
+            return _built(command, Path(folder))
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # ValueError: of CXX
+        raise RuntimeError(str(error)) from error
+
+
+def _built(command: Sequence[str], folder: Path) -> ctypes.CDLL:
+    """With what the compiler knows; raises what is wrong where it is asked for least."""
+    for number, options in enumerate(_WHERE_KNOWN):
+        target = folder / f"{number}.so"
+        given = [*command, *_OPTIONS, *options, str(_SOURCE), "-o", str(target)]
+        done = subprocess.run(given, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S)
+        try:
+            library = ctypes.CDLL(str(target))
+        except OSError as error:  # there is none, or what it needs is not there
+            reason = f"{command[0]} ended with status {done.returncode}: {done.stderr.strip() or error}"
+            continue
+        library.zero_num_blocks.restype, library.zero_square.restype = c_int64, c_double
+        for name, arguments in _ARGUMENTS.items():
+            getattr(library, name).argtypes = arguments
+        return library
+    raise RuntimeError(reason)

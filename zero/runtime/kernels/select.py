@@ -1,0 +1,106 @@
+"""Which kernels a step runs with, decided once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.memory.formats import DTYPES, sum_dtype
+from zero.optim.skip_dynamo import without_compiler
+from zero.optim.traits import _ADAMS, KERNELS
+from zero.plan.layout import ParamSpec
+from zero.runtime.kernels.adam_kernels import CompiledAdam, FusedAdam
+from zero.runtime.kernels.adam_step import Kind, OnePass
+from zero.runtime.kernels.native import passes
+
+
+def check_kernels(
+    optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, on_host: bool = False
+) -> None:
+    """Refuses a kernel of the step that there is none of, by trying it: torch has no list of where they run. `on_host`: masters
+    are stepped there."""
+    reason, one_pass = None, one_pass_of(optimizer, kernels)
+    if one_pass is not None:
+        one_pass.check(optimizer.param_groups)
+    if kernels == "fused":
+        reason = _why_not_fused(optimizer, device)
+    elif kernels == "compiled":
+        reason = _why_not_compiled(optimizer, on_host)
+    if reason is not None:
+        raise ValueError(f"kernels={kernels!r} was asked for, but {reason}. Use kernels='torch'.")
+
+
+def has_one_pass(optimizer: torch.optim.Optimizer, kernels: str) -> bool:
+    return kernels != "torch" and type(optimizer) in _ADAMS
+
+
+def one_pass_of(optimizer: torch.optim.Optimizer, kernels: str) -> OnePass | None:
+    """The step on the host, where it is one that knows what the optimizer computes."""
+    if not has_one_pass(optimizer, kernels):
+        return None
+    return OnePass(optimizer, CompiledAdam() if kernels == "compiled" else FusedAdam())
+
+
+def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
+    kind: Any = type(optimizer)
+    if "fused" not in optimizer.defaults:
+        return f"{kind.__name__} has no fused kernel"
+    param = nn.Parameter(torch.zeros(1, device=device))
+    param.grad = torch.zeros_like(param)
+    step = inspect.unwrap(kind.step) if kind in _ADAMS else kind.step  # of torch's alone it is known what it is wrapped in
+    try:
+        with without_compiler(), torch.no_grad():
+            step(kind([param], lr=0.0, fused=True))
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return f"the fused kernel of {kind.__name__} does not run on {device}: {error}"
+    return None
+
+
+def _why_not_compiled(optimizer: torch.optim.Optimizer, on_host: bool) -> str | None:
+    if type(optimizer) not in _ADAMS:
+        return f"only Adam and AdamW have a compiled step, and not {type(optimizer).__name__}"
+    if not on_host:
+        return "it is compiled for the host, where nothing is stepped here: nothing is offloaded"
+    try:
+        passes()
+    except RuntimeError as error:
+        return f"the step could not be compiled: {error}"
+    return None
+
+
+def use_kernels(optimizer: torch.optim.Optimizer, kernels: str) -> Callable[[], None]:
+    """Decides once how the step computes; 'torch' is whatever the user's optimizer does. Returns what undoes it."""
+    if kernels != "fused":
+        return lambda: None
+    before = {id(group): _kernels_of(group) for group in optimizer.param_groups}
+    usual = _kernels_of(optimizer.defaults)
+    for settings in (optimizer.defaults, *optimizer.param_groups):
+        settings.update(fused=True, foreach=False)
+
+    def undo() -> None:
+        for settings in (optimizer.defaults, *optimizer.param_groups):
+            settings.update(before.get(id(settings), usual))  # a group that came later has what is usual
+
+    return undo
+
+
+def _kernels_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: settings[name] for name in KERNELS if name in settings}
+
+
+def kinds_on_host(specs: Iterable[ParamSpec], device: torch.device) -> set[Kind]:
+    """Of masters that are stepped there."""
+    kinds = set[Kind]()
+    for spec in specs:
+        dtype, masters = DTYPES[spec.dtype], sum_dtype(DTYPES[spec.dtype])
+        if device.type != "cpu" and spec.offload:
+            kinds.add(Kind(masters, dtype, dtype))
+        elif device.type == "cpu" and dtype == masters:
+            kinds.add(Kind(masters))
+        elif device.type == "cpu":
+            kinds.add(Kind(masters, compared=dtype))
+    return kinds

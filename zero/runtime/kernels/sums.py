@@ -1,0 +1,69 @@
+"""How what ranks sent is added: by torch's kernels, as one compiled pass over memory, or as part of that of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+from zero.comm.results import add_rows, add_stretch
+from zero.memory.deferred_sum import add_scaled
+from zero.memory.norms import PIECE, squares_of, squares_of_pieces
+from zero.plan.spans import round_up
+from zero.runtime.kernels import native
+
+_LEAST_STRETCH, _MOST_STRETCHES = 2**16, 16  # elements for each thread, and how many stretches at most
+
+
+def stretch_of(numel: int) -> int:
+    """Elements that torch's kernels work on at a time: few enough for the cache, and enough that calls cost little. A multiple
+    of PIECE, so that norms are taken of the same pieces whatever the stretch."""
+    return round_up(max(_LEAST_STRETCH * torch.get_num_threads(), numel // _MOST_STRETCHES), PIECE)
+
+
+class RowKind(NamedTuple):
+    """What must be known of rows and of what becomes of them."""
+
+    rows: torch.dtype
+    number: int
+    total: torch.dtype
+
+
+class SumsByTorch:
+    """By torch's own kernels."""
+
+    def __init__(self, waiting: Collection[RowKind] = ()) -> None:
+        self._waiting = waiting  # what the step takes as well
+
+    def add(self, rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
+        add_rows(rows, target, factor, adds)
+
+    def may_wait(self, rows: torch.dtype, number: int, total: torch.dtype) -> bool:
+        return RowKind(rows, number, total) in self._waiting
+
+    def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
+        stretch = stretch_of(rows[0].numel())
+        scratch, squares = torch.empty(min(stretch, rows[0].numel()), dtype=sum_dtype, device="cpu"), list[float]()
+        for parts in zip(*(torch.split(row, stretch) for row in rows), strict=True):
+            scratch = scratch[: parts[0].numel()]
+            add_scaled(add_stretch, parts, scratch, factors)
+            squares += squares_of_pieces([scratch])[0]
+        return sum(squares, 0.0)
+
+    def squares(self, sums: Sequence[torch.Tensor]) -> list[float]:
+        return squares_of(sums)
+
+
+class CompiledSums(SumsByTorch):
+    def add(self, rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
+        add = native.add if target.is_cpu else super().add
+        add(rows, target, factor, adds)
+
+    def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
+        return native.square(rows, factors, sum_dtype)
+
+    def squares(self, sums: Sequence[torch.Tensor]) -> list[float]:
+        here = {number: native.square([own], (), own.dtype) for number, own in enumerate(sums) if own.is_cpu}
+        others = iter(super().squares([own for own in sums if not own.is_cpu]))
+        return [here[number] if number in here else next(others) for number in range(len(sums))]

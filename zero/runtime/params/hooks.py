@@ -1,0 +1,93 @@
+"""Stop 1, ready: autograd has finished a parameter's gradient, and every hook of the user has run."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+from zero.runtime.params.table import Params
+
+
+@dataclass
+class _Attached:
+    param: torch.nn.Parameter
+    before: Callable[[int], None]
+    ready: Callable[[int], None]
+    node: Node
+    address: int
+
+
+class GradHooks:
+    """Calls `before(i)` when autograd is about to write the gradient of parameter i, and `ready(i)` when it has.
+
+    [Note: which hook]
+    They sit on the parameter's AccumulateGrad node. A hook there runs after all hooks of the user on the
+    parameter, whenever those were registered, and not under `autograd.grad`, which writes no `.grad`. Torch
+    holds the node only weakly; we keep it, or our hooks would be gone with it. A parameter gets another node where
+    its dtype or device changes through `.data`, as in `model.half(); model.float()`. What survives that is a hook on
+    the parameter itself, which runs just before those of the node: it looks whether the memory is another one, and keeps
+    which parameter it was, for whoever asks where a backward broke off.
+    """
+
+    def __init__(self, params: Params) -> None:
+        self._params = params
+        self._handles: list[Any] = []
+        self._attached: dict[int, _Attached] = {}
+
+    def attach(
+        self, index: int, param: torch.nn.Parameter, before: Callable[[int], None], ready: Callable[[int], None]
+    ) -> None:
+        ours = weakref.ref(self)  # the parameter keeps its hooks alive, and with us itself
+
+        def follow(_: torch.Tensor) -> None:
+            hooks = ours()
+            if hooks is not None:
+                hooks._follow(index)
+
+        with _training(param):
+            self._attached[index] = _Attached(param, before, ready, get_gradient_edge(param).node, param.data_ptr())
+            self._handles.append(param.register_hook(follow))  # type: ignore[no-untyped-call]
+        self._sit_on(index)
+
+    def renew(self) -> None:
+        """Attaches anew where a parameter has another node by now."""
+        for index, attached in self._attached.items():
+            with _training(attached.param):
+                node = get_gradient_edge(attached.param).node
+            attached.address = attached.param.data_ptr()
+            if node is not attached.node:
+                attached.node = node
+                self._sit_on(index)
+
+    def _follow(self, index: int) -> None:
+        attached, self._params.reached = self._attached[index], index
+        if attached.param.data_ptr() != attached.address:
+            self.renew()
+
+    def _sit_on(self, index: int) -> None:
+        node, before, ready = self._attached[index].node, self._attached[index].before, self._attached[index].ready
+        self._handles.append(node.register_prehook(lambda _: before(index)))
+        self._handles.append(node.register_hook(lambda _, __: ready(index)))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._attached.clear()
+
+
+@contextlib.contextmanager
+def _training(param: torch.nn.Parameter) -> Iterator[None]:
+    """A parameter that is frozen for now has no node, and takes no hook, before it requires a gradient."""
+    trainable = param.requires_grad
+    param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        param.requires_grad_(trainable)

@@ -1,0 +1,175 @@
+"""Gives parameters their place on the flat line, and takes it away again."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from zero.comm.exchange import together
+from zero.comm.group import Group, sharing_of
+from zero.memory.flatten import NO_MEMORY, Flattener, Place
+from zero.memory.formats import Form
+from zero.memory.masters import Masters
+from zero.memory.weights import FlatBuffer
+from zero.plan.layout import FlatLayout
+from zero.plan.spans import round_up
+from zero.runtime.params.table import Params
+
+_AT_ONCE = 2**24  # bytes that rank 0 lends
+_ALIGNMENT = 64
+
+
+class Intake:
+    """Gives parameters a place on the line: rank 0's values, flat on every rank, and this rank's masters of them."""
+
+    def __init__(
+        self, params: Params, forms: list[Form], weights: FlatBuffer, masters: Masters, group: Group, place: Place
+    ) -> None:
+        self._params = params
+        self._forms = forms
+        self._weights = weights
+        self._masters = masters
+        self._group = group
+        self._place = place
+        self._sharing = sharing_of(group) if place.is_host else None
+
+    @torch.no_grad()
+    def lay(self, params: Sequence[int], then: Callable[[], None] = lambda: None) -> list[int]:
+        """A collective; returns the buckets that are new. Where it fails, or what is done `then`, all is as `undo` says."""
+        line = self._weights.line
+        before = line.layout
+        line.become(before.extended(params))
+        flattener = Flattener(self._weights, self._params.tensors, self._forms, self._place)
+        new = range(len(before.buckets), len(line.layout.buckets))
+        try:
+            self._move(flattener)
+            together(self._group, lambda: self._finish(flattener, params, then))
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # which would keep the memory that is needed now
+            self.undo(flattener.dtypes, before)
+            raise
+        if self._sharing is not None:
+            self._sharing.tidy()
+        return list(new)
+
+    def _move(self, flattener: Flattener) -> None:
+        chunks = range(len(self._weights.chunks), len(self._weights.line.layout.chunks))
+        for batch in self._batches(flattener, chunks):
+            with self._read(flattener, batch) as sources:
+                together(self._group, partial(self._take, flattener, batch, sources))
+            del sources  # before there are others
+
+    def _finish(self, flattener: Flattener, params: Sequence[int], then: Callable[[], None]) -> None:
+        self._masters.cut()
+        then()
+        flattener.log(params)
+
+    def _batches(self, flattener: Flattener, chunks: Sequence[int]) -> Iterator[list[int]]:
+        """The chunks that are read at once: small ones together, where rank 0 lends the memory."""
+        batch, num_bytes = list[int](), 0
+        for chunk in chunks:
+            more = _num_bytes(flattener.size_of(chunk))
+            if batch and (self._sharing is None or num_bytes + more > _AT_ONCE):
+                yield batch
+                batch, num_bytes = [], 0
+            batch, num_bytes = [*batch, chunk], num_bytes + more
+        if batch:
+            yield batch
+
+    @contextlib.contextmanager
+    def _read(self, flattener: Flattener, batch: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """What the chunks are on rank 0: where it has read them to, if all see that and each takes of it what it wants; or else
+        in memory of this rank's own."""
+        group, fills = self._group, self._group.rank == 0
+        if self._sharing is None:
+            [chunk] = batch
+            with self._putting_back(flattener, chunk):
+                source = together(group, lambda: flattener.read(chunk, fills))
+                group.broadcast(source).wait()
+                yield [source]
+            return
+        sizes = [flattener.size_of(chunk) for chunk in batch]
+
+        def read() -> torch.Tensor:
+            lent = group.staging(sum(map(_num_bytes, sizes)), torch.uint8, self._place.device)
+            for chunk, part in zip(batch, _cut(lent, sizes), strict=True):
+                flattener.read(chunk, fills, part)
+            return lent
+
+        with self._sharing.shown(together(group, read)) as seen, self._putting_back(flattener, batch[0]):
+            yield _cut(seen, sizes)
+
+    @contextlib.contextmanager
+    def _putting_back(self, flattener: Flattener, chunk: int) -> Iterator[None]:
+        """What was moved of a chunk and those behind it, if what follows fails."""
+        try:
+            yield
+        except BaseException:
+            self._masters.forget(chunk)
+            self._weights.forget(chunk)
+            flattener.put_back()
+            raise
+        flattener.settled()
+
+    def _take(self, flattener: Flattener, batch: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
+        layout, masters = self._weights.line.layout, self._masters
+        may_keep = self._sharing is None
+        for chunk, source in zip(batch, sources, strict=True):
+            buckets = {index: bucket for index, bucket in enumerate(layout.buckets) if bucket.chunk == chunk}
+            is_kept = flattener.write(chunk, source, may_keep)
+            # All of its memory or none: a part of it would keep the rest.
+            is_whole = layout.num_shares == 1 and source.nbytes == source.untyped_storage().nbytes()
+            given = may_keep and is_whole and not is_kept and not any(map(masters.shard.travels, buckets))
+            for index, bucket in buckets.items():
+                share = bucket.share(masters.rank)
+                is_kept |= masters.take(index, source[share.start : share.stop], given)
+            if may_keep and not is_kept:
+                flattener.reuse(source)
+
+    def laid_out(self) -> list[torch.nn.Parameter]:
+        """The parameters whose memory is the flat one."""
+        num_chunks = len(self._weights.chunks)
+        slots = self._weights.line.layout.slots
+        return [self._params.tensors[slot.param] for slot in slots if slot is not None and slot.chunk < num_chunks]
+
+    @torch.no_grad()
+    def undo(self, dtypes: Mapping[int, torch.dtype], before: FlatLayout) -> None:
+        """Gives every parameter that was not laid out before memory of its own and the dtype that it had, with the value of its
+        master if this rank has all of that. Where there is no memory for it, it stays in its place, which lives as long."""
+        for chunk in reversed(range(len(before.chunks), len(self._weights.chunks))):
+            for param in self._weights.line.layout.chunks[chunk].params:
+                with contextlib.suppress(*NO_MEMORY):
+                    self._params.tensors[param].data = self._own(param, dtypes[param])
+            self._masters.forget(chunk)
+            self._weights.forget(chunk)
+        self._masters.forget(len(before.chunks))
+        self._weights.forget(len(before.chunks))
+        self._weights.line.become(before)
+
+    def _own(self, param: int, dtype: torch.dtype) -> torch.Tensor:
+        layout, tensor = self._weights.line.layout, self._params.tensors[param]
+        own = tensor.detach().to(dtype, copy=True)
+        if tensor.dtype != dtype:
+            pieces = list(layout.pieces(param, self._group.rank if layout.num_shares > 1 else 0))
+            if sum(piece.in_param.numel for piece in pieces) == tensor.numel():
+                own.copy_(self._forms[param].shaped(torch.cat([self._masters.shard.piece(piece) for piece in pieces])))
+        return own
+
+    def release(self) -> None:
+        self._masters.release()
+        self._weights.forget()
+
+
+def _num_bytes(size: tuple[int, torch.dtype]) -> int:
+    numel, dtype = size
+    return round_up(numel * dtype.itemsize, _ALIGNMENT)
+
+
+def _cut(memory: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    """Memory for so many numbers of a dtype, one after the other."""
+    parts = zip(torch.split(memory, list(map(_num_bytes, sizes))), sizes, strict=True)
+    return [part[: numel * dtype.itemsize].view(dtype) for part, (numel, dtype) in parts]

@@ -1,0 +1,67 @@
+"""The parameters that are managed, and their `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zero.runtime.params.grad_proxy import StandIn
+
+
+class Params:
+    """Managed parameters in the model's order; everywhere else they are numbers."""
+
+    def __init__(self, tensors: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+        self.tensors: list[torch.nn.Parameter] = []
+        self.names: list[str] = []
+        self.index: dict[int, int] = {}  # by id
+        self.reached: int | None = None  # the one that the backward under way, or broken off, came to last
+        self.add(tensors, names)
+        self._usual: dict[int, torch.dtype | None] = {}  # grad_dtype of those for which we changed it
+
+    @property
+    def all(self) -> int:
+        """All of them, as a set of bits."""
+        return (1 << len(self.tensors)) - 1
+
+    def add(self, tensors: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+        for name, tensor in zip(names, tensors, strict=True):
+            self.index[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+            self.names.append(name)
+
+    def names_in(self, model: torch.nn.Module, tensors: Sequence[torch.nn.Parameter]) -> list[str]:
+        """What to call parameters that are new; those that are not the model's get a number."""
+        by_id = {id(param): name for name, param in model.named_parameters()}
+        extra = sum(name.startswith("optimizer.") for name in self.names)
+        return [by_id.get(id(tensor), f"optimizer.{extra + index}") for index, tensor in enumerate(tensors)]
+
+    def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
+        param = self.tensors[index]
+        if grad is None:
+            param.grad = None
+            if self._usual:
+                self.restore(index)
+            return
+        try:
+            param.grad = grad
+        except (RuntimeError, TypeError):  # which costs less than to ask each time whether it can be
+            self._set_of_another_dtype(index, param, grad)
+
+    def _set_of_another_dtype(self, index: int, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        dtype = grad.own_dtype if isinstance(grad, StandIn) else grad.dtype
+        if dtype != param.dtype and not hasattr(param, "grad_dtype"):
+            self.set_grad(index, None)  # exchanged behind our back, as settling will find; torch before 2.10 cannot hold it
+            return
+        allowed = getattr(param, "grad_dtype", dtype)
+        if allowed is not None and allowed != dtype:
+            param.grad = None  # torch changes the dtype of an empty .grad only
+            self._usual.setdefault(index, allowed)
+            param.grad_dtype = dtype
+        param.grad = grad
+
+    def restore(self, index: int) -> None:
+        """Lets an empty `.grad` hold again what it could before."""
+        if index in self._usual and self.tensors[index].grad is None:
+            self.tensors[index].grad_dtype = self._usual.pop(index)

@@ -1,0 +1,128 @@
+"""Whether the model still computes with what lies in flat memory."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.memory.formats import Form
+from zero.memory.weights import FlatBuffer
+from zero.runtime.params.table import Params
+
+logger = logging.getLogger("zero")
+
+
+class Aliases:
+    """Finds parameters that were replaced, or moved elsewhere, and trainable ones that nobody manages.
+
+    `module.weight = nn.Parameter(...)` and `model.half()` leave the optimizer with memory that the model no longer reads:
+    training would go on, without effect. So each settling looks, at a cost of two comparisons a parameter: is every
+    module's table of parameters and of children the one of last time, and does each parameter lie where it was put.
+
+    What was assigned to `.data` and fits is an edit, which a step takes in. Before, it is left where it is: who exchanges
+    memory to evaluate with averaged weights holds our place meanwhile, and exchanges back.
+    """
+
+    def __init__(
+        self, model: nn.Module, params: Params, weights: FlatBuffer, forms: Sequence[Form], strangers: Collection[str]
+    ) -> None:
+        self._model = model
+        self._params = params
+        self._weights = weights
+        self._forms = forms
+        self._strangers = set(strangers)  # trainable parameters of the model that the user was told we leave alone
+        self._members: set[int] = set()  # parameters that are the model's; others the optimizer alone knows
+        self._addresses: dict[int, int] = {}
+        self._tables: list[tuple[dict[str, Any], list[Any]]] = []
+        self._replaced = 0
+        self._renew: Callable[[], Callable[[], None] | None] = lambda: None
+        self.welcome()
+
+    def renew_through(self, renew: Callable[[], None]) -> None:
+        """Who attaches hooks anew where the model changed; held weakly, since he holds whoever holds us."""
+        self._renew = weakref.WeakMethod(renew)
+
+    def notice(self) -> None:
+        """At the start of a backward: a parametrization that was added gives a parameter a new node, without our hooks."""
+        renew = self._renew()
+        if renew is not None and self._model_changed():
+            renew()
+
+    def welcome(self) -> None:
+        """Takes in parameters that are managed from now on, and the model as it is."""
+        present = {id(param) for param in self._model.parameters()}
+        self._members.update(index for index, tensor in enumerate(self._params.tensors) if id(tensor) in present)
+        self._note_tables()
+
+    def moved(self) -> None:
+        """Flat memory is another one by now."""
+        self._addresses.clear()
+
+    def lost(self) -> int:
+        """The parameters, as bits, that the model has in another place by now, or has no longer."""
+        if self._model_changed():
+            self._look_through_the_model()
+        return self._replaced | sum(1 << index for index in self.elsewhere() if not self._fits(index))
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Copies what was assigned to `.data` to where the parameter lies."""
+        for index in self.elsewhere():
+            tensor, place = self._params.tensors[index], self._place_of(index)
+            place.copy_(tensor)
+            tensor.data = place
+
+    def elsewhere(self) -> list[int]:
+        """Parameters that do not lie where they were put."""
+        found = []
+        for index, tensor in enumerate(self._params.tensors):
+            address = self._addresses.get(index)
+            if address is None:
+                address = self._address_of(index)
+            if address and tensor.data_ptr() != address:
+                found.append(index)
+        return found
+
+    def _model_changed(self) -> bool:
+        return not all(len(table) == len(kept) and all(map(is_, table.values(), kept)) for table, kept in self._tables)
+
+    def _note_tables(self) -> None:
+        tables = [table for module in self._model.modules() for table in (module._parameters, module._modules)]
+        self._tables = [(table, list(table.values())) for table in tables]
+
+    def _look_through_the_model(self) -> None:
+        self._note_tables()
+        names = dict(self._model.named_parameters())
+        present = {id(param) for param in names.values()}
+        known = self._params.index
+        new = [name for name, param in names.items() if param.requires_grad and id(param) not in known]
+        new = [name for name in new if name not in self._strangers]
+        gone = [index for index in self._members if id(self._params.tensors[index]) not in present]
+        # What is merely gone was removed on purpose; with something new in the model it may be what that replaces.
+        self._replaced = sum(1 << index for index in gone if new or self._params.names[index] in names)
+        if new and not self._replaced:
+            self._strangers.update(new)
+            logger.warning(
+                "Trainable parameters were attached after sharding and are not trained: %s. Give them to the optimizer with "
+                "add_param_group.", ", ".join(new),
+            )  # fmt: skip
+
+    def _address_of(self, index: int) -> int:
+        """Where a parameter was put; 0 for what has no place yet, and for what has no elements."""
+        layout = self._weights.line.layout
+        if layout.slots[index] is None or not layout.params[index].numel:
+            return 0
+        return self._addresses.setdefault(index, self._weights.slot(index).data_ptr())
+
+    def _place_of(self, index: int) -> torch.Tensor:
+        return self._forms[index].shaped(self._weights.slot(index))
+
+    def _fits(self, index: int) -> bool:
+        tensor, place = self._params.tensors[index], self._place_of(index)
+        return (tensor.shape, tensor.dtype, tensor.device) == (place.shape, place.dtype, place.device)

@@ -1,0 +1,1 @@
+"""Buckets fill with gradients, leave, and come back as sums."""

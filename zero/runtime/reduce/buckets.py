@@ -1,0 +1,256 @@
+"""Collects gradients into buckets, sends full ones, keeps this rank's share of what comes back.
+
+[Note: rounds]
+A *round* is one collective of one bucket. Which bucket the n-th round is for is fixed by `order`, which all
+ranks agreed on when the last window settled; the order is run through again for every further backward. A
+rank sends the next round when every parameter that it used in that bucket last time has arrived, so a bucket
+that it never touches goes out as zeros without waiting. It never waits for another rank. What does not fit
+(a parameter that was not expected, a second use, a branch that only some ranks took) stays, and travels in a
+round more when the window settles. Sums are linear: late is never lost, and a wrong guess costs time only.
+
+[Note: wide]
+The ordinary round travels in the parameters' dtype, one gradient a parameter. To add a second one to it there,
+in bf16, would round; so what comes on top, and what several backwards add up before anything is sent, is added
+up apart in the dtype of sums, and sent in that when the window settles. Where the two dtypes are the same, it
+is simply added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from accelerators import Accelerator
+from zero.memory.formats import Form, sum_dtype
+from zero.memory.shard import Line
+from zero.memory.staging import Staging
+from zero.runtime.profiling import Timed, stop
+from zero.runtime.reduce.inflight import Flight
+from zero.runtime.sync.agreement import Agreement
+
+_KEPT = 2  # staging buffers that wait for the next window: one to fill while another is sent
+_FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
+
+
+class _Round:
+    """What a bucket will send next: its buffer, and whose gradients are in it."""
+
+    __slots__ = ("buffer", "filled", "producers")
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.filled = 0
+        self.producers: list[object] = []  # streams that wrote into it, where there are any
+
+
+class Reducer(Timed):
+    def __init__(
+        self, line: Line, forms: Sequence[Form], accelerator: Accelerator, staging: Staging, flight: Flight
+    ) -> None:
+        self.flight = flight
+        self.sent = 0  # rounds of the order since the last settling
+        self.order = tuple(range(len(line.layout.buckets)))
+        self.line = line
+        self._forms = forms
+        self._accelerator = accelerator
+        self.staging = staging
+        self._rounds: dict[int, _Round] = {}
+        self._wide: dict[int, _Round] = {}
+        self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
+        self._arrived: dict[int, None] = {}  # buckets that something came for since the last settling, the latest last
+
+    # stop 2: collect ---------------------------------------------------------------------------------------------
+
+    @stop("collect")
+    def collect(self, param: int, grad: torch.Tensor, multiplier: float | None = None, apart: bool = False) -> None:
+        """Copies a gradient into its slot; the caller may free it. `apart`: it is one of several that travel as their sum."""
+        self.flight.shard.check_here()  # now, and not when the sum comes, which depends on the other ranks
+        form, parts = self._forms[param], self.line.layout.parts(param)
+        for index, in_bucket, in_param in parts:
+            self._arrived.pop(index, None)
+            self._arrived[index] = None
+            exact = multiplier is None and grad.dtype == self.line.dtype_of(index) and not apart
+            target, fresh = self._target(index, param, exact)
+            widens = not fresh and target.is_cpu and grad.dtype != target.dtype
+            if len(parts) == 1 and not widens:  # as nearly always: no need to flatten it
+                place, values = form.placed(target, in_bucket.start), grad
+            else:
+                place, values = target[in_bucket.start : in_bucket.stop], form.line(grad)[in_param.start : in_param.stop]
+            factor = 1.0 if multiplier is None else multiplier
+            if widens:  # torch would make a wide copy first
+                self.flight.sums.add([values.contiguous()], place, factor, True)
+            elif not fresh:
+                place.add_(values, alpha=factor)
+            else:
+                place.copy_(values)
+                if multiplier is not None:
+                    place.mul_(multiplier)
+
+    def adds_apart(self, param: int) -> bool:
+        """Whether several of its gradients can be added up here without being sent; see [Note: wide]."""
+        dtypes = (self.line.dtype_of(index) for index, *_ in self.line.layout.parts(param))
+        return all(dtype != sum_dtype(dtype) for dtype in dtypes)
+
+    def _target(self, index: int, param: int, exact: bool) -> tuple[torch.Tensor, bool]:
+        """Where a gradient goes, and whether it is the first there; see [Note: wide]. `exact`: it can travel as it is."""
+        rounds, dtype = self._rounds, self.line.dtype_of(index)
+        is_first = index not in rounds or not rounds[index].filled >> param & 1
+        if not (exact and is_first) and dtype != sum_dtype(dtype):
+            rounds, dtype = self._wide, sum_dtype(dtype)
+        round_ = rounds.get(index)
+        if round_ is None:
+            if rounds is self._wide:
+                self.flight.shard.add_up(index)  # or there would be two of its buffers
+            round_ = rounds[index] = _Round(self._open(index, dtype))
+        self._note_producer(round_)
+        fresh = not round_.filled >> param & 1
+        round_.filled |= 1 << param
+        return round_.buffer, fresh
+
+    def _open(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        buffer = self.staging.borrow(self.line.layout.buckets[index].span.numel, dtype)
+        gaps = self.line.layout.gaps[index]
+        # What lies between the slots is summed with everything else, and could be NaN from whoever had this memory before.
+        if len(gaps) > _FEW_GAPS:
+            buffer.zero_()
+        else:
+            for gap in gaps:
+                buffer[gap.start : gap.stop].zero_()
+        return buffer
+
+    def _note_producer(self, round_: _Round) -> None:
+        if not self._accelerator.is_synchronous:
+            stream = self._accelerator.current_stream()
+            if stream not in round_.producers:
+                round_.producers.append(stream)
+
+    # stop 3: reduce ----------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Sends every round whose turn it is and that is full; see [Note: rounds]."""
+        while self.order:
+            index = self.order[self.sent % len(self.order)]
+            missing = self.line.layout.params_in[index]
+            if self._expected is not None:
+                missing &= self._expected
+            round_ = self._rounds.get(index)
+            if missing if round_ is None else missing & ~round_.filled:
+                return
+            if self._rounds.keys().isdisjoint(self.order):
+                return
+            self._send_next()
+
+    def _send_next(self, keep: bool = True) -> None:
+        index = self.order[self.sent % len(self.order)]
+        self.sent += 1
+        self.flight.send(index, self._close(index), keep)
+
+    def _close(self, index: int, wide: bool = False) -> torch.Tensor:
+        """The bucket's round, ready to be sent: zeros where nothing arrived."""
+        bucket, dtype = self.line.layout.buckets[index], self.line.dtype_of(index)
+        round_ = (self._wide if wide else self._rounds).pop(index, None)
+        if round_ is None:
+            return self.staging.borrow(bucket.span.numel, sum_dtype(dtype) if wide else dtype).zero_()
+        if len(self.line.layout.gaps[index]) <= _FEW_GAPS:
+            for param in bucket.params:
+                if not round_.filled >> param & 1:
+                    for at, part, _ in self.line.layout.parts(param):
+                        if at == index:
+                            round_.buffer[part.start : part.stop].zero_()
+        for stream in round_.producers:
+            # Hooks of one backward may run on several streams; the collective starts on this one and must see what all wrote.
+            self._accelerator.current_stream().wait_stream(stream)
+        return round_.buffer
+
+    # settling ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_staging_bytes(self) -> int:
+        """Without what gradients wait in, or waited in and will again, which is theirs."""
+        return self.staging.num_bytes(_KEPT) - self.flight.shard.num_staged_bytes - self.num_wide_bytes
+
+    @property
+    def num_wide_bytes(self) -> int:
+        """Of gradients that are added up here."""
+        return sum(wide.buffer.nbytes for wide in self._wide.values())
+
+    @property
+    def open_buckets(self) -> int:
+        return sum(1 << index for index in self._rounds)
+
+    @property
+    def wide_buckets(self) -> int:
+        return sum(1 << index for index in self._wide)
+
+    @property
+    def arrival_order(self) -> tuple[int, ...]:
+        """Buckets that a gradient reached, by the time of the last one: the order in which they can leave next time."""
+        return tuple(self._arrived)
+
+    def catch_up(self, agreement: Agreement) -> None:
+        """Sends the rounds that other ranks have sent and this one has not, and lands all of them."""
+        keep = not agreement.discard
+        while self.sent < agreement.rounds:
+            self._send_next(keep)
+            self.flight.land(keep, most=1)  # others send them too, so what is received takes no more memory than it must
+        self.flight.land(keep)
+
+    def send_rest(self, buckets: Sequence[int], wide: int) -> None:
+        """One more round for every bucket that needs it on some rank; of these, some in the dtype of sums."""
+        for index in buckets:
+            self.flight.send(index, self._close_wide(index) if wide >> index & 1 else self._close(index))
+            self.flight.land(keep=True, most=1)
+        self.flight.land(keep=True)
+
+    def _close_wide(self, index: int) -> torch.Tensor:
+        wide = self._close(index, wide=True)
+        if index in self._rounds:
+            ordinary = self._close(index)
+            wide.add_(ordinary)
+            self.staging.give_back(ordinary)
+        return wide
+
+    def learn(self, agreement: Agreement, used_here: int) -> None:
+        """Takes over the agreed order, and expects of this rank what it did last; a failure teaches nothing."""
+        if agreement.used and agreement.error is None:
+            reached = {index for index, params in enumerate(self.line.layout.params_in) if params & agreement.used}
+            first = [index for index in agreement.order if index in reached]
+            self.order = (*first, *sorted(reached.difference(first)))
+            self._expected = used_here
+        self.sent = 0
+        self._arrived.clear()
+        self.staging.release(keep=_KEPT)  # what a rank ahead of the others had in flight is not kept into the step
+
+    def restart(self) -> None:
+        """Begins as at the first window: what was sent is lost, and what was learned not all ranks may have heard."""
+        self.flight.abandon()
+        self.order = tuple(range(len(self.line.layout.buckets)))
+        self.sent, self._expected = 0, None
+        self._arrived.clear()
+
+    def drop(self) -> None:
+        """Forgets what has not been sent."""
+        for rounds in (self._rounds, self._wide):
+            for round_ in rounds.values():
+                self.staging.give_back(round_.buffer)
+            rounds.clear()
+
+    def release(self) -> None:
+        """Lets go of everything."""
+        self.drop()
+        self.flight.abandon()
+        self.release_buffers()
+        self.flight.shard.release()
+
+    def release_buffers(self) -> None:
+        """Lets go of those that nothing is in; the next gradients make new ones."""
+        self.staging.release()
+
+    def drop_param(self, param: int) -> None:
+        """Forgets what has not been sent of one parameter."""
+        for index, part, _ in self.line.layout.parts(param):
+            for rounds in (self._rounds, self._wide):
+                if index in rounds:
+                    rounds[index].buffer[part.start : part.stop].zero_()
+                    rounds[index].filled &= ~(1 << param)

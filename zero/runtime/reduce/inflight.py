@@ -1,0 +1,188 @@
+"""What is on its way between ranks: rounds of buckets that were sent, until their sums are kept."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from accelerators.streams import Event
+from zero.comm.group import Group, Pending
+from zero.comm.results import Added, wait_into
+from zero.memory.deferred_sum import Rows, Sums, share_memory
+from zero.memory.formats import sum_dtype
+from zero.memory.shard import Line, Shard
+from zero.memory.staging import Staging
+from zero.runtime.kernels.sums import SumsByTorch
+from zero.runtime.profiling import Timed, stop
+
+_HARDLY_MORE = 1.25  # bytes than of the sum: buffers have the size of the largest bucket
+_AHEAD = 2  # buckets that the host may have filled on a device before that has come to filling them
+
+
+class _Round(NamedTuple):
+    bucket: int
+    buffer: torch.Tensor
+    pending: Pending
+    filled: Event | None  # on this rank's device
+
+
+class Flight(Timed):
+    """Rounds on their way, first in, first out, and the shard that they end in.
+
+    `widest` is the dtype that wider buckets are rounded to before they are sent; None rounds none. With `looks` each is
+    searched for what is not finite, which in the sum is nobody's any more.
+
+    [Note: ahead of the device]
+    Where a device works by itself, the host has soon sent a whole backward that the device has hardly begun, and every bucket
+    would be one on its way. So the host waits until the device has filled the bucket before the last. That is a wait for its
+    own device: the stream that fills waits for no round that is on its way, so ranks that branch apart cannot lock each other.
+    It may be behind what was agreed on before, the weights of the last step or sums that settled, which the others send
+    without anything more from this rank.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        group: Group,
+        staging: Staging,
+        shard: Shard,
+        widest: torch.dtype | None = None,
+        looks: bool = False,
+        sums: Sums | None = None,
+    ) -> None:
+        self.factor = 1.0  # what a sum is multiplied with when it is kept
+        self.num_bytes = 0  # sent so far, by this rank
+        self._line = line
+        self._reduce = group.all_reduce if line.layout.num_shares < group.size else group.reduce_scatter
+        self._staging = staging
+        self.shard = shard
+        self.looks = looks
+        self._greatest: torch.Tensor | None = None  # magnitude that was sent since the last `forget`, NaN included
+        self._widest = widest
+        self.sums = sums or SumsByTorch()
+        self._ranks = group.rank, group.size
+        self._rounds: deque[_Round] = deque()
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    @stop("reduce")
+    def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True) -> None:
+        buffer, dtype = self._rounded(buffer), sum_dtype(buffer.dtype)
+        self.num_bytes += buffer.nbytes
+        if self.looks:
+            greatest = torch.linalg.vector_norm(buffer, torch.inf)
+            self._greatest = greatest if self._greatest is None else torch.maximum(self._greatest, greatest)
+        pending = self._reduce(buffer, dtype)
+        self._rounds.append(_Round(bucket, buffer, pending, None if pending.done() else self._staging.mark()))
+        self._await_device()
+        while self._rounds and self._rounds[0].pending.done():
+            self._land(keep)
+
+    def _await_device(self) -> None:
+        """See [Note: ahead of the device]."""
+        filled = self._rounds[-1 - _AHEAD].filled if len(self._rounds) > _AHEAD else None
+        if filled is not None:
+            filled.synchronize()
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that this rank sent since the last `forget` was."""
+        return self._greatest is None or bool(self._greatest.isfinite())
+
+    def forget(self) -> None:
+        self._greatest = None
+
+    def _rounded(self, buffer: torch.Tensor) -> torch.Tensor:
+        if self._widest is None or buffer.dtype.itemsize <= self._widest.itemsize:
+            return buffer
+        narrow = self._staging.borrow(buffer.numel(), self._widest).copy_(buffer)
+        self._staging.give_back(buffer)
+        return narrow
+
+    def land(self, keep: bool, most: int = 0) -> None:
+        """Waits for other ranks, until no more than so many rounds are on their way."""
+        while len(self._rounds) > most:
+            self._land(keep)
+
+    def abandon(self) -> None:
+        """Forgets what is on its way and will not be waited for; it may still be written into."""
+        for round_ in self._rounds:
+            self._staging.lose(round_.buffer)
+        self._rounds.clear()
+
+    @stop("keep")
+    def _land(self, keep: bool) -> None:
+        bucket, buffer, pending, _ = self._rounds.popleft()
+        if keep and isinstance(pending, Added) and self._waits(bucket, buffer, pending):
+            return
+        if keep and not self.shard.travels(bucket):
+            target, fresh = self.shard.target(bucket)
+            self._come_into(pending, target, adds=not fresh)
+            self._staging.give_back(buffer)
+            return
+        total = self._come(pending)
+        crossing = self.shard.add(bucket, total, self.factor) if keep else None
+        self._staging.give_back(buffer, crossing if total is buffer else None)  # which the copy may still read
+
+    def _waits(self, bucket: int, buffer: torch.Tensor, pending: Added) -> bool:
+        """Leaves what came as it is, if it can be; see [Note: rows that wait]."""
+        dtype, (_, num_ranks) = buffer.dtype, self._ranks
+        if not self.shard.may_hold(bucket) or not buffer.is_cpu:
+            return False
+        if dtype != self._line.dtype_of(bucket):
+            return self._stays(bucket, buffer, pending)
+        if not self.sums.may_wait(dtype, num_ranks, pending.sum_dtype):
+            return False
+        rows = self._rows_of(pending)
+        is_lent = any(share_memory(row, buffer) for row in rows)
+        num_bytes = buffer.untyped_storage().nbytes() if is_lent else sum(row.nbytes for row in rows)
+        if num_bytes > _HARDLY_MORE * rows[0].numel() * pending.sum_dtype.itemsize:
+            return False
+        if not is_lent:
+            self._staging.give_back(buffer)
+        let_go = partial(self._let_go, pending, buffer if is_lent else None)
+        self.shard.hold(bucket, Rows(rows, (self.factor,), self.sums, num_bytes, is_lent, let_go))
+        return True
+
+    def _stays(self, bucket: int, buffer: torch.Tensor, pending: Added) -> bool:
+        """Puts the sum where this rank's own part of it was, which nobody else reads, if the step takes it from there: buffers
+        in the dtype of sums are all there at one time, and shares that were made of them would come on top."""
+        rank, num_ranks = self._ranks
+        is_whole = self._line.layout.num_shares < num_ranks  # so that others read all of it
+        if is_whole or not self.sums.may_wait(buffer.dtype, 1, pending.sum_dtype):
+            return False
+        rows, own = self._rows_of(pending), buffer.view(num_ranks, -1)[rank]
+        if len(rows) > 1:
+            self._add_up(rows, own)
+        pending.finish()
+        let_go = partial(self._staging.give_back, buffer)
+        self.shard.hold(bucket, Rows([own], (self.factor,), self.sums, buffer.untyped_storage().nbytes(), True, let_go))
+        return True
+
+    def _let_go(self, pending: Added, buffer: torch.Tensor | None) -> None:
+        pending.finish()
+        if buffer is not None:
+            self._staging.give_back(buffer)
+
+    @stop("reduce")
+    def _rows_of(self, pending: Added) -> Sequence[torch.Tensor]:
+        return pending.rows()
+
+    @stop("reduce")
+    def _add_up(self, rows: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+        self.sums.add(rows, target, 1.0, False)
+
+    @stop("reduce")
+    def _come(self, pending: Pending) -> torch.Tensor:
+        """To wait for a round, and to add up what came, is to reduce."""
+        return pending.wait()
+
+    @stop("reduce")
+    def _come_into(self, pending: Pending, target: torch.Tensor, adds: bool) -> None:
+        """The same, straight to where it is kept."""
+        wait_into(pending, target, self.factor, adds, self.sums.add)

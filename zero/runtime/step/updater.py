@@ -1,0 +1,220 @@
+"""Stops 5 and 6: judge the settled gradients, and let the user's optimizer step on this rank's shares."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.errors import NonFinite
+from zero.memory.masters import Masters
+from zero.plan.layout import Block
+from zero.runtime.grads.grad_ops import GradientShares
+from zero.runtime.kernels.adam_step import Gradient, Member, OnePass
+from zero.runtime.params.table import Params
+from zero.runtime.profiling import Timed, stop
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks do with the gradients of a window."""
+
+    apply: bool
+    grad_norm: float  # of the true gradients, before clipping
+    coefficient: float = 1.0  # that clips them
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the gradients are judged by."""
+
+    clip: float | None = None
+    on_nonfinite: str = "propagate"  # or "skip", "raise"
+    by_blocks: Collection[type] = ()  # optimizers that may be given one block after the other
+
+
+class Updater(Timed):
+    """Steps on this rank's shares.
+
+    [Note: blocks]
+    An optimizer that is known to treat every element by itself is given one block after the other, each while it is in
+    the processor's cache: its edits adopted, its gradients clipped, stepped, and cast. Any other steps on all at once.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        shares: GradientShares,
+        masters: Masters,
+        inner: torch.optim.Optimizer,
+        rules: Rules,
+        one_pass: OnePass | None = None,
+    ) -> None:
+        self.rules = rules
+        self._params = params
+        self._shares = shares
+        self._masters = masters
+        self._inner = inner
+        self._one_pass = one_pass
+        self._places: dict[int, tuple[int, int]] = {}  # of each parameter in the user's groups, during this step
+        self._members: dict[Block, list[Member]] = {}  # of blocks that are stepped in one pass, in their order
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The user's own."""
+        return self._inner
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises where these settings of groups are none that the step can be computed with."""
+        if self._one_pass is not None:
+            self._one_pass.check(groups)
+
+    @stop("settle")
+    def judge(self) -> Verdict:
+        """Finite or not, and how long: from the settled sums, with the same answer on every rank."""
+        self.check(self._inner.param_groups)  # which belong to the user, who may have changed them
+        norm = self._shares.total_norm()
+        if not math.isfinite(norm) and self.rules.on_nonfinite != "propagate":
+            if self.rules.on_nonfinite == "raise":
+                raise self.nonfinite(norm)
+            return Verdict(False, norm)
+        if self.rules.clip is None:
+            return Verdict(True, norm)
+        coefficient = self.rules.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does it
+        return Verdict(True, norm, min(1.0, coefficient) if not math.isnan(coefficient) else coefficient)
+
+    def batches(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
+        """What is stepped together."""
+        index, groups = self._params.index, self._inner.param_groups
+        held = [((number, at), id(p)) for number, group in enumerate(groups) for at, p in enumerate(group["params"])]
+        self._places = {index[param]: place for place, param in held if param in index}
+        if type(self._inner) in self.rules.by_blocks and not _has_step_of_its_own(self._inner):
+            return [(block,) for block in blocks]
+        return [blocks]
+
+    @stop("step")
+    def begin(self, batches: Iterable[Sequence[Block]], used: int) -> None:
+        """Before any of them is stepped."""
+        self._members.clear()
+        inner, shard = self._inner, self._masters.shard
+        if self._one_pass is None or _has_step_of_its_own(inner) or not _is_torchs(type(inner).step):
+            return
+        blocks = [block for batch in batches for block in batch if shard.share(block.bucket).is_cpu]
+        self._members |= {block: self._members_of(block, used) for block in blocks}
+        self._one_pass.take_over((block, members, shard.share(block.bucket)) for block, members in self._members.items())
+
+    def _members_of(self, block: Block, used: int) -> list[Member]:
+        groups, places = self._inner.param_groups, self._places
+        return [
+            (piece, master, groups[places[piece.param][0]] if used >> piece.param & 1 and piece.param in places else None)
+            for piece, master in self._masters.in_block(block)
+        ]
+
+    @stop("step")
+    def step(self, batch: Sequence[Block], used: int, coefficient: float) -> None:
+        """Stop 6: the user's edits of the weights are taken over before anything is made from the masters, those of what was
+        used are stepped, and all are rounded to weights."""
+        if self._one_pass is not None and self._members and batch[0] in self._members:
+            [block] = batch
+            self._step_in_one_pass(self._one_pass, block, coefficient)
+            return
+        for block in batch:
+            self._masters.adopt(block)
+            if coefficient != 1.0:
+                self._shares.multiply(block, coefficient)
+        self._step_inner(batch, used)
+        for block in batch:
+            self._masters.publish(block)
+
+    def _step_in_one_pass(self, one_pass: OnePass, block: Block, coefficient: float) -> None:
+        masters, weights, rounded, bucket = self._masters, None, None, block.bucket
+        if masters.is_copy(block.bucket):
+            weights, rounded = masters.weights_of(block), masters.rounded_of(block)
+        rows, factors = self._shares.shard.rows(bucket)
+        gradient = Gradient(rows, (*factors, coefficient))
+        one_pass.step(block, self._members.pop(block), masters.shard.share(bucket), gradient, weights, rounded)
+        self._shares.owe(bucket, coefficient)
+        if weights is not None:
+            masters.compared(block)
+        if rounded is not None:
+            masters.written(block)
+
+    def _step_inner(self, batch: Sequence[Block], used: int) -> None:
+        """torch leaves a parameter without gradient alone, and its state."""
+        fed: list[tuple[tuple[int, int], nn.Parameter]] = []
+        for block in batch:
+            for piece, master in self._masters.in_block(block):
+                if used >> piece.param & 1 and piece.param in self._places:
+                    master.grad = self._shares.shard.piece(piece)
+                    fed.append((self._places[piece.param], master))
+        fed.sort(key=lambda member: member[0])
+        try:
+            with self._in_groups(fed):
+                _step_without_hooks(self._inner)
+        finally:
+            for _, master in fed:
+                master.grad = None
+
+    @contextlib.contextmanager
+    def _in_groups(self, masters: list[tuple[tuple[int, int], nn.Parameter]]) -> Iterator[None]:
+        """Exchanges the parameters in the user's own groups for these masters, and puts them back whatever happens."""
+        groups = self._inner.param_groups
+        kept = [group["params"] for group in groups]
+        try:
+            for number, group in enumerate(groups):
+                group["params"] = [master for (own, _), master in masters if own == number]
+            yield
+        finally:
+            for group, params in zip(groups, kept, strict=True):
+                group["params"] = params
+
+    def forget_moments(self) -> None:
+        """Of what is about to be loaded, so that there is no memory for both."""
+        self._members.clear()
+        if self._one_pass is not None:
+            self._one_pass.release()
+
+    def forget_state(self) -> None:
+        """Takes the masters' state out of the user's optimizer, which would keep it alive."""
+        for pieces in self._masters.pieces.values():
+            for _, master in pieces:
+                self._inner.state.pop(master, None)
+        self.forget_moments()
+
+    def nonfinite(self, norm: float) -> NonFinite:
+        """The error that names what is not finite, and where it came from. A collective."""
+        names, ranks = ", ".join(self._nonfinite_names()), ", ".join(map(str, self._shares.sources_of_nonfinite()))
+        where = f"in {names}, from rank {ranks}" if ranks else f"in {names}"
+        return NonFinite(
+            f"A step was asked for, but the norm of the gradients is {norm}: {where}. Nothing was applied. Look at the loss "
+            "and the batch there, or set on_nonfinite to 'skip' or 'propagate'."
+        )
+
+    def _nonfinite_names(self) -> list[str]:
+        norms = ((name, self._shares.norm(index, 2.0).item()) for index, name in enumerate(self._params.names))
+        return [name for name, norm in norms if not math.isfinite(norm)][:5]
+
+
+def _has_step_of_its_own(inner: torch.optim.Optimizer) -> bool:
+    """Put there by somebody, who wants it to be called: once, with everything."""
+    own = vars(inner).get("step")
+    return own is not None and not hasattr(own, "_wrapped_by_lr_sched")
+
+
+def _is_torchs(step: Any) -> bool:
+    """And nobody's who gave the class another one, and wants that to be called."""
+    return str(getattr(step, "__module__", "")).startswith("torch.")
+
+
+def _step_without_hooks(inner: torch.optim.Optimizer) -> None:
+    """Those around its step are run by the optimizer that the user holds, once; around this one they would run again."""
+    if _has_step_of_its_own(inner):
+        inner.step()
+        return
+    step = type(inner).step
+    getattr(step, "__wrapped__", step)(inner) if getattr(step, "hooked", False) else step(inner)

@@ -1,0 +1,316 @@
+"""What ranks tell each other when a window settles, and what follows from it: bytes, integers, no tensors.
+
+Every rank sees the counts of all ranks and decides alone; since the decisions are a function of the same
+counts, they are the same everywhere, errors included.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zero.errors import RankFailed, RanksDiffer, ZeroError
+from zero.plan.bits import set_bits
+
+# What a rank was asked to do. Ranks that settle for different reasons have lost each other.
+OCCASIONS = ("step", "zero_grad", "an operation on .grad", "unscale_", "settle", "whole_grad", "save")
+
+Explain = Callable[[str, int], str]
+
+_HEAD = struct.Struct("<BQQ8s8sQIdIIB")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one rank has done since the last settling. Sets of parameters and buckets are bits of an int."""
+
+    occasion: str
+    step: int
+    settles: int
+    digest: bytes  # of layout and configuration
+    settings: bytes = bytes(8)  # digest of the groups' settings, where the weights are about to be changed by them
+    sent: int = 0  # rounds of the agreed order
+    clears: int = 0  # times the user cleared every .grad behind our back while rounds were unsettled
+    weight: float = 0.0  # of all micro-batches; meaningless unless weighted
+    weighted: bool = False
+    contributed: bool = False  # had a gradient, or said that it has none
+    failed: bool = False
+    kept: bool = False  # has gradients from before, which were settled
+    changes: int = 0  # digest of what the user did to settled gradients
+    micro_steps: int = 0  # that whoever counts them has counted of this window
+    used: int = 0  # parameters: had a gradient here
+    put: int = 0  # parameters: a stand-in was put in .grad
+    trained: int = 0  # parameters: require a gradient
+    removed: int = 0  # parameters: the user set .grad to None
+    replaced: int = 0  # parameters: the user set .grad to a tensor of his own
+    lost: int = 0  # parameters: the model no longer computes with what we keep of them
+    open: int = 0  # buckets: have something to send that fits the ordinary round
+    wide: int = 0  # buckets: have something that only a round in the sum's dtype can carry
+    later: int = 0  # buckets: have something that must not travel before the agreed rounds are over
+    order: tuple[int, ...] = ()  # buckets: in which order this rank's became full
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks do next."""
+
+    rounds: int  # of the agreed order, to be sent by everyone
+    rest: tuple[int, ...]  # buckets that need one round more
+    wide: int  # which of those travel in the sum's dtype
+    discard: bool  # the rounds so far belong to gradients that were cleared
+    used: int
+    removed: int
+    replaced: int
+    weight: float | None  # of all ranks, where the window is weighted
+    order: tuple[int, ...]  # for the rounds after this settling
+    error: ZeroError | None  # why nothing may be applied; raised once every round is in, so that ranks can go on
+    starts_over: bool = False  # ranks are at different micro-steps, or would be: all begin a window
+
+
+class Codec:
+    """Counts as bytes of a fixed size, which the layout decides."""
+
+    def __init__(self, num_params: int, num_buckets: int) -> None:
+        self._param_bytes = num_params // 8 + 1
+        self._bucket_bytes = num_buckets // 8 + 1
+        self._order = struct.Struct(f"<{num_buckets}i")
+        self._num_bytes = _HEAD.size + 6 * self._param_bytes + 3 * self._bucket_bytes + self._order.size
+
+    def pack(self, counts: Counts) -> bytes:
+        flags = counts.weighted | counts.contributed << 1 | counts.failed << 2 | counts.kept << 3
+        head = _HEAD.pack(
+            OCCASIONS.index(counts.occasion), counts.step, counts.settles, counts.digest, counts.settings, counts.sent,
+            counts.clears, counts.weight, counts.changes, counts.micro_steps, flags,
+        )  # fmt: skip
+        of_params = (counts.used, counts.put, counts.trained, counts.removed, counts.replaced, counts.lost)
+        of_buckets = (counts.open, counts.wide, counts.later)
+        masks = [mask.to_bytes(self._param_bytes, "little") for mask in of_params]
+        masks += [mask.to_bytes(self._bucket_bytes, "little") for mask in of_buckets]
+        num_buckets = self._order.size // 4
+        order = (counts.order + (-1,) * num_buckets)[:num_buckets]
+        return b"".join((head, *masks, self._order.pack(*order)))
+
+    def unpack(self, message: bytes) -> Counts:
+        code, step, settles, digest, settings, sent, clears, weight, changes, micro_steps, flags = _HEAD.unpack_from(message)
+        if len(message) != self._num_bytes:  # of a rank with another layout, which its digest says
+            return Counts(OCCASIONS[code], step, settles, digest)
+        masks, at = [], _HEAD.size
+        for size in (self._param_bytes,) * 6 + (self._bucket_bytes,) * 3:
+            masks.append(int.from_bytes(message[at : at + size], "little"))
+            at += size
+        used, put, trained, removed, replaced, lost, open_, wide, later = masks
+        return Counts(
+            OCCASIONS[code], step, settles, digest, settings, sent, clears, weight,
+            bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8), changes, micro_steps,
+            used, put, trained, removed, replaced, lost, open_, wide, later,
+            order=tuple(bucket for bucket in self._order.unpack_from(message, at) if bucket >= 0),
+        )  # fmt: skip
+
+
+def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str], explain: Explain) -> Agreement:
+    """What follows from all ranks' counts, under the order agreed before. `explain` is a collective: it gives the first
+    difference between two ranks in what a digest is of, or where one failed."""
+    error = _different_digest(everyone, explain)
+    if error is not None:
+        raise error  # no round can be trusted to be the same one on all ranks
+    error = (
+        _failure(everyone, explain)
+        or _lost_parameters(everyone, names)
+        or _different_place(everyone)
+        or _different_settings(everyone, explain)
+        or _different_freezing(everyone, names)
+        or _different_windows(everyone)
+        or _different_contributions(everyone)
+        or _different_edits(everyone, names)
+        or _different_changes(everyone)
+    )
+    clearing = any(counts.occasion == "zero_grad" for counts in everyone)
+    apart = clearing and len({counts.micro_steps for counts in everyone}) > 1
+    rounds = max(counts.sent for counts in everyone)
+    wide = _union([counts.wide for counts in everyone])
+    used = _union([counts.used for counts in everyone])
+    rest = wide | _union([counts.later | _left_open(counts, rounds, order) for counts in everyone])
+    return Agreement(
+        rounds=rounds,
+        rest=() if clearing or error is not None else tuple(set_bits(rest)),
+        wide=wide,
+        discard=clearing or error is not None or any(counts.clears for counts in everyone),
+        used=used,
+        removed=_union([counts.removed for counts in everyone]),
+        replaced=_union([counts.replaced for counts in everyone]),
+        weight=sum(counts.weight for counts in everyone) if any(counts.weighted for counts in everyone) else None,
+        order=everyone[0].order,
+        error=error,
+        starts_over=error is not None or apart or any(counts.failed for counts in everyone),
+    )
+
+
+def _left_open(counts: Counts, rounds: int, order: Sequence[int]) -> int:
+    """Buckets whose content is still unsent on that rank once it has caught up with the others."""
+    left = counts.open
+    if order:
+        for number in range(counts.sent, min(rounds, counts.sent + len(order))):
+            left &= ~(1 << order[number % len(order)])
+    return left
+
+
+def _union(masks: Sequence[int]) -> int:
+    united = 0
+    for mask in masks:
+        united |= mask
+    return united
+
+
+def _different_digest(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
+    first = everyone[0]
+    for rank, counts in enumerate(everyone):
+        if counts.digest != first.digest:
+            return RanksDiffer(
+                f"Rank {rank} of {len(everyone)} reached step {counts.step} with layout and configuration "
+                f"{counts.digest.hex()[:8]}, rank 0 with {first.digest.hex()[:8]}: {explain('built', rank)}. "
+                "Build the same on all."
+            )
+    return None
+
+
+def _failure(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
+    """A rank that failed says so, or clears while the others go on: clearing is how a rank goes on after a failure."""
+    clearing = [rank for rank, counts in enumerate(everyone) if counts.occasion == "zero_grad"]
+    if len(clearing) == len(everyone):
+        return None
+    failed = sorted({rank for rank, counts in enumerate(everyone) if counts.failed} | set(clearing))
+    if not failed:
+        return None
+    places = "".join(explain("failed", rank) for rank in failed)
+    return RankFailed(
+        f"{_ranks(failed)} failed or cleared its gradients at step {everyone[0].step}{places}, where the others came to "
+        f"{next(counts.occasion for counts in everyone if counts.occasion != 'zero_grad')}; its own error says why. "
+        "Nothing was applied. Call zero_grad on all ranks to go on without this window."
+    )
+
+
+def _lost_parameters(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroError | None:
+    where = [rank for rank, counts in enumerate(everyone) if counts.lost]
+    if not where:
+        return None
+    lost = [names[index] for index in set_bits(_union([counts.lost for counts in everyone]))]
+    more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+    return ZeroError(
+        f"Training {', '.join(lost[:3])}{more} was asked for, but on {_ranks(where).lower()} it is no longer what was sharded: "
+        "another Parameter took its place, or it has other memory (through an assignment, .to(dtype), .half(), a "
+        "parametrization, or loading with assign=True). Change the model before sharding it, or close() the optimizer and "
+        "shard anew."
+    )
+
+
+def _different_place(everyone: Sequence[Counts]) -> ZeroError | None:
+    first = everyone[0]
+    for rank, counts in enumerate(everyone):
+        if (counts.occasion, counts.step, counts.settles) != (first.occasion, first.step, first.settles):
+            return RanksDiffer(
+                f"Rank {rank} of {len(everyone)} came to {counts.occasion} after {counts.step} steps, rank 0 to "
+                f"{first.occasion} after {first.step}. All ranks must call step, zero_grad and operations on gradients in the "
+                "same order."
+            )
+    return None
+
+
+def _different_settings(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
+    first = everyone[0]
+    for rank, counts in enumerate(everyone):
+        if counts.settings != first.settings:
+            return RanksDiffer(
+                f"Rank {rank} of {len(everyone)} came to step {counts.step} with settings {counts.settings.hex()[:8]} in its "
+                f"optimizer's groups, rank 0 with {first.settings.hex()[:8]}: {explain('settings', rank)}. Change them on all "
+                "ranks alike; what a schedule looks at, such as a loss, must be the same number on all."
+            )
+    return None
+
+
+def _different_freezing(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroError | None:
+    first = everyone[0]
+    for rank, counts in enumerate(everyone):
+        unlike = set_bits(counts.trained ^ first.trained)
+        if unlike and counts.occasion != "zero_grad":
+            frozen, trained = (rank, 0) if first.trained >> unlike[0] & 1 else (0, rank)
+            return RanksDiffer(
+                f"Rank {trained} came to {first.occasion} training {names[unlike[0]]}, which rank {frozen} has frozen. Set "
+                "requires_grad on all ranks alike."
+            )
+    return None
+
+
+def _different_windows(everyone: Sequence[Counts]) -> ZeroError | None:
+    cleared = [rank for rank, counts in enumerate(everyone) if not counts.kept]
+    if everyone[0].occasion == "zero_grad" or len(cleared) in (0, len(everyone)):
+        return None
+    return RanksDiffer(
+        f"{_ranks(cleared)} cleared gradients that were settled at step {everyone[0].step}, where the others kept them and "
+        f"came to {everyone[0].occasion}. Clear gradients on all ranks alike."
+    )
+
+
+def _different_contributions(everyone: Sequence[Counts]) -> ZeroError | None:
+    if everyone[0].occasion == "zero_grad":
+        return None
+    idle = [rank for rank, counts in enumerate(everyone) if not counts.contributed]
+    if idle and len(idle) < len(everyone):
+        return RanksDiffer(
+            f"{_ranks(idle)} came to {everyone[0].occasion} at step {everyone[0].step} without a gradient, but the others "
+            "have one. Call optimizer.no_contribution() on a rank that has nothing to add."
+        )
+    weighted = [rank for rank, counts in enumerate(everyone) if counts.weighted]
+    plain = [rank for rank, counts in enumerate(everyone) if counts.used and not counts.weighted]
+    if weighted and plain:
+        return RanksDiffer(
+            f"{_ranks(weighted)} gave a weight to its micro-batches, {_ranks(plain)} did not. "
+            "Call weight(n) on all ranks or on none."
+        )
+    return None
+
+
+def _different_edits(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroError | None:
+    placed = [(rank, counts) for rank, counts in enumerate(everyone) if counts.put]
+    for rank, counts in placed[1:]:
+        first_rank, first = placed[0]
+        if counts.clears != first.clears:
+            return RanksDiffer(
+                f"Rank {rank} cleared its gradients {counts.clears} times since the last step, rank {first_rank} "
+                f"{first.clears} times. Clear them on all ranks alike."
+            )
+        # Where one rank took a gradient away and then had another one, it was replaced there, and removed where it had none.
+        mine, theirs = counts.removed | counts.replaced, first.removed | first.replaced
+        differ = set_bits((mine ^ theirs) & counts.put & first.put)
+        if differ:
+            one, other = (rank, first_rank) if mine >> differ[0] & 1 else (first_rank, rank)
+            return RanksDiffer(
+                f"Rank {one} removed or replaced the gradient of {names[differ[0]]}, rank {other} kept it. "
+                "Edit gradients on all ranks alike."
+            )
+    return None
+
+
+def _different_changes(everyone: Sequence[Counts]) -> ZeroError | None:
+    first = everyone[0]
+    for rank, counts in enumerate(everyone):
+        if counts.changes != first.changes and counts.occasion != "zero_grad":
+            return RanksDiffer(
+                f"Rank {rank} came to {first.occasion} with gradients changed otherwise than on rank 0: multiplied by another "
+                "number, or by none. Change them on all ranks alike. (A norm over parameters of which some are in no group of "
+                "the optimizer is a rank's own: freeze those, or clip with clip=.)"
+            )
+    return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `.grad` was found to hold."""
+
+    local: int  # parameters of which something waits on this rank
+    removed: int
+    replaced: int

@@ -1,0 +1,98 @@
+"""What this rank has done since the last settling, and telling the others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from zero.comm.exchange import exchange_about, exchange_texts, first_difference
+from zero.comm.group import Group
+from zero.memory.shard import Line
+from zero.plan.bits import set_bits
+from zero.runtime.params.table import Params
+from zero.runtime.params.tracking import Aliases
+from zero.runtime.sync.agreement import Agreement, Codec, Counts, Found, agree
+
+if TYPE_CHECKING:
+    from zero.runtime.grads.window import Window
+
+
+class Settler:
+    """Tells the other ranks what this one has done and found, and hears it from them."""
+
+    def __init__(
+        self, group: Group, params: Params, line: Line, configuration: str, aliases: Aliases, settings: Callable[[], str]
+    ) -> None:
+        self.size = group.size
+        self.step = 0
+        self.aliases = aliases
+        self.settles = 0
+        self._group = group
+        self._params = params
+        self._line = line
+        self._configuration = configuration  # as text
+        self._settings = settings  # of the optimizer's groups, as text
+
+    def note(self, where: str, place: Callable[[], str] | None = None) -> None:
+        """Says for the other ranks where this one is; `place` tells it more exactly if that is where it ends."""
+        doing = f"{where} of step {self.step + 1}"
+        if doing != self._group.doing:
+            self._group.note(doing, place)
+
+    def agree(self, occasion: str, window: Window, found: Found) -> Agreement:
+        since, reducer, layout = window.since, window.reducer, self._line.layout
+        codec = Codec(len(layout.params), len(layout.buckets))
+        local = found.local
+        # What waited is in the dtype of sums, so it travels in that, on all ranks.
+        later = sum({1 << bucket for index in set_bits(local) for bucket in layout.buckets_of(index)})
+        counts = Counts(
+            occasion=occasion,
+            step=self.step,
+            settles=self.settles,
+            digest=self._built(),
+            settings=_short_digest(self._settings() if occasion == "step" else ""),
+            sent=reducer.sent,
+            clears=since.clears,
+            weight=sum(since.weights),
+            weighted=bool(since.weights),
+            contributed=bool(since.touched or local or since.quiet or since.weights),
+            failed=since.failed or since.broken_off,
+            kept=since.settled,
+            changes=window.shares.changes,
+            micro_steps=0 if window.boundary.counting is None else window.boundary.counting.micro_steps,
+            used=since.touched | local,
+            put=window.put,
+            trained=sum(1 << index for index, tensor in enumerate(self._params.tensors) if tensor.requires_grad),
+            removed=found.removed,
+            replaced=found.replaced,
+            lost=0 if occasion == "zero_grad" else self.aliases.lost(),
+            open=reducer.open_buckets,
+            wide=reducer.wide_buckets | later & self._line.narrow_buckets,
+            later=later,
+            order=reducer.arrival_order,
+        )
+        messages = exchange_about(self._group, "step, zero_grad or settling", codec.pack(counts))
+        self.settles += 1
+
+        def explain(what: str, rank: int) -> str:
+            return self._explain(what, rank, window.place())
+
+        return agree([codec.unpack(message) for message in messages], reducer.order, self._params.names, explain)
+
+    def _built(self) -> bytes:
+        return _short_digest(f"{self._line.layout.digest} {self._configuration}")
+
+    def _explain(self, what: str, rank: int, place: str) -> str:
+        """The first difference between rank 0 and another, or the place where that one failed; a collective."""
+        if what == "failed":
+            return exchange_texts(self._group, place)[rank]
+        specs = self._line.layout.params
+        params = (f"parameter {spec.name} {spec.shape} {spec.dtype} in group {spec.group}" for spec in specs)
+        mine = self._settings() if what == "settings" else "\n".join((self._configuration, *params))
+        texts = exchange_texts(self._group, mine)
+        return first_difference(texts[0], texts[rank], rank)
+
+
+def _short_digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()[:8]

@@ -1,0 +1,1 @@
+"""Everything that is checked and decided before any memory is allocated."""

@@ -1,0 +1,93 @@
+"""What ranks build, as lines of text: the same on all of them, or an error on all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zero.comm.exchange import exchange_about, exchange_texts
+from zero.comm.group import Group
+from zero.config.schema import ZeroConfig
+from zero.errors import RanksDiffer
+from zero.memory.formats import bytes_of, dtype_name
+
+if TYPE_CHECKING:
+    from zero.setup.param_selection import Chosen
+
+
+def agree_on_what_is_built(
+    model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Chosen, config: ZeroConfig, group: Group
+) -> None:
+    """Raises on every rank, with the first difference, when ranks build different things."""
+    lines = [f"configuration {config.digest} {json.dumps(config.as_dict(), sort_keys=True)}"]
+    for spec, tensor in zip(chosen.specs(), chosen.tensors, strict=True):
+        given = dtype_name(tensor.dtype)  # in which rank 0's values are sent
+        cast = "" if given == spec.dtype else f"{given} to be "
+        lines.append(f"parameter {spec.name} {spec.shape} {cast}{spec.dtype} in group {spec.group}")
+    trained = {id(tensor) for tensor in chosen.tensors if tensor.requires_grad}
+    others = [(name, param) for name, param in model.named_parameters() if id(param) not in trained]
+    words = {True: "parameter left out", False: "frozen parameter"}
+    lines += [f"{words[param.requires_grad]} {name} {tuple(param.shape)} {param.dtype}" for name, param in others]
+    lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
+    lines += [f"optimizer {type(optimizer).__name__}", *settings_of(optimizer).split("\n")]
+    if config.start == "verify":
+        named = zip(chosen.names, chosen.tensors, strict=True)
+        lines += [f"weights of {name}: {bits_of(tensor).hex()}" for name, tensor in named]
+    text = "\n".join(lines)
+    digests = group.exchange(hashlib.sha256(text.encode()).digest())
+    if all(digest == digests[0] for digest in digests):
+        return
+    texts = [each.split("\n") for each in exchange_texts(group, text)]
+    for rank, theirs in enumerate(texts):
+        for mine, other in zip([*texts[0], ""], [*theirs, ""], strict=False):
+            if mine != other:
+                raise RanksDiffer(
+                    f"Rank {rank} of {group.size} built '{_short(other)}' where rank 0 built '{_short(mine)}'. "
+                    "Build the same model, optimizer and configuration on all ranks."
+                )
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> str:
+    """A line a group, of what of it can be compared as text."""
+    return "\n".join(f"group {_settings_of(group)}" for group in optimizer.param_groups)
+
+
+def _settings_of(group: dict[str, Any]) -> str:
+    found = {}
+    for key, value in sorted(group.items()):
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, (int, float, str, tuple, type(None))):
+            found[key] = repr(value)
+    return ", ".join(f"{key}={value}" for key, value in found.items())
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
+BITS = 16  # bytes that stand for the bits of one tensor
+
+
+def check_weights(named: Mapping[str, torch.Tensor], group: Group) -> None:
+    """Raises on every rank unless all have the same bits in every one of them; a collective."""
+    mine = b"".join(map(bits_of, named.values()))
+    everyone = exchange_about(group, "check", mine)
+    for rank, theirs in enumerate(everyone):
+        for index, name in enumerate(named):
+            here = slice(index * BITS, (index + 1) * BITS)
+            if theirs[here] != everyone[0][here]:
+                raise RanksDiffer(
+                    f"Equal weights were asked for, but ranks 0 and {rank} have different bits in {name}. "
+                    "Edit weights on all ranks alike, or load a checkpoint."
+                )
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    """A digest of the values."""
+    return hashlib.sha256(bytes_of(tensor)).digest()[:BITS]

@@ -1,0 +1,123 @@
+"""Room for what training needs: on the host asked for before anything is allocated, on the device explained when it ran out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+import accelerators
+from accelerators.memory import format_bytes
+from zero.config.schema import Offload
+from zero.memory.flatten import Place
+from zero.memory.homes.host import Host
+from zero.memory.shard import Line
+from zero.optim.traits import ELEMENTWISE, num_moments
+from zero.plan.budget import budget_of
+from zero.plan.layout import ITEM_BYTES, FlatLayout
+from zero.runtime.kernels.select import has_one_pass
+
+_OPTIM = torch.optim
+
+
+class Room:
+    """What memory there is: of the host for what is offloaded there, of the device for what to say when it runs out."""
+
+    def __init__(self, place: Place, optimizer: torch.optim.Optimizer, kernels: str, ranks_here: int) -> None:
+        self.host = None if place.is_host else Host(place.accelerator)  # which takes none before it is asked to
+        self._place = place
+        self._optimizer = optimizer
+        self._in_lines = has_one_pass(optimizer, kernels)
+        self._ranks_here = ranks_here
+
+    @contextlib.contextmanager
+    def explaining(self, asked: str, line: Line) -> Iterator[None]:
+        """Where memory runs out inside, the error says what there is, what is predicted and which setting fits."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise type(error)(f"{asked} was asked for, but memory ran out. {self._shortage(line.layout)} ({error})") from error
+
+    def _shortage(self, layout: FlatLayout) -> str:
+        reading = self._place.accelerator.memory(self._place.device.index)
+        free = reading.available or 0
+        reachable = (free + (reading.allocated or 0)) // self._place.num_ranks
+        moments = num_moments(self._optimizer)
+        needed = budget_of(layout, num_moments=moments).peak
+        said = (
+            f"{free} bytes ({format_bytes(free)}) are free; what is kept and sent for training needs {needed} at its peak, "
+            f"beside activations, and {reachable} can be had."
+        )
+        for setting, other in _settings_beside(layout):
+            peak = budget_of(other, num_moments=moments).peak
+            if peak < min(needed, reachable):
+                return f"{said} With {setting} it would need {peak}."
+        return f"{said} No setting makes that fit: use more ranks, a narrower dtype, or a smaller model or batch."
+
+    def take(self, offloads: Iterable[Offload | None], layout: FlatLayout, before: FlatLayout | None = None) -> None:
+        """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for; nothing is allocated yet.
+        `before` is what has its memory already."""
+        needed = self._needed(layout) - (0 if before is None else self._needed(before))
+        if self.host is None or not needed:
+            return
+        pinned = self._pinned([offload.pinned for offload in offloads if offload is not None and offload.ratio])
+        available = accelerators.get("cpu").memory().available
+        if available is not None and needed * self._ranks_here > available:
+            raise MemoryError(
+                f"Offloading to the host was asked for, which needs {needed} bytes ({format_bytes(needed)}) on each of "
+                f"{self._ranks_here} ranks of this machine, but {available} bytes ({format_bytes(available)}) are available to "
+                "all of them. Offload a smaller part with offload={'ratio': ...}, use more machines, or a smaller model."
+            )
+        # as much as there will be in one piece: that so much can be had is found out by trying
+        piece = max(bucket.share_numel for bucket in layout.buckets if bucket.offloaded) * ITEM_BYTES["float32"]
+        if pinned and not self._can_pin(piece):
+            raise ValueError(
+                f"Pinned host memory was asked for, {needed} bytes of it. {'Some' if available is None else available} bytes "
+                f"of host memory are available, but no piece of {piece} bytes can be pinned for "
+                f"{self._place.accelerator.name}. Leave pinned out, and pageable memory serves."
+            )
+        self.host.pinned = pinned
+
+    def check(self, asked: str, needed: int) -> None:
+        """Raises unless so many bytes of this rank fit on the host, which other ranks may be filling as well."""
+        available = accelerators.get("cpu").memory().available
+        if available is not None and needed > available:
+            raise MemoryError(
+                f"{asked} was asked for, which needs {needed} bytes ({format_bytes(needed)}) of host memory, but {available} "
+                f"({format_bytes(available)}) are available. Include fewer states, or leave them where they are."
+            )
+
+    def _needed(self, layout: FlatLayout) -> int:
+        by_blocks = type(self._optimizer) in ELEMENTWISE
+        moments, in_lines = num_moments(self._optimizer), self._in_lines
+        return budget_of(layout, num_moments=moments, by_blocks=by_blocks, in_lines=in_lines).host_peak
+
+    def _pinned(self, asked: list[bool | None]) -> bool | None:
+        """What all say together."""
+        assert self.host is not None
+        said = {pinned for pinned in (*asked, self.host.pinned) if pinned is not None}
+        if len(said) > 1:
+            raise ValueError(
+                "Pinned host memory was asked for some groups and pageable memory for others, but one kind serves all of them. "
+                "Say the same for all, or leave pinned out of the others."
+            )
+        return said.pop() if said else None
+
+    def _can_pin(self, num_bytes: int) -> bool:
+        piece = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        return self._place.accelerator.can_pin and self._place.accelerator.pin(piece).is_pinned()
+
+
+def _settings_beside(layout: FlatLayout) -> Iterator[tuple[str, FlatLayout]]:
+    """What one could have asked for instead, the mildest first."""
+    slotted = [index for index, slot in enumerate(layout.slots) if slot is not None]
+    bare = replace(layout, slots=(None,) * len(layout.slots), chunks=(), buckets=())
+    smaller = replace(bare, bucket_bytes=max(1, layout.bucket_bytes // 8))
+    away = replace(smaller, params=tuple(replace(spec, offload=1.0) for spec in layout.params))
+    yield f"bucket_bytes={smaller.bucket_bytes}", smaller.extended(slotted)
+    if layout.num_shares == 1:
+        yield "stage=2 on 2 ranks", replace(smaller, num_shares=2, bucket_bytes=layout.bucket_bytes).extended(slotted)
+    yield "offload='cpu'", replace(away, bucket_bytes=layout.bucket_bytes).extended(slotted)
+    yield f"offload='cpu' and bucket_bytes={smaller.bucket_bytes}", away.extended(slotted)

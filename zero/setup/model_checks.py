@@ -1,0 +1,179 @@
+"""What cannot be sharded, said before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from accelerators import Accelerator
+from zero.memory.formats import DTYPES, overlapping
+from zero.optim.traits import ELEMENTWISE, WHOLE_TENSOR
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses what is no model, and a model that somebody else already distributes."""
+    if not isinstance(model, nn.Module):
+        found = type(model).__name__
+        raise TypeError(f"Sharding a model was asked for, but a {found} was found. Pass an nn.Module, then its optimizer.")
+    for name, module in model.named_modules():
+        kind = type(module)
+        path = f"{kind.__module__}.{kind.__qualname__}"
+        if kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel") or "FSDP" in kind.__name__:
+            where = f"its module {name}" if name else "it"
+            raise ValueError(
+                f"Sharding {type(model).__name__} was asked for, but {where} is a {path}, which distributes gradients itself. "
+                "Pass the plain model."
+            )
+        lazy = [param for param, tensor in module.named_parameters(name, recurse=False) if nn.parameter.is_lazy(tensor)]
+        if lazy:
+            raise ValueError(
+                f"Sharding was asked for, but {lazy[0]} has no shape yet. Run the model once, so that its lazy modules know "
+                "theirs, then make its optimizer."
+            )
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ValueError(
+                f"Sharding was asked for, but {name or kind.__name__} is an embedding with sparse=True, whose gradients cannot "
+                "be added up densely. Use sparse=False."
+            )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
+    """Refuses an optimizer that needs whole tensors, and one that nobody vouches for."""
+    if hasattr(optimizer, "parts"):
+        raise ValueError("Sharding was asked for with an optimizer that is sharded already. Pass it once, or close() it first.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        found = type(optimizer).__name__
+        raise TypeError(f"An optimizer was asked for, but a {found} was found. Pass a torch.optim.Optimizer.")
+    kind = type(optimizer)
+    whole = next((base.__name__ for base in kind.__mro__ if base.__name__ in WHOLE_TENSOR), None)
+    if whole is not None:
+        raise ValueError(
+            f"Sharding with {kind.__name__} was asked for, but {whole} looks at whole tensors, and each rank would give it a "
+            "share of them. Use an optimizer that treats every element by itself, such as AdamW."
+        )
+    if kind not in ELEMENTWISE and not elementwise:
+        known = ", ".join(known.__name__ for known in ELEMENTWISE)
+        raise ValueError(
+            f"Sharding with {kind.__module__}.{kind.__qualname__} was asked for, which is not known to treat every element by "
+            f"itself. Pass elementwise=True if it does, or use one of {known}."
+        )
+
+
+def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuses the optimizer of another model, and a parameter that it would update twice, as torch does where it sees
+    the groups being made."""
+    known = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    if trainable and not any(id(param) in known for param in model.parameters()):
+        raise ValueError(
+            f"Sharding {type(model).__name__} was asked for, but none of its {len(trainable)} trainable parameters is in the "
+            f"{type(optimizer).__name__} that was passed. Make the optimizer from this model's parameters, after it was copied "
+            "or moved."
+        )
+    seen: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) in seen:
+                name = next((name for name, tensor in model.named_parameters() if tensor is param), "a parameter")
+                before = seen[id(param)]
+                where = f"groups {before} and {index}" if before != index else f"group {index} twice"
+                raise ValueError(
+                    f"Sharding was asked for, but {name} is in {where} of the optimizer. List every parameter once."
+                )
+            seen[id(param)] = index
+
+
+def check_settings_on_host(optimizer: torch.optim.Optimizer, ratios: Mapping[int, float]) -> None:
+    """Refuses settings of groups that a step on the host could not use, and would find out in the middle of the first one.
+    `ratios`: how much of each group is to be stepped there."""
+    for index in sorted(index for index, ratio in ratios.items() if ratio):
+        group, asked = optimizer.param_groups[index], f"Offloading group {index} of the optimizer was asked for, but"
+        found = {key: value.device for key, value in group.items() if isinstance(value, torch.Tensor) and not value.is_cpu}
+        for key, device in found.items():
+            raise ValueError(
+                f"{asked} its {key} is a tensor on {device}, which a step on the host cannot use. Give a number, or a tensor "
+                "on the CPU."
+            )
+        if group.get("capturable"):
+            raise ValueError(f"{asked} it has capturable=True, which steps on an accelerator alone. Leave it out.")
+        if ratios[index] < 1.0 and isinstance(optimizer, torch.optim.ASGD) and group.get("foreach") is not False:
+            raise ValueError(
+                f"{asked} with ratio={ratios[index]} torch's loops for devices would round one part of a parameter's eta, "
+                "those for the host another, and no one value could be saved. Make the optimizer with foreach=False."
+            )
+
+
+def check_params(names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
+    """Refuses parameters that cannot lie in flat memory."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        first = {str(tensor.device): name for name, tensor in reversed(list(zip(names, tensors, strict=True)))}
+        raise ValueError(
+            f"Sharding was asked for, but the parameters are on several devices: {first}. Move the model to one device first."
+        )
+    for name, tensor in zip(names, tensors, strict=True):
+        problem = _problem_of(tensor)
+        if problem is not None:
+            raise ValueError(f"Sharding was asked for, but parameter {name} {problem}")
+    pair = overlapping(tensors)
+    if pair is not None:
+        one, other = names[pair[0]], names[pair[1]]
+        what = f"{one} overlaps itself" if one == other else f"{one} and {other} share memory without being one parameter"
+        raise ValueError(
+            f"Sharding was asked for, but {what}. Tie parameters by using the same Parameter, or give each its own storage."
+        )
+
+
+def check_views(model: nn.Module, names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
+    """Refuses what looks at the memory of a parameter, which will be elsewhere."""
+    managed = {id(tensor) for tensor in tensors}
+    in_storage: dict[int, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(index)
+    for name, other in (*model.named_parameters(), *model.named_buffers()):
+        if id(other) in managed or other.layout != torch.strided or type(other.data) is not torch.Tensor:
+            continue
+        for index in in_storage.get(other.untyped_storage().data_ptr(), ()):
+            if overlapping([tensors[index], other]) is not None:
+                raise ValueError(
+                    f"Sharding was asked for, but {name} looks at the memory of parameter {names[index]}, which moves. "
+                    "Register such a view after sharding, or make it in forward."
+                )
+
+
+def _problem_of(tensor: nn.Parameter) -> str | None:
+    if type(tensor) is not nn.Parameter or type(tensor.data) is not torch.Tensor:
+        kind = type(tensor.data) if type(tensor) is nn.Parameter else type(tensor)
+        return f"is a {kind.__module__}.{kind.__qualname__}, whose bits cannot be laid flat. Leave it out of the optimizer."
+    if tensor.is_meta:
+        return "is on the meta device and has no values yet. Materialise the model first, with to_empty and its initialisation."
+    if tensor.is_complex():
+        return "is complex, which is not supported. Make its view_as_real the parameter, and view it as complex in the module."
+    if tensor.dtype not in DTYPES.values():
+        return f"has dtype {tensor.dtype}, which cannot be trained in shares. Supported: {', '.join(DTYPES)}."
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}. Only dense parameters can be sharded."
+    return None
+
+
+def check_devices(names: Sequence[str], tensors: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Refuses to take in what lies elsewhere than the rest."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.device != device:
+            raise ValueError(
+                f"add_param_group was asked to take {name}, but it is on {tensor.device}, and what is sharded is on {device}. "
+                "Move it there first."
+            )
+
+
+def check_dtypes(accelerator: Accelerator, dtypes: Iterable[torch.dtype]) -> None:
+    for dtype in dtypes:
+        if not accelerator.supports(dtype):
+            works = ", ".join(str(known).removeprefix("torch.") for known in accelerator.supported_dtypes())
+            raise ValueError(
+                f"Weights in {dtype} were asked for, but {accelerator.name} does not compute in it. Supported here: {works}."
+            )
+
+

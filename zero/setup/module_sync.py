@@ -1,0 +1,63 @@
+"""What of a model is not managed: frozen parameters, and buffers."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from zero.comm.group import Group
+from zero.config.schema import ZeroConfig
+from zero.memory.formats import DTYPES, overlapping
+from zero.setup.param_selection import Chosen, fp32_islands
+
+logger = logging.getLogger("zero")
+
+
+def share_the_rest(model: nn.Module, chosen: Chosen, group: Group) -> None:
+    """Makes what is frozen, and the buffers, those of rank 0."""
+    if group.size == 1:
+        return
+    latent = chosen.latent
+    laid_out = {id(tensor) for index, tensor in enumerate(chosen.tensors) if index not in latent}
+    frozen = [(name, param) for name, param in model.named_parameters() if id(param) not in laid_out]
+    odd = []
+    with torch.no_grad():
+        for name, tensor in [*frozen, *model.named_buffers()]:
+            place = _memory_of(tensor)
+            if place is None:
+                odd.append(name)
+            elif place.numel() and not place.is_meta:
+                _broadcast_bits(group, place)
+    if odd:
+        logger.warning("Not plain dense tensors, so taken as they are, and not from rank 0: %s", ", ".join(odd))
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor as memory that can be written, each element once; None for one that is no such thing."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    if tensor.is_quantized or tensor.is_nested:
+        return None
+    place = tensor.detach()
+    for dim in reversed(range(place.dim())):
+        if place.stride(dim) == 0 and place.shape[dim]:  # expanded
+            place = place.select(dim, 0)
+    return None if overlapping([place]) else place
+
+
+def cast_frozen(model: nn.Module, config: ZeroConfig) -> None:
+    """Casts what is frozen like the rest of the model; last of all, as nothing remembers what it was before."""
+    islands = fp32_islands(model, config.keep_fp32)
+    for param in model.parameters():
+        if config.dtype is not None and param.is_floating_point() and id(param) not in islands and not param.requires_grad:
+            param.data = param.data.to(DTYPES[config.dtype])
+
+
+def _broadcast_bits(group: Group, tensor: torch.Tensor) -> None:
+    """Rank 0's bits in a tensor of any dtype: backends differ in which dtypes they carry, and all carry bytes."""
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    group.broadcast(dense.reshape(-1).view(torch.uint8)).wait()
+    if dense is not tensor:
+        tensor.copy_(dense)

@@ -1,0 +1,90 @@
+"""Which parameters are managed, in which dtype, and where their shares live."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.config.schema import Offload, ZeroConfig
+from zero.memory.formats import DTYPES, dtype_name
+from zero.plan.layout import ParamSpec
+
+logger = logging.getLogger("zero")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The parameters to manage, in the model's order, and the dtype each will have."""
+
+    names: list[str]
+    tensors: list[nn.Parameter]
+    groups: list[int]
+    dtypes: list[torch.dtype]
+    offload: list[float]  # how much of the group's shares is to live on the host
+    left_out: list[str]  # trainable, but in no group of the optimizer
+
+    @property
+    def latent(self) -> set[int]:
+        """Those that are frozen: they get memory when they are trained."""
+        return {index for index, tensor in enumerate(self.tensors) if not tensor.requires_grad}
+
+    def specs(self) -> list[ParamSpec]:
+        return specs_of(self.names, self.tensors, self.groups, self.dtypes, self.offload)
+
+
+def specs_of(
+    names: list[str], tensors: list[nn.Parameter], groups: list[int], dtypes: list[torch.dtype], offload: list[float]
+) -> list[ParamSpec]:
+    return [
+        ParamSpec(name, tuple(tensor.shape), dtype_name(dtype), group, ratio)
+        for name, tensor, group, dtype, ratio in zip(names, tensors, groups, dtypes, offload, strict=True)
+    ]
+
+
+def offload_of(group: dict[str, Any], config: ZeroConfig) -> Offload | None:
+    """Where a group's shares are to live: its own "offload", else what the configuration says."""
+    return Offload.of(group["offload"]) if "offload" in group else config.offload
+
+
+def ratio_of(group: dict[str, Any], config: ZeroConfig, device: torch.device) -> float:
+    """How much of a group's shares is to live on the host; nothing where the weights do, as there is no other memory."""
+    own = offload_of(group, config)
+    return 0.0 if own is None or device.type == "cpu" else own.ratio
+
+
+def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Chosen:
+    """The parameters of the optimizer that can be trained: the model's in its order, then those that only it knows."""
+    group_of = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    known = {id(param) for _, param in model.named_parameters()}
+    extra = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in known]
+    named = [(name, param) for name, param in model.named_parameters() if id(param) in group_of]
+    named += [(f"optimizer.{index}", param) for index, param in enumerate(extra)]
+    named = [(name, param) for name, param in named if param.requires_grad or param.dtype in DTYPES.values()]
+    left_out = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in group_of]
+    if left_out:
+        logger.warning("Trainable parameters in no group of the optimizer, left alone: %s", ", ".join(left_out))
+    islands = fp32_islands(model, config.keep_fp32)
+    dtypes = [_dtype_for(name, param, config.dtype, id(param) in islands) for name, param in named]
+    groups = [group_of[id(param)] for _, param in named]
+    placed = zip(groups, (param.device for _, param in named), strict=True)
+    offload = [ratio_of(optimizer.param_groups[group], config, device) for group, device in placed]
+    return Chosen([n for n, _ in named], [p for _, p in named], groups, dtypes, offload, left_out)
+
+
+def fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:
+    """Parameters whose name, or whose module's name, matches one of the patterns."""
+    found = set()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        parents = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 2)]
+        if any(fnmatch.fnmatch(part, pattern) for part in parents for pattern in patterns):
+            found.add(id(param))
+    return found
+
+
+def _dtype_for(name: str, param: nn.Parameter, dtype: str | None, island: bool) -> torch.dtype:
+    return param.dtype if dtype is None or island else DTYPES[dtype]

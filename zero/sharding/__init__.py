@@ -1,0 +1,1 @@
+"""One sharded optimizer: building it, its step, its state, saving and loading it."""

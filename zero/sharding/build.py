@@ -1,0 +1,189 @@
+"""Builds what a sharded optimizer consists of: check everything, agree with the other ranks, then change the model."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import accelerators
+from zero.comm.exchange import together
+from zero.comm.group import Group, TimeLimits
+from zero.config.schema import ZeroConfig
+from zero.memory.flatten import Place
+from zero.memory.formats import DTYPES, Form
+from zero.memory.masters import Masters
+from zero.memory.shard import Line, Shard
+from zero.memory.staging import Staging
+from zero.memory.weights import FlatBuffer
+from zero.optim.traits import ELEMENTWISE
+from zero.plan.layout import FlatLayout
+from zero.plan.stages import stage_of
+from zero.runtime.grads.grad_ops import GradientShares
+from zero.runtime.grads.ownership import manage
+from zero.runtime.grads.sync_policy import Boundary
+from zero.runtime.grads.window import Window
+from zero.runtime.kernels.adam_step import rows_that_wait
+from zero.runtime.kernels.select import has_one_pass, kinds_on_host, one_pass_of, use_kernels
+from zero.runtime.kernels.sums import CompiledSums, SumsByTorch
+from zero.runtime.params.hooks import GradHooks
+from zero.runtime.params.placement import Intake
+from zero.runtime.params.table import Params
+from zero.runtime.params.tracking import Aliases
+from zero.runtime.reduce.buckets import Reducer
+from zero.runtime.reduce.inflight import Flight
+from zero.runtime.step.publisher import Gatherer
+from zero.runtime.step.updater import Rules, Updater
+from zero.runtime.sync.exchange import Settler
+from zero.setup.consistency import agree_on_what_is_built, settings_of
+from zero.setup.memory_guard import Room
+from zero.setup.module_sync import cast_frozen, share_the_rest
+from zero.setup.param_selection import Chosen, offload_of
+from zero.setup.prepare import _accelerator_of, _check, _device_of, _ranks_that_share_memory
+from zero.sharding.optimizer_state import adopt_state
+from zero.sharding.state import Parts
+from zero.sharding.state_offload import Travel
+
+logger = logging.getLogger("zero")
+
+
+# Of a block on the host. What a step needs of it is 18 MiB, which stay in the last cache between two of torch's passes over it;
+# of smaller ones there are so many that the calls are what takes the time.
+BLOCK_NUMEL = 2**20
+
+
+def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, given: Any) -> Parts:
+    """A collective. Whatever fails, on whichever rank, the model is as plain as it was before and all ranks raise; only what
+    was rounded by then has its exact value again no more where that is in shares of several ranks."""
+    from zero.comm.torch_group import connect  # torch.distributed is not imported before somebody trains
+
+    limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
+    group = connect(_accelerator_of(optimizer), given, limits, shared_memory=config.shared_memory)
+    try:
+        chosen = together(group, lambda: _check(model, optimizer, config))
+        stage = stage_of(config.stage)
+        num_shares = group.size if stage.shards_optimizer else 1
+        specs, latent, frozen = chosen.specs(), range(len(chosen.names)), chosen.latent
+        device = _device_of(chosen.tensors)
+        offloads = any(chosen.offload)
+        is_on_host = offloads or device.type == "cpu"
+        block_numel = BLOCK_NUMEL if is_on_host and not has_one_pass(optimizer, config.kernels) else None
+        layout = FlatLayout.build(specs, num_shares, config.bucket_bytes, config.align_bytes, latent, block_numel)
+        agree_on_what_is_built(model, optimizer, chosen, config, group)
+        place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
+        room = Room(place, optimizer, config.kernels, _ranks_that_share_memory(group, torch.device("cpu")))
+        filled = layout.extended([index for index in latent if index not in frozen])
+        homes = [offload_of(optimizer.param_groups[number], config) for number in sorted(set(chosen.groups))]
+        together(group, lambda: room.take(homes, filled))
+        parts = _assemble(model, optimizer, config, chosen, layout, group, place, room)
+    except BaseException:
+        if group is not given:
+            group.close()
+        raise
+    parts.owns_group = group is not given
+    return parts
+
+
+def _assemble(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: ZeroConfig,
+    chosen: Chosen,
+    layout: FlatLayout,
+    group: Group,
+    place: Place,
+    room: Room,
+) -> Parts:
+    line, forms = Line(layout), [Form.of(tensor) for tensor in chosen.tensors]
+    params, weights = Params(chosen.tensors, chosen.names), FlatBuffer(line)
+    masters = Masters(line, group.rank if layout.num_shares > 1 else 0, weights, Shard(line, place.device, room.host))
+    intake = Intake(params, forms, weights, masters, group, place)
+    latent, dtypes = chosen.latent, {index: tensor.dtype for index, tensor in enumerate(chosen.tensors)}
+    hooks = GradHooks(params)
+
+    built: list[weakref.ref[Parts]] = []  # weakly: the window is a part and holds `lay`
+
+    def lay(fresh: Sequence[int]) -> Sequence[int]:
+        parts = built[0]()
+        assert parts is not None
+        with _restoring(optimizer):
+            return intake.lay(fresh, partial(adopt_state, parts, optimizer))
+
+    def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        with room.explaining("A buffer to send gradients from", line):
+            return group.staging(numel, dtype, place.device)
+
+    def wire() -> Parts:
+        staging = Staging(place.accelerator, allocate, group.is_read)
+        gradients = Shard(line, place.device, room.host)
+        widest = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
+        kinds = kinds_on_host(layout.params, place.device)
+        one_pass = one_pass_of(optimizer, config.kernels)
+        waiting = rows_that_wait(kinds, group.size) if one_pass is not None else ()
+        sums = CompiledSums(waiting) if config.kernels == "compiled" else SumsByTorch(waiting)
+        flight = Flight(line, group, staging, gradients, widest, looks=config.on_nonfinite == "raise", sums=sums)
+        reducer = Reducer(line, forms, place.accelerator, staging, flight)
+        shares = GradientShares(line, forms, group, flight)
+        boundary = Boundary(config.accumulation, stage_of(config.stage).accumulates_locally)
+        aliases = Aliases(model, params, weights, forms, chosen.left_out)
+        settler = Settler(group, params, line, config.text(), aliases, partial(settings_of, optimizer))
+        window = Window(params, reducer, shares, boundary, settler, lay)
+        rules = Rules(config.clip, config.on_nonfinite, ELEMENTWISE)
+        updater = Updater(params, shares, masters, optimizer, rules, one_pass)
+        gatherer = Gatherer(line, params, group, weights, masters)
+        travel = Travel(model, place.accelerator, params, forms, weights, masters, gradients, optimizer)
+        rooms = (line, params, masters, window, hooks, updater, gatherer, intake)
+        parts = Parts(place.accelerator, group, *rooms, config, travel, room)
+        parts.restore_kernels = use_kernels(optimizer, config.kernels)
+        adopt_state(parts, optimizer)
+        aliases.renew_through(hooks.renew)
+        return parts
+
+    def open_(window: Window) -> None:
+        cast_frozen(model, config)
+        window.welcome()  # when every parameter has the dtype that it will keep
+        for index, tensor in enumerate(chosen.tensors):
+            hooks.attach(index, tensor, window.before, window.ready)
+
+    with _restoring(optimizer), contextlib.ExitStack() as on_failure:
+        on_failure.callback(intake.release)
+        on_failure.callback(intake.undo, dtypes, layout)
+        on_failure.callback(hooks.detach)
+        with room.explaining("Sharding", line):
+            intake.lay([index for index in range(len(chosen.names)) if index not in latent])
+        share_the_rest(model, chosen, group)
+        parts = together(group, wire)
+        together(group, partial(open_, parts.window))
+        built.append(weakref.ref(parts))
+        manage(chosen.tensors, parts.window)
+        on_failure.pop_all()
+    if place.is_host:
+        place.accelerator.empty_cache()  # the weights lay elsewhere before, in pieces too small to have gone by themselves
+    return parts
+
+
+@contextlib.contextmanager
+def _restoring(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Puts the optimizer's state and settings back if what follows fails."""
+    state = dict(optimizer.state)
+    settings = [dict(group) for group in (*optimizer.param_groups, optimizer.defaults)]
+    try:
+        yield
+    except BaseException:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, before in zip((*optimizer.param_groups, optimizer.defaults), settings, strict=True):
+            group.clear()
+            group.update(before)
+        raise
+
+
+def reduction(config: ZeroConfig, size: int) -> float:
+    """What the sum over ranks is multiplied with to become the gradient."""
+    return 1.0 / size if config.reduce == "mean" else 1.0 if config.reduce == "sum" else 1.0 / config.reduce

@@ -1,0 +1,317 @@
+"""Loading a checkpoint into a training: everything is read and checked first, then everything is changed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zero.checkpoint import values
+from zero.checkpoint.agreed import agreed, asked_alike
+from zero.checkpoint.folder import Folder, check_file, read_manifest
+from zero.checkpoint.manifest import ANOTHER, VALUE, Buffer, Manifest, Stored
+from zero.checkpoint.module_names import num_wrappers, rewrapped
+from zero.checkpoint.progress_bar import Bar
+from zero.checkpoint.reader import Lines
+from zero.checkpoint.rng_state import put_back
+from zero.errors import BadCheckpoint
+from zero.memory.formats import dtype_named
+from zero.sharding.loss_scaler import loaded_scale
+from zero.sharding.optimizer_state import lies_nowhere, plain_entry, take_settings
+from zero.sharding.snapshot import Shown, finish_saving, shown
+
+if TYPE_CHECKING:
+    from zero.engine.engine import Engine
+    from zero.sharding.optimizer import ShardedOptimizer
+
+logger = logging.getLogger("zero")
+
+_MOST_NAMED = 5
+_TRAINING = {
+    "optimizer", "groups", "step", "skipped_steps", "loss_scale", "engine", "schedule", "scheduler", "modules", "ranks",
+}  # fmt: skip
+
+
+def load(
+    directory: str | os.PathLike[str],
+    target: ShardedOptimizer | Engine,
+    tag: str | None = None,
+    *,
+    scheduler: Any = None,
+    optimizer_states: bool = True,
+    scheduler_states: bool = True,
+    counters: bool = True,
+) -> Any:
+    """Takes the checkpoint of `tag`, or the latest, into the training that `target` does; gives what was saved as `extra`. A
+    collective.
+
+    It may have been saved by any number of ranks, at any stage, in any dtype and with or without offload. Gradients that
+    wait are thrown away. Random numbers go on as they were where the number of ranks is the same. Without `optimizer_states`
+    the optimizer keeps what it has, without `counters` so do the counts, the loss scale and the random numbers. Whatever is
+    wrong with the checkpoint, the training stays as it was.
+    """
+    about = shown(target, scheduler)
+    return load_from(directory, about, tag, optimizer_states, scheduler_states, counters)[1]
+
+
+def load_from(
+    directory: Any, about: Shown, tag: str | None, optimizer_states: bool, scheduler_states: bool, counters: bool
+) -> tuple[Path, Any]:
+    """The same; where the checkpoint lies, and what was saved as `extra`."""
+    optimizer, group = about.optimizer, about.parts.group
+    finish_saving(optimizer)
+    found, manifest = agreed(group, "A load", lambda: _found(directory, tag, about))
+    has_schedule = about.scheduler is not None and bool(scheduler_states)
+    flags = {"optimizer_states": bool(optimizer_states), "schedule": has_schedule, "counters": bool(counters)}
+    asked_alike(group, "A load", checkpoint=manifest.digest, tag=found.name, **flags)
+    agreed(group, "A load", lambda: _verify(found, manifest, group.rank, group.size))
+    with contextlib.closing(Lines(found, manifest)) as lines:
+        loading = _Loading(about, manifest, lines, bool(optimizer_states), has_schedule)
+        agreed(group, "A load", lambda: loading.check(range(group.rank, len(manifest.files), group.size)))
+        agreed(group, "A load", loading.read_plain)
+        loading.take_plain()
+        optimizer.zero_grad()
+        loading.fill()
+        loading.publish()
+        if counters:
+            _take_counters(about, loading.training)
+            _take_random_numbers(lines, loading.training["ranks"], about)
+        if about.engine is not None:
+            about.engine.restart((counters and loading.training["engine"]) or about.engine.counters)
+    return found, loading.extra
+
+
+def latest(directory: str | os.PathLike[str]) -> str | None:
+    """The tag of the newest complete checkpoint in a directory; None where there is none. No collective."""
+    return Folder.at(directory).latest()
+
+
+def _found(directory: Any, tag: str | None, about: Shown) -> tuple[Path, Manifest]:
+    about.parts.travel.check("load")
+    found = Folder.at(directory).find(tag)
+    return found, read_manifest(found)
+
+
+def _verify(folder: Path, manifest: Manifest, rank: int, size: int) -> None:
+    """Each file is read by one rank."""
+    mine = range(rank, len(manifest.files), size)
+    with Bar(f"checking {folder.name}", sum(manifest.files[number].num_bytes for number in mine), rank == 0) as bar:
+        for number in mine:
+            check_file(folder, manifest, number, bar.advance)
+
+
+class _Loading:
+    """One checkpoint on its way into one training."""
+
+    def __init__(self, about: Shown, manifest: Manifest, lines: Lines, optimizer_states: bool, schedule: bool) -> None:
+        self._about = about
+        self._manifest = manifest
+        self._lines = lines
+        self._states = optimizer_states
+        self._schedule = schedule
+        there = [*manifest.parameters, *manifest.buffers, *manifest.aliases]
+        here = [*about.named.parameters, *about.named.buffers, *about.named.aliases]
+        self._wrappers = num_wrappers(here), num_wrappers(there)
+        self._plain: dict[str, dict[str, Any]] = {}  # by parameter
+        self.training: dict[str, Any] = {}
+        self.extra: Any = None
+
+    def check(self, files: Collection[int]) -> None:
+        """Raises unless everything that the model has is in the checkpoint, and everything that is in it has a place; of its
+        files this rank looks at some."""
+        self._lines.check(files)
+        wrong = self._differing("", self._tensors(), self._manifest.parameters)
+        wrong += self._differing("buffer ", self._about.named.buffers, self._manifest.buffers)
+        if wrong:
+            more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+            raise ValueError(
+                f"A load into this model was asked for, but the checkpoint is of another: {'; '.join(wrong[:_MOST_NAMED])}"
+                f"{more}. Build the model that was saved; nothing is matched by its position."
+            )
+
+    def _differing(self, kind: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Stored | Buffer]) -> list[str]:
+        used = {self._source(name) for name in tensors}
+        wrong = [f"{kind}{name} is not in it" for name in tensors if self._source(name) not in stored]
+        wrong += [f"{kind}{name} is in it and not in the model" for name in stored if name not in used]
+        for name, tensor in tensors.items():
+            its, mine = stored.get(self._source(name)), tuple(tensor.shape)
+            if its is not None and its.shape != mine:
+                wrong.append(f"{kind}{name} has shape {its.shape} in it and {mine} in the model")
+        return wrong
+
+    def read_plain(self) -> None:
+        """Reads what is no tensor of a parameter, and raises unless the optimizer is the one whose state was saved."""
+        self.training = values.decode(self._manifest.training, self._lines.extra)
+        self.extra = values.decode(self._manifest.extra, self._lines.extra)
+        lacking = _TRAINING - self.training.keys()
+        if lacking:
+            raise BadCheckpoint(f"A load was asked for, but the manifest lacks {', '.join(sorted(lacking))}. {ANOTHER}")
+        modules, own = self.training["modules"], self._about.named.modules
+        if set(modules) != set(map(self._source, own)):
+            raise ValueError(
+                f"A load was asked for, but modules with extra state are {', '.join(modules) or 'none'} in the checkpoint and "
+                f"{', '.join(own) or 'none'} in the model. Build the model that was saved."
+            )
+        kind, saved = type(self._about.scheduler).__name__, self.training["schedule"]
+        if self._schedule and saved not in (None, kind):
+            raise ValueError(
+                f"A load into the schedule {kind} was asked for, but {saved} was saved. Make the schedule that was saved, or "
+                "load with scheduler_states=False."
+            )
+        if self._schedule and self.training["scheduler"] is None:
+            logger.warning("The checkpoint has no schedule, so this training's stays as it is.")
+        if self._states:
+            self._check_optimizer()
+            self._plain = {name: values.decode(its.plain) for name, its in self._manifest.parameters.items()}
+
+    def _check_optimizer(self) -> None:
+        about, saved = self._about, self.training["groups"]
+        inner = about.optimizer.inner
+        hint = "Make the optimizer that was saved, or load with optimizer_states=False."
+        if self.training["optimizer"] not in (None, type(inner).__name__):  # what was imported does not say
+            raise ValueError(
+                f"A load into {type(inner).__name__} was asked for, but the state is {self.training['optimizer']}'s. {hint}"
+            )
+        own = [set(map(self._source, group["params"])) for group in about.groups()]
+        theirs = [set(group["params"]) for group in saved]
+        if own != theirs:
+            number = next((n for n, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b), min(len(own), len(theirs)))
+            one = own[number] if number < len(own) else set()
+            other = theirs[number] if number < len(theirs) else set()
+            differing = sorted(one ^ other)
+            raise ValueError(
+                f"A load was asked for, but the optimizer has {len(own)} groups and the saved one {len(theirs)}, and group "
+                f"{number} differs in {', '.join(differing[:_MOST_NAMED]) or 'nothing but its place'}. {hint}"
+            )
+        about.parts.updater.check(saved)
+
+    def take_plain(self) -> None:
+        """Gives the schedule and the modules what they saved. They are other people's code: where one refuses, all of them get
+        back what they had, on all ranks."""
+        about, saved = self._about, self.training
+        schedule = about.scheduler if self._schedule and saved["scheduler"] is not None else None
+        before = None if schedule is None else copy.deepcopy(schedule.state_dict())
+        changed: list[tuple[Any, Any]] = []  # modules, and what they had
+
+        def take() -> None:
+            if schedule is not None:
+                schedule.load_state_dict(copy.deepcopy(saved["scheduler"]))
+            for name, module in about.named.modules.items():
+                had = copy.deepcopy(module.get_extra_state())
+                module.set_extra_state(saved["modules"][self._source(name)])
+                changed.append((module, had))
+
+        try:
+            agreed(about.parts.group, "A load", take)
+        except BaseException:
+            if schedule is not None:
+                schedule.load_state_dict(before)
+            for module, had in changed:
+                module.set_extra_state(had)
+            raise
+        rates = None if schedule is None or self._states else saved["scheduler"].get("_last_lr")
+        for group, rate in zip(about.optimizer.inner.param_groups, rates or (), strict=False):
+            # which a schedule goes on from; with the optimizer's state it comes from there
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Changes weights, masters, state and buffers; nothing is expected to fail from here on."""
+        about, parts = self._about, self._about.parts
+        parts.window.settler.aliases.take_in()  # what lies elsewhere is overwritten like the rest
+        late = [index for index, name in enumerate(about.managed) if lies_nowhere(parts, index) and self._had_master(name)]
+        if late:
+            parts.window.lay(late)  # or the exact value would be rounded
+        total = sum(tensor.numel() for tensor in parts.params.tensors)
+        with Bar("loading", total, parts.group.rank == 0, "elements") as bar:
+            for index, name in enumerate(about.managed):
+                if lies_nowhere(parts, index):
+                    self._fill_whole(name, parts.params.tensors[index])
+                else:
+                    self._fill_pieces(index, name)
+                bar.advance(parts.params.tensors[index].numel())
+        for name, param in about.unmanaged():
+            param.copy_(self._lines.whole(self._source(name), VALUE))
+        for name, buffer in about.named.buffers.items():
+            buffer.copy_(self._lines.buffer(self._source(name)))
+        if self._states:
+            take_settings(about.optimizer.inner, self.training["groups"])
+
+    def _fill_whole(self, name: str, tensor: torch.Tensor) -> None:
+        inner, source = self._about.optimizer.inner, self._source(name)
+        tensor.copy_(self._lines.whole(source, VALUE))
+        if self._states:
+            kinds = self._manifest.parameters[source].state
+            entries = {key: self._lines.whole(source, key).to(tensor.device) for key in kinds}
+            inner.state.pop(tensor, None)
+            if entries or self._plain[source]:
+                inner.state[tensor] = {**entries, **self._plain[source]}
+
+    def _fill_pieces(self, index: int, name: str) -> None:
+        parts, inner, source = self._about.parts, self._about.optimizer.inner, self._source(name)
+        form, stored = parts.window.shares.forms[index], self._manifest.parameters[source]
+        for piece, master in parts.masters.of(index):
+            self._lines.copy(source, VALUE, form, piece.in_param, master.detach())
+            if not self._states:
+                continue
+            before, entries = inner.state.pop(master, {}), {}
+            for key, dtype in stored.state.items():
+                wide = dtype_named(dtype)
+                wide = master.dtype if wide.is_floating_point else wide
+                held = before.get(key)
+                fits = isinstance(held, torch.Tensor) and held.shape == master.shape and held.dtype == wide
+                entries[key] = held if fits else torch.empty_like(master, dtype=wide)
+                self._lines.copy(source, key, form, piece.in_param, entries[key].detach())
+            for key, value in self._plain[source].items():
+                entries[key] = plain_entry(parts, inner, index, value)
+            if entries:
+                inner.state[master] = entries
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Every rank's shares become everybody's weights."""
+        parts, layout = self._about.parts, self._about.parts.line.layout
+        for bucket in range(len(layout.buckets)):
+            for block in layout.blocks(bucket):
+                parts.masters.publish(block)
+                parts.gatherer.gather([block])
+        parts.gatherer.finish(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
+        parts.torn = False
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        managed = zip(self._about.managed, self._about.parts.params.tensors, strict=True)
+        return {**self._about.named.parameters, **dict(managed)}
+
+    def _had_master(self, name: str) -> bool:
+        stored = self._manifest.parameters[self._source(name)]
+        return stored.value_dtype != stored.dtype
+
+    def _source(self, name: str) -> str:
+        """What a parameter or buffer is stored by: in other wrappers, and of tied ones another name may have been the first."""
+        name = rewrapped(name, *self._wrappers)
+        return self._manifest.aliases.get(name, name)
+
+
+def _take_counters(about: Shown, training: Mapping[str, Any]) -> None:
+    optimizer, parts = about.optimizer, about.parts
+    parts.window.settler.step = training["step"]
+    optimizer.skipped_steps = training["skipped_steps"]
+    if training["loss_scale"] is not None:
+        optimizer.loss_scale = loaded_scale(optimizer.loss_scale, training, False)
+    optimizer.zero_grad()  # which also makes the window follow the loss scale
+
+
+def _take_random_numbers(lines: Lines, num_ranks: int, about: Shown) -> None:
+    group = about.parts.group
+    if num_ranks == group.size:
+        put_back(about.parts.accelerator, lines.random_bytes(group.rank))
+    elif group.rank == 0:
+        logger.info(
+            "Random numbers of %d ranks were saved, and there are %d: they go on as they are.", num_ranks, group.size
+        )

@@ -1,0 +1,46 @@
+"""What a training holds now, in bytes of one rank: what `zero/plan/budget.py` predicts, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from zero.plan.budget import Shares
+from zero.sharding.state import Parts
+
+
+@dataclass(frozen=True)
+class Held:
+    weights: int
+    device: Shares  # beside the weights
+    buckets: int
+    host: Shares  # of an accelerator with memory of its own
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.device.total + self.buckets
+
+
+def held(parts: Parts) -> Held:
+    """The bytes that are held now. Gradients are there from the first round of a window until it is cleared."""
+    shares = {False: Counter[str](), True: Counter[str]()}  # by whether they lie on a host beside the weights
+    device = parts.masters.shard.device
+
+    def count(kind: str, tensor: torch.Tensor) -> None:
+        shares[tensor.device != device][kind] += tensor.nbytes
+
+    for bucket, master in parts.masters.shard.shares.items():
+        if parts.masters.is_copy(bucket):
+            count("masters", master)
+    for state in parts.updater.inner.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim():
+                count("moments", value)
+    for gradient in (*parts.window.shares.shard.shares.values(), *parts.window.since.aside.values()):
+        count("gradients", gradient)
+    shares[False]["gradients"] += sum(rows.num_bytes for rows in parts.window.shares.shard.waiting.values())
+    shares[False]["gradients"] += parts.window.reducer.num_wide_bytes
+    return Held(parts.gatherer.num_weight_bytes, Shares(**shares[False]), parts.window.reducer.num_staging_bytes,
+                Shares(**shares[True]))  # fmt: skip

@@ -1,0 +1,129 @@
+"""What every step did, as a line of JSON, and for TensorBoard where that is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero.runtime.profiling import STOPS, during
+from zero.sharding.memory_usage import held
+
+if TYPE_CHECKING:
+    from zero.engine.engine import Engine
+    from zero.sharding.optimizer import ShardedOptimizer
+
+_PHASES = ("forward", "backward", *STOPS)
+
+
+def in_order(times: Mapping[str, float]) -> dict[str, float]:
+    """Times by name as a step goes through them; names of the caller's own come last."""
+    return {name: times[name] for name in (*_PHASES, *times) if name in times}
+
+
+class Records:
+    """One record a step, written by rank 0: `with zero.Records("run/records.jsonl", engine) as records`, and
+    `records.write(loss=...)` after each step. From then on the stops are timed. `tensorboard` is a folder.
+
+    A record has the step, the norm of the gradients before clipping, the loss scale, the learning rate, milliseconds
+    by stop since the last record, bytes moved since then and held now, and whatever is passed to `write`. Without a path
+    they are for TensorBoard alone.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        target: Engine | ShardedOptimizer,
+        tensorboard: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._optimizer: ShardedOptimizer = getattr(target, "optimizer", target)  # type: ignore[arg-type]
+        parts = self._optimizer.parts
+        writer = None if tensorboard is None else board_writer()  # on all ranks: none goes on where it cannot be had
+        self._clock = parts.timed()
+        self._ms, self._moved = self._clock.read(), self._sent()
+        self._file: Any = None
+        self._board: Any = None
+        if parts.group.rank == 0:
+            self._board = None if writer is None or tensorboard is None else writer(os.fspath(tensorboard))
+            if path is not None:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+
+    @contextlib.contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        """What happens inside is timed under that name, beside the stops: the forward of a plain loop, for instance."""
+        with during(name, self._clock):
+            yield
+
+    def write(self, **figures: Any) -> dict[str, Any]:
+        """The record of the step that was just taken, with what is passed in it; the other ranks write none. No collective."""
+        optimizer, parts = self._optimizer, self._optimizer.parts
+        before, self._ms = self._ms, self._clock.read()
+        sent, self._moved = self._moved, self._sent()
+        ms = {name: round(now - before.get(name, 0.0), 3) for name, now in in_order(self._ms).items()}
+        now = held(parts)
+        live = {"weights": now.weights, **asdict(now.device), "buckets": now.buckets}
+        if now.host.total:
+            live |= {f"host_{kind}": amount for kind, amount in asdict(now.host).items()}
+        reading = parts.accelerator.memory()
+        record = {
+            "step": parts.window.settler.step,
+            **figures,
+            "norm": optimizer.grad_norm,
+            "scale": None if optimizer.loss_scale is None else optimizer.loss_scale.value,
+            "skipped_steps": optimizer.skipped_steps,
+            "lr": float(optimizer.param_groups[0]["lr"]),
+            "ms": ms,
+            "moved_bytes": {wire: amount - sent[wire] for wire, amount in self._moved.items()},
+            "live_bytes": {**live, "allocated": reading.allocated, "peak": reading.peak},
+        }
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for name, value in _flat(record):
+                self._board.add_scalar(name, value, record["step"])
+            self._board.flush()  # or the last two minutes of a training that is killed would not be there
+        return record
+
+    def _sent(self) -> dict[str, int]:
+        parts = self._optimizer.parts
+        return {"reduced": parts.window.reducer.flight.num_bytes, "published": parts.gatherer.num_bytes}
+
+    def close(self) -> None:
+        """Closes the files. No collective."""
+        for open_one in (self._file, self._board):
+            if open_one is not None:
+                open_one.close()
+        self._file = self._board = None
+
+    def __enter__(self) -> Records:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def board_writer() -> Callable[[str], Any]:
+    """What writes for TensorBoard; a ValueError where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError(
+            f"Records for TensorBoard were asked for, but it cannot be imported ({error}). Install the extra: "
+            "pip install 'zero-accelerators[tensorboard]'."
+        ) from error
+    return SummaryWriter
+
+
+def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a record under one name each; `step` is what they are plotted over."""
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and prefix + name != "step":
+            yield prefix + name, value

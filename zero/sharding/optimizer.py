@@ -1,0 +1,325 @@
+"""The optimizer that a user holds: a torch.optim.Optimizer whose gradients and state are in shares."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.comm.exchange import exchange_about
+from zero.config.schema import DEFAULT_BUCKET_BYTES, ZeroConfig
+from zero.config.supported import check_plain, check_served
+from zero.memory.formats import dtype_name, sum_dtype
+from zero.optim.skip_dynamo import without_compiler
+from zero.plan.loss_scale import LossScale
+from zero.setup.consistency import check_weights
+from zero.sharding.build import construct, reduction
+from zero.sharding.loss_scaler import loaded_scale, loss_scale_of, with_loss_scale
+from zero.sharding.optimizer_state import load_state, whole_state, whole_state_dict
+from zero.sharding.recovery import rebuild
+from zero.sharding.state import Parts, check_original, check_used
+from zero.sharding.windows import Windows
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+class ShardedOptimizer(Windows, torch.optim.Optimizer):
+    """Steps as the optimizer it was made from would on the global batch.
+
+    `param_groups` are that optimizer's own dicts, so a learning rate schedule made before or after works on
+    either. `state` is keyed by this rank's shares, not by parameters: ask for a parameter's with `whole_state`.
+    Methods that are collectives say so: all ranks call them, in the same order.
+    """
+
+    # A fused inner optimizer offers this to GradScaler, which then leaves unscaling to it; ours does it on the shares.
+    _step_supports_amp_scaling = False
+
+    def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, config: ZeroConfig, group: Any = None) -> None:
+        config = with_loss_scale(config, inner)
+        parts = construct(model, inner, config, group)
+        with without_compiler():
+            super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+        for hooks in _HOOKS:  # those registered on the one, before or after, are those of the other
+            setattr(self, hooks, getattr(inner, hooks))
+        self.inner = inner
+        self.model = model
+        self.group = parts.group
+        self._parts = parts
+        self._release = weakref.finalize(self, parts.release_anywhere)
+        self._release.atexit = False
+        parts.window.scaling.reduce = reduction(config, parts.group.size)
+        self.loss_scale: LossScale | None = loss_scale_of(config)
+        self.skipped_steps = 0
+        self.grad_norm: float | None = None  # of the last window that was judged by its norm
+        self._follow_loss_scale()
+
+    @property
+    def parts(self) -> Parts:
+        """What it consists of. Every method goes through here, so that a closed optimizer says so whatever it is asked."""
+        if self._parts.closed:
+            raise ValueError(
+                "A sharded optimizer was asked to go on, but it was closed and the model is plain. Use a plain optimizer, or "
+                "shard again; what is to be kept of its state, take before close()."
+            )
+        return self._parts
+
+    # the loop ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Settles the window, judges it and updates the weights. A collective."""
+        window = self.parts.window
+        self.parts.travel.check("step")
+        check_original(self, self.inner, self.parts.params)
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        window.settle("step")
+        self._use()
+        return loss
+
+    def _use(self) -> None:
+        """The rest of a step, of what has settled."""
+        window = self.parts.window
+        self.group.hurry()
+        window.settler.note("in the update")
+        window.settler.aliases.take_in()
+        window.settler.step += 1
+        if window.used:
+            if self.parts.config.on_unused == "raise":
+                check_used(self.parts.params, window.used)
+            self._apply(window.used)
+        elif self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(True)  # a step without any gradient counts as a finite one
+        self._follow_loss_scale()
+        window.since.stepped = True
+        every = self.parts.config.check_weights_every
+        if every is not None and window.settler.step % every == 0:
+            self.check()
+        window.settler.note("before a backward")
+
+    def _apply(self, used: int) -> None:
+        parts = self.parts
+        verdict = parts.updater.judge()
+        self.grad_norm = verdict.grad_norm
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(verdict.apply)
+        if not verdict.apply:
+            self.skipped_steps += 1
+            self._check_progress(verdict.grad_norm)
+            return
+        parts.update(used, verdict.coefficient)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Ends the window. A collective, unless a step has used it and nothing came since."""
+        if not set_to_none:
+            self.parts.travel.check("zero_grad", "weights", "gradients")
+        self.parts.window.end(to_zeros=not set_to_none)
+        self._follow_loss_scale()
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """`loss.backward()`, with the loss scale of fp16 weights where there is one."""
+        scaling = self.parts.window.scaling
+        self.parts.travel.check("backward", "weights", "gradients")
+        before = scaling.lacking
+        if self.loss_scale is not None:
+            scaling.lacking = 1.0
+            loss = loss.float() * self.loss_scale.value  # in fp32, since it may be beyond what fp16 can hold
+        try:
+            torch.autograd.backward(loss, **options)
+        except BaseException as error:
+            self.parts.window.sign(error)
+            raise
+        finally:
+            scaling.lacking = before
+
+    def _follow_loss_scale(self) -> None:
+        """Sums are divided by the loss scale as they are kept; gradients of a backward without it are multiplied first."""
+        window, scale = self.parts.window, 1.0 if self.loss_scale is None else self.loss_scale.value
+        window.scaling.lacking = window.scaling.loss_scale = scale
+        window.reducer.flight.factor = window.scaling.at_keeping(window.since.settled)
+
+    # looking -----------------------------------------------------------------------------------------------------
+
+    def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        """The global gradient of a parameter, whole on every rank; None where no rank had one. A collective."""
+        window, index = self.parts.window, self._index(param)
+        self.parts.travel.check("whole_grad", "weights", "gradients")
+        self._about("whole_grad", index)
+        window.settle("whole_grad")
+        if not window.used >> index & 1:
+            return None
+        shard = window.shares.shard
+        return window.shares.whole(index, shard.piece, sum_dtype(param.dtype)).to(param.dtype)
+
+    def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of a parameter, whole on every rank. A collective."""
+        self.parts.travel.check("whole_state", "moments", "weights")
+        index = self._index(param)
+        self._about("whole_state", index)
+        return whole_state(self.parts, self.inner, index)
+
+    def any_rank(self, flag: bool) -> bool:
+        """True where any rank passed True. A collective."""
+        return any(numbers[0] for numbers in self.parts.window.shares.exchange_numbers([float(bool(flag))], "any_rank"))
+
+    def check(self) -> None:
+        """Raises, with the name of the first parameter, unless all ranks have the same weights, frozen too. A collective."""
+        self.parts.travel.check("check", "weights")
+        params = self.parts.params
+        named = dict(zip(params.names, params.tensors, strict=True))
+        named |= {name: param for name, param in self.model.named_parameters() if not param.requires_grad}
+        check_weights(named, self.parts.group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective."""
+        parts = self.parts
+        parts.travel.check("state_dict")
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state_dict = {**whole_state_dict(parts, self.inner), "skipped_steps": self.skipped_steps}
+        if self.loss_scale is not None:
+            state_dict["loss_scale"] = self.loss_scale.progress
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` gave, here or in plain torch; every rank passes the same. No collective.
+
+        What plain torch does not save, the loss scale and the count of skipped steps, stays as it is then.
+        """
+        parts = self.parts
+        parts.travel.check("load_state_dict")
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, dict(state_dict))
+            state_dict = state_dict if changed is None else changed
+        scale = loaded_scale(self.loss_scale, state_dict, parts.window.since.unsettled)
+        load_state(parts, self.inner, state_dict)
+        self.loss_scale, self.skipped_steps = scale, state_dict.get("skipped_steps", self.skipped_steps)
+        self._follow_loss_scale()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Takes new parameters in, as torch does; they get memory when they are first used. All ranks add the same. A group
+        that is refused leaves everything as it was."""
+        parts = getattr(self, "parts", None)
+        if parts is None:  # torch's constructor adds the groups that are there
+            super().add_param_group(param_group)
+            return
+        groups = self.inner.param_groups
+        self.inner.add_param_group(param_group)
+        try:
+            tensors = [param for param in groups[-1]["params"] if id(param) not in parts.params.index]
+            parts.join(parts.params.names_in(self.model, tensors), tensors, len(groups) - 1)
+        except BaseException:
+            groups.pop()
+            raise
+
+    # between phases ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def offload_states(
+        self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Moves masters, moments, gradients, weights and buffers, or some of them, to the host until `reload_states`; edits of
+        the weights are adopted first, but for what was assigned to `.data`, which goes along. Without weights nothing is
+        forwarded, without them or gradients nothing sent backward or settled, without all nothing stepped. Where host memory
+        does not suffice all stays as it was. No collective."""
+        parts = self.parts
+        parts.room.check(f"offload_states({'' if include is None else include})", parts.travel.num_bytes(include))
+        if not parts.travel.is_away:
+            parts.adopt()
+        try:
+            names = parts.travel.leave(include, device, pin_memory, non_blocking)
+        finally:
+            parts.window.settler.aliases.moved()
+        if "buffers" in names:
+            parts.window.reducer.release_buffers()
+
+    @torch.no_grad()
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Moves back what `offload_states` moved. What does not fit the device stays, for another call. No collective."""
+        try:
+            self.parts.travel.come_back(non_blocking)
+        finally:
+            self.parts.window.settler.aliases.moved()
+
+    def rebuild(self, group: Any = None) -> None:
+        """Goes on after a lost collective where every rank is still there: over new connections, with `group` in place of the
+        one before where that is gone. The window is thrown away. A collective."""
+        rebuild(self, group)
+
+    def close(self) -> None:
+        """Makes the model plain again: no hooks, storage of its own for every parameter, present values. No collective.
+
+        The optimizer's state goes with it: take `state_dict()` before, for whoever goes on. Deleting the optimizer closes it.
+        """
+        self._release()
+
+    def _check_progress(self, norm: float | None) -> None:
+        """Raises where step after step is skipped and the scale cannot fall any further: that would go on for ever."""
+        scale, given = self.loss_scale, self.parts.config.loss_scale
+        if scale is not None and given is not None and scale.stuck >= given.max_skips:
+            raise self.parts.updater.nonfinite(math.nan if norm is None else norm)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "A copy of a sharded optimizer was asked for, but it belongs to its model and to a group of ranks. Keep its "
+            "state_dict(), which loads at any number of ranks."
+        )
+
+    def _about(self, what: str, param: int) -> None:
+        """All ranks ask for the same."""
+        exchange_about(self.group, f"{what} of {self.parts.params.names[param]}", b"")
+
+    def _index(self, param: nn.Parameter) -> int:
+        index = self.parts.params.index.get(id(param))
+        if index is None:
+            raise ValueError(
+                f"A parameter of shape {tuple(param.shape)} was passed, which is not among the {len(self.parts.params.names)} "
+                "that this optimizer manages. Pass one of the model's trainable parameters."
+            )
+        return index
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    stage: int,
+    dtype: torch.dtype | str | None = None,
+    group: Any = None,
+    clip: float | None = None,
+    accumulation: int | None = None,
+    reduce: str | float = "mean",
+    offload: Any = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    **options: Any,
+) -> ShardedOptimizer:
+    """Shards what `optimizer` needs to train `model` over the ranks of `group`, and returns the optimizer to use instead.
+
+    `dtype` casts floating parameters and keeps fp32 masters; `clip` limits the norm of the gradients at every
+    step; `accumulation` declares how many backwards make a step; `reduce` is "mean", "sum" or a divisor;
+    `offload="cpu"` keeps masters, optimizer state and gradient shares on the host; `bucket_bytes` are reduced at
+    once. The other options are the fields of `zero.ZeroConfig`. Constructing is a collective.
+    """
+    options |= {"dtype": dtype, "clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload}
+    options = {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in options.items()}
+    config = ZeroConfig(stage=stage, bucket_bytes=bucket_bytes, **options)
+    check_served(config)
+    check_plain(config)
+    return ShardedOptimizer(model, optimizer, config, group)

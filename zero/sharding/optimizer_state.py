@@ -1,0 +1,241 @@
+"""Optimizer state by parameter name: whole out of pieces, and pieces out of whole.
+
+A parameter's state has entries that go with its elements (moments), which every rank holds for its pieces, and
+entries that do not (step counts), which every rank holds alike. Which is which is written beside the state: for
+a 0-dim parameter the shapes do not tell.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zero.comm.exchange import exchange_texts
+from zero.errors import ZeroError
+from zero.memory.formats import dtype_name, goes_with_elements, sum_dtype
+from zero.memory.masters import exact
+from zero.optim.traits import KERNELS
+
+if TYPE_CHECKING:
+    from zero.plan.layout import Piece
+    from zero.sharding.state import Parts
+
+logger = logging.getLogger("zero")
+
+
+def whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> dict[str, Any]:
+    """One parameter's state as plain torch would hold it; a collective. Empty where no rank has any."""
+    return _whole_state(parts, inner, param)[0]
+
+
+def whole_state_dict(parts: Parts, inner: torch.optim.Optimizer) -> dict[str, Any]:
+    """State by parameter name, which of its keys go with elements, the exact values of rounded weights, and the groups."""
+    parts.adopt()
+    states, elementwise, masters = {}, set(), {}
+    elsewhere = parts.window.settler.aliases.elsewhere()  # edited there, which `adopt` does not see
+    for param, name in enumerate(parts.params.names):
+        state, keys = _whole_state(parts, inner, param)
+        if state:
+            states[name] = state
+            elementwise |= keys
+        if _has_copy(parts, param):
+            dtype = sum_dtype(parts.params.tensors[param].dtype)
+            masters[name] = parts.at_home(param, parts.window.shares.whole(param, parts.masters.shard.piece, dtype))
+            if param in elsewhere:
+                masters[name] = exact(parts.params.tensors[param].detach().to(masters[name].device), masters[name])
+    index, names = parts.params.index, parts.params.names
+    groups = []
+    for group in inner.param_groups:
+        named = [names[index[id(param)]] for param in group["params"] if id(param) in index]
+        groups.append({**group, "params": named})
+    found = {"state": states, "elementwise": sorted(elementwise), "masters": masters, "param_groups": groups}
+    return {**found, "kernels": parts.config.kernels}
+
+
+def edited(parts: Parts, param: int, piece: Piece, master: torch.Tensor) -> torch.Tensor:
+    """The exact value of one piece, for a parameter that lies elsewhere than it was put."""
+    line = parts.window.shares.forms[param].line(parts.params.tensors[param].detach())
+    return exact(line[piece.in_param.start : piece.in_param.stop].to(master.device), master)
+
+
+def _has_copy(parts: Parts, param: int) -> bool:
+    return any(parts.masters.is_copy(bucket) for bucket in parts.line.layout.buckets_of(param))
+
+
+@torch.no_grad()
+def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Checks everything, then changes the state. What torch's own optimizer saved, by number, is understood too.
+
+    How the step is computed stays what it is.
+    """
+    groups = state_dict["param_groups"]
+    parts.updater.check(groups)
+    if len(groups) != len(inner.param_groups):
+        raise ValueError(
+            f"State of {len(groups)} parameter groups was passed to an optimizer of {len(inner.param_groups)}. "
+            "Make the same groups."
+        )
+    names = _names_in_groups(parts, inner, groups)
+    states = {names.get(key, key): state for key, state in state_dict["state"].items()}
+    masters = state_dict.get("masters", {})
+    unknown = [name for name in (*states, *masters) if name not in parts.params.names]
+    if unknown:
+        raise ValueError(
+            f"State of {unknown[0]} was passed, which is no parameter of this optimizer ({len(unknown)} such names). "
+            "Load it into the model that it was saved from."
+        )
+    shapes = {name: torch.Size(spec.shape) for name, spec in zip(parts.params.names, parts.line.layout.params, strict=True)}
+    elementwise = state_dict.get("elementwise")
+    if elementwise is None:
+        pairs = [(key, value, shapes[name]) for name, state in states.items() for key, value in state.items()]
+        elementwise = {key for key, value, shape in pairs if goes_with_elements(key, value, shape)}
+    for name, state in (*states.items(), *((name, {"master": master}) for name, master in masters.items())):
+        for key in {*elementwise, "master"}.intersection(state):
+            if isinstance(state[key], torch.Tensor) and state[key].shape != shapes[name]:
+                raise ValueError(
+                    f"State {key} of {name} was passed with shape {tuple(state[key].shape)}, but the parameter has "
+                    f"{tuple(shapes[name])}. Load it into the model that it was saved from."
+                )
+    kernels = state_dict.get("kernels", parts.config.kernels)
+    if kernels != parts.config.kernels:
+        logger.warning("State of a run with kernels=%r goes on with kernels=%r, as here.", kernels, parts.config.kernels)
+    take_settings(inner, groups)
+    parts.updater.forget_moments()
+    for param, name in enumerate(parts.params.names):
+        for owner in (parts.params.tensors[param], *(master for _, master in parts.masters.of(param))):
+            inner.state.pop(owner, None)
+        if name in states and lies_nowhere(parts, param):
+            inner.state[parts.params.tensors[param]] = copy.deepcopy(dict(states[name]))
+        elif name in states:
+            _give_pieces(parts, inner, param, states[name], set(elementwise))
+        if name in masters:
+            line = parts.window.shares.forms[param].line(masters[name])
+            for piece, master in parts.masters.of(param):
+                if parts.masters.is_copy(piece.bucket):  # else it is a part of the weights, which are not loaded here
+                    master.copy_(line[piece.in_param.start : piece.in_param.stop])
+
+
+def _names_in_groups(parts: Parts, inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+    """The parameter that each number of a plain optimizer's groups stands for; nothing where they have names."""
+    names: dict[Any, str] = {}
+    for group, saved in zip(inner.param_groups, groups, strict=True):
+        numbers = [number for number in saved["params"] if isinstance(number, int)]
+        if numbers and len(numbers) != len(group["params"]):
+            raise ValueError(
+                f"State of a group of {len(numbers)} parameters was passed for one of {len(group['params'])}. "
+                "Make the same groups."
+            )
+        for number, param in zip(numbers, group["params"], strict=False):
+            if id(param) in parts.params.index:
+                names[number] = parts.params.names[parts.params.index[id(param)]]
+    if names:
+        told = [f"{number} as {name}" for number, name in names.items()]
+        logger.warning("State of a plain optimizer is taken by position: %s", ", ".join(told))
+    return names
+
+
+def take_settings(inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """The saved settings of each group; how the step is computed stays what it is."""
+    filled: set[int] = set()
+    for group, saved in zip(inner.param_groups, groups, strict=True):
+        kept = {key: value for key, value in saved.items() if key != "params" and key not in KERNELS}
+        group.update({key: _setting(group.get(key), value, filled) for key, value in kept.items()})
+
+
+def _setting(now: Any, saved: Any, filled: set[int]) -> Any:
+    """A saved setting of a group; a rate that is a tensor is filled, since schedules and captured graphs know the tensor. Where
+    several groups have one tensor, it is the first one's."""
+    if not isinstance(saved, torch.Tensor):
+        return copy.deepcopy(saved)
+    if isinstance(now, torch.Tensor) and now.shape == saved.shape and id(now) not in filled:
+        filled.add(id(now))
+        return now.copy_(saved)
+    return saved.to(now.device if isinstance(now, torch.Tensor) else saved.device, copy=True)
+
+
+def adopt_state(parts: Parts, inner: torch.optim.Optimizer) -> None:
+    """Hands what an optimizer that has stepped already knows about the parameters to their masters."""
+    for param, tensor in enumerate(parts.params.tensors):
+        if lies_nowhere(parts, param):
+            continue  # it keeps its state itself until it is trained
+        state = inner.state.pop(tensor, None)
+        if state:
+            keys = {key for key, value in state.items() if goes_with_elements(key, value, tensor.shape)}
+            _give_pieces(parts, inner, param, state, keys)
+
+
+def lies_nowhere(parts: Parts, param: int) -> bool:
+    return parts.line.layout.slots[param] is None
+
+
+def plain_entry(parts: Parts, inner: torch.optim.Optimizer, param: int, value: Any) -> Any:
+    """A copy of what goes with no element, such as a step count, where torch wants it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    settings = inner.param_groups[parts.line.layout.params[param].group]
+    beside = settings.get("fused") or settings.get("capturable")
+    return value.to(parts.masters.of(param)[0][1].device if beside else value.device, copy=True)
+
+
+def _give_pieces(
+    parts: Parts, inner: torch.optim.Optimizer, param: int, state: Mapping[str, Any], elementwise: set[str]
+) -> None:
+    form = parts.window.shares.forms[param]
+    for piece, master in parts.masters.of(param):
+        own: dict[str, Any] = {}
+        for key, value in state.items():
+            if key in elementwise:
+                line = form.line(value.to(master.device))
+                own[key] = line[piece.in_param.start : piece.in_param.stop].clone()
+            else:
+                own[key] = plain_entry(parts, inner, param, value)
+        inner.state[master] = own
+
+
+def _whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> tuple[dict[str, Any], set[str]]:
+    if lies_nowhere(parts, param):
+        kept = copy.deepcopy(inner.state.get(parts.params.tensors[param], {}))
+        shape = parts.params.tensors[param].shape
+        return kept, {key for key, value in kept.items() if goes_with_elements(key, value, shape)}
+    own = [(piece, inner.state[master]) for piece, master in parts.masters.of(param) if master in inner.state]
+    name = parts.params.names[param]
+    known: dict[str, list[Any]] = {}
+    for text in exchange_texts(parts.group, _described(own)):  # a rank without a piece learns here what the others have
+        for described in json.loads(text):
+            for key, entry in described.items():
+                if json.dumps(known.setdefault(key, entry)) != json.dumps(entry) or entry[0] == "unknown":
+                    raise ZeroError(
+                        f"State {key} of {name} was asked for, but it is neither one value for each element nor a plain value "
+                        f"that all ranks share: {str(entry[2])[:60]}. Only what treats every element by itself can be sharded."
+                    )
+    whole: dict[str, Any] = {}
+    for key, (kind, dtype, value) in known.items():
+        if kind == "elements":
+            pieces = {piece: state[key] for piece, state in own}
+            whole[key] = parts.at_home(param, parts.window.shares.whole(param, pieces.__getitem__, getattr(torch, dtype)))
+        else:
+            whole[key] = value if kind == "value" else torch.tensor(value, dtype=getattr(torch, dtype), device="cpu")
+    return whole, {key for key, (kind, _, _) in known.items() if kind == "elements"}
+
+
+def _described(own: Sequence[tuple[Piece, Mapping[str, Any]]]) -> str:
+    """The kind and dtype of every entry of every piece's state, and what goes with no element."""
+    described: list[dict[str, list[Any]]] = [{} for _ in own]
+    for entries, (piece, state) in zip(described, own, strict=True):
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                entries[key] = ["value", None, value]
+            elif value.shape == (piece.in_share.numel,):
+                entries[key] = ["elements", dtype_name(value.dtype), None]
+            else:
+                entries[key] = ["tensor", dtype_name(value.dtype), value.tolist()]
+            try:
+                json.dumps(entries[key])
+            except TypeError:
+                entries[key] = ["unknown", None, repr(value)]
+    return json.dumps(described)

@@ -1,0 +1,140 @@
+"""What of a training is saved, and saving it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zero.checkpoint import values
+from zero.checkpoint.agreed import agreed, asked_alike
+from zero.checkpoint.folder import Folder, check_tag
+from zero.checkpoint.manifest import Buffer, Manifest
+from zero.checkpoint.writer import Plan, Saving, Writer
+from zero.comm.exchange import exchange_texts
+from zero.comm.group import Group
+from zero.errors import ZeroError
+from zero.memory.formats import dtype_name
+from zero.sharding.snapshot import Shown, _cargo, finish_saving, shown
+
+if TYPE_CHECKING:
+    from zero.engine.engine import Engine
+    from zero.sharding.optimizer import ShardedOptimizer
+
+
+def save(
+    directory: str | os.PathLike[str],
+    target: ShardedOptimizer | Engine,
+    tag: str | None = None,
+    extra: Any = None,
+    *,
+    scheduler: Any = None,
+    async_save: bool = False,
+    keep_last: int | None = None,
+    is_latest: bool = True,
+) -> Saving:
+    """Writes a checkpoint of the training that `target` does into `directory`, which all ranks see. A collective.
+
+    Saved are weights and persistent buffers, the optimizer's state and its groups, the loss scale, the counters, random
+    numbers, the schedule (the engine's, or `scheduler`) and `extra`, which is rank 0's: tensors, numbers, texts, and lists,
+    tuples, sets and dicts of them. With `async_save` the state is copied to the host and written on a thread; `wait()` of
+    what is returned, or the next save or load, says whether that went well. With `keep_last=n` older checkpoints than
+    the n newest go, once this one is complete; unless `is_latest` it is loaded by its tag alone. A directory is one training's.
+    """
+    about = shown(target, scheduler)
+    optimizer, parts = about.optimizer, about.parts
+    finish_saving(optimizer)
+    tag = f"global_step{about.step}" if tag is None else tag
+    folder, kept, rest = agreed(
+        parts.group, "A save", lambda: _checked(directory, tag, extra, keep_last, about, parts.group.rank == 0)
+    )
+    asked_alike(parts.group, "A save", tag=tag, keep_last=keep_last, async_save=bool(async_save), is_latest=bool(is_latest))
+    place = _meet_in(folder, tag, parts.group)
+    writer = Writer(folder, tag, place, parts.group.rank, parts.group.size, parts.config.timeout_s)
+    plan = Plan(about.outlines(), rest, keep_last, is_latest)
+
+    def write() -> None:
+        writer.write(cargo)
+
+    def write_and_commit() -> None:
+        try:
+            write()
+        except BaseException:
+            writer.wait_for_all()
+            raise
+        writer.commit(plan)
+
+    try:
+        cargo = agreed(parts.group, "A save", lambda: _cargo(about, kept, async_save))
+        if not async_save:
+            agreed(parts.group, "A save", write)
+    except BaseException:
+        _clear(place, parts.group)
+        raise
+    saving = Saving(folder.path / tag, parts.group, write_and_commit if async_save else lambda: writer.commit(plan), async_save)
+    if async_save:
+        parts.saving = saving
+    else:
+        saving.wait()
+    return saving
+
+
+def _meet_in(folder: Folder, tag: str, group: Group) -> Path:
+    """A hidden folder that rank 0 makes and all see."""
+    made = agreed(group, "A save", lambda: folder.begin(tag) if group.rank == 0 else None)
+    name = exchange_texts(group, "" if made is None else made.name)[0]
+    place = folder.path / name
+
+    def look() -> Path:
+        if not place.is_dir():
+            raise FileNotFoundError(f"{place} is not there, though rank 0 made it. Give all ranks a directory that they share")
+        return place
+
+    try:
+        return agreed(group, "A save", look)
+    except BaseException:
+        _clear(made, group)
+        raise
+
+
+def _clear(place: Path | None, group: Group) -> None:
+    """Rank 0 takes away what was written, and nobody goes on before it is gone."""
+    if group.rank == 0 and place is not None:
+        Folder(place.parent).give_up(place)
+    with contextlib.suppress(ZeroError):
+        group.exchange(b"")
+
+
+def _checked(
+    directory: Any, tag: str, extra: Any, keep_last: int | None, about: Shown, is_first: bool
+) -> tuple[Folder, dict[str, torch.Tensor], Manifest]:
+    """All that can be said before anything is written; gives the tensors of `extra`, and a manifest without parameters."""
+    folder = Folder.at(directory)
+    check_tag(tag)
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise ValueError(f"keep_last={keep_last!r} was asked for, but the new checkpoint at least stays. Pass 1 or more.")
+    about.check()
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> str:
+        key = f"extra/{len(kept)}"
+        kept[key] = tensor
+        return key
+
+    if not is_first:
+        return folder, {}, Manifest((), {}, {})
+    coded = {}
+    for name, value in (("extra", extra), ("training", about.training())):
+        coded[name] = values.encode(value, name, keep)
+        back = values.decode(json.loads(json.dumps(coded[name])), lambda key, *_: kept[key])
+        wrong = values.first_difference(value, back, name)
+        if wrong is not None:
+            raise ValueError(f"A checkpoint of {wrong} was asked for, but it would come back as another. Store something else.")
+    buffers = {name: Buffer(tuple(buffer.shape), dtype_name(buffer.dtype)) for name, buffer in about.named.buffers.items()}
+    return folder, kept, Manifest((), {}, buffers, about.named.aliases, coded["training"], coded["extra"])
+
+

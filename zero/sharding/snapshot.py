@@ -1,0 +1,174 @@
+"""What of a training is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zero.checkpoint import values
+from zero.checkpoint.manifest import VALUE, Outline, Part, buffer_key, key_of
+from zero.checkpoint.module_names import Named
+from zero.checkpoint.rng_state import random_bytes
+from zero.checkpoint.writer import Cargo
+from zero.memory.formats import Form, dtype_name, goes_with_elements, sum_dtype
+from zero.plan.layout import Piece
+from zero.sharding.optimizer_state import edited, lies_nowhere
+
+if TYPE_CHECKING:
+    from zero.engine.engine import Engine
+    from zero.sharding.optimizer import ShardedOptimizer
+    from zero.sharding.state import Parts
+
+
+def shown(target: Any, scheduler: Any) -> Shown:
+    """An optimizer, or an engine with the one that is in it."""
+    from zero.engine.engine import Engine
+    from zero.sharding.optimizer import ShardedOptimizer
+
+    if isinstance(target, Engine):
+        return Shown(target.optimizer, target, scheduler)
+    if not isinstance(target, ShardedOptimizer):
+        raise TypeError(
+            f"A checkpoint of a {type(target).__name__} was asked for, but only what zero.shard or zero.initialize gave has "
+            "ranks and shares. Pass that, or use torch.save for what is plain."
+        )
+    return Shown(target, None, scheduler)
+
+
+def finish_saving(optimizer: ShardedOptimizer) -> None:
+    """Waits for what is being written in the background, and says where it failed. A collective, if there is any."""
+    saving, optimizer.parts.saving = optimizer.parts.saving, None
+    if saving is not None and not saving.told:
+        saving.wait()
+
+
+class Shown:
+    """A training as a checkpoint shows it: by canonical names."""
+
+    def __init__(self, optimizer: ShardedOptimizer, engine: Engine | None, scheduler: Any) -> None:
+        self.optimizer = optimizer
+        self.engine = engine
+        self.scheduler = scheduler if scheduler is not None or engine is None else engine.lr_scheduler
+        self.parts: Parts = optimizer.parts
+        self.named = Named.of(optimizer.model)
+        own = {id(param): name for name, param in self.named.parameters.items()}
+        params = self.parts.params
+        self.managed = [own.get(id(tensor), name) for name, tensor in zip(params.names, params.tensors, strict=True)]
+
+    @property
+    def step(self) -> int:
+        return self.parts.window.settler.step if self.engine is None else self.engine.global_steps
+
+    def unmanaged(self) -> list[tuple[str, nn.Parameter]]:
+        managed = set(self.managed)
+        return [(name, param) for name, param in self.named.parameters.items() if name not in managed]
+
+    def check(self) -> None:
+        """Raises where a window is open: its gradients would be lost."""
+        parts, since = self.parts, self.parts.window.since
+        parts.travel.check("save")
+        parts.window.notice()
+        pending = since.unsettled or (since.settled and not since.stepped)
+        if pending or (self.engine is not None and self.engine.in_window):
+            raise ValueError(
+                "A save was asked for in the middle of an accumulation, but gradients that no step has used yet are not saved. "
+                "Save after step, or throw them away with discard()."
+            )
+        lost = parts.window.settler.aliases.lost()
+        gone = [name for index, name in enumerate(self.managed) if lost >> index & 1]
+        if gone:
+            raise ValueError(f"A save was asked for, but {gone[0]} was replaced in the model after sharding. Shard it again.")
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer, with names for their parameters."""
+        index = self.parts.params.index
+        return [
+            {**group, "params": [self.managed[index[id(param)]] for param in group["params"] if id(param) in index]}
+            for group in self.optimizer.inner.param_groups
+        ]
+
+    def training(self) -> dict[str, Any]:
+        """What is no tensor of a parameter."""
+        optimizer, engine, parts = self.optimizer, self.engine, self.parts
+        return {
+            "optimizer": type(optimizer.inner).__name__,
+            "groups": self.groups(),
+            "step": parts.window.settler.step,
+            "skipped_steps": optimizer.skipped_steps,
+            "loss_scale": None if optimizer.loss_scale is None else optimizer.loss_scale.progress,
+            "engine": None if engine is None else engine.counters,
+            "schedule": None if self.scheduler is None else type(self.scheduler).__name__,
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "modules": {name: module.get_extra_state() for name, module in self.named.modules.items()},
+            "config": parts.config.model_dump(),
+            "ranks": parts.group.size,  # whose random numbers are there
+        }
+
+    def outlines(self) -> dict[str, Outline]:
+        """Every parameter that is saved, as all ranks know it."""
+        found = {name: _outline(tensor, None, tensor.dtype) for name, tensor in self.named.parameters.items()}
+        forms = self.parts.window.shares.forms
+        for index, (name, tensor) in enumerate(zip(self.managed, self.parts.params.tensors, strict=True)):
+            value = tensor.dtype if lies_nowhere(self.parts, index) else sum_dtype(tensor.dtype)
+            found[name] = _outline(tensor, forms[index].order, value)
+        return found
+
+
+def _outline(tensor: torch.Tensor, order: tuple[int, ...] | None, value: torch.dtype) -> Outline:
+    return Outline(tuple(tensor.shape), order, dtype_name(tensor.dtype), dtype_name(value))
+
+
+@torch.no_grad()
+def _cargo(about: Shown, kept: Mapping[str, torch.Tensor], copied: bool) -> Cargo:
+    parts = about.parts
+    parts.adopt()
+    cargo = Cargo(Part(), {})
+    elsewhere = set(parts.window.settler.aliases.elsewhere())
+    for index, name in enumerate(about.managed):
+        if not lies_nowhere(parts, index):
+            for piece, master in parts.masters.of(index):
+                if _is_ours(parts, piece):
+                    value = edited(parts, index, piece, master) if index in elsewhere else master
+                    _add(cargo, name, value, about.optimizer.inner.state.get(master, {}), piece)
+        elif parts.group.rank == 0:
+            tensor, form = parts.params.tensors[index], parts.window.shares.forms[index]
+            _add(cargo, name, tensor, about.optimizer.inner.state.get(tensor, {}), None, form)
+    tensors: Any = cargo.tensors
+    if parts.group.rank == 0:
+        for name, tensor in about.unmanaged():
+            _add(cargo, name, tensor, {}, None)
+        tensors.update({buffer_key(name): buffer for name, buffer in about.named.buffers.items()})
+        tensors.update(kept)
+    tensors["random"] = random_bytes(parts.accelerator)
+    return cargo.copied() if copied else cargo
+
+
+def _is_ours(parts: Parts, piece: Piece) -> bool:
+    """What all ranks have is written by one, and every rank has some of it to write."""
+    shared = parts.line.layout.num_shares > 1
+    return shared or piece.bucket % parts.group.size == parts.group.rank
+
+
+def _add(
+    cargo: Cargo, name: str, value: torch.Tensor, state: Mapping[str, Any], piece: Piece | None, form: Form | None = None
+) -> None:
+    """A stretch of a parameter, or all of it, with its state."""
+    part, tensors = cargo.part, cargo.tensors
+    start, stop = (0, value.numel()) if piece is None else (piece.in_param.start, piece.in_param.stop)
+    line: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach if form is None else form.line
+    part.stretches.setdefault(name, []).append((start, stop))
+    dtypes, plain = {}, {}
+    entries: dict[str, Any] = {VALUE: value}
+    for key, entry in state.items():
+        if goes_with_elements(key, entry, value.shape):
+            entries[key] = entry
+            dtypes[key] = dtype_name(entry.dtype)
+        else:
+            plain[key] = values.encode(entry, f"state {key} of {name}")
+    for key, entry in entries.items():
+        assert key_of(name, key, start) not in tensors, key_of(name, key, start)
+        tensors[key_of(name, key, start)] = line(entry.detach())  # type: ignore[index]
+    part.state[name], part.plain[name] = dtypes, plain

@@ -1,0 +1,192 @@
+"""What a sharded optimizer consists of."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from accelerators import Accelerator
+from zero.comm.group import Group
+from zero.config.schema import ZeroConfig
+from zero.memory.flatten import unflatten
+from zero.memory.formats import Form
+from zero.memory.masters import Masters
+from zero.memory.shard import Line
+from zero.plan.layout import Block
+from zero.runtime.grads.ownership import check_unmanaged, leave, manage
+from zero.runtime.grads.window import Window
+from zero.runtime.kernels.select import check_kernels, kinds_on_host
+from zero.runtime.params.hooks import GradHooks
+from zero.runtime.params.placement import Intake
+from zero.runtime.params.table import Params
+from zero.runtime.profiling import Clock
+from zero.runtime.step.publisher import Gatherer
+from zero.runtime.step.updater import Updater
+from zero.setup.memory_guard import Room
+from zero.setup.model_checks import check_devices, check_dtypes, check_params, check_settings_on_host
+from zero.setup.param_selection import offload_of, ratio_of, specs_of
+from zero.sharding.state_offload import Travel
+
+if TYPE_CHECKING:
+    from zero.checkpoint.writer import Saving
+
+
+@dataclass
+class Parts:
+    """The rooms of one sharded optimizer, wired."""
+
+    accelerator: Accelerator
+    group: Group
+    line: Line
+    params: Params
+    masters: Masters
+    window: Window
+    hooks: GradHooks
+    updater: Updater
+    gatherer: Gatherer
+    intake: Intake
+    config: ZeroConfig
+    travel: Travel
+    room: Room
+    restore_kernels: Callable[[], None] = lambda: None
+    owns_group: bool = False
+    torn: bool = False  # an update has begun that did not end
+    closed: bool = False
+    saving: Saving | None = None  # a checkpoint that is being written in the background
+
+    def release(self) -> None:
+        """Makes the model plain: no hooks, storage of its own for every parameter, and nothing of ours kept alive."""
+        if self.closed:
+            return
+        self.travel.come_back(False, ["weights"])  # first of all: it may fail, and be tried again
+        self.closed = True
+        self.hooks.detach()
+        self.window.forget()
+        self.travel.come_back(False, ["gradients"])  # of which there are none by now
+        leave(self.params.tensors)
+        lost = self.window.settler.aliases.lost()
+        unflatten([param for param in self.intake.laid_out() if not lost >> self.params.index[id(param)] & 1])
+        self.updater.forget_state()
+        self.restore_kernels()
+        self.intake.release()
+        self.window.reducer.release()
+        if self.owns_group:
+            close = self.group.close
+            close() if self.saving is None else self.saving.when_told(close)  # ranks have yet to tell each other how it went
+
+    def release_anywhere(self) -> None:
+        """The same, also where garbage is collected in the middle of somebody's tracing, where nothing real may be touched."""
+        with _disable_current_modes():
+            self.release()
+
+    def at_home(self, param: int, whole: torch.Tensor) -> torch.Tensor:
+        """Something whole of a parameter, in the memory where its shares live."""
+        travels = any(self.masters.shard.travels(bucket) for bucket in self.line.layout.buckets_of(param))
+        return whole.cpu() if travels else whole
+
+    def timed(self) -> Clock:
+        """The clock of this training, which runs from the first time that somebody asks for it."""
+        if self.window.clock is None:
+            clock = Clock(self.accelerator)
+            for doer in (self.window, self.window.reducer, self.window.reducer.flight, self.updater, self.gatherer):
+                doer.clock = clock
+        assert self.window.clock is not None
+        return self.window.clock
+
+    def adopt(self) -> None:
+        """Takes all edits of the weights over."""
+        layout = self.line.layout
+        for bucket in range(len(layout.buckets)):
+            for block in layout.blocks(bucket):
+                self.masters.adopt(block)
+
+    def join(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:
+        """Takes in parameters that lie nowhere yet, and will when some rank has a gradient for them; or refuses all of them."""
+        first, inner, device = len(self.params.tensors), self.updater.inner, self.masters.shard.device
+        ratio = ratio_of(inner.param_groups[group], self.config, device)
+        dtypes = [tensor.dtype for tensor in tensors]
+        specs = specs_of(names, tensors, [group] * len(names), dtypes, [ratio] * len(names))
+        check_unmanaged(names, tensors)
+        check_params(names, tensors)
+        check_devices(names, tensors, device)
+        check_dtypes(self.accelerator, set(dtypes))
+        check_settings_on_host(inner, {group: ratio})
+        layout = self.line.layout.joined(specs)
+        check_kernels(inner, self.config.kernels, device, bool(kinds_on_host(layout.params, device)))
+        waiting = [index for index, tensor in enumerate((*self.params.tensors, *tensors))
+                   if tensor.requires_grad and layout.slots[index] is None]  # fmt: skip
+        self.room.take([offload_of(inner.param_groups[group], self.config)], layout.extended(waiting), self.line.layout)
+        self.line.become(layout)
+        self.params.add(tensors, names)
+        self.window.shares.forms.extend(Form.of(tensor) for tensor in tensors)
+        self.window.welcome()
+        self.window.settler.aliases.welcome()
+        for index in range(first, len(self.params.tensors)):
+            self.hooks.attach(index, self.params.tensors[index], self.window.before, self.window.ready)
+        manage(tensors, self.window)
+
+    def update(self, used: int, coefficient: float) -> None:
+        """Stops 6 and 7 for what was used, on gradients that were judged."""
+        layout = self.line.layout
+        buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
+        batches = self.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
+        self.torn = True
+        try:
+            self._step(batches, used, coefficient)
+        except BaseException as error:
+            self.window.since.failed = self.window.since.torn = True  # which the others hear when they next settle
+            self.window.sign(error)
+            raise
+        self.torn = False
+
+    def _step(self, batches: Sequence[Sequence[Block]], used: int, coefficient: float) -> None:
+        waiting = collections.deque(batches)
+        try:
+            with self.room.explaining("A step", self.line):
+                self.updater.begin(batches, used)
+            for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
+                self.gatherer.fetch((*batch, *following))  # weights on their way while this batch is stepped
+                with self.room.explaining("A step", self.line):
+                    self.updater.step(batch, used, coefficient)
+                self.gatherer.gather(waiting.popleft())
+        except BaseException:
+            self.masters.give_up()
+            for batch in waiting:  # as the others do
+                self.gatherer.gather(batch)
+            raise
+        finally:
+            self.window.shares.forget_norms()  # they are those of before clipping
+            self.gatherer.finish(used)
+
+
+def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer, params: Params) -> None:
+    """Refuses what was done to the optimizer that was sharded, and not to the one that it became: both have their groups and
+    their state in common, and what one alone has got would be without effect."""
+    changed = "other state" if inner.state is not sharded.state else "other groups"
+    if inner.state is sharded.state and inner.param_groups is sharded.param_groups:
+        held = [param for group in inner.param_groups for param in group["params"] if id(param) not in params.index]
+        if not any(param.requires_grad for param in held):
+            return
+        changed = "parameters in its groups that were not added by add_param_group"
+    raise ValueError(
+        f"A step was asked for, but the {type(inner).__name__} that was sharded has got {changed} since. Use the sharded "
+        "optimizer for load_state_dict and add_param_group, and change its groups and its state in place."
+    )
+
+
+def check_used(params: Params, used: int) -> None:
+    """Refuses a step for which some trainable parameter has no gradient on any rank."""
+    named = enumerate(zip(params.names, params.tensors, strict=True))
+    idle = [name for index, (name, tensor) in named if tensor.requires_grad and not used >> index & 1]
+    if idle:
+        raise ValueError(
+            f"A step with on_unused='raise' was asked for, but no rank had a gradient for {', '.join(idle[:5])} "
+            f"({len(idle)} such parameters). Nothing was applied. Use them in the loss, freeze them, or omit on_unused."
+        )

@@ -1,0 +1,287 @@
+"""The proof by trying: a few steps trained twice, sharded and in plain PyTorch, and the first difference by name.
+
+[Note: what is compared]
+Both runs see the same batches and the same random numbers. After every step the weights are compared, this rank's
+masters, and its part of the optimizer's state: an optimizer that divides by the size of the gradient hides a wrong
+factor in its weights, and its state shows it. Nothing is asked of the sharded run that training would not ask.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import accelerators
+from zero.comm.exchange import exchange_texts
+from zero.comm.group import Group
+from zero.config.deepspeed.mapping import Implied
+from zero.config.schema import Report, ZeroConfig
+from zero.config.supported import check_served
+from zero.engine.engine import Engine
+from zero.engine.initialize import Source, effective, given_optimizer, move, own_optimizer, read_config
+from zero.memory.formats import bytes_of, dtype_name, sum_dtype
+from zero.sharding.optimizer import ShardedOptimizer
+from zero.tools.verify.reference import PlainRun, callable_of
+
+# What the same arithmetic in another order may differ by: a part of the largest number in a tensor, and a part of how far
+# its elements have moved. From the second step on both runs compute with numbers that they rounded before.
+_FIRST_STEP = 1e-5
+_LATER_STEPS = {"float64": 1e-5, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+_ROUNDINGS = 4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor in which the two runs differ by more than rounding."""
+
+    step: int
+    parameter: str
+    what: str  # "weight", "master", or the name of an entry of the optimizer's state
+    rank: int
+    found: float  # where the difference is largest
+    expected: float
+    largest: float
+    allowed: float
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}, parameter {self.parameter}: its {self.what} on rank {self.rank} differs by {self.largest:.3g} "
+            f"(allowed {self.allowed:.3g}): it is {self.found!r} and should be {self.expected!r}"
+        )
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found; the same on every rank."""
+
+    num_ranks: int
+    stage: int
+    num_steps: int  # that were compared
+    num_parameters: int
+    tolerance: tuple[str, ...]
+    first: Difference | None
+
+    @property
+    def equal(self) -> bool:
+        return self.first is None
+
+    def __str__(self) -> str:
+        where = f"{self.num_parameters} parameters, stage {self.stage}, ranks: {self.num_ranks}, steps: {self.num_steps}"
+        told = "equal" if self.first is None else f"different: {self.first}"
+        return "\n".join([f"{told} ({where})", *(f"tolerance of {line}" for line in self.tolerance)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {"equal": self.equal, **asdict(self)}
+
+
+def verify(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Callable[[Any, Any], torch.Tensor],
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    config: Source,
+    *,
+    group: Any = None,
+) -> Verification:
+    """Trains copies of `model` on this rank's `batches`, sharded and plain, and says where they first differ. A collective.
+
+    `loss(model, batch)` gives the loss of one micro-batch; as many as the accumulation says make a step. `optimizer`
+    and `config` are as for `zero.initialize`. Nothing that was passed is changed, nor are the random numbers to come.
+    """
+    accelerator = accelerators.current()
+    from zero.comm.torch_group import connect  # torch.distributed is not imported before somebody trains
+
+    ranks = connect(accelerator, group)
+    random_state = accelerator.rng_state()
+    try:
+        with torch.enable_grad():
+            return _verify(_Subject.of(model, optimizer, config, ranks), list(batches), loss)
+    finally:
+        accelerator.set_rng_state(random_state)
+        if ranks is not group:
+            ranks.close()
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is trained twice, as rank 0 has it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    make: Callable[[Any], torch.optim.Optimizer] | None
+    config: ZeroConfig
+    group: Group
+
+    @staticmethod
+    def of(model: nn.Module, optimizer: Any, source: Source, group: Group) -> _Subject:
+        accelerator = accelerators.current()
+        is_made = isinstance(optimizer, torch.optim.Optimizer)
+        own, given = copy.deepcopy((model, optimizer if is_made else None))
+        example = given if is_made or optimizer is None else given_optimizer(optimizer, list(own.parameters()))
+        config = effective(read_config(source, Implied(world_size=group.size)), example, None, accelerator)
+        config = config.model_copy(update={"report": Report()})  # what is tried here is no part of the training's own log
+        check_served(config)
+        move(own, accelerator.device())
+        for param, state in given.state.items() if given is not None else ():
+            state.update({key: value.to(param.device) for key, value in state.items() if _is_elementwise(value, param)})
+        for tensor in (*own.parameters(), *own.buffers()):
+            if tensor.numel():
+                first = group.exchange(bytes_of(tensor))[0]
+                tensor.data.copy_(torch.frombuffer(bytearray(first), dtype=tensor.dtype).reshape(tensor.shape))
+        return _Subject(own, given, None if is_made else optimizer, config, group)
+
+    def copied(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """A copy of the model, and an optimizer of its own."""
+        model, inner = copy.deepcopy((self.model, self.optimizer))
+        params = list(model.parameters())
+        if inner is None:
+            inner = own_optimizer(self.config, params) if self.make is None else given_optimizer(self.make, params)
+            strangers = {id(param) for group in inner.param_groups for param in group["params"]} - set(map(id, params))
+            if strangers:
+                raise ValueError(
+                    f"verify was given a function that makes an optimizer, but {len(strangers)} of its parameters are others "
+                    "than the function was called with. Make it from the function's argument."
+                )
+        return model, inner
+
+
+def _verify(subject: _Subject, batches: list[Any], loss: Callable[[Any, Any], torch.Tensor]) -> Verification:
+    accelerator, config, group = accelerators.current(), subject.config, subject.group
+    windows = list(_windows(batches, config.accumulation or 1, group))
+    plain = PlainRun(*subject.copied(), config, group)
+    sharded = ShardedOptimizer(*subject.copied(), config, group)
+    first, num_steps = None, 0
+    try:
+        pair, engine = _Pair(plain, sharded), Engine(sharded)
+        model = callable_of(engine.module, config)
+        while first is None and num_steps < len(windows):
+            window, scale = windows[num_steps], engine.loss_scale()
+            for number, batch in enumerate(window, 1):
+                random_state = accelerator.rng_state()
+                plain.backward(lambda copied, batch=batch: loss(copied, batch), scale)  # type: ignore[misc]
+                accelerator.set_rng_state(random_state)
+                engine.backward(loss(model, batch))
+                if number == len(window):
+                    plain.step(scale)
+                if number == len(window) or config.count_micro_steps:
+                    engine.step()
+            first = _first_of_all(pair.difference(num_steps), group)
+            num_steps += 1
+        return Verification(group.size, config.stage, num_steps, len(pair.names), pair.tolerance, first)
+    finally:
+        sharded.close()
+
+
+def _windows(batches: list[Any], accumulation: int, group: Group) -> Iterator[list[Any]]:
+    """The micro-batches of each step; what is left over makes none."""
+    numbers = [int.from_bytes(message, "little") for message in group.exchange(len(batches).to_bytes(8, "little"))]
+    if len(set(numbers)) != 1 or numbers[0] < accumulation:
+        raise ValueError(
+            f"verify was given {', '.join(map(str, numbers))} batches by ranks 0 to {group.size - 1}, and a step takes "
+            f"{accumulation}. Give every rank the same number of batches, enough for a step."
+        )
+    for start in range(0, len(batches) - accumulation + 1, accumulation):
+        yield batches[start : start + accumulation]
+
+
+class _Pair:
+    """The two runs side by side."""
+
+    def __init__(self, plain: PlainRun, sharded: ShardedOptimizer) -> None:
+        self._plain = plain
+        self._sharded = sharded
+        self.names = sharded.parts.params.names
+        params = [param for group in sharded.param_groups for param in group["params"]]
+        position = {id(param): number for number, param in enumerate(params)}
+        # Both optimizers were copied from one, so their parameters come in the same order.
+        self._plain_number = {i: position[id(param)] for i, param in enumerate(sharded.parts.params.tensors)}
+        self._narrowest = min((param.dtype for param in params), key=lambda dtype: -torch.finfo(dtype).eps)
+
+    @property
+    def tolerance(self) -> tuple[str, ...]:
+        dtypes = sorted({dtype_name(param.dtype) for param in self._sharded.parts.params.tensors})
+        return tuple(self._tolerance_of(dtype) for dtype in dtypes)
+
+    def _tolerance_of(self, dtype: str) -> str:
+        sums = dtype_name(sum_dtype(getattr(torch, dtype)))
+        told = f"{dtype}: {_ROUNDINGS} roundings of {sums} a step, and of what moved {_FIRST_STEP:g}, {self._later:g} later"
+        return told if sums == dtype else f"{told}; one rounding to {dtype} in the weights"
+
+    @property
+    def _later(self) -> float:
+        return _LATER_STEPS[dtype_name(self._narrowest)]
+
+    @torch.no_grad()
+    def difference(self, step: int) -> tuple[int, Difference] | None:
+        """The first on this rank, in the order of the parameters, with the parameter's number."""
+        for index, name in enumerate(self.names):
+            for what, found, expected, moved in self._tensors(index):
+                wrong = _compared(found, expected, moved, _FIRST_STEP if step == 0 else self._later, step + 1)
+                if wrong is not None:
+                    return index, Difference(step, name, what, self._sharded.parts.group.rank, *wrong)
+        return None
+
+    def _tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, float]]:
+        """What this rank has of a parameter, with what it should be and how far that has moved."""
+        plain, parts = self._plain, self._sharded.parts
+        number = self._plain_number[index]
+        master, moved, form = plain.masters[number], plain.moved[number], parts.window.shares.forms[index]
+        state = plain.inner.state.get(master, {})
+        yield "weight", parts.params.tensors[index], plain.weights[number], moved
+        for piece, mine in parts.masters.of(index):
+            here = slice(piece.in_param.start, piece.in_param.stop)
+            yield "master", mine, form.line(master)[here], moved
+            own = self._sharded.inner.state.get(mine, {})
+            if own.keys() != state.keys():
+                yield f"state ({', '.join(own) or 'none'}; plain: {', '.join(state) or 'none'})", _ONE, 0 * _ONE, 0.0
+                continue
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    goes_along = value.shape == master.shape and own[key].shape == mine.shape
+                    values = form.line(value)[here] if goes_along else value
+                    yield key, own[key], values, float(value.abs().max()) if value.numel() else 0.0
+
+
+_ONE = torch.ones(1)
+
+
+def _compared(
+    found: torch.Tensor, expected: torch.Tensor, moved: float, part: float, num_steps: int
+) -> tuple[float, float, float, float] | None:
+    """Where two tensors differ most and by more than is allowed: what is there, what should be, the difference, the limit."""
+    if not expected.numel():
+        return None
+    wide = sum_dtype(expected.dtype) if expected.is_floating_point() else torch.float64
+    mine, theirs = found.detach().to(wide), expected.detach().to(found.device, wide)
+    same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+    if bool(same.all()):
+        return None
+    limit = theirs.abs().nan_to_num(posinf=0.0).max() * (_ROUNDINGS * num_steps * torch.finfo(wide).eps) + part * moved
+    limits = limit + theirs.abs().nan_to_num(posinf=0.0) * (torch.finfo(expected.dtype).eps if expected.dtype != wide else 0.0)
+    excess = torch.where(same, 0.0, (mine - theirs).abs().nan_to_num(nan=torch.inf) - limits)
+    at = int(excess.reshape(-1).argmax())
+    if not bool(excess.reshape(-1)[at] > 0):
+        return None
+    here, there = float(mine.reshape(-1)[at]), float(theirs.reshape(-1)[at])
+    return here, there, abs(here - there), float(limits.reshape(-1)[at])
+
+
+def _first_of_all(mine: tuple[int, Difference] | None, group: Group) -> Difference | None:
+    """The difference of the first parameter, and of the first rank that has one there; the same on every rank."""
+    texts = exchange_texts(group, json.dumps(None if mine is None else [mine[0], asdict(mine[1])]))
+    told = [found for found in map(json.loads, texts) if found is not None]
+    if not told:
+        return None
+    _, difference = min(told, key=lambda one: (one[0], one[1]["rank"]))
+    return Difference(**difference)
+
+
+def _is_elementwise(value: Any, param: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
