@@ -2,6 +2,7 @@
 
 import logging
 import re
+import threading
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from zero.comm.loopback import run_ranks
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.memory.flatten import Flattener
 from zero.runtime.kernels.select import use_kernels
+from zero.runtime.params.placement import Intake
 from zero.sharding import build
 from zero.sharding import optimizer_state as states
 from zero.sharding.optimizer import shard
@@ -243,13 +245,18 @@ def test_old_shares_keep_their_memory_when_the_line_is_extended(stage):
 @pytest.mark.parametrize("late", [0, 1], ids=["the first", "the second"])
 def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before(monkeypatch, stage, dtype, world, late):
     """`late`: which of its chunks fails, on the last rank."""
-    write, fails = Flattener.write, []
+    take, write, fails, thread = Intake._take, Flattener.write, [], threading.local()
 
-    def writes(flattener, chunk, source, rank, *given):
-        if fails == [chunk] and rank == (world - 1 if stage else 0):
+    def takes(intake, *given):
+        thread.rank = intake._masters.rank
+        take(intake, *given)
+
+    def writes(flattener, chunk, *given):
+        if fails == [chunk] and thread.rank == (world - 1 if stage else 0):
             raise MemoryError("nothing left")
-        return write(flattener, chunk, source, rank, *given)
+        return write(flattener, chunk, *given)
 
+    monkeypatch.setattr(Intake, "_take", takes)
     monkeypatch.setattr(Flattener, "write", writes)
 
     def program(model, optimizer, group, tries):

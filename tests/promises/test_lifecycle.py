@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-import zero.sharding.build as construction
 from tests import ranks
 from tests.oracle import reference
 from tests.promises.loops import TINY, case_of, one_step, real_step, same, weights
@@ -24,7 +23,9 @@ from zero.runtime.params.hooks import GradHooks
 from zero.runtime.params.tracking import Aliases
 from zero.runtime.reduce.buckets import Reducer
 from zero.runtime.step.updater import Updater
+from zero.setup import prepare
 from zero.setup.model_checks import check_params
+from zero.sharding import build
 from zero.sharding.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
@@ -43,7 +44,7 @@ class Injected(Exception):
 
 # Where construction can fail: the owner of a function, its name, and at which call of it.
 PLACES = {
-    "the checks": (construction, "check_params", 1),
+    "the checks": (prepare, "check_params", 1),
     "the first chunk read": (Flattener, "read", 1),
     "the third chunk read": (Flattener, "read", 3),
     "the first chunk written": (Flattener, "write", 1),
@@ -55,8 +56,8 @@ PLACES = {
     "the aliases": (Aliases, "__init__", 1),
     "the window": (Window, "__init__", 1),
     "the updater": (Updater, "__init__", 1),
-    "state adopted": (construction, "adopt_state", 1),
-    "kernels chosen": (construction, "use_kernels", 1),
+    "state adopted": (build, "adopt_state", 1),
+    "kernels chosen": (build, "use_kernels", 1),
     "the first hook": (GradHooks, "attach", 1),
     "the last hook": (GradHooks, "attach", 4),
 }

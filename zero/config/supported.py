@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from zero.config.schema import LossScale, Report, ZeroConfig
-from zero.sharding.metrics import board_writer
 
 logger = logging.getLogger("zero")
 
@@ -19,8 +18,6 @@ def check_served(config: ZeroConfig) -> None:
         (scale.refill_hysteresis, "refill_hysteresis", "hysteresis is refilled when the scale grows and not before"),
     )  # fmt: skip
     _refuse(rules, "Take it out of the configuration.")
-    if config.report.tensorboard is not None:
-        board_writer()
     for reason in _without_effect(config):
         logger.info("%s", reason)
 

@@ -24,6 +24,7 @@ from zero.optim.lion import Lion
 from zero.optim.schedules import build_schedule
 from zero.optim.skip_dynamo import without_compiler
 from zero.runtime.kernels.select import check_kernels
+from zero.sharding.metrics import board_writer
 from zero.sharding.optimizer import ShardedOptimizer
 
 logger = logging.getLogger("zero")
@@ -104,6 +105,8 @@ def _build(
     read = read_config(source, _implied(model, given, training_data, group.size))
     config = effective(read, given, lr_scheduler, accelerator)
     check_served(config)
+    if config.report.tensorboard is not None:
+        board_writer()  # raises where it is not installed
     loader = _loader(training_data, config, collate_fn, group)
     inner = own_optimizer(config, params) if given is None else given
     _check_belonging(inner, params if model_parameters is not None else (), lr_scheduler)

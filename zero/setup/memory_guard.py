@@ -17,19 +17,16 @@ from zero.memory.shard import Line
 from zero.optim.traits import ELEMENTWISE, num_moments
 from zero.plan.budget import budget_of
 from zero.plan.layout import ITEM_BYTES, FlatLayout
-from zero.runtime.kernels.select import has_one_pass
-
-_OPTIM = torch.optim
 
 
 class Room:
     """What memory there is: of the host for what is offloaded there, of the device for what to say when it runs out."""
 
-    def __init__(self, place: Place, optimizer: torch.optim.Optimizer, kernels: str, ranks_here: int) -> None:
+    def __init__(self, place: Place, optimizer: torch.optim.Optimizer, contiguous_moments: bool, ranks_here: int) -> None:
         self.host = None if place.is_host else Host(place.accelerator)  # which takes none before it is asked to
         self._place = place
         self._optimizer = optimizer
-        self._in_lines = has_one_pass(optimizer, kernels)
+        self._contiguous_moments = contiguous_moments  # of all of a share, as the step in one pass has them
         self._ranks_here = ranks_here
 
     @contextlib.contextmanager
@@ -91,7 +88,7 @@ class Room:
 
     def _needed(self, layout: FlatLayout) -> int:
         by_blocks = type(self._optimizer) in ELEMENTWISE
-        moments, in_lines = num_moments(self._optimizer), self._in_lines
+        moments, in_lines = num_moments(self._optimizer), self._contiguous_moments
         return budget_of(layout, num_moments=moments, by_blocks=by_blocks, in_lines=in_lines).host_peak
 
     def _pinned(self, asked: list[bool | None]) -> bool | None:

@@ -1,19 +1,23 @@
-"""Everything that can be said and decided before anything is changed."""
+"""Everything that is decided before any memory is allocated: check, select, lay out, agree with the other ranks."""
 
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 import accelerators
 from accelerators import Accelerator
-from zero.comm.exchange import exchange_texts
+from zero.comm.exchange import exchange_texts, together
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
-from zero.runtime.grads.ownership import check_unmanaged
-from zero.runtime.kernels.select import check_kernels, kinds_on_host
+from zero.memory.flatten import Place
+from zero.plan.layout import FlatLayout
+from zero.plan.stages import stage_of
+from zero.setup.consistency import agree_on_what_is_built
+from zero.setup.memory_guard import Room
 from zero.setup.model_checks import (
     check_dtypes,
     check_groups,
@@ -23,38 +27,77 @@ from zero.setup.model_checks import (
     check_settings_on_host,
     check_views,
 )
-from zero.setup.param_selection import Chosen, choose
+from zero.setup.param_selection import Chosen, choose, offload_of
+
+# Elements of a block on the host. A step needs 18 MiB of it, which stay in the last cache between two of torch's passes over
+# it; the calls for smaller blocks would take longer.
+BLOCK_NUMEL = 2**20
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Chosen:
-    """Everything that can be said before anything is changed."""
+@dataclass(frozen=True)
+class ShardingPlan:
+    """What all ranks agreed to build."""
+
+    params: Chosen
+    layout: FlatLayout
+    place: Place
+    room: Room
+
+
+def select_params(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Chosen:
+    """Refuses models and optimizers that cannot be sharded; returns the parameters to manage."""
     check_optimizer(optimizer, config.elementwise)
     check_model(model)
     check_groups(optimizer, model)
-    chosen = choose(model, optimizer, config)
-    check_unmanaged(chosen.names, chosen.tensors)
-    check_params(chosen.names, chosen.tensors)
-    check_views(model, chosen.names, chosen.tensors)
-    device = _device_of(chosen.tensors)
-    check_dtypes(accelerators.get(device.type), set(chosen.dtypes))
-    check_settings_on_host(optimizer, dict(zip(chosen.groups, chosen.offload, strict=True)))
-    check_kernels(optimizer, config.kernels, device, bool(kinds_on_host(chosen.specs(), device)))
-    return chosen
+    return choose(model, optimizer, config)
 
 
-def _accelerator_of(optimizer: torch.optim.Optimizer) -> Accelerator:
-    """Of the first parameter that is somewhere."""
+def check_params_and_settings(model: nn.Module, optimizer: torch.optim.Optimizer, params: Chosen) -> None:
+    """Refuses parameters and settings that cannot be sharded."""
+    check_params(params.names, params.tensors)
+    check_views(model, params.names, params.tensors)
+    check_dtypes(accelerators.get(device_of(params).type), set(params.dtypes))
+    check_settings_on_host(optimizer, dict(zip(params.groups, params.offload, strict=True)))
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: ZeroConfig,
+    params: Chosen,
+    group: Group,
+    has_one_pass: bool,
+) -> ShardingPlan:
+    """Lays out the parameters, compares that with the other ranks and checks host memory. `has_one_pass`: the step is one pass
+    over a bucket, which needs no blocks. A collective."""
+    device = device_of(params)
+    num_shares = group.size if stage_of(config.stage).shards_optimizer else 1
+    is_on_host = any(params.offload) or device.type == "cpu"
+    block_numel = BLOCK_NUMEL if is_on_host and not has_one_pass else None
+    latent = range(len(params.names))  # placed one by one as the plan is carried out
+    layout = FlatLayout.build(params.specs(), num_shares, config.bucket_bytes, config.align_bytes, latent, block_numel)
+    agree_on_what_is_built(model, optimizer, params, config, group)
+    place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
+    room = Room(place, optimizer, has_one_pass, _ranks_that_share_memory(group, torch.device("cpu")))
+    filled = layout.extended([index for index in latent if index not in params.latent])
+    homes = [offload_of(optimizer.param_groups[number], config) for number in sorted(set(params.groups))]
+    together(group, lambda: room.take(homes, filled))
+    return ShardingPlan(params, layout, place, room)
+
+
+def accelerator_of(optimizer: torch.optim.Optimizer) -> Accelerator:
+    """The accelerator of the first parameter that is not on the meta device."""
     tensors = (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"])
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     return accelerators.current() if device is None else accelerators.get(device.type)
 
 
-def _device_of(tensors: list[nn.Parameter]) -> torch.device:
-    return tensors[0].device if tensors else accelerators.current().device()
+def device_of(params: Chosen) -> torch.device:
+    return params.tensors[0].device if params.tensors else accelerators.current().device()
 
 
 def _ranks_that_share_memory(group: Group, device: torch.device) -> int:
-    """How many ranks of the group draw on the same memory as this one."""
+    """How many ranks of the group use the same memory as this one."""
     where = f"{socket.gethostname()} {device.type} {0 if device.type == 'cpu' else device.index}"
     places = exchange_texts(group, where)
     return places.count(where)

@@ -12,25 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
-import accelerators
 from zero.comm.exchange import together
 from zero.comm.group import Group, TimeLimits
 from zero.config.schema import ZeroConfig
-from zero.memory.flatten import Place
 from zero.memory.formats import DTYPES, Form
 from zero.memory.masters import Masters
 from zero.memory.shard import Line, Shard
 from zero.memory.staging import Staging
 from zero.memory.weights import FlatBuffer
 from zero.optim.traits import ELEMENTWISE
-from zero.plan.layout import FlatLayout
 from zero.plan.stages import stage_of
 from zero.runtime.grads.grad_ops import GradientShares
-from zero.runtime.grads.ownership import manage
+from zero.runtime.grads.ownership import check_unmanaged, manage
 from zero.runtime.grads.sync_policy import Boundary
 from zero.runtime.grads.window import Window
 from zero.runtime.kernels.adam_step import rows_that_wait
-from zero.runtime.kernels.select import has_one_pass, kinds_on_host, one_pass_of, use_kernels
+from zero.runtime.kernels.select import check_kernels, has_one_pass, kinds_on_host, one_pass_of, use_kernels
 from zero.runtime.kernels.sums import CompiledSums, SumsByTorch
 from zero.runtime.params.hooks import GradHooks
 from zero.runtime.params.placement import Intake
@@ -41,21 +38,15 @@ from zero.runtime.reduce.inflight import Flight
 from zero.runtime.step.publisher import Gatherer
 from zero.runtime.step.updater import Rules, Updater
 from zero.runtime.sync.exchange import Settler
-from zero.setup.consistency import agree_on_what_is_built, settings_of
-from zero.setup.memory_guard import Room
+from zero.setup.consistency import settings_of
 from zero.setup.module_sync import cast_frozen, share_the_rest
-from zero.setup.param_selection import Chosen, offload_of
-from zero.setup.prepare import _accelerator_of, _check, _device_of, _ranks_that_share_memory
+from zero.setup.param_selection import Chosen
+from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
 from zero.sharding.optimizer_state import adopt_state
 from zero.sharding.state import Parts
 from zero.sharding.state_offload import Travel
 
 logger = logging.getLogger("zero")
-
-
-# Of a block on the host. What a step needs of it is 18 MiB, which stay in the last cache between two of torch's passes over it;
-# of smaller ones there are so many that the calls are what takes the time.
-BLOCK_NUMEL = 2**20
 
 
 def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, given: Any) -> Parts:
@@ -64,24 +55,11 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
     from zero.comm.torch_group import connect  # torch.distributed is not imported before somebody trains
 
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
-    group = connect(_accelerator_of(optimizer), given, limits, shared_memory=config.shared_memory)
+    group = connect(accelerator_of(optimizer), given, limits, shared_memory=config.shared_memory)
     try:
-        chosen = together(group, lambda: _check(model, optimizer, config))
-        stage = stage_of(config.stage)
-        num_shares = group.size if stage.shards_optimizer else 1
-        specs, latent, frozen = chosen.specs(), range(len(chosen.names)), chosen.latent
-        device = _device_of(chosen.tensors)
-        offloads = any(chosen.offload)
-        is_on_host = offloads or device.type == "cpu"
-        block_numel = BLOCK_NUMEL if is_on_host and not has_one_pass(optimizer, config.kernels) else None
-        layout = FlatLayout.build(specs, num_shares, config.bucket_bytes, config.align_bytes, latent, block_numel)
-        agree_on_what_is_built(model, optimizer, chosen, config, group)
-        place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
-        room = Room(place, optimizer, config.kernels, _ranks_that_share_memory(group, torch.device("cpu")))
-        filled = layout.extended([index for index in latent if index not in frozen])
-        homes = [offload_of(optimizer.param_groups[number], config) for number in sorted(set(chosen.groups))]
-        together(group, lambda: room.take(homes, filled))
-        parts = _assemble(model, optimizer, config, chosen, layout, group, place, room)
+        params = together(group, lambda: _checked(model, optimizer, config))
+        plan = prepare(model, optimizer, config, params, group, has_one_pass(optimizer, config.kernels))
+        parts = _assemble(model, optimizer, config, plan, group)
     except BaseException:
         if group is not given:
             group.close()
@@ -90,16 +68,24 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
     return parts
 
 
+def _checked(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Chosen:
+    """The parameters to manage, once everything is checked that this rank can check alone."""
+    params = select_params(model, optimizer, config)
+    check_unmanaged(params.names, params.tensors)
+    check_params_and_settings(model, optimizer, params)
+    device = device_of(params)
+    check_kernels(optimizer, config.kernels, device, bool(kinds_on_host(params.specs(), device)))
+    return params
+
+
 def _assemble(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     config: ZeroConfig,
-    chosen: Chosen,
-    layout: FlatLayout,
+    plan: ShardingPlan,
     group: Group,
-    place: Place,
-    room: Room,
 ) -> Parts:
+    chosen, layout, place, room = plan.params, plan.layout, plan.place, plan.room
     line, forms = Line(layout), [Form.of(tensor) for tensor in chosen.tensors]
     params, weights = Params(chosen.tensors, chosen.names), FlatBuffer(line)
     masters = Masters(line, group.rank if layout.num_shares > 1 else 0, weights, Shard(line, place.device, room.host))

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,12 +23,9 @@ from zero.checkpoint.rng_state import put_back
 from zero.errors import BadCheckpoint
 from zero.memory.formats import dtype_named
 from zero.sharding.loss_scaler import loaded_scale
+from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import lies_nowhere, plain_entry, take_settings
-from zero.sharding.snapshot import Shown, finish_saving, shown
-
-if TYPE_CHECKING:
-    from zero.engine.engine import Engine
-    from zero.sharding.optimizer import ShardedOptimizer
+from zero.sharding.snapshot import Shown, TrainingLoop, finish_saving, shown
 
 logger = logging.getLogger("zero")
 
@@ -40,7 +37,7 @@ _TRAINING = {
 
 def load(
     directory: str | os.PathLike[str],
-    target: ShardedOptimizer | Engine,
+    target: ShardedOptimizer | TrainingLoop,
     tag: str | None = None,
     *,
     scheduler: Any = None,

@@ -8,14 +8,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero.runtime.profiling import STOPS, during
 from zero.sharding.memory_usage import held
-
-if TYPE_CHECKING:
-    from zero.engine.engine import Engine
-    from zero.sharding.optimizer import ShardedOptimizer
+from zero.sharding.optimizer import ShardedOptimizer
+from zero.sharding.snapshot import TrainingLoop
 
 _PHASES = ("forward", "backward", *STOPS)
 
@@ -37,7 +35,7 @@ class Records:
     def __init__(
         self,
         path: str | os.PathLike[str] | None,
-        target: Engine | ShardedOptimizer,
+        target: TrainingLoop | ShardedOptimizer,
         tensorboard: str | os.PathLike[str] | None = None,
     ) -> None:
         self._optimizer: ShardedOptimizer = getattr(target, "optimizer", target)  # type: ignore[arg-type]

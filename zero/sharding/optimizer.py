@@ -261,7 +261,7 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
     def rebuild(self, group: Any = None) -> None:
         """Goes on after a lost collective where every rank is still there: over new connections, with `group` in place of the
         one before where that is gone. The window is thrown away. A collective."""
-        rebuild(self, group)
+        rebuild(self.parts, group)
 
     def close(self) -> None:
         """Makes the model plain again: no hooks, storage of its own for every parameter, present values. No collective.

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero.comm.exchange import exchange_texts
 from zero.errors import RanksDiffer
-
-if TYPE_CHECKING:
-    from zero.sharding.optimizer import ShardedOptimizer
+from zero.sharding.state import Parts
 
 
-def rebuild(optimizer: ShardedOptimizer, group: Any) -> None:
+def rebuild(parts: Parts, group: Any) -> None:
     """All ranks connect anew, and what the lost collectives were about is forgotten. Raises on all of them where some rank
     had stepped already or is in the middle of it; the connections serve then too, to load a checkpoint over."""
-    parts = optimizer.parts
     window, settler = parts.window, parts.window.settler
-    optimizer.group.reconnect(group)
+    parts.group.reconnect(group)
     window.reducer.restart()
     parts.gatherer.abandon()
     parts.masters.give_up()
     window.forget()
     mine = {"steps": settler.step, "settled": settler.settles, "layout": parts.line.layout.digest, "torn": parts.torn}
-    everyone = [json.loads(text) for text in exchange_texts(optimizer.group, json.dumps(mine))]
+    everyone = [json.loads(text) for text in exchange_texts(parts.group, json.dumps(mine))]
     settler.settles = max(told["settled"] for told in everyone)
     for rank, told in enumerate(everyone):
         found = "in the middle of a step" if told["torn"] else f"after {told['steps']} steps"

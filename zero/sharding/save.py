@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,16 +19,13 @@ from zero.comm.exchange import exchange_texts
 from zero.comm.group import Group
 from zero.errors import ZeroError
 from zero.memory.formats import dtype_name
-from zero.sharding.snapshot import Shown, _cargo, finish_saving, shown
-
-if TYPE_CHECKING:
-    from zero.engine.engine import Engine
-    from zero.sharding.optimizer import ShardedOptimizer
+from zero.sharding.optimizer import ShardedOptimizer
+from zero.sharding.snapshot import Shown, TrainingLoop, _cargo, finish_saving, shown
 
 
 def save(
     directory: str | os.PathLike[str],
-    target: ShardedOptimizer | Engine,
+    target: ShardedOptimizer | TrainingLoop,
     tag: str | None = None,
     extra: Any = None,
     *,

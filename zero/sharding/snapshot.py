@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -15,20 +15,34 @@ from zero.checkpoint.rng_state import random_bytes
 from zero.checkpoint.writer import Cargo
 from zero.memory.formats import Form, dtype_name, goes_with_elements, sum_dtype
 from zero.plan.layout import Piece
+from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import edited, lies_nowhere
+from zero.sharding.state import Parts
 
-if TYPE_CHECKING:
-    from zero.engine.engine import Engine
-    from zero.sharding.optimizer import ShardedOptimizer
-    from zero.sharding.state import Parts
+
+@runtime_checkable
+class TrainingLoop(Protocol):
+    """What drives a sharded optimizer and counts its steps, as an engine does."""
+
+    optimizer: ShardedOptimizer
+    lr_scheduler: Any
+    global_steps: int
+
+    @property
+    def in_window(self) -> bool:
+        """Whether a window has begun that no step has ended."""
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What it has counted."""
+
+    def restart(self, counters: Mapping[str, int]) -> None:
+        """Counts on from there, at the beginning of a window."""
 
 
 def shown(target: Any, scheduler: Any) -> Shown:
     """An optimizer, or an engine with the one that is in it."""
-    from zero.engine.engine import Engine
-    from zero.sharding.optimizer import ShardedOptimizer
-
-    if isinstance(target, Engine):
+    if isinstance(target, TrainingLoop):
         return Shown(target.optimizer, target, scheduler)
     if not isinstance(target, ShardedOptimizer):
         raise TypeError(
@@ -48,7 +62,7 @@ def finish_saving(optimizer: ShardedOptimizer) -> None:
 class Shown:
     """A training as a checkpoint shows it: by canonical names."""
 
-    def __init__(self, optimizer: ShardedOptimizer, engine: Engine | None, scheduler: Any) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, engine: TrainingLoop | None, scheduler: Any) -> None:
         self.optimizer = optimizer
         self.engine = engine
         self.scheduler = scheduler if scheduler is not None or engine is None else engine.lr_scheduler

@@ -65,7 +65,7 @@ def _target(text: str) -> tuple[str, str]:
 
 def _verified(path: str, name: str, rank: int, num_ranks: int) -> dict[str, Any]:
     """What zero.verify says in this process, as text and as a dict."""
-    import zero
+    from zero.tools.verify.compare import verify
 
     sys.path.insert(0, str(Path(path).resolve().parent))  # as if the script itself had been started
     found = runpy.run_path(path, run_name="verified_script").get(name)
@@ -74,7 +74,7 @@ def _verified(path: str, name: str, rank: int, num_ranks: int) -> dict[str, Any]
     arguments = found(rank, num_ranks) if len(inspect.signature(found).parameters) == 2 else found()
     if not isinstance(arguments, dict):
         raise TypeError(f"{name}() gave a {type(arguments).__name__}, but zero.verify takes arguments by name. Return a dict.")
-    verification = zero.verify(**arguments)
+    verification = verify(**arguments)
     return {"text": str(verification), "dict": verification.as_dict()}
 
 

@@ -51,9 +51,9 @@ class Bench:
             wide=reducer.wide_buckets, order=order or reducer.arrival_order, **counts,
         )  # fmt: skip
         agreement = agree([mine], reducer.order, ["p0", "p1", "p2"], lambda *_: "")
-        reducer.catch_up(agreement)
+        reducer.catch_up(agreement.rounds, keep=not agreement.discard)
         reducer.send_rest(agreement.rest, agreement.wide)
-        reducer.learn(agreement, used if used_here is None else used_here)
+        reducer.learn(agreement.order, agreement.used, used if used_here is None else used_here)
 
     def sent(self):
         """Which buckets went out since the last look, and the first value of each."""
@@ -176,9 +176,7 @@ def test_a_wrong_guess_of_what_will_come_costs_no_gradient():
 def test_rounds_that_others_sent_are_caught_up_with_zeros():
     bench = Bench()
     bench.give(2, 4)
-    mine = Counts("step", 0, 0, bytes(8), sent=1, contributed=True, used=1)
-    theirs = Counts("step", 0, 0, bytes(8), sent=3, contributed=True, used=1)
-    bench.reducer.catch_up(agree([mine, theirs], bench.reducer.order, [], lambda *_: ""))
+    bench.reducer.catch_up(3, keep=True)
     assert [value for _, value in bench.sent()] == [4.0, 0.0, 0.0]
     assert bench.reducer.sent == 3
 
@@ -187,8 +185,7 @@ def test_what_is_discarded_is_received_and_not_kept():
     bench = Bench()
     bench.wire.holds_back = True
     bench.give(2, 4)
-    clearing = Counts("zero_grad", 0, 0, bytes(8), sent=1)
-    bench.reducer.catch_up(agree([clearing], bench.reducer.order, [], lambda *_: ""))
+    bench.reducer.catch_up(1, keep=False)
     assert bench.values() == {}
     assert len(bench.reducer.flight) == 0
     assert bench.staging.borrowed == 0

@@ -34,7 +34,7 @@ from zero.runtime.params.grad_proxy import StandIn
 from zero.runtime.params.table import Params
 from zero.runtime.profiling import Timed, stop
 from zero.runtime.reduce.buckets import Reducer
-from zero.runtime.sync.agreement import Agreement, Found
+from zero.runtime.sync.agreement import Agreement, Counts, Found
 from zero.runtime.sync.exchange import Settler
 
 _TORN = "this rank's share of the weights may be stepped in part: load a checkpoint to have them whole"
@@ -223,13 +223,13 @@ class Window(Timed):
     def settle(self, occasion: str) -> None:
         """Makes the sums final; a collective."""
         found = self._look()
-        agreement = self.settler.agree(occasion, self, found)
+        agreement = self._agree(occasion, found)
         since, reducer = self.since, self.reducer
         used_here = since.touched | found.local
         with torch.no_grad():
-            reducer.catch_up(agreement)
+            reducer.catch_up(agreement.rounds, keep=not agreement.discard)
             if agreement.error is not None:
-                reducer.learn(agreement, used_here)
+                self._learn(agreement, used_here)
                 self._follow(agreement)
                 self.forget()
                 self.since.over = True
@@ -248,13 +248,44 @@ class Window(Timed):
             reducer.send_rest((*agreement.rest, *new), wide)
             if not self.since.settled or agreement.discard:
                 self.shares.shard.multiply(self.scaling.at_settling(agreement.weight))
-        reducer.learn(agreement, used_here)
+        self._learn(agreement, used_here)
         self.shares.forget_norms()
         self.used = self.used & ~agreement.removed | agreement.used
         self.since = Since(in_backward=since.in_backward, settled=bool(self.used))
         self.scaling.weight = None  # what comes now is no part of that mean
         self.reducer.flight.factor = self.scaling.at_keeping(self.since.settled)
         self._put_where_used()
+
+    def _agree(self, occasion: str, found: Found) -> Agreement:
+        """Tells the other ranks what this one has done and found, and hears it from them. A collective."""
+        since, reducer, layout, counting = self.since, self.reducer, self.reducer.line.layout, self.boundary.counting
+        # What waited is in the dtype of sums, so it travels in that, on all ranks.
+        later = sum({1 << bucket for index in set_bits(found.local) for bucket in layout.buckets_of(index)})
+        counts = Counts(
+            occasion=occasion,
+            sent=reducer.sent,
+            clears=since.clears,
+            weight=sum(since.weights),
+            weighted=bool(since.weights),
+            contributed=bool(since.touched or found.local or since.quiet or since.weights),
+            failed=since.failed or since.broken_off,
+            kept=since.settled,
+            changes=self.shares.changes,
+            micro_steps=0 if counting is None else counting.micro_steps,
+            used=since.touched | found.local,
+            put=self.put,
+            removed=found.removed,
+            replaced=found.replaced,
+            open=reducer.open_buckets,
+            wide=reducer.wide_buckets | later & reducer.line.narrow_buckets,
+            later=later,
+            order=reducer.arrival_order,
+        )
+        return self.settler.agree(counts, reducer.order, self.place())
+
+    def _learn(self, agreement: Agreement, used_here: int) -> None:
+        """A failure teaches nothing about which buckets to send in which order."""
+        self.reducer.learn(agreement.order, agreement.used if agreement.error is None else 0, used_here)
 
     def settle_once(self, occasion: str) -> int:
         """Settles, unless nothing happened since the last time; says which parameters have a gradient."""
@@ -273,10 +304,10 @@ class Window(Timed):
         kept, error = self.used & ~cleared, None
         found = self._look() if to_zeros else Found(0, 0, 0)
         if self.since.unsettled or found.local or not (self.since.stepped or self.since.over):
-            agreement = self.settler.agree("zero_grad", self, found)
+            agreement = self._agree("zero_grad", found)
             with torch.no_grad():
-                self.reducer.catch_up(agreement)
-            self.reducer.learn(agreement, self.since.touched)
+                self.reducer.catch_up(agreement.rounds, keep=not agreement.discard)
+            self._learn(agreement, self.since.touched)
             self._follow(agreement)
             kept = self.used & ~agreement.removed | agreement.used
             error = agreement.error

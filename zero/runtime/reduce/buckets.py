@@ -27,7 +27,6 @@ from zero.memory.shard import Line
 from zero.memory.staging import Staging
 from zero.runtime.profiling import Timed, stop
 from zero.runtime.reduce.inflight import Flight
-from zero.runtime.sync.agreement import Agreement
 
 _KEPT = 2  # staging buffers that wait for the next window: one to fill while another is sent
 _FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
@@ -188,10 +187,9 @@ class Reducer(Timed):
         """Buckets that a gradient reached, by the time of the last one: the order in which they can leave next time."""
         return tuple(self._arrived)
 
-    def catch_up(self, agreement: Agreement) -> None:
+    def catch_up(self, rounds: int, keep: bool) -> None:
         """Sends the rounds that other ranks have sent and this one has not, and lands all of them."""
-        keep = not agreement.discard
-        while self.sent < agreement.rounds:
+        while self.sent < rounds:
             self._send_next(keep)
             self.flight.land(keep, most=1)  # others send them too, so what is received takes no more memory than it must
         self.flight.land(keep)
@@ -211,11 +209,12 @@ class Reducer(Timed):
             self.staging.give_back(ordinary)
         return wide
 
-    def learn(self, agreement: Agreement, used_here: int) -> None:
-        """Takes over the agreed order, and expects of this rank what it did last; a failure teaches nothing."""
-        if agreement.used and agreement.error is None:
-            reached = {index for index, params in enumerate(self.line.layout.params_in) if params & agreement.used}
-            first = [index for index in agreement.order if index in reached]
+    def learn(self, order: Sequence[int], used: int, used_here: int) -> None:
+        """Takes over the agreed order of the buckets that hold what was `used`, and expects of this rank what it did last; a
+        window in which nothing was used teaches nothing."""
+        if used:
+            reached = {index for index, params in enumerate(self.line.layout.params_in) if params & used}
+            first = [index for index in order if index in reached]
             self.order = (*first, *sorted(reached.difference(first)))
             self._expected = used_here
         self.sent = 0

@@ -26,9 +26,9 @@ class Counts:
     """What one rank has done since the last settling. Sets of parameters and buckets are bits of an int."""
 
     occasion: str
-    step: int
-    settles: int
-    digest: bytes  # of layout and configuration
+    step: int = 0
+    settles: int = 0
+    digest: bytes = b""  # of layout and configuration
     settings: bytes = bytes(8)  # digest of the groups' settings, where the weights are about to be changed by them
     sent: int = 0  # rounds of the agreed order
     clears: int = 0  # times the user cleared every .grad behind our back while rounds were unsettled

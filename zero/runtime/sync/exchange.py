@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from zero.comm.exchange import exchange_about, exchange_texts, first_difference
 from zero.comm.group import Group
 from zero.memory.shard import Line
-from zero.plan.bits import set_bits
 from zero.runtime.params.table import Params
 from zero.runtime.params.tracking import Aliases
-from zero.runtime.sync.agreement import Agreement, Codec, Counts, Found, agree
-
-if TYPE_CHECKING:
-    from zero.runtime.grads.window import Window
+from zero.runtime.sync.agreement import Agreement, Codec, Counts, agree
 
 
 class Settler:
@@ -40,45 +36,27 @@ class Settler:
         if doing != self._group.doing:
             self._group.note(doing, place)
 
-    def agree(self, occasion: str, window: Window, found: Found) -> Agreement:
-        since, reducer, layout = window.since, window.reducer, self._line.layout
+    def agree(self, local: Counts, order: Sequence[int], place: str) -> Agreement:
+        """What follows from the counts of all ranks, of which these are this rank's, under the agreed `order` of rounds. Where
+        this rank failed, `place` says where. A collective."""
+        layout = self._line.layout
         codec = Codec(len(layout.params), len(layout.buckets))
-        local = found.local
-        # What waited is in the dtype of sums, so it travels in that, on all ranks.
-        later = sum({1 << bucket for index in set_bits(local) for bucket in layout.buckets_of(index)})
-        counts = Counts(
-            occasion=occasion,
+        counts = replace(
+            local,
             step=self.step,
             settles=self.settles,
             digest=self._built(),
-            settings=_short_digest(self._settings() if occasion == "step" else ""),
-            sent=reducer.sent,
-            clears=since.clears,
-            weight=sum(since.weights),
-            weighted=bool(since.weights),
-            contributed=bool(since.touched or local or since.quiet or since.weights),
-            failed=since.failed or since.broken_off,
-            kept=since.settled,
-            changes=window.shares.changes,
-            micro_steps=0 if window.boundary.counting is None else window.boundary.counting.micro_steps,
-            used=since.touched | local,
-            put=window.put,
+            settings=_short_digest(self._settings() if local.occasion == "step" else ""),
             trained=sum(1 << index for index, tensor in enumerate(self._params.tensors) if tensor.requires_grad),
-            removed=found.removed,
-            replaced=found.replaced,
-            lost=0 if occasion == "zero_grad" else self.aliases.lost(),
-            open=reducer.open_buckets,
-            wide=reducer.wide_buckets | later & self._line.narrow_buckets,
-            later=later,
-            order=reducer.arrival_order,
+            lost=0 if local.occasion == "zero_grad" else self.aliases.lost(),
         )
         messages = exchange_about(self._group, "step, zero_grad or settling", codec.pack(counts))
         self.settles += 1
 
         def explain(what: str, rank: int) -> str:
-            return self._explain(what, rank, window.place())
+            return self._explain(what, rank, place)
 
-        return agree([codec.unpack(message) for message in messages], reducer.order, self._params.names, explain)
+        return agree([codec.unpack(message) for message in messages], order, self._params.names, explain)
 
     def _built(self) -> bytes:
         return _short_digest(f"{self._line.layout.digest} {self._configuration}")

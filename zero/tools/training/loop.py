@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 import accelerators
-import zero
 from zero.checkpoint import values
 from zero.checkpoint.folder import Folder, read_manifest
 from zero.comm.exchange import exchange_texts
 from zero.config.schema import OptimizerSpec, ZeroConfig
 from zero.engine.engine import Engine
+from zero.engine.initialize import initialize
 from zero.sharding.metrics import Records
+from zero.sharding.save import save
 from zero.tools.launch import is_rank
 from zero.tools.training.model import Gpt
 from zero.tools.training.options import Options
@@ -120,7 +121,7 @@ def build(options: Options, stage: int) -> Engine:
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, options.steps))
 
-    return zero.initialize(model=model, config=config, lr_scheduler=schedule)[0]
+    return initialize(model=model, config=config, lr_scheduler=schedule)[0]
 
 
 def _rate(step: int, steps: int) -> float:
@@ -153,7 +154,7 @@ def train(options: Options, text: Text, show: Show) -> Run:
             if group.rank == 0:
                 show(record)
             if reason or engine.global_steps % options.save_every == 0 or engine.global_steps == options.steps:
-                zero.save(options.checkpoints, engine, extra=identity, keep_last=_KEPT)
+                save(options.checkpoints, engine, extra=identity, keep_last=_KEPT)
             if reason:
                 return Run(engine, begun_at, reason)
     return Run(engine, begun_at, None)
