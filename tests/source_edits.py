@@ -54,9 +54,8 @@ def all_definitions() -> dict[str, Path]:
 
 
 def qualified(full: str) -> str:
-    """The name inside the module; of a module the last part of its own."""
-    module = module_of(all_definitions()[full])
-    return module.rpartition(".")[2] if full == module else full.removeprefix(f"{module}.")
+    """The name inside the module; a module has no shorter one than its full name."""
+    return full.removeprefix(f"{module_of(all_definitions()[full])}.")
 
 
 def full_names(name: str) -> list[str]:
