@@ -5,10 +5,10 @@
     python -m tests.mutants --points-only     without the tests
     python -m tests.mutants --tests PATH...   with other tests than TESTS
 
-Those of tests.mutant_list are one-line faults of the kinds that sharded training is known for. Others are made mechanically,
-over the floors runtime, memory and comm. Each is tried on points of the parity grid over loopback first, as that is cheap, and
-whoever gets through meets the tests, which stop at the first failure. Before them the unchanged library meets all of that: it
-must survive, and how long it takes is the measure of who never ends.
+Those of tests.mutant_list are single faults of the kinds that sharded training is known for. Others are made mechanically,
+over the modules of FLOORS. Each is tried on points of the parity grid over loopback first, as that is cheap, and whoever gets
+through meets the tests, which stop at the first failure. Before them the unchanged library meets all of that: it must survive,
+and how long it takes is the measure of who never ends.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from tests import mutant_list
 from tests.checkpoint_mutants import CHECKPOINTS
-from tests.mutant_list import HARMLESS, Mutant
+from tests.mutant_list import HARMLESS
+from tests.source_edits import ROOT, Drop, Mutant, Place, Replace, definitions, shortest_name, slots_below, the
 
-ROOT = Path(__file__).parents[1]
 NAMED = [*mutant_list.NAMED, *CHECKPOINTS]
 SEED = 20260801
+FLOORS = ("runtime", "memory", "comm")
 NUM_MECHANICAL = 40
 NUM_POINTS = 160
 TIMES_AS_LONG = 4.0  # as the unchanged library: who takes more has ranks that wait for each other, or never leaves a loop
@@ -60,19 +60,16 @@ TESTS = (
 
 # Made mechanically ------------------------------------------------------------------------------------------------------
 
-_SWAPPED = {ast.Add: ("+", "-"), ast.Sub: ("-", "+")}
-_COMPARED = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")}
+_SWAPPED = {ast.Add: "-", ast.Sub: "+"}
+_COMPARED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 
 
 def mechanical(num: int = NUM_MECHANICAL, seed: int = SEED) -> list[Mutant]:
-    """As many of all that can be made, the kinds in turn. Each has a lot of its own, which no change of another line moves."""
+    """As many of all that can be made, the kinds in turn. Each is drawn by its name, so other definitions matter to none."""
     by_kind: dict[str, list[Mutant]] = {}
-    twins: Counter[str] = Counter()
-    for path in sorted(path for floor in ("runtime", "memory", "comm") for path in (ROOT / "zero" / floor).glob("*.py")):
-        for kind, mutant in _places(path):
-            twins[mutant.name] += 1
-            named = mutant if twins[mutant.name] == 1 else replace(mutant, name=f"{mutant.name} {twins[mutant.name]}")
-            by_kind.setdefault(kind, []).append(named)
+    for path in sorted(path for floor in FLOORS for path in (ROOT / "zero" / floor).rglob("*.py")):
+        for kind, mutant in _made_in(path):
+            by_kind.setdefault(kind, []).append(mutant)
     for mutants in by_kind.values():
         mutants.sort(key=lambda mutant: hashlib.sha256(f"{seed} {mutant.name}".encode()).digest(), reverse=True)
     chosen: list[Mutant] = []
@@ -81,38 +78,28 @@ def mechanical(num: int = NUM_MECHANICAL, seed: int = SEED) -> list[Mutant]:
     return chosen[:num]
 
 
-def _places(path: Path) -> Iterator[tuple[str, Mutant]]:
-    source, relative = path.read_text(), path.relative_to(ROOT).as_posix()
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+def _made_in(path: Path) -> Iterator[tuple[str, Mutant]]:
+    for full_name, roots in definitions(path, ast.parse(path.read_text(encoding="utf-8"))).items():
+        definition, counts = shortest_name(full_name), Counter[type[ast.AST]]()
+        for slots in (slots for root in roots for slots in slots_below(root)):
+            node = slots[-1].node
+            place = the(type(node), n=counts[type(node)])
+            for kind, edit in _made_of(node, place):
+                yield kind, Mutant(f"{kind} in {definition}, {type(node).__name__} {counts[type(node)]}", definition, edit)
+            counts[type(node)] += 1
 
-    def place(kind: str, first: int, last: int, old: str, new: str) -> Iterator[tuple[str, Mutant]]:
-        at = source.find(old, first, last)
-        if at >= 0:
-            line = source.count("\n", 0, at)
-            found = " ".join(source[starts[line] : starts[line + 1]].split())
-            change = new if new == "pass" else f"{old} -> {new}"
-            yield kind, Mutant(f"{kind} in {path.stem}: {found[:90]} [{change}]", relative, old, new, at)
 
-    def begin(node: ast.expr | ast.stmt) -> int:
-        return starts[node.lineno - 1] + node.col_offset
-
-    def end(node: ast.expr | ast.stmt) -> int:
-        return starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
-
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.BinOp) and type(node.op) in _SWAPPED and not _joins_text(node):
-            yield from place("swap", end(node.left), begin(node.right), *_SWAPPED[type(node.op)])
-        elif isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARED:
-            yield from place("boundary", end(node.left), begin(node.comparators[0]), *_COMPARED[type(node.ops[0])])
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            text = source[begin(node) : end(node)]
-            kind = "wait" if re.search(r"\bwait(_\w+)?\(", text) else "call"
-            if not text.startswith("super()"):
-                yield from place(kind, begin(node), end(node), text, "pass")
-        elif isinstance(node, ast.Constant) and type(node.value) is int and source[begin(node) : end(node)].isdigit():
-            yield from place("off by one", begin(node), end(node), str(node.value), str(node.value + 1))
+def _made_of(node: ast.AST, place: Place) -> Iterator[tuple[str, Drop | Replace]]:
+    if isinstance(node, ast.BinOp) and type(node.op) in _SWAPPED and not _joins_text(node):
+        yield "swap", Replace(place.op, _SWAPPED[type(node.op)])
+    elif isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARED:
+        yield "boundary", Replace(place.ops[0], _COMPARED[type(node.ops[0])])
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        text = ast.unparse(node)
+        if not text.startswith("super()"):
+            yield "wait" if re.search(r"\bwait(_\w+)?\(", text) else "call", Drop(place)
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        yield "off by one", Replace(place, str(node.value + 1))
 
 
 def _joins_text(node: ast.BinOp) -> bool:
@@ -152,7 +139,7 @@ class Trial:
         """By what it was killed; None for a survivor."""
         home = self._home_of(mutant)
         try:
-            own = f"tests/{Path(mutant.path).parent}"
+            own = f"tests/{mutant.path.parent}"
             trains = mutant not in CHECKPOINTS  # or no point can tell
             found = self._meet_points(home) if trains else None
             return found or self._meet_tests(home, sorted(self.tests, key=lambda test: test != own))

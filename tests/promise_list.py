@@ -2,10 +2,9 @@
 
 A line of promises.txt is one of
 
-    X03 | tests/accelerators/test_selection.py::test_name | assert chosen.name == "cpu"
+    X03 | tests/accelerators/test_selection.py::test_name
     X03 | not yet | one honest sentence
 
-where the third field of the first form is a source line of that test, or of a function that it uses, as it stands in the file.
 Lines that start with `#` say what the promise is.
 """
 
@@ -44,13 +43,8 @@ IDS = tuple(f"{area}{number:02d}" for area, (_, count) in AREAS.items() for numb
 @dataclass(frozen=True)
 class Promise:
     id: str
-    node: str | None  # None: not proven yet
-    quote: str  # the assertion that would fail, or the reason why there is none
-    line: int
-
-    @property
-    def proven(self) -> bool:
-        return self.node is not None
+    node: str | None  # the test that proves it; None: not proven yet
+    reason: str = ""  # why there is none
 
 
 def read_promises(path: Path = PROMISES) -> list[Promise]:
@@ -58,13 +52,13 @@ def read_promises(path: Path = PROMISES) -> list[Promise]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
-        # Only the first two bars separate: an assertion may hold bars of its own.
-        fields = [field.strip() for field in line.split("|", 2)]
-        if len(fields) != 3 or not all(fields):
-            forms = "'ID | test node | assertion' or 'ID | not yet | reason'"
-            raise ValueError(f"{path.name}:{number} is {line!r}. Write {forms}.")
-        node = None if fields[1] == "not yet" else fields[1]
-        promises.append(Promise(fields[0], node, fields[2], number))
+        match [field.strip() for field in line.split("|")]:
+            case [id_, "not yet", reason] if id_ and reason:
+                promises.append(Promise(id_, None, reason))
+            case [id_, node] if id_ and node not in ("", "not yet"):
+                promises.append(Promise(id_, node))
+            case _:
+                raise ValueError(f"{path.name}:{number} is {line!r}. Write 'ID | test node' or 'ID | not yet | reason'.")
     return promises
 
 
@@ -72,9 +66,8 @@ def read_promises(path: Path = PROMISES) -> list[Promise]:
 
 
 @cache
-def parsed(path: Path) -> tuple[ast.Module, tuple[str, ...]]:
-    source = path.read_text(encoding="utf-8")
-    return ast.parse(source, str(path)), tuple(source.splitlines())
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def marked_ids(node: ast.AST) -> set[str]:
@@ -101,39 +94,43 @@ def _definitions(body: list[ast.stmt]) -> dict[str, ast.stmt]:
     return found
 
 
-def _imported_from(tree: ast.Module, name: str) -> tuple[Path, str] | None:
-    """The file of ours that a name of this module was imported from, and its name there."""
-    for statement in ast.walk(tree):
+@cache
+def _find(path: Path, name: str) -> tuple[Path, ast.stmt] | None:
+    """What a name of a module stands for, and the file of ours that it is in."""
+    if name in (found := _definitions(parsed(path).body)):
+        return path, found[name]
+    for statement in ast.walk(parsed(path)):
         if isinstance(statement, ast.ImportFrom) and statement.module and statement.level == 0:
             for alias in statement.names:
                 if (alias.asname or alias.name) == name:
                     base = ROOT.joinpath(*statement.module.split("."))
-                    for path in (base.with_suffix(".py"), base / "__init__.py"):
-                        if path.is_file():
-                            return path, alias.name
+                    for file in (base.with_suffix(".py"), base / "__init__.py"):
+                        if file.is_file():
+                            return _find(file, alias.name)
     return None
 
 
 @dataclass(frozen=True)
 class TestSource:
     ids: frozenset[str]  # the promises that it is marked with, itself or through its class or module
-    lines: frozenset[str]  # its source lines and those of everything of its module that it uses, stripped
+    asserts: bool  # itself, or something of the tests that it uses
 
 
-def _closure_lines(path: Path, start: ast.stmt) -> set[str]:
-    tree, source = parsed(path)
-    known = _definitions(tree.body)
-    seen: set[str] = set()
-    waiting, lines = [start], set()
+def _asserts(path: Path, start: ast.stmt) -> bool:
+    waiting, seen = [(path, start)], {start}
     while waiting:
-        statement = waiting.pop()
-        lines.update(line.strip() for line in source[statement.lineno - 1 : statement.end_lineno])
+        path, statement = waiting.pop()
         for node in ast.walk(statement):
+            if isinstance(node, ast.Assert):
+                return True
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("pytest.raises", "pytest.warns"):
+                return True
             name = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else None
-            if name in known and name not in seen:
-                seen.add(name)
-                waiting.append(known[name])
-    return lines
+            found = name and _find(path, name)
+            if found and found[1] not in seen and found[0].is_relative_to(ROOT / "tests"):
+                seen.add(found[1])
+                waiting.append(found)
+    return False
 
 
 def _find_method(path: Path, owner: ast.ClassDef, name: str) -> tuple[Path, ast.stmt, set[str]] | None:
@@ -141,16 +138,10 @@ def _find_method(path: Path, owner: ast.ClassDef, name: str) -> tuple[Path, ast.
     inside = _definitions(owner.body)
     if name in inside:
         return path, inside[name], set()
-    tree, _ = parsed(path)
     for base in owner.bases:
-        base_name = ast.unparse(base).split(".")[-1]
-        local = _definitions(tree.body).get(base_name)
-        where = (path, base_name) if isinstance(local, ast.ClassDef) else _imported_from(tree, base_name)
-        if where is None:
-            continue
-        base_class = _definitions(parsed(where[0])[0].body).get(where[1])
-        if isinstance(base_class, ast.ClassDef) and (found := _find_method(where[0], base_class, name)):
-            on_base = set().union(*(marked_ids(decorator) for decorator in base_class.decorator_list))
+        where = _find(path, ast.unparse(base).split(".")[-1])
+        if where and isinstance(where[1], ast.ClassDef) and (found := _find_method(*where, name)):
+            on_base = set().union(*(marked_ids(decorator) for decorator in where[1].decorator_list))
             return found[0], found[1], found[2] | on_base
     return None
 
@@ -161,7 +152,7 @@ def read_test(node: str) -> TestSource:
     path = ROOT / file
     if not path.is_file():
         raise LookupError(f"{node}: there is no file {file}")
-    tree, _ = parsed(path)
+    tree = parsed(path)
     if len(names) not in (1, 2) or "[" in node:
         raise LookupError(f"{node}: write path::test or path::Class::test, without parameters")
     statement = _definitions(tree.body).get(names[0])
@@ -178,7 +169,7 @@ def read_test(node: str) -> TestSource:
     if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) or not statement.name.startswith("test"):
         raise LookupError(f"{node}: {names[-1]} is not a test function")
     ids |= set().union(*(marked_ids(decorator) for decorator in statement.decorator_list))
-    return TestSource(frozenset(ids), frozenset(_closure_lines(path, statement)))
+    return TestSource(frozenset(ids), _asserts(path, statement))
 
 
 def _is_pytestmark(statement: ast.stmt) -> bool:

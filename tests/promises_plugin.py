@@ -61,7 +61,7 @@ class PromiseReport:
         kept = [id_ for id_ in IDS if outcomes[id_] >= {"passed"} and id_ not in broken]
         skipped = [id_ for id_ in IDS if outcomes[id_] == {"skipped"}]
         none = [id_ for id_ in IDS if not outcomes[id_]]
-        written = {promise.id for promise in read_promises() if promise.proven}
+        written = {promise.id for promise in read_promises() if promise.node}
         terminalreporter.section("promises")
         for title, ids in (
             ("have a passing test", kept),

@@ -1,32 +1,47 @@
-"""The faults that `python -m tests.mutants` puts back can still be put where it says."""
+"""The faults that `python -m tests.mutants` puts back still find their places."""
 
 import ast
+import builtins
 
 import pytest
 
 from tests import mutants
 from tests.mutant_list import HARMLESS
 from tests.mutants import NAMED
+from tests.source_edits import all_definitions
+
+
+def identifiers(source):
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def changed_by(mutant):
+    source = (mutants.ROOT / mutant.path).read_text(encoding="utf-8")
+    changed = mutant.applied(source)
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
+    return changed
+
+
+@pytest.fixture(scope="module")
+def known():
+    sources = [path.read_text(encoding="utf-8") for path in set(all_definitions().values())]
+    return {name for source in sources for name in identifiers(source)} | set(dir(builtins))
 
 
 @pytest.mark.parametrize("mutant", NAMED, ids=lambda mutant: mutant.name)
-def test_what_a_mutant_replaces_is_there_once_and_what_it_becomes_is_python(mutant):
-    source = (mutants.ROOT / mutant.path).read_text()
-    changed = mutant.applied(source)
-    assert changed != source
-    ast.parse(changed)
+def test_a_mutant_finds_its_place_and_names_nothing_that_the_library_does_not_have(mutant, known):
+    assert not set(identifiers(changed_by(mutant))) - known
 
 
 def test_mechanical_mutants_are_python_and_follow_from_their_seed():
     made = mutants.mechanical()
     assert made == mutants.mechanical()
     assert len(made) == len({mutant.name for mutant in made}) == mutants.NUM_MECHANICAL
-    assert {mutant.name.split()[0] for mutant in made} == {"swap", "boundary", "wait", "call", "off"}
+    assert {mutant.name.partition(" in ")[0] for mutant in made} == {"swap", "boundary", "wait", "call", "off by one"}
     for mutant in made:
-        source = (mutants.ROOT / mutant.path).read_text()
-        changed = mutant.applied(source)
-        assert changed != source
-        ast.parse(changed)
+        changed_by(mutant)
 
 
 def test_more_are_drawn_without_losing_the_first():
@@ -38,7 +53,9 @@ def test_there_are_as_many_as_were_promised_and_names_are_used_once():
     names = [mutant.name for mutant in NAMED]
     assert len(names) == len(set(names)) >= 25
     assert all(reason.endswith(".") for reason in HARMLESS.values())
+    assert HARMLESS.keys() <= {mutant.name for mutant in (*NAMED, *mutants.mechanical(10**6))}
 
 
 def test_the_tests_that_survivors_meet_are_there():
     assert [test for test in mutants.TESTS if not (mutants.ROOT / test).exists()] == []
+    assert [floor for floor in mutants.FLOORS if not (mutants.ROOT / "zero" / floor).is_dir()] == []

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import accelerators
+from accelerators.streams import Stream
 from tests import ranks
 from tests.devices import needs_sim
 from tests.promises.loops import weights
@@ -64,17 +65,22 @@ def test_fifty_random_orders_of_late_copies_race_nowhere_and_give_the_bits_of_no
 
 # every wait in turn -----------------------------------------------------------------------------------------------------
 
-WAITS = {"wait", "finish", "wait_stream", "wait_event", "synchronize", "_take_in", "_get_back", "_finish", "hand_over"}
+WAITS = {
+    method.__name__
+    for method in (
+        *(Stream.wait_stream, Stream.wait_event, Stream.synchronize, Crossing.finish, Crossing.wait, Crossing.hand_over),
+        *(Shard._take_in, Masters._get_back, Travel._finish),
+    )
+}
 CLASSES = (Crossing, Host, Shard, Masters, Staging, Travel)
 
 
-def is_wait(statement):
+def is_wait(owner, statement):
     """Of those for copies: that a borrower of staging waits for the stream of the one before it has nothing to do with them."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in WAITS:
         return False
-    names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
-    return "returned_on" not in names
+    return owner is not Staging or call.func.attr != Stream.wait_stream.__name__
 
 
 def methods():
@@ -87,7 +93,7 @@ def methods():
 def waits():
     """Each wait of the classes that copy: class, method, its number there and its source."""
     for owner, name, tree in methods():
-        found = [statement for statement in ast.walk(tree) if is_wait(statement)]
+        found = [statement for statement in ast.walk(tree) if is_wait(owner, statement)]
         yield from ((owner, name, number, ast.unparse(statement)) for number, statement in enumerate(found))
 
 
@@ -95,7 +101,7 @@ def waits():
 def without_wait(owner, name, number):
     """That method with a `pass` in place of that wait."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(vars(owner)[name])))
-    wait = [statement for statement in ast.walk(tree) if is_wait(statement)][number]
+    wait = [statement for statement in ast.walk(tree) if is_wait(owner, statement)][number]
     for node in ast.walk(tree):
         for field in ("body", "orelse", "finalbody"):
             body = getattr(node, field, None)

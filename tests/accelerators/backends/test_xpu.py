@@ -22,10 +22,10 @@ HAS_EXTENSION = util.find_spec(EXTENSION) is not None
 
 def asked_of_torch_xpu():
     """Every name that the interface asks a device module for, and every torch.xpu.NAME that the backend spells out."""
-    names = set()
+    names, asks = set(), f"self.{accelerators.interface.Accelerator._ask.__name__}"
     for file in (accelerators.interface.__file__, xpu.__file__):
         for node in ast.walk(ast.parse(Path(file).read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._ask" and isinstance(node.args[0], ast.Constant):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == asks and isinstance(node.args[0], ast.Constant):
                 names.add(node.args[0].value)
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.xpu":
                 names.add(node.attr)

@@ -255,8 +255,10 @@ def test_text_is_a_file_a_folder_or_the_standard_library_and_a_step_sees_the_sam
 # launched ----------------------------------------------------------------------------------------------------------------
 
 
-def commands(language, heading=""):
-    return re.search(rf"{re.escape(heading)}.*?```{language}\n(.*?)```", PAGE, re.DOTALL)[1].splitlines()
+def commands(page, program):
+    """The lines of the only block of commands that begins with this program."""
+    [block] = re.findall(rf"^```bash\n({program} .*?)^```", page, re.DOTALL | re.MULTILINE)
+    return block.splitlines()
 
 
 def started(line, folder):
@@ -294,7 +296,7 @@ def train_from_library(rank, world, asked):
 
 
 def test_a_rank_that_is_killed_starts_the_job_again_from_the_latest_checkpoint(uninterrupted, tmp_path):
-    [line] = commands("bash")
+    [line] = commands(PAGE, "python")
     launcher = started(line, tmp_path)
     deadline = time.monotonic() + 60
     while len(read_records(tmp_path / "trained" / "records.jsonl")) < 8 and time.monotonic() < deadline:
@@ -319,15 +321,14 @@ def test_the_first_command_trains_ten_million_parameters_and_its_loss_falls(tmp_
 
 
 def test_readme_has_the_same_lines_for_two_machines():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    lines = re.findall("^torchrun .*", readme.partition("On two machines")[2], re.MULTILINE)
+    lines = commands((ROOT / "README.md").read_text(encoding="utf-8"), "torchrun")
     for there, here in {"first": "localhost", "node 8": "node 1", " --directory /shared/trained": ""}.items():
         lines = [line.replace(there, here) for line in lines]
-    assert [line.partition(" --layers")[0] for line in commands("bash", "## Several machines")] == lines
+    assert [line.partition(" --layers")[0] for line in commands(PAGE, "torchrun")] == lines
 
 
 def test_two_agents_of_torchrun_train_together_as_two_machines_would(uninterrupted, tmp_path):
-    lines = commands("bash", "## Several machines")
+    lines = commands(PAGE, "torchrun")
     assert len(lines) == 2
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
