@@ -15,65 +15,26 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("accelerators", "zero")
 SOURCES = {str(path.relative_to(ROOT)): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
 
-# Imports go down, never up, never sideways: a floor has rooms, a room has modules (and whatever lies below them).
+# Imports go down, never up, never sideways. A folder directly inside `zero` is one room, and so is a loose module there.
 FLOORS = (
-    {"accelerators": ("accelerators",), "errors": ("zero.errors",)},
-    {
-        "plan": ("zero.plan",),
-        "config": (
-            "zero.config",
-            "zero.blocks",
-            "zero.recipes",
-            "zero.deepspeed_json",
-            "zero.deepspeed_keys",
-            "zero.deepspeed_meaning",
-        ),
-    },
-    {"memory": ("zero.memory",), "comm": ("zero.comm",)},
-    {"runtime": ("zero.runtime",)},
-    {"checkpoint": ("zero.checkpoint",), "graph": ("zero.graph",)},
-    {
-        "engine": (
-            "zero.engine",
-            "zero.engine_checkpoints",
-            "zero.engine_setup",
-            "zero.loading",
-            "zero.saving",
-            "zero.accumulation",
-            "zero.answers",
-            "zero.calling",
-            "zero.chosen",
-            "zero.lion",
-            "zero.loss_scaling",
-            "zero.held",
-            "zero.progress",
-            "zero.records",
-            "zero.room",
-            "zero.served",
-            "zero.optimizer",
-            "zero.rebuilding",
-            "zero.windows",
-            "zero.parts",
-            "zero.construction",
-            "zero.bystanders",
-            "zero.sameness",
-            "zero.checks",
-            "zero.state",
-            "zero.schedules",
-            "zero.travel",
-            "zero.without_compiler",
-        ),
-    },
-    {"proof": ("zero.proof", "zero.reference")},
-    {"people": ("zero", "zero.__main__", "zero.tools", "zero.integrations")},
+    {"accelerators", "config", "plan", "errors"},
+    {"comm", "memory", "optim"},
+    {"runtime", "setup", "checkpoint"},
+    {"sharding", "graph"},
+    {"engine"},
+    {"tools", "integrations"},
+    {"", "__main__"},  # the front door
 )
-ROOM_OF = {module: (floor, room) for floor, rooms in enumerate(FLOORS) for room, modules in rooms.items() for module in modules}
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# The same inside `zero/runtime`.
+RUNTIME_FLOORS = ({"profiling"}, {"kernels"}, {"params"}, {"reduce", "sync", "unshard"}, {"grads"}, {"step"})
+RUNTIME_FLOOR_OF = {room: floor for floor, rooms in enumerate(RUNTIME_FLOORS) for room in rooms}
 
 NAMES_SPOKEN_IN_ONE_PLACE = {
     "torch.distributed": r"(zero/(comm/torch_group|tools/launch|checkpoint/\w+)|accelerators/simulated/(group|work))\.py",
     "torch.cuda": r"accelerators/backends/cuda\.py",
 }
-NO_TORCH = r"zero/plan/.*|zero/(config\w*|errors|deepspeed_\w+|recipes|blocks)\.py"
+NO_TORCH = r"zero/(plan|config)/.*|zero/errors\.py"
 
 # A class that remembers more, a constructor that takes more, a file that is longer: each with the reason.
 MAX_ATTRIBUTES, MAX_PARAMETERS, MAX_LINES = 12, 8, 350
@@ -83,7 +44,7 @@ BROAD_EXCEPTS = {
     "accelerators/registry.py": "a plug-in is other people's code, and must break nothing else",
     "accelerators/__main__.py": "so are its methods, and the table is there to say which of them fail",
     "zero/checkpoint/agreed.py": "whatever fails on one rank is said on all of them, which wait for it",
-    "zero/checkpoint/writing.py": "what fails on a thread is said when somebody next asks",
+    "zero/checkpoint/writer.py": "what fails on a thread is said when somebody next asks",
 }
 
 BAD_NAMES = re.compile(r"(Manager|Handler|Helper|Utils?)$|^(utils?|common|helpers?|misc)$")
@@ -99,7 +60,7 @@ def module_name(path):
 
 
 def imported(name):
-    """Every module that a file imports, anywhere in it, with its line; `from a import b` is a, and a.b if that is a module."""
+    """Every module that a file imports, in functions and for type checking too, with its line."""
     package = module_name(name) if name.endswith("__init__.py") else module_name(name).rpartition(".")[0]
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
@@ -109,8 +70,10 @@ def imported(name):
             if node.level:
                 parts = package.split(".")
                 base = ".".join(parts[: len(parts) - node.level + 1] + ([base] if base else []))
-            yield base, node.lineno
-            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names if is_module(f"{base}.{alias.name}"))
+            modules = {f"{base}.{alias.name}" for alias in node.names if is_module(f"{base}.{alias.name}")}
+            if len(modules) < len(node.names):
+                modules.add(base)
+            yield from ((module, node.lineno) for module in sorted(modules))
 
 
 def is_module(name):
@@ -119,30 +82,63 @@ def is_module(name):
 
 
 def room_of(module):
-    parts = module.split(".")
-    for depth in range(len(parts), 0, -1):
-        prefix = ".".join(parts[:depth])
-        if prefix in ROOM_OF and (prefix != "zero" or depth == len(parts)):
-            return ROOM_OF[prefix]
-    return None
+    package, *inside = module.split(".")
+    return package if package == "accelerators" else inside[0] if inside else ""
 
 
 def wrong_imports(name):
-    here = room_of(module_name(name))
-    if here is None:
-        yield f"{name} is on no floor: add it to FLOORS, in the room where its neighbours are"
+    here, room = module_name(name), room_of(module_name(name))
+    if room not in FLOOR_OF:
+        yield f"{name} is in the room {room}, which is on no floor: move it, or add the room to FLOORS"
         return
     for module, line in imported(name):
-        if module.partition(".")[0] in PACKAGES:
-            there = room_of(module)
-            if there is None:
-                yield f"{name}:{line} imports {module}, which is on no floor"
-            elif there != here and there[0] >= here[0]:
-                yield f"{name}:{line} ({here[1]}, floor {here[0]}) imports {module} ({there[1]}, floor {there[0]})"
+        if module.partition(".")[0] not in PACKAGES:
+            continue
+        other = room_of(module)
+        if other != room and FLOOR_OF.get(other, len(FLOORS)) >= FLOOR_OF[room]:
+            yield f"{name}:{line} ({room}, floor {FLOOR_OF[room]}) imports {module} ({other})"
+        if other == room == "runtime" and module.count(".") > 1:
+            inner, below = here.split(".")[2], module.split(".")[2]
+            if inner != below and RUNTIME_FLOOR_OF[below] >= RUNTIME_FLOOR_OF[inner]:
+                yield f"{name}:{line} (runtime/{inner}) imports {module} (runtime/{below})"
 
 
 def test_imports_go_down_never_up_never_sideways():
     assert not [wrong for name in SOURCES for wrong in wrong_imports(name)]
+
+
+def circles(edges):
+    """Sets of modules that import each other, however long the way."""
+    reached = {}
+
+    def reach(module):
+        if module not in reached:
+            found, waiting = set(), [module]
+            while waiting:
+                new = edges[waiting.pop()] - found
+                found |= new
+                waiting += new
+            reached[module] = found
+        return reached[module]
+
+    return {frozenset(other for other in reach(module) if module in reach(other)) for module in edges} - {frozenset()}
+
+
+def test_no_modules_import_each_other():
+    edges = {module_name(name): set() for name in SOURCES}
+    for name in SOURCES:
+        edges[module_name(name)] |= {module for module, _ in imported(name) if module in edges} - {module_name(name)}
+    assert not [sorted(circle) for circle in circles(edges)]
+
+
+def test_a_circle_is_found():
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": set()}
+    assert circles(edges) == {frozenset("abc")}
+
+
+def test_the_top_level_holds_rooms_and_nothing_loose():
+    loose = {path.name for path in (ROOT / "zero").iterdir() if path.is_file()}
+    assert loose == {"__init__.py", "__main__.py", "errors.py", "py.typed"}
 
 
 def spoken(name):
@@ -320,10 +316,12 @@ def test_mypy_finds_nothing():
 ILLEGAL = {
     "zero/plan/bad.py": "import torch",
     "zero/memory/bad.py": "from zero.comm import group",
-    "zero/comm/bad.py": "def f():\n    import zero.runtime.hooks",
+    "zero/comm/bad.py": "def f():\n    import zero.runtime.params.hooks",
     "accelerators/bad.py": "from zero import errors",
-    "zero/runtime/bad.py": "import torch.distributed as dist",
+    "zero/runtime/step/bad.py": "import torch.distributed as dist",
     "zero/tools/bad.py": "import torch\ntorch.cuda.synchronize()",
+    "zero/sharding/bad.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from zero.engine.engine import Engine",
+    "zero/runtime/params/bad.py": "from zero.runtime.reduce import buckets",
     "zero/nowhere.py": "",
 }
 
