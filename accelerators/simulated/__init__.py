@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accelerators.simulated.accelerator import SimulatedAccelerator as SimulatedAccelerator
     from accelerators.simulated.capabilities import CAPABILITIES as CAPABILITIES
-    from accelerators.simulated.capabilities import without as without
+    from accelerators.simulated.changes import configure as configure
+    from accelerators.simulated.changes import without as without
     from accelerators.simulated.group import register as register_group
     from accelerators.simulated.race import RaceError as RaceError
     from accelerators.simulated.race import without_races as without_races
-    from accelerators.simulated.settings import configure as configure
     from accelerators.simulated.start import bring_up as bring_up
     from accelerators.simulated.waits import recorded_waits as recorded_waits
 
@@ -38,10 +38,10 @@ _HOME = {
     "RaceError": ("race", "RaceError"),
     "SimulatedAccelerator": ("accelerator", "SimulatedAccelerator"),
     "bring_up": ("start", "bring_up"),
-    "configure": ("settings", "configure"),
+    "configure": ("changes", "configure"),
     "recorded_waits": ("waits", "recorded_waits"),
     "register_group": ("group", "register"),
-    "without": ("capabilities", "without"),
+    "without": ("changes", "without"),
     "without_races": ("race", "without_races"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from accelerators.simulated import torch_private
@@ -41,10 +42,10 @@ def _register() -> None:
     from accelerators.simulated.current import current_device, engine_set_device
     from accelerators.simulated.lanes import lanes
     from accelerators.simulated.module import DeviceModule
-    from accelerators.simulated.settings import read_environment, settings
+    from accelerators.simulated.settings import read_settings, settings
     from accelerators.simulated.streams import synchronize_device
 
-    read_environment()
+    settings.take(read_settings(os.environ))
     storage.accounts.extend(storage.Account(index) for index in range(settings.devices))
     lanes.start(settings.devices, settings.seed)
     rng.start(settings.devices)
