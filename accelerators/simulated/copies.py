@@ -11,11 +11,10 @@ from __future__ import annotations
 import torch
 
 from accelerators.simulated import backward, pinned
-from accelerators.simulated.calls import byte_range
 from accelerators.simulated.current import current_lane
 from accelerators.simulated.lanes import Lane, host, lanes
 from accelerators.simulated.place import here
-from accelerators.simulated.race import Access, History
+from accelerators.simulated.race import Access, History, byte_range
 from accelerators.simulated.settings import settings
 from accelerators.simulated.storage import Block, block_of, host_view, is_sim
 

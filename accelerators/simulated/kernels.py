@@ -9,6 +9,7 @@ import torch
 
 from accelerators.simulated import operators, torch_private
 from accelerators.simulated.capabilities import check_dtype
+from accelerators.simulated.copies import copy_and_resize, copy_from
 from accelerators.simulated.current import current_device, current_lane
 from accelerators.simulated.lanes import lanes
 from accelerators.simulated.place import here
@@ -148,8 +149,6 @@ def _on_host(view: Any) -> Callable[..., torch.Tensor]:
 
 def kernels() -> dict[str, Callable[..., Any]]:
     """By operator name, all that is registered besides the fallback."""
-    from accelerators.simulated.copies import copy_and_resize, copy_from
-
     aten = torch.ops.aten
     table: dict[str, Callable[..., Any]] = {
         "_copy_from": copy_from,

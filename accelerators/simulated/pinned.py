@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from accelerators.simulated import torch_private
-from accelerators.simulated.calls import byte_range, plan_of
 from accelerators.simulated.lanes import HOST_NUMBER, host
-from accelerators.simulated.race import History
+from accelerators.simulated.plans import plan_of
+from accelerators.simulated.race import History, byte_range
 from accelerators.simulated.settings import settings
 from accelerators.simulated.torch_private import WATCH_KEY
 

@@ -15,6 +15,8 @@ import contextlib
 from bisect import bisect_right
 from collections.abc import Iterator
 
+import torch
+
 from accelerators.simulated.place import Place, describe
 from accelerators.simulated.settings import settings
 
@@ -166,6 +168,16 @@ class Grave:
             f"orders that after {_verb(wrote)} it by {access}. Keep the tensor until that is done, call "
             f"record_stream on it, or let {owner} wait."
         )
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage from a tensor's first to its last, as a history takes them."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * size
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return start, start + (last + 1) * size
 
 
 def _verb(writes: bool) -> str:
