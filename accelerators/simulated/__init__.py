@@ -17,6 +17,38 @@ as late as the rules allow, and a detector that raises `RaceError` where two acc
 
 Importing this package touches nothing. The device comes up at the first real call on `SimulatedAccelerator`, or with
 `bring_up()`; torch has room for one such device a process, and counts devices at the first backward: it must be up by then.
+
+A file imports files of lower levels only, inside functions and for annotations too; this one loads each name when it is
+first used.
+
+| level | file             | what it is for                                                                               |
+|-------|------------------|----------------------------------------------------------------------------------------------|
+| 0     | torch_private.py | every private name of torch that is used                                                     |
+| 0     | capabilities.py  | what the device can be told to lack                                                          |
+| 1     | settings.py      | the switches, and the one object that says how they are set                                  |
+| 1     | place.py         | the line of the user's code that asked for some work                                         |
+| 1     | plans.py         | what the schema of an operator says                                                          |
+| 1     | autocast.py      | which operators `torch.autocast` runs in which dtype                                         |
+| 2     | race.py          | the past of each block of memory, and what is a race                                         |
+| 2     | waits.py         | a record of who waited for whom                                                              |
+| 2     | rng.py           | one random generator a device                                                                |
+| 3     | lanes.py         | the queue of put-off work behind every stream, and what the host waited for                  |
+| 4     | backward.py      | the lane of a backward node                                                                  |
+| 4     | pinned.py        | pinned host memory, and the host's own reads and writes of it                                |
+| 5     | current.py       | the current device and lane of a thread                                                      |
+| 6     | storage.py       | the memory of the devices, and the tensors on it                                             |
+| 6     | streams.py       | `torch.sim.Stream` and `torch.sim.Event`                                                     |
+| 6     | work.py          | a collective on its way                                                                      |
+| 7     | calls.py         | one call of an operator: its arguments as the host takes them, its results as device tensors |
+| 7     | copies.py        | copies between devices, and between device and host                                          |
+| 7     | module.py        | `torch.sim`                                                                                  |
+| 7     | saving.py        | new storages for `torch.save`, `torch.load` and `copy.deepcopy`                              |
+| 8     | operators.py     | runs every operator that has no kernel of its own                                            |
+| 8     | group.py         | the process group: collectives through the host, over gloo                                   |
+| 9     | kernels.py       | the operators that have a kernel of their own, as a table                                    |
+| 10    | start.py         | registers all of it with torch, once a process                                               |
+| 11    | accelerator.py   | the device as an `Accelerator`                                                               |
+| 11    | changes.py       | changes settings and capabilities while the device is up                                     |
 """
 
 from importlib import import_module
@@ -25,11 +57,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accelerators.simulated.accelerator import SimulatedAccelerator as SimulatedAccelerator
     from accelerators.simulated.capabilities import CAPABILITIES as CAPABILITIES
-    from accelerators.simulated.capabilities import without as without
+    from accelerators.simulated.changes import configure as configure
+    from accelerators.simulated.changes import without as without
     from accelerators.simulated.group import register as register_group
     from accelerators.simulated.race import RaceError as RaceError
     from accelerators.simulated.race import without_races as without_races
-    from accelerators.simulated.settings import configure as configure
     from accelerators.simulated.start import bring_up as bring_up
     from accelerators.simulated.waits import recorded_waits as recorded_waits
 
@@ -38,10 +70,10 @@ _HOME = {
     "RaceError": ("race", "RaceError"),
     "SimulatedAccelerator": ("accelerator", "SimulatedAccelerator"),
     "bring_up": ("start", "bring_up"),
-    "configure": ("settings", "configure"),
+    "configure": ("changes", "configure"),
     "recorded_waits": ("waits", "recorded_waits"),
     "register_group": ("group", "register"),
-    "without": ("capabilities", "without"),
+    "without": ("changes", "without"),
     "without_races": ("race", "without_races"),
 }
 

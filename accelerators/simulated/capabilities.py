@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection
 
 import torch
-
-from accelerators.simulated.settings import parse_capabilities, settings
 
 # What is missing when a capability is taken away.
 CAPABILITIES = {
@@ -31,46 +28,22 @@ CAPABILITIES = {
 _DTYPE_OF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
-def lacks(capability: str) -> bool:
-    return capability in settings.without
+def parse_capabilities(text: str) -> frozenset[str]:
+    """`streams, pin` as a set of names."""
+    names = frozenset(name.strip().lower() for name in text.split(",") if name.strip())
+    if unknown := sorted(names - set(CAPABILITIES)):
+        raise ValueError(
+            f"SIM_WITHOUT={text} was asked for, but the device has no capability {', '.join(unknown)}. "
+            f"Take away some of {', '.join(CAPABILITIES)}."
+        )
+    return names
 
 
-def check_dtype(dtype: torch.dtype) -> None:
-    """Raises for a dtype that was taken away, as torch does on devices that never had it."""
-    for capability in settings.without:
+def check_dtype(dtype: torch.dtype, without: Collection[str]) -> None:
+    """Raises for a dtype that is among what was taken away, as torch does on devices that never had it."""
+    for capability in without:
         if _DTYPE_OF.get(capability) is dtype:
             raise TypeError(
                 f"A tensor of {dtype} was asked for on the simulated device, but it has no such numbers "
                 f"(SIM_WITHOUT={capability}). Use a dtype that accelerators.current().supported_dtypes() lists."
             )
-
-
-@contextlib.contextmanager
-def without(*capabilities: str) -> Iterator[None]:
-    """Takes capabilities away for the length of a `with`; for tests."""
-    from accelerators.simulated.lanes import lanes
-    from accelerators.simulated.start import bring_up
-
-    bring_up()
-    before = settings.without
-    wanted = before | parse_capabilities(",".join(capabilities))
-    lanes.run_all()  # work on side streams is done before the streams go
-    settings.without = wanted
-    _forget_answers()
-    try:
-        yield
-    finally:
-        try:
-            lanes.run_all()
-        finally:
-            settings.without = before
-            _forget_answers()
-
-
-def _forget_answers() -> None:
-    """What was found out about the device while it could do more, or less, is asked anew."""
-    import accelerators
-    from accelerators.simulated import storage
-
-    storage.forget_prototypes()
-    accelerators.get("sim").forget_answers()

@@ -11,12 +11,10 @@ from __future__ import annotations
 import torch
 
 from accelerators.simulated import backward, pinned
-from accelerators.simulated.calls import byte_range
-from accelerators.simulated.capabilities import lacks
 from accelerators.simulated.current import current_lane
 from accelerators.simulated.lanes import Lane, host, lanes
 from accelerators.simulated.place import here
-from accelerators.simulated.race import Access, History
+from accelerators.simulated.race import Access, History, byte_range
 from accelerators.simulated.settings import settings
 from accelerators.simulated.storage import Block, block_of, host_view, is_sim
 
@@ -55,7 +53,7 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
     """`target.copy_(source)` where at least one of them is on a device."""
     if source.numel() == 0:
         return target
-    non_blocking = non_blocking and not lacks("streams")
+    non_blocking = non_blocking and not settings.lacks("streams")
     with lanes.lock:
         start, end = End(source, non_blocking), End(target, non_blocking)
         if start.on_device and end.on_device:

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d  # the options of collectives are public nowhere else
 
-from accelerators.simulated.capabilities import lacks
 from accelerators.simulated.copies import End
 from accelerators.simulated.current import current_lane
 from accelerators.simulated.lanes import Lane, Task, lanes
 from accelerators.simulated.place import here
+from accelerators.simulated.settings import settings
 from accelerators.simulated.storage import block_of, host_view, is_sim
 from accelerators.simulated.torch_private import NAME, WATCH_KEY, below_autograd, excluding
 from accelerators.simulated.work import Several, StagedWork
@@ -289,7 +289,7 @@ def _need_gather(inputs: Tensors) -> None:
 
 
 def _need(capability: str, what: str) -> None:
-    if lacks(capability):
+    if settings.lacks(capability):
         raise RuntimeError(
             f"{what} was asked for, but the simulated device's collectives have none (SIM_WITHOUT={capability}). Use another."
         )

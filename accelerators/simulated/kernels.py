@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from accelerators.simulated import operators, torch_private
-from accelerators.simulated.capabilities import check_dtype, lacks
+from accelerators.simulated.capabilities import check_dtype
+from accelerators.simulated.copies import copy_and_resize, copy_from
 from accelerators.simulated.current import current_device, current_lane
 from accelerators.simulated.lanes import lanes
 from accelerators.simulated.place import here
@@ -35,7 +36,7 @@ def _new(
         raise RuntimeError(
             f"Pinned memory was asked for on {torch_private.NAME}:{index}, but only host memory can be. Leave pin_memory out."
         )
-    check_dtype(dtype)
+    check_dtype(dtype, settings.without)
     # The room is checked before the host is asked for memory, which a request beyond the device's size may not leave standing.
     span = 0 if 0 in size else 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
     accounts[index].check(span * dtype.itemsize)
@@ -117,7 +118,7 @@ def set_nothing(self: torch.Tensor) -> torch.Tensor:
 
 def record_stream(self: torch.Tensor, stream: torch.Stream) -> None:
     """The allocator waits for `stream` before it gives this memory out again."""
-    if lacks("record_stream"):
+    if settings.lacks("record_stream"):
         raise NotImplementedError(
             "record_stream was asked for, but the simulated device has none (SIM_WITHOUT=record_stream). "
             "Keep a reference until an event."
@@ -148,8 +149,6 @@ def _on_host(view: Any) -> Callable[..., torch.Tensor]:
 
 def kernels() -> dict[str, Callable[..., Any]]:
     """By operator name, all that is registered besides the fallback."""
-    from accelerators.simulated.copies import copy_and_resize, copy_from
-
     aten = torch.ops.aten
     table: dict[str, Callable[..., Any]] = {
         "_copy_from": copy_from,

@@ -122,7 +122,7 @@ class Lane:
         self.hear()
         graves, self.graves = self.graves, []
         for grave in graves:
-            race = grave.settle(self)
+            race = grave.settle(self.label, self.clock)
             if race is not None and settings.races:
                 raise race
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from accelerators.simulated import rng
-from accelerators.simulated.capabilities import lacks
 from accelerators.simulated.current import current_device, current_lane, enter_lane, set_current_device
 from accelerators.simulated.lanes import lanes
 from accelerators.simulated.settings import settings
@@ -157,12 +156,12 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
 
 
 def is_bf16_supported() -> bool:
-    return not lacks("bf16")
+    return not settings.lacks("bf16")
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return [dtype for capability, dtype in kinds.items() if not lacks(capability)]
+    return [dtype for capability, dtype in kinds.items() if not settings.lacks(capability)]
 
 
 _ALWAYS: dict[str, Any] = {
@@ -221,12 +220,12 @@ class DeviceModule(ModuleType):
             found: Callable[..., Any] = _ALWAYS[name]
             return found
         capability = _CAPABILITY_OF.get(name)
-        if capability is None or lacks(capability):
+        if capability is None or settings.lacks(capability):
             why = f" (SIM_WITHOUT={capability})" if capability else ""
             raise AttributeError(f"module 'torch.{NAME}' has no attribute '{name}'{why}")
         wanted: Callable[..., Any] = _BY_CAPABILITY[capability][name]
         return wanted
 
     def __dir__(self) -> list[str]:
-        present = [name for name, capability in _CAPABILITY_OF.items() if not lacks(capability)]
+        present = [name for name, capability in _CAPABILITY_OF.items() if not settings.lacks(capability)]
         return sorted({*super().__dir__(), *_ALWAYS, *present})

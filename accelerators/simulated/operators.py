@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from accelerators.simulated import backward, pinned, rng
-from accelerators.simulated.calls import Call, Use, byte_range
+from accelerators.simulated.calls import Call, Use
 from accelerators.simulated.lanes import Lane, lanes
 from accelerators.simulated.place import here
-from accelerators.simulated.race import Access
+from accelerators.simulated.race import Access, byte_range
 from accelerators.simulated.settings import settings
 from accelerators.simulated.storage import block_of, is_sim
 

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from accelerators.simulated import torch_private
-from accelerators.simulated.calls import byte_range, plan_of
-from accelerators.simulated.capabilities import lacks
 from accelerators.simulated.lanes import HOST_NUMBER, host
-from accelerators.simulated.race import History
+from accelerators.simulated.plans import plan_of
+from accelerators.simulated.race import History, byte_range
 from accelerators.simulated.settings import settings
 from accelerators.simulated.torch_private import WATCH_KEY
 
@@ -211,14 +210,14 @@ def register(library: Any, fallbacks: Any) -> None:
     host_strided = torch.library.get_kernel("aten::empty_strided", "CPU")
 
     def pinned_empty(size: Any, **options: Any) -> torch.Tensor:
-        pin = options.get("pin_memory") and not lacks("pin")
+        pin = options.get("pin_memory") and not settings.lacks("pin")
         if pin:
             options["pin_memory"] = False
         made: torch.Tensor = host_empty.call_boxed(torch_private.CPU_KEYS, size, **options)
         return mark(made) if pin else made
 
     def pinned_strided(size: Any, stride: Any, **options: Any) -> torch.Tensor:
-        pin = options.get("pin_memory") and not lacks("pin")
+        pin = options.get("pin_memory") and not settings.lacks("pin")
         if pin:
             options["pin_memory"] = False
         made: torch.Tensor = host_strided.call_boxed(torch_private.CPU_KEYS, size, stride, **options)

@@ -14,13 +14,11 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+import torch
 
 from accelerators.simulated.place import Place, describe
 from accelerators.simulated.settings import settings
-
-if TYPE_CHECKING:
-    from accelerators.simulated.lanes import Lane
 
 
 class RaceError(RuntimeError):
@@ -159,9 +157,9 @@ class Grave:
         self.uses = uses
         self.freed_at = freed_at
 
-    def settle(self, owner: Lane) -> RaceError | None:
-        """The race of giving this memory out again now, or None when the uses still open were waited for."""
-        self.uses = [use for use in self.uses if owner.clock.get(use[0].number, 0) < use[0].count]
+    def settle(self, owner: str, clock: dict[int, int]) -> RaceError | None:
+        """The race of giving this memory out again now, or None when its owner, whose clock it is, waited for all uses."""
+        self.uses = [use for use in self.uses if clock.get(use[0].number, 0) < use[0].count]
         if not self.uses:
             return None
         access, wrote = self.uses[0]
@@ -170,6 +168,16 @@ class Grave:
             f"orders that after {_verb(wrote)} it by {access}. Keep the tensor until that is done, call "
             f"record_stream on it, or let {owner} wait."
         )
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage from a tensor's first to its last, as a history takes them."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * size
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return start, start + (last + 1) * size
 
 
 def _verb(writes: bool) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerators.simulated.capabilities import lacks
+from accelerators.simulated.settings import settings
 
 generators: list[torch.Generator] = []
 
@@ -18,7 +18,7 @@ def start(device_count: int) -> None:
 
 def with_generator(index: int, how: str, keywords: dict[str, Any], call: Callable[[], Any]) -> Any:
     """Runs a random operator on the generator of its device."""
-    if lacks("rng") or keywords.get("generator") is not None:
+    if settings.lacks("rng") or keywords.get("generator") is not None:
         return call()
     generator = generators[index]
     if how == "argument":

@@ -1,12 +1,12 @@
-"""What the environment says about the simulated device, read once when it comes up, and changed from Python after that."""
+"""What can be set about the simulated device: read from the environment when it comes up, and changed in changes.py."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 from accelerators.memory import parse_bytes
+from accelerators.simulated.capabilities import parse_capabilities
 
 DEFAULT_MEMORY = "16GiB"
 ORDERS = ("late", "random", "eager")
@@ -14,7 +14,7 @@ ORDERS = ("late", "random", "eager")
 
 @dataclass
 class Settings:
-    """One value a switch. The process has one, `settings`; `configure` changes it."""
+    """One value a switch. The process has one object of these, `settings`, which every module of this package holds."""
 
     devices: int = 2
     memory_bytes: int = field(default_factory=lambda: parse_bytes(DEFAULT_MEMORY))
@@ -23,6 +23,14 @@ class Settings:
     seed: int = 0
     races: bool = True
     strict: bool = False
+
+    def lacks(self, capability: str) -> bool:
+        return capability in self.without
+
+    def take(self, new: Settings) -> None:
+        """Takes over every value of `new`."""
+        for each in fields(Settings):
+            setattr(self, each.name, getattr(new, each.name))
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
@@ -51,18 +59,6 @@ def parse_order(text: str) -> tuple[str, int]:
     return order, int(seed or 0)
 
 
-def parse_capabilities(text: str) -> frozenset[str]:
-    from accelerators.simulated.capabilities import CAPABILITIES
-
-    names = frozenset(name.strip().lower() for name in text.split(",") if name.strip())
-    if unknown := sorted(names - set(CAPABILITIES)):
-        raise ValueError(
-            f"SIM_WITHOUT={text} was asked for, but the device has no capability {', '.join(unknown)}. "
-            f"Take away some of {', '.join(CAPABILITIES)}."
-        )
-    return names
-
-
 def _count_devices(devices: str, visible: str | None) -> int:
     if not devices.isdecimal():
         raise ValueError(f"SIM_DEVICES={devices} was set, but a number of devices belongs there. Write it like 2.")
@@ -84,35 +80,3 @@ def _parse_switch(name: str, text: str) -> bool:
 
 
 settings = Settings()
-
-
-def read_environment() -> None:
-    """Takes over what the environment says; called once, when the device comes up."""
-    _take(read_settings(os.environ))
-
-
-def configure(
-    *, memory_bytes: int | None = None, order: str | None = None, races: bool | None = None, strict: bool | None = None
-) -> None:
-    """Changes settings of a device that is up, or brings it up with them; what is None stays."""
-    from accelerators.simulated.lanes import lanes
-    from accelerators.simulated.start import bring_up
-
-    bring_up()
-    new = replace(settings)
-    if order is not None:
-        new.order, new.seed = parse_order(order)
-    if memory_bytes is not None:
-        new.memory_bytes = memory_bytes
-    new.races = settings.races if races is None else races
-    new.strict = settings.strict if strict is None else strict
-    lanes.run_all()  # what was put off under the old order is not to meet the new one half done
-    _take(new)
-    if order is not None:
-        lanes.reseed(new.seed)
-
-
-def _take(new: Settings) -> None:
-    # In place: every module of this package holds the one object.
-    for each in fields(Settings):
-        setattr(settings, each.name, getattr(new, each.name))

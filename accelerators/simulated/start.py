@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import warnings
 
 from accelerators.simulated import torch_private
 
@@ -36,15 +38,16 @@ def bring_up() -> None:
 
 
 def _register() -> None:
-    # The order matters: settings before what is sized by them, the device type before kernels for it.
+    # Imported here and below, so that whoever only asks whether the device could come up loads none of it.
     from accelerators.simulated import rng, storage
     from accelerators.simulated.current import current_device, engine_set_device
     from accelerators.simulated.lanes import lanes
     from accelerators.simulated.module import DeviceModule
-    from accelerators.simulated.settings import read_environment, settings
+    from accelerators.simulated.settings import read_settings, settings
     from accelerators.simulated.streams import synchronize_device
 
-    read_environment()
+    # The order matters: settings before what is sized by them, the device type before kernels for it.
+    settings.take(read_settings(os.environ))
     storage.accounts.extend(storage.Account(index) for index in range(settings.devices))
     lanes.start(settings.devices, settings.seed)
     rng.start(settings.devices)
@@ -58,8 +61,6 @@ def _register() -> None:
 
 
 def _register_kernels() -> None:
-    import warnings
-
     from accelerators.simulated import autocast, kernels, operators, pinned, saving
 
     fallbacks, aten = torch_private.new_library("_"), torch_private.new_library("aten")

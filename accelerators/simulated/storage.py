@@ -162,7 +162,7 @@ _byte_prototypes: dict[int, torch.Tensor] = {}
 def _prototype(index: int, dtype: torch.dtype) -> torch.Tensor:
     found = _prototypes.get((index, dtype))
     if found is None:
-        check_dtype(dtype)
+        check_dtype(dtype, settings.without)
         if index not in _byte_prototypes:
             _byte_prototypes[index] = torch_private.empty_byte_tensor(index)
         found = _view_dtype.redispatch(torch_private.CPU_KEYS, _byte_prototypes[index], dtype)

@@ -1,0 +1,66 @@
+"""What the schema of an operator says: what it changes, whether it draws random numbers, and how it can be put off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accelerators.simulated import torch_private
+
+# Indices may lie on the host: torch itself moves them.
+_MAY_MIX = frozenset(
+    f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the schema of one operator says, read once."""
+
+    name: str
+    writes: frozenset[int]  # positions of arguments that it changes
+    writes_names: frozenset[str]  # keyword arguments that it changes
+    random: str  # how it takes a generator: "argument", "default" (it has none, and uses the host's), or ""
+    waits: bool  # the shape or value of its result depends on data, for which the host must wait
+    may_mix: bool
+    lateness: str  # how it can be put off: "in place", "new" (its results' shapes follow from its arguments'), or ""
+
+    @property
+    def resizes(self) -> bool:
+        return bool(self.writes_names)  # out= tensors take the shape of the result
+
+
+_plans: dict[Any, Plan] = {}
+
+
+def plan_of(op: Any) -> Plan:
+    plan = _plans.get(op)
+    if plan is None:
+        plan = _plans[op] = _read_plan(op)
+    return plan
+
+
+def _read_plan(op: Any) -> Plan:
+    arguments = op._schema.arguments
+    changed = [(at, argument) for at, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
+    takes_generator = any(argument.name == "generator" for argument in arguments)
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    waits = torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
+    returns_arguments = all(result.alias_info and result.alias_info.is_write for result in op._schema.returns)
+    if random or waits or any(argument.kwarg_only for _, argument in changed):
+        lateness = ""
+    elif changed:
+        lateness = "in place" if returns_arguments and len(op._schema.returns) <= 1 else ""
+    else:
+        lateness = "new" if torch_private.is_structured(op.name()) else ""
+    return Plan(
+        name=op._schema.name,
+        writes=frozenset(at for at, argument in changed if not argument.kwarg_only),
+        writes_names=frozenset(argument.name for _, argument in changed),
+        random="" if not random else "argument" if takes_generator else "default",
+        waits=waits,
+        may_mix=op._schema.name in _MAY_MIX,
+        lateness=lateness,
+    )
