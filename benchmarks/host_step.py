@@ -46,18 +46,18 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
         param.sum().backward()
     optimizer.step()
     parts, used = optimizer.parts, optimizer.parts.window.used
-    reducer, numels = parts.window.reducer, [bucket.span.numel for bucket in parts.line.layout.buckets]
-    parts.window.shares.clear()
+    reducer, numels = parts.window.reducer, [bucket.span.numel for bucket in parts.layout_ref.layout.buckets]
+    parts.window.grad_ops.clear()
     buffers = [reducer.staging.borrow(numel, torch.bfloat16).normal_() for numel in numels]
     for buffer in buffers:
         reducer.staging.give_back(buffer)
-    reducer.flight.factor = SCALE
+    reducer.inflight.factor = SCALE
 
     def land() -> None:
-        parts.window.shares.clear()
+        parts.window.grad_ops.clear()
         for index, numel in enumerate(numels):
-            reducer.flight.send(index, reducer.staging.borrow(numel, torch.bfloat16))  # with what was sent before
-        reducer.flight.land(keep=True)
+            reducer.inflight.send(index, reducer.staging.borrow(numel, torch.bfloat16))  # with what was sent before
+        reducer.inflight.retire(keep=True)
 
     @torch.no_grad()
     def step() -> None:

@@ -54,7 +54,7 @@ def ours(device: Accelerator, num_params: int, offload: str | None, kernels: str
         param.sum().backward()
     optimizer.step()
     parts, used = optimizer.parts, optimizer.parts.window.used
-    shard, layout = parts.window.shares.shard, parts.line.layout
+    shard, layout = parts.window.grad_ops.shard, parts.layout_ref.layout
     arrived = [torch.randn(bucket.span.numel, device=device.device()).bfloat16() for bucket in layout.buckets]
 
     def land() -> None:

@@ -157,7 +157,7 @@ def ours(model: nn.Module, options: argparse.Namespace, stage: int, offload: boo
     )
     engine, optimizer, *_ = zero.initialize(model=model, config=config)
     in_one_pass = options.kernels != "torch"
-    layout, rank = optimizer.parts.line.layout, dist.get_rank()
+    layout, rank = optimizer.parts.layout_ref.layout, dist.get_rank()
     cost = cost_of(layout, stage, options.world, rank, 2, options.accumulation, one_host=shared, one_pass=in_one_pass)
     return driven(engine)._replace(predicted_bytes=cost.peak)
 

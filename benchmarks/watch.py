@@ -21,12 +21,12 @@ COMPUTES_S = 0.01
 
 
 def run(rank: int, port: int, steps: int) -> None:
-    from zero.comm.health.monitor import Watch
+    from zero.comm.health.monitor import RankMonitor
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
-    watch = Watch(store, rank, 2, True)
-    watch.meet(30.0, lambda rank: "")
+    watch = RankMonitor(store, rank, 2, True)
+    watch.wait_for_start(30.0, lambda rank: "")
     waited = computed = 0.0
     begin = time.process_time()
     for step in range(steps):

@@ -87,7 +87,7 @@ def masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     """The fp32 copies of weights that are stored in less, whole; a collective."""
     parts, masters = optimizer.parts, {}
     for index, (name, param) in enumerate(zip(parts.params.names, parts.params.tensors, strict=True)):
-        if param.dtype in LOW and parts.line.layout.slots[index] is not None:
+        if param.dtype in LOW and parts.layout_ref.layout.slots[index] is not None:
             pieces = dict(parts.masters.of(index))
-            masters[name] = parts.window.shares.whole(index, pieces.__getitem__, torch.float32).detach().cpu()
+            masters[name] = parts.window.grad_ops.whole(index, pieces.__getitem__, torch.float32).detach().cpu()
     return masters

@@ -11,8 +11,8 @@ from unittest import mock
 
 import torch
 
-from zero.comm.group import Group, Pending
-from zero.memory.homes.host import Crossing
+from zero.comm.group import Group, Pending, SharedHostMemory
+from zero.memory.homes.host import HostCopy
 from zero.memory.shard import Shard
 from zero.memory.staging import Staging
 
@@ -39,11 +39,11 @@ class Entry:
 class Ledger:
     """A group that hands everything on to another one and keeps the books of this rank.
 
-    `phase` is whatever the test says that it is doing now; it stands in every entry from then on.
+    `section` is whatever the test says that it is doing now; it stands in every entry from then on.
     """
 
     group: Group
-    phase: str = "construction"
+    section: str = "construction"
     entries: list[Entry] = field(default_factory=list)
 
     @property
@@ -70,9 +70,9 @@ class Ledger:
         self._note("broadcast", tensor)
         return self.group.broadcast(tensor)
 
-    def exchange(self, message: bytes) -> list[bytes]:
-        self.entries.append(Entry("exchange", len(message), "bytes", self.phase))
-        return self.group.exchange(message)
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+        self.entries.append(Entry("exchange", len(message), "bytes", self.section))
+        return self.group.all_gather_bytes(message)
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.group.staging(numel, dtype, device)
@@ -81,21 +81,28 @@ class Ledger:
         return self.group.is_read(buffer)
 
     @property
-    def doing(self) -> str:
-        return self.group.doing
+    def phase(self) -> str:
+        return self.group.phase
 
-    def note(self, doing: str, place: Any = None) -> None:
-        self.group.note(doing, place)
+    def set_phase(self, phase: str, location: Any = None) -> None:
+        self.group.set_phase(phase, location)
 
-    def hurry(self) -> None:
-        self.group.hurry()
+    def end_warmup(self) -> None:
+        self.group.end_warmup()
+
+    @property
+    def shared_host_memory(self) -> SharedHostMemory | None:
+        return self.group.shared_host_memory
+
+    def reconnect(self, base: Any) -> None:
+        self.group.reconnect(base)
 
     def close(self) -> None:
         self.group.close()
 
     def _note(self, operation: str, tensor: torch.Tensor) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.entries.append(Entry(operation, tensor.numel(), dtype, self.phase))
+        self.entries.append(Entry(operation, tensor.numel(), dtype, self.section))
 
     def of(self, phase: str, *operations: str) -> list[Entry]:
         """What was issued in a phase; of all operations when none is named."""
@@ -116,7 +123,7 @@ def poison() -> Iterator[list[Any]]:
 
     Gives the list of what was poisoned, so that a test can see that there was something.
     """
-    make, clear, borrow, give_back = Shard.make, Shard.clear, Staging.borrow, Staging.give_back
+    make, clear, borrow, give_back = Shard.allocate, Shard.clear, Staging.borrow, Staging.give_back
     lock, seen = threading.Lock(), []
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,12 +137,12 @@ def poison() -> Iterator[list[Any]]:
             fill(share)
         clear(shard)
 
-    def poisoned_give_back(staging: Staging, buffer: torch.Tensor, crossing: Crossing | None = None) -> None:
+    def poisoned_give_back(staging: Staging, buffer: torch.Tensor, crossing: HostCopy | None = None) -> None:
         fill(buffer)
         give_back(staging, buffer, crossing)
 
     with (
-        mock.patch.object(Shard, "make", lambda shard, bucket: fill(make(shard, bucket))),
+        mock.patch.object(Shard, "allocate", lambda shard, bucket: fill(make(shard, bucket))),
         mock.patch.object(Shard, "clear", poisoned_clear),
         mock.patch.object(Staging, "borrow", lambda staging, *args: fill(borrow(staging, *args))),
         mock.patch.object(Staging, "give_back", poisoned_give_back),
@@ -145,7 +152,7 @@ def poison() -> Iterator[list[Any]]:
 
 def poison_padding(optimizer: Any) -> int:
     """Fills what lies between the slots of the flat weights with NaN; returns how many elements that were."""
-    layout, chunks = optimizer.parts.line.layout, optimizer.parts.gatherer._weights.chunks
+    layout, chunks = optimizer.parts.layout_ref.layout, optimizer.parts.publisher._weights.chunks
     filled = 0
     with torch.no_grad():
         for bucket, gaps in zip(layout.buckets, layout.gaps, strict=True):

@@ -102,20 +102,20 @@ def _masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     """What is stored in less than fp32, whole; in one exchange, as some models have a thousand parameters."""
     parts, own = optimizer.parts, []
     narrow = [index for index, param in enumerate(parts.params.tensors) if param.dtype in LOW]
-    laid_out = [index for index in narrow if parts.line.layout.slots[index] is not None]
+    laid_out = [index for index in narrow if parts.layout_ref.layout.slots[index] is not None]
     for index in laid_out:
         own += [(index, piece.in_param, piece_of.detach().cpu().numpy()) for piece, piece_of in parts.masters.of(index)]
     lines = {index: torch.zeros(parts.params.tensors[index].numel()) for index in laid_out}
     for message in _exchange(parts.group, pickle.dumps(own)) if laid_out else ():
         for index, span, values in pickle.loads(message):
             lines[index][span.start : span.stop] = torch.from_numpy(values)
-    forms = parts.window.shares.forms
-    return {parts.params.names[index]: forms[index].shaped(line).contiguous() for index, line in lines.items()}
+    forms = parts.window.grad_ops.forms
+    return {parts.params.names[index]: forms[index].unflatten(line).contiguous() for index, line in lines.items()}
 
 
 def _exchange(group: Group, message: bytes) -> list[bytes]:
-    sizes = [int.from_bytes(size, "little") for size in group.exchange(len(message).to_bytes(8, "little"))]
-    return group.exchange(message.ljust(max(sizes), b"\0"))  # what follows a pickle is not read
+    sizes = [int.from_bytes(size, "little") for size in group.all_gather_bytes(len(message).to_bytes(8, "little"))]
+    return group.all_gather_bytes(message.ljust(max(sizes), b"\0"))  # what follows a pickle is not read
 
 
 def _state_of(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
@@ -140,9 +140,9 @@ def rows_wait() -> Iterator[None]:
     """All rows, as many and as wide as they are, and with any kernels of the step."""
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(SumsByTorch, "may_wait", lambda *_: True)
+        patched.setattr(SumsByTorch, "can_defer", lambda *_: True)
         patched.setattr(inflight, "_HARDLY_MORE", float("inf"))
-        patched.setattr(Shard, "may_hold", lambda shard, bucket: bucket not in shard and not shard.travels(bucket))
+        patched.setattr(Shard, "can_defer", lambda shard, bucket: bucket not in shard and not shard.is_offloaded(bucket))
         yield
 
 

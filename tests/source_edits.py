@@ -1,6 +1,6 @@
 """Edits of the library's source that find their place in the syntax tree, so that most renames leave them as they are.
 
-    Mutant("no catch-up rounds", "Reducer.catch_up", Replace(the(While).test, "False"))
+    Mutant("no catch-up rounds", "Reducer.send_missing_rounds", Replace(the(While).test, "False"))
     Mutant("a share too far", "FlatBuffer.share", Replace(the(Call, "share").args[0], "max({it} - 1, 0)"))
 
 A definition is a module, class or function. It is named by its qualified name, after as much of the module's name as no other

@@ -19,7 +19,7 @@ bucket          a stretch of the line that is reduced at once
 master          the copy of a weight, in the dtype of sums, that the optimizer updates
 staging         scratch memory that a bucket is sent from
 round           one collective of one bucket
-stand-in        what `.grad` is while the gradient itself is in shares
+proxy           what `.grad` is while the gradient itself is in shares
 window          what lies between two steps
 micro-step      one of several forwards and backwards that make a step
 settle          to agree with the other ranks on the gradients of a window
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from zero.graph.backend import compile as compile
     from zero.sharding.load import latest as latest
     from zero.sharding.load import load as load
-    from zero.sharding.metrics import Records as Records
+    from zero.sharding.metrics import MetricsWriter as MetricsWriter
     from zero.sharding.optimizer import ShardedOptimizer as ShardedOptimizer
     from zero.sharding.optimizer import shard as shard
     from zero.sharding.save import save as save
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Engine": "engine.engine",
-    "Records": "sharding.metrics",
+    "MetricsWriter": "sharding.metrics",
     "ShardedOptimizer": "sharding.optimizer",
     "ZeroConfig": "config.schema",
     "ZeroError": "errors",
@@ -67,12 +67,20 @@ _HOME = {
 }
 
 __all__ = [
-    "Engine", "Records", "ShardedOptimizer", "ZeroConfig", "ZeroError", "compile", "export", "initialize", "latest", "load",
-    "read_export", "save", "shard", "verify",
+    "Engine", "MetricsWriter", "ShardedOptimizer", "ZeroConfig", "ZeroError", "compile", "export", "initialize", "latest",
+    "load", "read_export", "save", "shard", "verify",
 ]  # fmt: skip
 
 
+_RENAMED = {"Records": "MetricsWriter"}  # names of the release before; they work with a warning for one more
+
+
 def __getattr__(name: str) -> object:
+    if name in _RENAMED:
+        from warnings import warn
+
+        warn(f"zero.{name} is now zero.{_RENAMED[name]}. Use the new name.", DeprecationWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name not in _HOME:
         raise AttributeError(f"module 'zero' has no attribute '{name}'. It has: {', '.join(__all__)}.")
     return getattr(import_module(f"zero.{_HOME[name]}"), name)

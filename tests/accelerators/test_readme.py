@@ -140,12 +140,12 @@ def test_the_bytes_of_each_stage_are_those_that_the_plan_predicts(tmp_path):
     plan = json.loads(run("-m", "zero", "plan", "1B", "--ranks", "8", "--memory", "80GiB", "--json", cwd=tmp_path))
     rows = re.findall(r"^\| (\d.*) \|$", README, re.MULTILINE)
     assert len(rows) == 4
-    for stage, *cells, together in ([cell.strip() for cell in row.split("|")] for row in rows):
+    for stage, *cells, run_on_all in ([cell.strip() for cell in row.split("|")] for row in rows):
         numbers = [{"on the host": 0.0, "4 / W": 0.5, "8 / W": 1.0}[cell] if " " in cell else float(cell) for cell in cells]
         asked = int(stage[0]), "cpu" if "offload" in stage else "none"
         (row,) = (row for row in plan["rows"] if (row["stage"], row["offload"]) == asked)
         assert [row[kind] / plan["parameters"] for kind in ("weights", "gradients", "masters", "moments")] == numbers
-        assert sum(numbers) == float(together)
+        assert sum(numbers) == float(run_on_all)
 
 
 def test_every_file_and_variable_that_is_named_exists():

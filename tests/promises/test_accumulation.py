@@ -195,18 +195,18 @@ def test_inside_no_sync_nothing_is_sent_and_the_sum_is_that_of_syncing_each_time
         ledger = Ledger(group)
         optimizer = shard(model, sgd(model), stage=stage, bucket_bytes=bucket_bytes, group=ledger)
         for window in range(3):
-            ledger.phase = f"inside {window}"
+            ledger.section = f"inside {window}"
             with optimizer.no_sync():
                 for micro in range(2):
                     micro_step(model, group.rank, group.size, window, micro)
                     assert all(p.grad is not None for p in model.parameters())  # what it stands for waits on this rank
-            ledger.phase = f"outside {window}"
+            ledger.section = f"outside {window}"
             micro_step(model, group.rank, group.size, window, 2)
             grads = [optimizer.whole_grad(p) for p in model.parameters()]
             assert ledger.of(f"inside {window}") == []
             assert same(grads, plain_sum([(window, micro) for micro in range(3)], group.size))
             # One reduction for the whole window, however many backwards.
-            assert len(ledger.rounds(f"outside {window}")) == len(optimizer.parts.line.layout.buckets)
+            assert len(ledger.rounds(f"outside {window}")) == len(optimizer.parts.layout_ref.layout.buckets)
             optimizer.zero_grad()
         return True
 
@@ -629,7 +629,7 @@ def test_buffers_are_sent_at_construction_and_never_again(stage):
         ledger = Ledger(group)
         optimizer = shard(model, sgd(model, 0.01), stage=stage, accumulation=3, group=ledger)
         assert (model.norm.running_mean == 0).all()
-        ledger.phase = "training"
+        ledger.section = "training"
         means = []
         for micro in range(3):
             model(draw(model, (5, 4), group.rank, 0, micro, real=True)).square().mean().backward()

@@ -105,7 +105,7 @@ def test_the_second_backward_of_a_graph_reduces_again(stage, accumulation, clear
             loss.backward(retain_graph=True)
             if cleared:
                 optimizer.zero_grad()
-            ledger.phase = "second"
+            ledger.section = "second"
             loss.backward()
             optimizer.settle()
             grads = [optimizer.whole_grad(p) for p in model.parameters()]
@@ -133,13 +133,13 @@ def test_autograd_grad_sends_nothing_marks_nothing_and_leaves_grad_alone(stage):
     def program(group, model):
         ledger = Ledger(group)
         optimizer = shard(model, sgd(model), stage=stage, group=ledger)
-        ledger.phase = "grad"
+        ledger.section = "grad"
         for create_graph in (True, False):
             loss = real_loss(model(draw(model, (2, 4), group.rank, 0, real=True)))
             torch.autograd.grad(loss, list(model.parameters()), create_graph=create_graph)
         assert ledger.of("grad") == []
         assert all(p.grad is None for p in model.parameters())
-        assert not optimizer.parts.window.since.unsettled
+        assert not optimizer.parts.window.state.needs_sync
         micro_step(model, group.rank, group.size, 0)
         stand_ins = [p.grad for p in model.parameters()]
         before = len(ledger.entries)
@@ -534,7 +534,7 @@ def test_func_grad_and_vmap_over_the_model_send_nothing_and_agree_with_backward(
     def program(group, model):
         ledger = Ledger(group)
         optimizer = shard(model, sgd(model), stage=stage, group=ledger)
-        ledger.phase = "functional"
+        ledger.section = "functional"
         weights = {name: p.detach() for name, p in model.named_parameters()}
         x = draw(model, (3, 4), group.rank, 0)
 

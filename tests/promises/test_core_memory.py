@@ -19,8 +19,8 @@ from tests.promises.loops import TINY, alone, case_of, on_ranks, one_step, real_
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, sgd
 from zero.comm.loopback import run_ranks
-from zero.comm.results import Ready
-from zero.runtime.params.grad_proxy import StandIn
+from zero.comm.results import CompletedResult
+from zero.runtime.params.grad_proxy import ShardedGrad
 from zero.sharding.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
@@ -56,7 +56,7 @@ def peak_of_construction(rank, world, stage, dtype):
     with open("/proc/self/status") as file:
         peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
     masters = sum(share.nbytes for share in optimizer.parts.masters.shard.shares.values()) if dtype else 0
-    assert len(optimizer.parts.line.layout.buckets) >= NUM_LAYERS // 4
+    assert len(optimizer.parts.layout_ref.layout.buckets) >= NUM_LAYERS // 4
     optimizer.close()
     return (peak - start) / MIB, masters / MIB
 
@@ -83,7 +83,7 @@ def masters_by_storage(group, stage):
     optimizer = shard(model, adamw(model), stage=stage, dtype="bfloat16", bucket_bytes=1024, group=group)
     state = optimizer.state_dict()["masters"]
     is_exact = all(torch.equal(state[name], own) for (name, _), own in zip(model.named_parameters(), exact, strict=True))
-    layout, shares = optimizer.parts.line.layout, dict(optimizer.parts.masters.shard.shares)
+    layout, shares = optimizer.parts.layout_ref.layout, dict(optimizer.parts.masters.shard.shares)
     of_chunk = collections.defaultdict(set)
     for bucket, share in shares.items():
         of_chunk[layout.buckets[bucket].chunk].add(share.untyped_storage().data_ptr())
@@ -166,7 +166,7 @@ def test_every_rank_owns_as_many_bytes_and_together_all_of_them(stage, dtype, bu
     def program(model, optimizer, group):
         backward(optimizer, model(torch.ones(2, 7).to(model[0].weight)).sum())
         optimizer.step()
-        layout = optimizer.parts.line.layout
+        layout = optimizer.parts.layout_ref.layout
         moments = [v.numel() for state in optimizer.state.values() for key, v in state.items() if key == "exp_avg"]
         padding = sum(gap.numel for gaps in layout.gaps for gap in gaps)
         assert optimizer.parts.masters.shard.num_bytes == 4 * layout.owned_numel(group.rank)
@@ -189,18 +189,18 @@ class OneOfMany:
         self.rank, self.size = 0, size
 
     def reduce_scatter(self, bucket, sum_dtype):
-        return Ready(bucket[: bucket.numel() // self.size].to(sum_dtype) * self.size)
+        return CompletedResult(bucket[: bucket.numel() // self.size].to(sum_dtype) * self.size)
 
     def all_reduce(self, bucket, sum_dtype):
-        return Ready(bucket.to(sum_dtype) * self.size)
+        return CompletedResult(bucket.to(sum_dtype) * self.size)
 
     def all_gather(self, bucket):
-        return Ready(bucket)
+        return CompletedResult(bucket)
 
     def broadcast(self, tensor):
-        return Ready(tensor)
+        return CompletedResult(tensor)
 
-    def exchange(self, message):
+    def all_gather_bytes(self, message):
         return [message] * self.size
 
     def staging(self, numel, dtype, device):
@@ -209,12 +209,13 @@ class OneOfMany:
     def is_read(self, buffer):
         return True
 
-    doing = ""
+    phase = ""
+    shared_host_memory = None
 
-    def note(self, doing, place=None):
+    def set_phase(self, phase, location=None):
         pass
 
-    hurry = close = lambda self: None
+    end_warmup = reconnect = close = lambda self: None
 
 
 def deep(num_layers=16, width=64):
@@ -233,7 +234,7 @@ def test_at_stage_2_no_more_gradient_bytes_live_than_the_shard_and_the_buckets_i
 
         def note(parameter, alive=alive, live=live, most_buckets=most_buckets):
             alive.append(weakref.ref(parameter.grad.untyped_storage()))
-            reducer, shares = optimizer.parts.window.reducer, optimizer.parts.window.shares.shard
+            reducer, shares = optimizer.parts.window.reducer, optimizer.parts.window.grad_ops.shard
             grads = sum(storage.nbytes() for storage in (ref() for ref in alive) if storage is not None)
             open_buckets = reducer.staging.borrowed
             most_buckets.append(open_buckets)
@@ -249,10 +250,10 @@ def test_at_stage_2_no_more_gradient_bytes_live_than_the_shard_and_the_buckets_i
         # beside the shard: the gradient that has just come, and the one bucket that is being filled
         assert max(live) <= shard_bytes + bucket_bytes + one_gradient < whole
         assert max(most_buckets) == 1
-        assert all(type(parameter.grad) is StandIn for parameter in model.parameters())
+        assert all(type(parameter.grad) is ShardedGrad for parameter in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-        assert optimizer.parts.window.shares.shard.num_bytes == 0
+        assert optimizer.parts.window.grad_ops.shard.num_bytes == 0
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -265,11 +266,11 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and type(tensor) is not StandIn:
+            if isinstance(tensor, torch.Tensor) and type(tensor) is not ShardedGrad:
                 self._known.setdefault(tensor.untyped_storage(), True)
         result = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and type(tensor) is not StandIn:
+            if isinstance(tensor, torch.Tensor) and type(tensor) is not ShardedGrad:
                 self._note(tensor.untyped_storage())
         return result
 
@@ -320,7 +321,7 @@ def test_a_step_needs_no_more_than_one_bucket_beside_what_there_is(stage, dtype,
 def test_a_fused_step_on_a_parameter_of_many_buckets_needs_no_more_than_one(dtype):
     model, bucket_bytes = nn.Linear(1024, 1024, bias=False), MIB // 2
     optimizer = shard(model, adamw(model), stage=2, dtype=dtype, kernels="fused", bucket_bytes=bucket_bytes)
-    assert len(optimizer.parts.line.layout.buckets) >= 4
+    assert len(optimizer.parts.layout_ref.layout.buckets) >= 4
     for step in range(2):
         backward(optimizer, real_loss(model(draw(model, (3, 1024), 0, step, real=True))))
         optimizer.settle()
@@ -404,11 +405,11 @@ def no_collector():
 
 def things_of(optimizer):
     parts = optimizer.parts
-    flat = [*parts.intake._weights.chunks, *parts.masters.shard.present(), *parts.window.shares.shard.present()]
+    flat = [*parts.placer._weights.chunks, *parts.masters.shard.present(), *parts.window.grad_ops.shard.present()]
     masters = [master for pieces in parts.masters.pieces.values() for _, master in pieces]
-    objects = [optimizer, parts, parts.window, parts.window.reducer, parts.hooks, parts.masters, parts.updater, parts.gatherer]
+    objects = [optimizer, parts, parts.window, parts.window.reducer, parts.hooks, parts.masters, parts.updater, parts.publisher]
     storages = [tensor.untyped_storage() for tensor in (*flat, *masters)]
-    return [weakref.ref(thing) for thing in (*objects, parts.window.shares, *storages)]
+    return [weakref.ref(thing) for thing in (*objects, parts.window.grad_ops, *storages)]
 
 
 @pytest.mark.promise("M07")

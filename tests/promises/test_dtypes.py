@@ -106,9 +106,9 @@ def test_after_each_of_ten_steps_every_weight_is_its_masters_rounded_value(stage
     def program(model, optimizer, group):
         for step in range(10):
             one_step(model, optimizer, group.rank, step)
-            for bucket in range(len(optimizer.parts.line.layout.buckets)):
+            for bucket in range(len(optimizer.parts.layout_ref.layout.buckets)):
                 rank = group.rank if stage else 0
-                share = optimizer.parts.intake._weights.share(bucket, rank)
+                share = optimizer.parts.placer._weights.share(bucket, rank)
                 assert torch.equal(share, optimizer.parts.masters.shard.share(bucket).to(share.dtype))
             before = weights(model)
             masters = optimizer.state_dict()["masters"]
@@ -279,7 +279,7 @@ def test_a_gradient_in_fp32_for_a_bf16_weight_is_not_rounded_on_its_way(stage, b
         for _ in range(2):
             backward(optimizer, Widened.apply(model.weight).sum())
             optimizer.settle()
-            found.append(torch.cat(optimizer.parts.window.shares.shard.present()))
+            found.append(torch.cat(optimizer.parts.window.grad_ops.shard.present()))
             optimizer.zero_grad()
             assert model.weight.grad_dtype == (torch.bfloat16 if kept == "as it is" else kept)
         return found
@@ -364,7 +364,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("bucket_bytes", [TINY, 1 << 20])
 def test_parameters_of_odd_sizes_begin_at_a_multiple_of_the_alignment(dtype, align_bytes, bucket_bytes):
     model, optimizer = alone(Odd, adamw, dtype=dtype, align_bytes=align_bytes, bucket_bytes=bucket_bytes)
-    layout = optimizer.parts.line.layout
+    layout = optimizer.parts.layout_ref.layout
     for slot in layout.slots:
         item_bytes = model.items[slot.param].element_size()
         assert slot.span.start * item_bytes % align_bytes == 0

@@ -18,7 +18,7 @@ from zero.comm.loopback import run_ranks
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.memory.flatten import Flattener
 from zero.runtime.kernels.select import use_kernels
-from zero.runtime.params.placement import Intake
+from zero.runtime.params.placement import ParamPlacer
 from zero.sharding import build
 from zero.sharding import optimizer_state as states
 from zero.sharding.optimizer import shard
@@ -62,18 +62,18 @@ def test_what_is_thawed_has_a_gradient_of_its_own_dtype(stage):
 @pytest.mark.parametrize("world", [1, 3])
 def test_what_is_frozen_takes_no_byte_of_flat_memory_masters_gradients_or_state(stage, dtype, world):
     def program(model, optimizer, group):
-        layout, parts = optimizer.parts.line.layout, optimizer.parts
+        layout, parts = optimizer.parts.layout_ref.layout, optimizer.parts
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert trainable < 0.01 * sum(p.numel() for p in model.parameters())
         laid = sum(chunk.numel for chunk in layout.chunks)
         padding = sum(gap.numel for gaps in layout.gaps for gap in gaps)
         assert laid - padding == trainable
-        assert sum(chunk.numel() for chunk in parts.intake._weights.chunks) == laid
+        assert sum(chunk.numel() for chunk in parts.placer._weights.chunks) == laid
         owned = layout.owned_numel(group.rank)
         assert parts.masters.shard.num_bytes == 4 * owned
         backward(optimizer, model(torch.ones(2, 32, dtype=model[0].weight.dtype)).sum())
         optimizer.settle()
-        assert parts.window.shares.shard.num_bytes == 4 * owned
+        assert parts.window.grad_ops.shard.num_bytes == 4 * owned
         optimizer.step()
         moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
         own = sum(piece.in_param.numel for pieces in parts.masters.pieces.values() for piece, _ in pieces)
@@ -145,8 +145,8 @@ def test_gradient_bytes_go_with_what_is_trained_where_a_module_is_partly_frozen(
         optimizer.settle()
         assert all(layer.weight.grad is None and layer.bias.grad is not None for layer in model)
         # two biases of 64, in one bucket, of which each rank has its share
-        expected = 4 * optimizer.parts.line.layout.owned_numel(group.rank)
-        assert optimizer.parts.window.shares.shard.num_bytes == expected <= 4 * (128 + 16 * world) // world
+        expected = 4 * optimizer.parts.layout_ref.layout.owned_numel(group.rank)
+        assert optimizer.parts.window.grad_ops.shard.num_bytes == expected <= 4 * (128 + 16 * world) // world
         optimizer.zero_grad()
 
     on_ranks(world, program, build, adamw, stage=2)
@@ -235,7 +235,7 @@ def test_old_shares_keep_their_memory_when_the_line_is_extended(stage):
     model[2].requires_grad_(True)
     one_step(model, optimizer, step=1)
     assert [model[0].weight.data_ptr(), *(master.data_ptr() for _, master in optimizer.parts.masters.of(0))] == before
-    assert len(optimizer.parts.line.layout.chunks) == 2
+    assert len(optimizer.parts.layout_ref.layout.chunks) == 2
 
 
 @pytest.mark.promise("F04")
@@ -245,7 +245,7 @@ def test_old_shares_keep_their_memory_when_the_line_is_extended(stage):
 @pytest.mark.parametrize("late", [0, 1], ids=["the first", "the second"])
 def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before(monkeypatch, stage, dtype, world, late):
     """`late`: which of its chunks fails, on the last rank."""
-    take, write, fails, thread = Intake._take, Flattener.write, [], threading.local()
+    take, write, fails, thread = ParamPlacer._take, Flattener.write, [], threading.local()
 
     def takes(intake, *given):
         thread.rank = intake._masters.rank
@@ -256,20 +256,20 @@ def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before
             raise MemoryError("nothing left")
         return write(flattener, chunk, *given)
 
-    monkeypatch.setattr(Intake, "_take", takes)
+    monkeypatch.setattr(ParamPlacer, "_take", takes)
     monkeypatch.setattr(Flattener, "write", writes)
 
     def program(model, optimizer, group, tries):
         one_step(model, optimizer, group.rank)
         if tries:
-            before, layout = weights(model), optimizer.parts.line.layout
+            before, layout = weights(model), optimizer.parts.layout_ref.layout
             model[2].requires_grad_(True)
             fails[:] = [len(layout.chunks) + late]
             with pytest.raises((MemoryError, RankFailed), match="nothing left"):
                 one_step(model, optimizer, group.rank, 1)
             optimizer.zero_grad()
             assert same(weights(model), before)
-            assert optimizer.parts.line.layout is layout
+            assert optimizer.parts.layout_ref.layout is layout
             model[2].requires_grad_(False)
             one_step(model, optimizer, group.rank, 1)  # by the end of which all ranks have failed
             fails.clear()
@@ -314,9 +314,9 @@ def test_where_state_finds_no_memory_as_its_parameter_thaws_it_is_there_for_the_
             with pytest.raises((MemoryError, RankFailed), match="nothing left"):
                 one_step(model, optimizer, group.rank, 1)
             optimizer.zero_grad()
-            group.exchange(b"")
+            group.all_gather_bytes(b"")
             fails.clear()
-            group.exchange(b"")
+            group.all_gather_bytes(b"")
         one_step(model, optimizer, group.rank, 1)
         found = optimizer.state_dict()["state"]
         return weights(model), found["2.weight"]["step"], found["2.weight"]["exp_avg"]

@@ -1,4 +1,4 @@
-"""From the first gradient of a window on, `.grad` is the global gradient, whenever and however its parts travel."""
+"""From the first gradient of a window on, `.grad` is the global gradient, whenever and however its parts offloader."""
 
 import contextlib
 import threading

@@ -139,7 +139,7 @@ def test_three_backwards_reduce_once_when_asked_and_each_time_otherwise(stage, l
         counts = []
         for step in range(2):
             losses = [whole_loss(model(draw(model, (2, 4), group.rank, step, k)), group.size, step) for k in range(3)]
-            ledger.phase = f"step {step}"
+            ledger.section = f"step {step}"
             for k, loss in enumerate(losses):
                 if local and stage == 2 and k < 2:
                     with optimizer.no_sync():

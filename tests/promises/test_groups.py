@@ -18,7 +18,7 @@ from tests.promises.offloads import SMALL, adamw, bits, difference
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, real_numbers
 from zero.comm.loopback import solo
 from zero.config.schema import Offload, ZeroConfig
-from zero.memory.homes.host import Host
+from zero.memory.homes.host import HostPool
 from zero.sharding.optimizer import shard
 
 # homes of their own -----------------------------------------------------------------------------------------------------
@@ -114,11 +114,11 @@ def test_a_group_that_is_refused_leaves_everything_as_it_was():
         ({"params": [extra[0], other[0].weight]}, ValueError, "is sharded already"),
     ]
     for group, kind, words in refused:
-        names, layout = list(optimizer.parts.params.names), optimizer.parts.line.layout
+        names, layout = list(optimizer.parts.params.names), optimizer.parts.layout_ref.layout
         with pytest.raises(kind, match=words):
             optimizer.add_param_group(group)
         assert len(optimizer.param_groups) == len(inner.param_groups) == 1
-        assert optimizer.parts.params.names == names and optimizer.parts.line.layout is layout
+        assert optimizer.parts.params.names == names and optimizer.parts.layout_ref.layout is layout
     one_step(model, optimizer, step=1)
     optimizer.add_param_group({"params": extra, "lr": 0.5})
     before = extra[0].detach().clone()
@@ -149,7 +149,7 @@ def grow(first_home, second_home, **group):
             backward(optimizer, real_loss(model(draw(model, (3, 4), 0, step, micro, real=True))))
         optimizer.step()
         optimizer.zero_grad()
-    layout, shares = optimizer.parts.line.layout, optimizer.parts.masters.shard.shares
+    layout, shares = optimizer.parts.layout_ref.layout, optimizer.parts.masters.shard.shares
     homes = [{shares[bucket].device.type for bucket in layout.buckets_of(index)} for index in (0, 2)]
     return model, optimizer, homes
 
@@ -190,7 +190,8 @@ def refused_later(rank, world):
         with torch.device("sim:0"):
             model = filled(Grown(), real=True)
         inner = torch.optim.AdamW([{"params": model.first.parameters(), "offload": first}])
-        with mock.patch.object(Host, "empty", side_effect=AssertionError("allocated")) if first is None else mock.MagicMock():
+        allocates = AssertionError("allocated")
+        with mock.patch.object(HostPool, "empty", side_effect=allocates) if first is None else mock.MagicMock():
             optimizer = shard(model, inner, stage=2, bucket_bytes=SMALL, group=solo())
             with lacking.get(name, mock.MagicMock()), pytest.raises((ValueError, MemoryError)) as caught:
                 optimizer.add_param_group({"params": list(model.second.parameters()), "offload": second})

@@ -75,17 +75,17 @@ def test_who_exchanges_memory_to_evaluate_has_the_own_weights_back_whatever_was_
     model, optimizer = alone(stage=stage, dtype=dtype)
     averages = [torch.full_like(param, 7.0) for param in model.parameters()]
 
-    def exchange():
+    def swap():
         for param, average in zip(model.parameters(), averages, strict=True):
             param.data, average.data = average.data, param.data
 
     before = weights(model)
-    exchange()
+    swap()
     optimizer.state_dict()
     optimizer.offload_states(["masters", "moments"])
     optimizer.reload_states()
     assert all((param == 7.0).all() for param in model.parameters())
-    exchange()
+    swap()
     assert same(weights(model), before)
     assert all((average == 7.0).all() for average in averages)
     one_step(model, optimizer)

@@ -20,7 +20,7 @@ from zero.memory.flatten import Flattener
 from zero.memory.masters import Masters
 from zero.runtime.grads.window import Window
 from zero.runtime.params.hooks import GradHooks
-from zero.runtime.params.tracking import Aliases
+from zero.runtime.params.tracking import ParamTracker
 from zero.runtime.reduce.buckets import Reducer
 from zero.runtime.step.updater import Updater
 from zero.setup import prepare
@@ -49,11 +49,11 @@ PLACES = {
     "the third chunk read": (Flattener, "read", 3),
     "the first chunk written": (Flattener, "write", 1),
     "the last chunk written": (Flattener, "write", 4),
-    "a master taken": (Masters, "take", 3),
-    "the masters cut": (Masters, "cut", 1),
+    "a master taken": (Masters, "adopt_source", 3),
+    "the masters cut": (Masters, "make_params", 1),
     "the log": (Flattener, "log", 1),
     "the reducer": (Reducer, "__init__", 1),
-    "the aliases": (Aliases, "__init__", 1),
+    "the aliases": (ParamTracker, "__init__", 1),
     "the window": (Window, "__init__", 1),
     "the updater": (Updater, "__init__", 1),
     "state adopted": (build, "adopt_state", 1),
@@ -328,17 +328,17 @@ def test_three_optimizers_interleaved_in_a_process_each_train_as_alone(world):
         groups = [loopback(world, 10.0) for _ in SEVERAL]
         return run_ranks(world, lambda outer: train_several(outer.rank, [group[outer.rank] for group in groups], numbers), 20.0)
 
-    together = run((0, 1, 2))
+    run_on_all = run((0, 1, 2))
     for number in range(3):
-        for mine, alone in zip(together, run((number,)), strict=True):
+        for mine, alone in zip(run_on_all, run((number,)), strict=True):
             assert same(mine[number], alone[number])
             assert not same(mine[number], weights(build_one(number)))
 
 
 def several_over_gloo(rank, world):
-    together = train_several(rank, [gloo_group() for _ in SEVERAL], (0, 1, 2))
+    run_on_all = train_several(rank, [gloo_group() for _ in SEVERAL], (0, 1, 2))
     alone = [train_several(rank, [gloo_group() for _ in SEVERAL], (number,))[number] for number in range(3)]
-    return [same(together[number], alone[number]) for number in range(3)]
+    return [same(run_on_all[number], alone[number]) for number in range(3)]
 
 
 @pytest.mark.promise("E03")

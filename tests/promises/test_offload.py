@@ -28,7 +28,7 @@ from tests.promises.offloads import (
 from tests.promises.test_core_memory import deep
 from tests.zoo.branches import ManyParameters
 from tests.zoo.case import draw, filled, real_loss
-from zero.memory.homes.host import Host
+from zero.memory.homes.host import HostPool
 from zero.runtime.step.updater import Updater
 
 # windows ----------------------------------------------------------------------------------------------------------------
@@ -84,14 +84,14 @@ def test_declared_accumulation_with_offload_is_unchanged(stage):
 
 def bytes_of_windows(model, optimizer, rank):
     """Host bytes that a window of one backward and one of two make, beside what there is for good."""
-    gradients, device, found = optimizer.parts.window.shares.shard, accelerators.get("sim"), []
-    make = Host.empty
+    gradients, device, found = optimizer.parts.window.grad_ops.shard, accelerators.get("sim"), []
+    make = HostPool.empty
     for length in (1, 1, 2):
         made, lent = [], gradients.host.num_lent_bytes
         note = lambda host, numel, dtype, made=made: made.append(numel * dtype.itemsize) or make(host, numel, dtype)  # noqa: E731
         device.synchronize()
         before = device.memory().allocated
-        with mock.patch.object(Host, "empty", note):
+        with mock.patch.object(HostPool, "empty", note):
             for micro in range(length):
                 send(model, optimizer, rank, 0, micro)
             optimizer.settle()
@@ -125,8 +125,8 @@ def test_a_single_backward_with_offload_allocates_no_accumulator(stage):
 def events_of_a_step(optimizer):
     """By name and in order: a bucket that is stepped, with the copies back that have not ended; one that is sent back; one that
     is gathered."""
-    events, masters, group = [], optimizer.parts.updater._masters, optimizer.parts.gatherer._group
-    step, send_up, gather = Updater._step_inner, Host.up, group.all_gather
+    events, masters, group = [], optimizer.parts.updater._masters, optimizer.parts.publisher._group
+    step, send_up, gather = Updater._step_inner, HostPool.to_device, group.all_gather
 
     def note_step(updater, batch, used):
         events.append(("step", {block.bucket for block in batch}, sum(not sent.done() for sent, _ in masters._sent)))
@@ -142,7 +142,7 @@ def events_of_a_step(optimizer):
 
     with (
         mock.patch.object(Updater, "_step_inner", note_step),
-        mock.patch.object(Host, "up", note_copy),
+        mock.patch.object(HostPool, "to_device", note_copy),
         mock.patch.object(group, "all_gather", note_gather, create=True),
     ):
         yield events
@@ -171,7 +171,7 @@ def test_weights_of_a_bucket_travel_back_and_are_gathered_while_the_next_one_is_
 
 def order_of_a_backward(model, optimizer, rank):
     """Gradients that are there, and shares of them that leave."""
-    events, send_down = [], Host.down
+    events, send_down = [], HostPool.to_host
     for name, layer in (("first", model[-1]), ("last", model[0])):
         layer.weight.register_hook(lambda grad, name=name: events.append(f"{name} gradient"))
 
@@ -181,7 +181,7 @@ def order_of_a_backward(model, optimizer, rank):
 
     for step in range(2):  # the first learns the order of the gradients
         events.clear()
-        with mock.patch.object(Host, "down", note_copy):
+        with mock.patch.object(HostPool, "to_host", note_copy):
             send(model, optimizer, rank, step)
         optimizer.step()
         optimizer.zero_grad()
@@ -203,8 +203,8 @@ def test_shares_of_gradients_leave_for_the_host_while_backward_goes_on(world, st
 
 def is_empty(optimizer):
     """Nothing of a window is left, on its way or arrived."""
-    gradients = optimizer.parts.window.shares.shard
-    return not gradients.shares and not gradients._coming and not optimizer.parts.window.used
+    gradients = optimizer.parts.window.grad_ops.shard
+    return not gradients.shares and not gradients._arriving and not optimizer.parts.window.used
 
 
 def reset_in_every_way(model, optimizer, rank):

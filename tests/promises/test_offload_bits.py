@@ -30,10 +30,10 @@ from tests.promises.trainings import loopback_traces, options_of, train_one
 from tests.traces import compare, copied
 from tests.zoo import CASES
 from tests.zoo.case import backward, draw, real_loss
+from zero.comm.connect import connect
 from zero.comm.group import TimeLimits
-from zero.comm.torch_group import connect
 from zero.config.schema import LossScale, Offload
-from zero.memory.homes.host import Host
+from zero.memory.homes.host import HostPool
 
 # ratios and groups ------------------------------------------------------------------------------------------------------
 
@@ -127,13 +127,13 @@ def infinities(model, optimizer, rank):
     elements = [(index, item.numel() - 1) for index, item in enumerate(model.items)]
     places = [(bad, index, place, (math.inf, math.nan)[(bad + index) % 2]) for bad in range(2) for index, place in elements]
     in_flight = []
-    judge = optimizer.parts.updater.judge
+    judge = optimizer.parts.updater.decide
 
     def note():
-        in_flight.append(len(optimizer.parts.window.shares.shard._coming))
+        in_flight.append(len(optimizer.parts.window.grad_ops.shard._arriving))
         return judge()
 
-    with mock.patch.object(optimizer.parts.updater, "judge", note):
+    with mock.patch.object(optimizer.parts.updater, "decide", note):
         wrong, skipped, scale, after = skips_of(model, optimizer, rank, 2, places)
     return (wrong, skipped - len(places), scale, after), in_flight
 
@@ -247,7 +247,7 @@ def test_on_the_cpu_every_case_of_the_zoo_gives_the_same_bits_with_offload_and_w
         world = max(2, case.needs_world)
         none = loopback_traces(case, world, **options_of(name, stage, dtype, "tiny"))
         torch.autograd.set_detect_anomaly(False)  # threads that set it and put it back may leave it on
-        with mock.patch.object(Host, "empty", side_effect=AssertionError("a copy that goes nowhere")):
+        with mock.patch.object(HostPool, "empty", side_effect=AssertionError("a copy that goes nowhere")):
             found = loopback_traces(case, world, **options_of(name, stage, dtype, "tiny", offload=offload))
         torch.autograd.set_detect_anomaly(False)
         assert different_bits(found, none) is None, f"{name} stage={stage} {dtype} {offload}"

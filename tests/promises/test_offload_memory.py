@@ -18,10 +18,10 @@ from tests.promises.offloads import SHARDED, adamw, on_sim, place_of, send
 from tests.promises.test_core_memory import Peak, deep, tensors_inside
 from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero.comm.loopback import solo
-from zero.comm.results import Added, Alone, Ready
+from zero.comm.results import CompletedResult, SingleRankResult, UnreducedResult
 from zero.comm.torch_group import TorchGroup
 from zero.engine.engine import Engine
-from zero.memory.homes.host import Host
+from zero.memory.homes.host import HostPool
 from zero.optim.traits import num_moments
 from zero.plan.budget import budget_of
 from zero.sharding.optimizer import shard
@@ -49,23 +49,23 @@ class _OverWhenTheNextIsSent:
         return self._pending.wait()
 
 
-class _AddedWhenTheNextIsSent(_OverWhenTheNextIsSent, Added):
+class _AddedWhenTheNextIsSent(_OverWhenTheNextIsSent, UnreducedResult):
     @property
     def sum_dtype(self):
         return self._pending.sum_dtype
 
-    def rows(self):
-        return self._pending.rows()
+    def addends(self):
+        return self._pending.addends()
 
-    def finish(self):
-        self._pending.finish()
+    def release(self):
+        self._pending.release()
 
 
 def in_pace(group, bucket, sum_dtype, reduce=TorchGroup.reduce_scatter):
     pending = reduce(group, bucket, sum_dtype)
-    if isinstance(pending, Ready | Alone):
+    if isinstance(pending, CompletedResult | SingleRankResult):
         return pending
-    return (_AddedWhenTheNextIsSent if isinstance(pending, Added) else _OverWhenTheNextIsSent)(pending)
+    return (_AddedWhenTheNextIsSent if isinstance(pending, UnreducedResult) else _OverWhenTheNextIsSent)(pending)
 
 
 def measure(rank, world, points, device_type="sim"):
@@ -92,10 +92,10 @@ def measure(rank, world, points, device_type="sim"):
             device.reset_peak_memory()
             optimizer.step()
             peak = max(peak, device.memory().peak - before)
-            gradients = [share.nbytes for share in optimizer.parts.window.shares.shard.present() if share.is_cpu]
+            gradients = [share.nbytes for share in optimizer.parts.window.grad_ops.shard.present() if share.is_cpu]
             optimizer.zero_grad()
         states = device.memory().allocated - before
-        budget = budget_of(optimizer.parts.line.layout, rank, num_backwards=backwards)
+        budget = budget_of(optimizer.parts.layout_ref.layout, rank, num_backwards=backwards)
         own = [*optimizer.parts.masters.shard.present()]
         own += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
         on_host = sum(tensor.nbytes for tensor in own if tensor.is_cpu) + sum(gradients)
@@ -146,7 +146,7 @@ def unknown(model):
 
 
 def lent_for_steps(model, optimizer, rank):
-    layout, found = optimizer.parts.line.layout, []
+    layout, found = optimizer.parts.layout_ref.layout, []
     for step in range(3):
         send(model, optimizer, rank, step)
         optimizer.step()
@@ -287,8 +287,8 @@ def test_on_the_cpu_offload_copies_nothing_and_needs_no_more_memory(stage, dtype
     peaks = []
     for offload in (None, "cpu"):
         model = deep(NUM_LAYERS, WIDTH)
-        crossing = mock.patch.object(Host, "_cross", side_effect=AssertionError("a copy that goes nowhere"))
-        with crossing, mock.patch.object(Host, "empty", side_effect=AssertionError("memory for it")), Peak() as peak:
+        crossing = mock.patch.object(HostPool, "_copy", side_effect=AssertionError("a copy that goes nowhere"))
+        with crossing, mock.patch.object(HostPool, "empty", side_effect=AssertionError("memory for it")), Peak() as peak:
             optimizer = shard(
                 model, adamw(model), stage=stage, dtype=dtype, offload=offload, group=solo(), bucket_bytes=KIB * KIB
             )
@@ -326,7 +326,7 @@ def refused(rank, world, cap, options):
     held = accelerator.memory().allocated
     accelerator.reset_peak_memory()
     with simulated.without(*lacking), mock.patch.dict(os.environ, {"ACCELERATOR_MEMORY": cap} if cap else {}):
-        with mock.patch.object(Host, "empty", side_effect=AssertionError("allocated")) as empty:
+        with mock.patch.object(HostPool, "empty", side_effect=AssertionError("allocated")) as empty:
             try:
                 offload = {"pinned": True} if options.get("pinned") else "cpu"
                 shard(model, adamw(model), stage=2, offload=offload, timeout_s=20.0)
@@ -437,7 +437,7 @@ def three_steps(model, optimizer, rank):
     for step in range(3):
         send(model, optimizer, rank, step)
         optimizer.step()
-        kept = [*optimizer.parts.masters.shard.present(), *optimizer.parts.window.shares.shard.present()]
+        kept = [*optimizer.parts.masters.shard.present(), *optimizer.parts.window.grad_ops.shard.present()]
         optimizer.zero_grad()
     [pinned] = {tensor.is_pinned() for tensor in kept}
     return {name: weight.tolist() for name, weight in weights(model).items()}, pinned
@@ -452,9 +452,9 @@ def host_bytes(model, optimizer, rank):
     """What there is of shares on the host, and what was predicted."""
     send(model, optimizer, rank, 0)
     optimizer.step()
-    kept = [*optimizer.parts.masters.shard.present(), *optimizer.parts.window.shares.shard.present()]
+    kept = [*optimizer.parts.masters.shard.present(), *optimizer.parts.window.grad_ops.shard.present()]
     kept += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    budget = budget_of(optimizer.parts.line.layout, rank, num_moments(optimizer.parts.updater.inner))
+    budget = budget_of(optimizer.parts.layout_ref.layout, rank, num_moments(optimizer.parts.updater.inner))
     return sum(tensor.nbytes for tensor in kept), budget.host.total
 
 

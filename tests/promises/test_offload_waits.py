@@ -22,12 +22,12 @@ from tests.traces import copied
 from tests.zoo.case import filled
 from zero.comm.loopback import solo
 from zero.config.schema import LossScale
-from zero.memory.homes.host import Crossing, Host
+from zero.memory.homes.host import HostCopy, HostPool
 from zero.memory.masters import Masters
 from zero.memory.shard import Shard
 from zero.memory.staging import Staging
 from zero.sharding.optimizer import shard
-from zero.sharding.state_offload import Travel
+from zero.sharding.state_offload import StateOffloader
 
 NUM_SEEDS = 50
 
@@ -68,11 +68,11 @@ def test_fifty_random_orders_of_late_copies_race_nowhere_and_give_the_bits_of_no
 WAITS = {
     method.__name__
     for method in (
-        *(Stream.wait_stream, Stream.wait_event, Stream.synchronize, Crossing.finish, Crossing.wait, Crossing.hand_over),
-        *(Shard._take_in, Masters._get_back, Travel._finish),
+        *(Stream.wait_stream, Stream.wait_event, Stream.synchronize, HostCopy.finish, HostCopy.wait, HostCopy.release_source),
+        *(Shard._add_arrived, Masters._get_back, StateOffloader._finish),
     )
 }
-CLASSES = (Crossing, Host, Shard, Masters, Staging, Travel)
+CLASSES = (HostCopy, HostPool, Shard, Masters, Staging, StateOffloader)
 
 
 def is_wait(owner, statement):
@@ -122,7 +122,7 @@ def forgets_the_crossing(staging, buffer, crossing=None, give_back=Staging.give_
 
 
 KEPT = {
-    "Crossing keeps its ends": mock.patch.object(Crossing, "__init__", keeps_no_ends),
+    "Crossing keeps its ends": mock.patch.object(HostCopy, "__init__", keeps_no_ends),
     "Staging keeps the crossing": mock.patch.object(Staging, "give_back", forgets_the_crossing),
 }
 
@@ -159,11 +159,11 @@ def scenario(dtype, offload, make):
     options = {"stage": 2, "bucket_bytes": SMALL, "clip": 0.5, "dtype": dtype, "loss_scale": scale, "elementwise": True}
     options["kernels"] = "fused" if scale and make is torch.optim.AdamW else "torch"
     optimizer, found = shard(model, inner, group=solo(), offload=offload, **options), []
-    assert len(optimizer.parts.line.layout.buckets) >= 3
+    assert len(optimizer.parts.layout_ref.layout.buckets) >= 3
     for step, length in enumerate((1, 2, 3, 1)):
         for micro in range(length):
             send(model, optimizer, 0, step, micro)
-        found.append(len(optimizer.parts.window.shares.shard._coming) <= 2)  # of the six that were sent, at a time
+        found.append(len(optimizer.parts.window.grad_ops.shard._arriving) <= 2)  # of the six that were sent, at a time
         if step in (1, 2):
             model.layers[0].weight.grad.mul_(0.5)  # looks at a share that is still coming
         if step == 2:

@@ -95,7 +95,7 @@ def lose_it_in_the_update(rank, world, folder):
     optimizer = sharded(model)
     one_step(model, optimizer, rank, 0)
     zero.save(folder, optimizer)
-    optimizer.parts.torn = rank == 1
+    optimizer.parts.mid_update = rank == 1
     with pytest.raises(RanksDiffer, match=r"rank 1 was lost in the middle of a step.*Load a checkpoint"):
         optimizer.rebuild()
     zero.load(folder, optimizer)
@@ -159,7 +159,7 @@ def test_weights_that_differ_are_found_every_so_many_steps_and_named():
         model(torch.ones(1, 4)).sum().backward()
         with pytest.raises(RanksDiffer, match=r"ranks 0 and 1 have different bits in 1\.weight"):
             optimizer.step()
-        return optimizer.parts.window.settler.step
+        return optimizer.parts.window.sync.step
 
     assert run_ranks(2, program, time_limit_s=20.0) == [2, 2]
 
@@ -299,7 +299,7 @@ def flatten_on_a_device_that_promised_too_much(rank, world):
         simulated.configure(memory_bytes=held + 200_000)  # for gradients, and not for a bucket of them
         with pytest.raises(torch.OutOfMemoryError) as raised:
             model(torch.ones(1, 128, device="sim")).sum().backward()
-        assert optimizer.parts.window.since.broken_off  # as the other ranks will hear
+        assert optimizer.parts.window.state.backward_failed  # as the other ranks will hear
         return str(raised.value)
     finally:
         simulated.configure(memory_bytes=total)
@@ -615,7 +615,7 @@ def close_while_a_save_is_written(rank, world, folder):
     optimizer.close()
     path = saving.wait()
     with pytest.raises(GroupLost, match="it was closed"):
-        group.exchange(b"")
+        group.all_gather_bytes(b"")
     left = gloo_threads(others=before, until_gone=True)
     zero.load(path.parent, sharded(small()))
     return left

@@ -253,7 +253,7 @@ def test_a_parameter_of_three_buckets_is_summed_in_fp32_bit_for_bit(stage):
 
     def program(group, model):
         optimizer = shard(model, sgd(model), stage=stage, dtype=torch.bfloat16, bucket_bytes=2 * 96, group=group)
-        assert len(optimizer.parts.line.layout.buckets) == 3
+        assert len(optimizer.parts.layout_ref.layout.buckets) == 3
         model([gradients[group.rank]]).backward()
         optimizer.step()
         return whole_master(optimizer, 0)
@@ -277,7 +277,7 @@ def test_gradients_that_shall_travel_in_bf16_are_rounded_to_it_and_summed_in_fp3
         )
         model([gradients[group.rank]]).backward()
         optimizer.step()
-        return whole_master(optimizer, 0), optimizer.parts.window.reducer.flight.num_bytes
+        return whole_master(optimizer, 0), optimizer.parts.window.reducer.inflight.num_bytes
 
     for masters, num_bytes in on_loopback(world, lambda: Filled(numel), program):
         assert torch.equal(masters, -total)
@@ -348,7 +348,7 @@ def test_bucket_size_changes_no_bit_and_the_number_of_collectives_follows_from_i
         ledger = Ledger(group)
         optimizer = shard(model, sgd(model, 0.1), stage=stage, bucket_bytes=bucket_bytes, clip=1e9, group=ledger)
         for step in range(5):
-            ledger.phase = f"step {step}"
+            ledger.section = f"step {step}"
             real_loss(model(real_numbers((4, 8), "R08", group.rank, step))).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -498,7 +498,7 @@ def test_collectives_are_issued_in_one_order_on_all_ranks_whatever_the_order_of_
         for step in range(4):
             order = [(index * (1 + 2 * (group.rank % 2)) + step) % 4 for index in range(4)]
             ready.append(order)
-            ledger.phase = f"step {step}"
+            ledger.section = f"step {step}"
             whole_loss(model(draw(model, (2, 16), group.rank, step), order), group.size, step).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -624,8 +624,8 @@ class Slow(Ledger):
 def waits_of_backward(rank: int, world: int, stage: int) -> Any:
     import accelerators
     from accelerators import simulated
+    from zero.comm.connect import connect
     from zero.comm.group import TimeLimits
-    from zero.comm.torch_group import connect
 
     simulated.bring_up()
     with torch.device("sim:0"):
@@ -634,11 +634,11 @@ def waits_of_backward(rank: int, world: int, stage: int) -> Any:
     optimizer = shard(model, sgd(model, 1e-3), stage=stage, bucket_bytes=1024, group=ledger)
     found = []
     for step in range(3):
-        ledger.phase = f"backward {step}"
+        ledger.section = f"backward {step}"
         loss = whole_loss(model(draw(model, (2, 16), rank, step), range(4)), world, step)
         with simulated.recorded_waits() as waits:
             loss.backward()
-        ledger.phase = "step"
+        ledger.section = "step"
         optimizer.step()
         optimizer.zero_grad()
         found.append((len(ledger.rounds(f"backward {step}")), [(wait.waiter, wait.awaited) for wait in waits]))
@@ -696,20 +696,20 @@ def test_in_backward_nothing_waits_for_a_collective_and_a_host_only_for_its_own_
 def train_few_of_many(group: Any, model: nn.Module, stage: int) -> Any:
     ledger = Ledger(group)
     optimizer = shard(model, sgd(model), stage=stage, bucket_bytes=512, group=ledger)
-    layout = optimizer.parts.line.layout
+    layout = optimizer.parts.layout_ref.layout
     reached = {bucket for param in type(model).reached() for bucket in layout.buckets_of(param)}
     live = []
     for step in range(3):
-        ledger.phase = f"backward {step}"
+        ledger.section = f"backward {step}"
         model(like(model, whole_numbers((2, 3), "few", group.rank, step))).backward()
-        ledger.phase = f"settle {step}"
+        ledger.section = f"settle {step}"
         optimizer.settle()
-        live.append(optimizer.parts.window.shares.shard.num_bytes)
+        live.append(optimizer.parts.window.grad_ops.shard.num_bytes)
         used = sum(p.grad is not None for p in model.parameters())
-        ledger.phase = f"step {step}"
+        ledger.section = f"step {step}"
         optimizer.step()
         optimizer.zero_grad()
-        live.append(optimizer.parts.window.shares.shard.num_bytes)
+        live.append(optimizer.parts.window.grad_ops.shard.num_bytes)
     bytes_of_reached = sum(layout.buckets[bucket].span.numel * 4 for bucket in reached)
     return ledger, live, used, bytes_of_reached, len(reached), len(layout.buckets)
 
@@ -752,7 +752,7 @@ def test_with_the_head_registered_first_the_second_window_sends_as_gradients_com
         optimizer = shard(model, sgd(model, 1e-3), stage=stage, bucket_bytes=4 * numel, group=ledger)
         waiting = []
         for step in range(3):
-            ledger.phase = f"backward {step}"
+            ledger.section = f"backward {step}"
             loss = whole_loss(model(draw(model, (2, 24), group.rank, step)), group.size, step)
             open_rounds: list[int] = []
             rounds = optimizer.parts.window.reducer._rounds
@@ -762,7 +762,7 @@ def test_with_the_head_registered_first_the_second_window_sends_as_gradients_com
             for handle in handles:
                 handle.remove()
             waiting.append(max(open_rounds))
-            ledger.phase = f"step {step}"
+            ledger.section = f"step {step}"
             optimizer.step()
             optimizer.zero_grad()
         return ledger, waiting

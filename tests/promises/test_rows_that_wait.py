@@ -82,7 +82,7 @@ BETWEEN = (None, twice, clip, edit, remove, look, settle_and_send, to_zeros_and_
 
 def gradients_of(model, optimizer):
     """Without their being wanted, which would change the next window."""
-    shard = optimizer.parts.window.shares.shard
+    shard = optimizer.parts.window.grad_ops.shard
     before = list(shard._wanted)
     found = [optimizer.whole_grad(param) for param in model.parameters()]
     shard._wanted[:] = before
@@ -98,7 +98,7 @@ def train(rank, world, stage, dtype, kernels, between, **options):
         if between is not None:
             between(model, optimizer, rank, step)
         optimizer.settle()
-        waiting.append(len(optimizer.parts.window.shares.shard.waiting))
+        waiting.append(len(optimizer.parts.window.grad_ops.shard.deferred))
         optimizer.step()
         grads.append((optimizer.grad_norm, gradients_of(model, optimizer)))
         optimizer.zero_grad()
@@ -114,7 +114,7 @@ def assert_same(ours, theirs, between, rtol=0.0, atol=0.0):
 @contextlib.contextmanager
 def nothing_waits():
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Shard, "may_hold", lambda *_: False)
+        patched.setattr(Shard, "can_defer", lambda *_: False)
         yield
 
 
@@ -223,8 +223,8 @@ def hold(rank, world, kernels, dtype):
     model, optimizer = sharded_later(2, dtype, kernels)
     send(model, rank, 0)
     optimizer.settle()
-    shard, reducer = optimizer.parts.window.shares.shard, optimizer.parts.window.reducer
-    held = len(shard.waiting), shard.num_bytes, reducer.num_staging_bytes
+    shard, reducer = optimizer.parts.window.grad_ops.shard, optimizer.parts.window.reducer
+    held = len(shard.deferred), shard.num_bytes, reducer.num_staging_bytes
     optimizer.close()
     return held, reducer.staging.borrowed
 
@@ -274,7 +274,7 @@ def go_on(rank, world, kernels):
     for number in range(2):
         send(model, rank, number)
         optimizer.settle()
-        waiting = len(optimizer.parts.window.shares.shard.waiting)
+        waiting = len(optimizer.parts.window.grad_ops.shard.deferred)
         optimizer.rebuild()
         for step in range(3):
             send(model, rank, 10 * number + step)
@@ -296,7 +296,7 @@ def test_a_rebuild_lets_go_of_what_waits(kernels):
 def send_often(rank, world, kernels, often):
     """The most bytes of gradients and buffers in each window of so many backwards that nobody declared."""
     model, optimizer = sharded(2, "bfloat16", kernels)
-    shard, staging, most = optimizer.parts.window.shares.shard, optimizer.parts.window.reducer.staging, []
+    shard, staging, most = optimizer.parts.window.grad_ops.shard, optimizer.parts.window.reducer.staging, []
     for step, number in enumerate(often):
         most.append(0)
         for micro in range(number):
@@ -322,7 +322,7 @@ def test_several_backwards_take_memory_for_waiting_only_after_a_single_one(kerne
 def add_after_settling(rank, world, kernels):
     """The most bytes of gradients and buffers by window: the last of four goes on after it was settled."""
     model, optimizer = sharded(1, "bfloat16", kernels, accumulation=2)
-    shard, staging, most = optimizer.parts.window.shares.shard, optimizer.parts.window.reducer.staging, []
+    shard, staging, most = optimizer.parts.window.grad_ops.shard, optimizer.parts.window.reducer.staging, []
     borrow = staging.borrow
 
     def counted(*arguments):
@@ -338,7 +338,7 @@ def add_after_settling(rank, world, kernels):
             send(model, rank, 2 * window + micro)
         if window == 3:
             optimizer.settle()
-            waiting = len(shard.waiting)
+            waiting = len(shard.deferred)
             with optimizer.no_sync():
                 send(model, rank, 20)
             send(model, rank, 21)
@@ -361,11 +361,11 @@ def run_out_of_memory(rank, world, kernels):
     model, optimizer = sharded_later(2, "bfloat16", kernels)
     send(model, rank, 0)
     optimizer.settle()
-    shard, reducer = optimizer.parts.window.shares.shard, optimizer.parts.window.reducer
-    make, shard.make = shard.make, _refuse
+    shard, reducer = optimizer.parts.window.grad_ops.shard, optimizer.parts.window.reducer
+    make, shard.allocate = shard.allocate, _refuse
     with pytest.raises(MemoryError):
-        shard.share(next(iter(shard.waiting)))
-    shard.make = make
+        shard.share(next(iter(shard.deferred)))
+    shard.allocate = make
     found = [optimizer.whole_grad(model[2].weight)]
     optimizer.zero_grad()
     borrowed = reducer.staging.borrowed
@@ -439,7 +439,7 @@ def test_for_a_step_that_wants_sums_nothing_waits(inner):
     for _ in range(3):
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.settle()
-        assert not optimizer.parts.window.shares.shard.waiting
+        assert not optimizer.parts.window.grad_ops.shard.deferred
         optimizer.step()
         optimizer.zero_grad()
 
@@ -453,7 +453,7 @@ def test_a_weight_of_the_micro_batch_is_taken_off_what_waits_too(kernels):
             optimizer.weight(3.0)
             send(model, 0, 0)
             optimizer.settle()
-            waited = len(optimizer.parts.window.shares.shard.waiting) > 0
+            waited = len(optimizer.parts.window.grad_ops.shard.deferred) > 0
             optimizer.step()
             found.append((waited, gradients_of(model, optimizer), optimizer.state_dict()["masters"]))
             optimizer.close()
@@ -485,7 +485,7 @@ def test_what_is_finite_only_with_its_factor_is_finite_also_where_it_waits(kerne
     for _ in range(3):
         model.weight.backward(torch.full_like(model.weight, 2.0**70))
         optimizer.settle()
-        found.append(len(optimizer.parts.window.shares.shard.waiting))
+        found.append(len(optimizer.parts.window.grad_ops.shard.deferred))
         optimizer.step()
         optimizer.zero_grad()
         assert optimizer.grad_norm == WIDTH * 2.0**30

@@ -167,16 +167,16 @@ def test_a_thousand_norms_cost_one_collective(stage):
         optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, group=ledger)
         sum((p * (group.rank + 1)).sum() for p in model).backward()
         optimizer.settle()
-        ledger.phase = "norms"
+        ledger.section = "norms"
         norms = [p.grad.norm().item() for p in model]
         assert len(ledger.of("norms")) == 1
-        ledger.phase = "again"
+        ledger.section = "again"
         assert [p.grad.norm().item() for p in model] == norms
         assert ledger.of("again") == []
-        ledger.phase = "of another kind"
+        ledger.section = "of another kind"
         assert all(p.grad.norm(float("inf")).item() == 1.5 for p in model)
         assert len(ledger.of("of another kind")) == 1
-        ledger.phase = "after a change"
+        ledger.section = "after a change"
         model[7].grad.mul_(2)
         assert model[7].grad.norm().item() == pytest.approx(2 * norms[7])
         assert model[8].grad.norm().item() == norms[8]

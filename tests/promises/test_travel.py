@@ -19,8 +19,8 @@ from tests.promises.loops import alone, one_step, same, weights
 from tests.promises.offloads import DTYPES, SHARDED, bits, difference, grads, on_sim, send
 from tests.zoo.case import draw, real_loss
 from zero.config.schema import Offload
-from zero.memory.homes.host import Host
-from zero.sharding.state_offload import STATES, Travel
+from zero.memory.homes.host import HostPool
+from zero.sharding.state_offload import STATES, StateOffloader
 
 DEEPSPEEDS = {
     "masters": "hp_params",
@@ -105,8 +105,8 @@ def bytes_by_state(model, optimizer, rank):
     expected = {
         "masters": sum(share.nbytes for bucket, share in shares.shares.items() if optimizer.parts.masters.is_copy(bucket)),
         "moments": sum(value.nbytes for entries in state for value in entries.values() if value.dim()),
-        "gradients": optimizer.parts.window.shares.shard.num_bytes,
-        "weights": sum(chunk.nbytes for chunk in optimizer.parts.gatherer._weights.chunks),
+        "gradients": optimizer.parts.window.grad_ops.shard.num_bytes,
+        "weights": sum(chunk.nbytes for chunk in optimizer.parts.publisher._weights.chunks),
         "buffers": sum(b.nbytes for free in optimizer.parts.window.reducer.staging._free.values() for b, _, _ in free),
     }
     start, found = allocated(), {}
@@ -140,7 +140,7 @@ def used_while_away(model, optimizer, rank):
     said = {}
 
     def note(name, call):
-        with mock.patch.object(optimizer.parts.window.settler, "agree", side_effect=AssertionError("something was sent")):
+        with mock.patch.object(optimizer.parts.window.sync, "synchronize", side_effect=AssertionError("something was sent")):
             with pytest.raises(ValueError, match=IS_AWAY):
                 call()
         said[name] = True
@@ -301,18 +301,18 @@ def fail_half_way(model, optimizer, rank, fails):
         before = bits(model, optimizer)
         if fails:
             try:
-                with fail_at(Host, "empty", 2):
+                with fail_at(HostPool, "empty", 2):
                     optimizer.offload_states(state)
             except torch.OutOfMemoryError:
-                assert not optimizer.parts.travel.is_away
+                assert not optimizer.parts.offloader.is_away
                 assert difference(bits(model, optimizer), before) is None
             optimizer.offload_states(state)
             for number in (2, 1):
                 try:
-                    with fail_at(Travel, "_up", number):
+                    with fail_at(StateOffloader, "_up", number):
                         optimizer.reload_states()
                 except torch.OutOfMemoryError:
-                    assert optimizer.parts.travel.is_away
+                    assert optimizer.parts.offloader.is_away
                     with pytest.raises(ValueError, match=IS_AWAY):
                         optimizer.step()
             optimizer.reload_states()
@@ -407,11 +407,11 @@ def test_what_was_assigned_to_data_travels_as_it_is_and_is_an_edit_as_if_nothing
 def does_not_suffice(model, optimizer, rank):
     one_step(model, optimizer)
     device, host, states = accelerators.get("sim"), accelerators.get("cpu"), ["masters", "moments"]
-    before, needed, reading = device.memory().allocated, optimizer.parts.travel.num_bytes(states), host.memory()
+    before, needed, reading = device.memory().allocated, optimizer.parts.offloader.num_bytes(states), host.memory()
     with mock.patch.object(type(host), "memory", return_value=replace(reading, available=needed - 1)):
         with pytest.raises(MemoryError, match=rf"offload_states.* needs {needed} bytes.* but {needed - 1} .*Include fewer"):
             optimizer.offload_states(states)
-        assert not optimizer.parts.travel.is_away
+        assert not optimizer.parts.offloader.is_away
     with mock.patch.object(type(host), "memory", return_value=replace(reading, available=needed)):
         optimizer.offload_states(states)
     return before - device.memory().allocated == needed > 0

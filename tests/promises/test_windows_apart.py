@@ -13,7 +13,7 @@ from tests.zoo.case import filled
 from zero.comm.loopback import run_ranks
 from zero.engine.engine import Engine
 from zero.errors import GroupLost, NonFinite, RankFailed, RanksDiffer
-from zero.runtime.step.publisher import Gatherer
+from zero.runtime.step.publisher import WeightPublisher
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 TIME_LIMIT_S = 20.0
@@ -133,7 +133,7 @@ def test_ranks_that_ask_for_different_parameters_are_told_and_get_nothing(what, 
 def test_an_error_while_weights_are_gathered_counts_as_one_of_the_update():
     def program(group):
         model, optimizer = sharded(group, 2)
-        finish = Gatherer.finish
+        finish = WeightPublisher.wait
 
         def interrupted(gatherer, used):
             finish(gatherer, used)
@@ -142,7 +142,7 @@ def test_an_error_while_weights_are_gathered_counts_as_one_of_the_update():
 
         send(model, group.rank, 0)
         parts = optimizer.parts
-        with mock.patch.object(parts.gatherer, "finish", lambda used: interrupted(parts.gatherer, used)):
+        with mock.patch.object(parts.publisher, "wait", lambda used: interrupted(parts.publisher, used)):
             if group.rank == 1:
                 with pytest.raises(Trouble):
                     optimizer.step()

@@ -16,9 +16,9 @@ from tests.grid import BUCKET_NUMEL
 from tests.oracle import DynamicScale, StaticScale, Trace, compare, reference, train
 from tests.zoo import CASES
 from tests.zoo.case import Case
+from zero.comm.connect import connect
 from zero.comm.group import TimeLimits
 from zero.comm.loopback import LoopbackGroup, run_ranks
-from zero.comm.torch_group import connect
 from zero.config.schema import LossScale
 from zero.memory.formats import sum_dtype
 from zero.sharding.optimizer import ShardedOptimizer, shard
@@ -60,14 +60,14 @@ def whole_master(optimizer: ShardedOptimizer, param: int) -> torch.Tensor:
     """What the optimizer updates of one parameter, whole on every rank; a collective."""
     parts = optimizer.parts
     own = {piece: master.detach() for piece, master in parts.masters.of(param)}
-    return parts.window.shares.whole(param, own.__getitem__, sum_dtype(parts.params.tensors[param].dtype))
+    return parts.window.grad_ops.whole(param, own.__getitem__, sum_dtype(parts.params.tensors[param].dtype))
 
 
 def masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     """The whole fp32 copies of what is stored in less; a collective."""
     parts, found = optimizer.parts, {}
     for index, (name, tensor) in enumerate(zip(parts.params.names, parts.params.tensors, strict=True)):
-        if sum_dtype(tensor.dtype) == tensor.dtype or parts.line.layout.slots[index] is None:
+        if sum_dtype(tensor.dtype) == tensor.dtype or parts.layout_ref.layout.slots[index] is None:
             continue
         master = whole_master(optimizer, index)
         if torch.equal(tensor.detach(), master.to(tensor.dtype)):  # else an edit waits to be adopted by the next step

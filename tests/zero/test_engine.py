@@ -623,8 +623,8 @@ def train_engines(group, settings, num_steps=4):
 @pytest.mark.promise("E03")
 def test_three_engines_of_one_process_train_as_each_alone():
     alone = [[run[0] for run in run_ranks(2, lambda group, one=one: train_engines(group, [one]))] for one in THREE]
-    for rank, together in enumerate(run_ranks(2, lambda group: train_engines(group, THREE))):
-        for found, single in zip(together, alone, strict=True):
+    for rank, run_on_all in enumerate(run_ranks(2, lambda group: train_engines(group, THREE))):
+        for found, single in zip(run_on_all, alone, strict=True):
             assert same_bits(found, single[rank])
 
 

@@ -16,7 +16,7 @@ from zero.comm.loopback import run_ranks, solo
 from zero.config.schema import Batch, LossScale, OptimizerSpec, ZeroConfig
 from zero.engine.engine import Engine
 from zero.memory.masters import Masters
-from zero.runtime.reduce.inflight import Flight
+from zero.runtime.reduce.inflight import InflightReductions
 from zero.runtime.step.updater import Updater
 from zero.sharding.optimizer import ShardedOptimizer
 
@@ -139,18 +139,18 @@ def change(monkeypatch, owner, name, changed):
 def keeping(change):
     """A sum is kept times what `change` makes of its bucket and factor."""
 
-    def land(really, flight, keep):
-        factor, bucket = flight.factor, flight._rounds[0][0]
-        flight.factor = change(bucket, factor)
-        really(flight, keep)
-        flight.factor = factor
+    def retire(really, inflight, keep):
+        factor, bucket = inflight.factor, inflight._in_flight[0][0]
+        inflight.factor = change(bucket, factor)
+        really(inflight, keep)
+        inflight.factor = factor
 
-    return land
+    return retire
 
 
 FAULTS = {
-    "a round is lost": (Flight, "_land", keeping(lambda bucket, factor: factor if bucket else 0.0)),
-    "divided twice": (Flight, "_land", keeping(lambda bucket, factor: factor / 2)),
+    "a round is lost": (InflightReductions, "_retire", keeping(lambda bucket, factor: factor if bucket else 0.0)),
+    "divided twice": (InflightReductions, "_retire", keeping(lambda bucket, factor: factor / 2)),
     "the engine divides once more": (
         Engine, "backward", lambda backward, engine, loss, **options: backward(engine, loss / 2, **options),
     ),
@@ -246,13 +246,13 @@ def subject(rank, num_ranks):
                 optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), config={"zero_optimization": {"stage": 2}})
 
 def broken():
-    from zero.runtime.reduce.inflight import Flight
-    land = Flight._land
+    from zero.runtime.reduce.inflight import InflightReductions
+    land = InflightReductions._retire
     def halved(flight, keep):
         flight.factor /= 2
         land(flight, keep)
         flight.factor *= 2
-    Flight._land = halved
+    InflightReductions._retire = halved
     return subject(0, 1)
 
 def careless(rank, num_ranks):

@@ -17,7 +17,7 @@ from zero.config.schema import LossScale
 from zero.engine.engine import Engine
 from zero.plan.costs import cost_of
 from zero.runtime.profiling import STOPS
-from zero.sharding.memory_usage import held
+from zero.sharding.memory_usage import measured_bytes
 from zero.sharding.optimizer import ShardedOptimizer, shard
 
 building = threading.Lock()  # ranks that are threads share torch's generators
@@ -34,7 +34,7 @@ def read(path):
 def train(group, path, **options):
     model = real_mlp()
     optimizer = shard(model, adamw(model), group=group, bucket_bytes=64, **{"stage": 2, **options})
-    with zero.Records(path, optimizer) as records:
+    with zero.MetricsWriter(path, optimizer) as records:
         for step in range(3):
             with records.timing("forward"):
                 loss = real_loss(model(draw(model, (3, 4), group.rank, step, real=True)))
@@ -42,7 +42,7 @@ def train(group, path, **options):
             optimizer.step()
             optimizer.zero_grad()
             records.write(loss=step + 0.5)
-    found = optimizer.grad_norm, optimizer.parts.window.reducer.flight.num_bytes, held(optimizer.parts)
+    found = optimizer.grad_norm, optimizer.parts.window.reducer.inflight.num_bytes, measured_bytes(optimizer.parts)
     optimizer.close()
     return found
 
@@ -69,7 +69,7 @@ def test_an_engine_is_timed_from_forward_to_publish_and_its_loss_scale_is_told(t
     model = real_mlp()
     scale = LossScale(initial=8.0)
     engine = Engine(shard(model, adamw(model), stage=2, group=solo(), dtype="float16", loss_scale=scale))
-    with zero.Records(tmp_path / "records.jsonl", engine) as records:
+    with zero.MetricsWriter(tmp_path / "records.jsonl", engine) as records:
         engine.backward(real_loss(engine(draw(model, (3, 4), 0, 0, real=True))))
         engine.step()
         told = records.write()
@@ -125,7 +125,7 @@ def test_a_deepspeed_file_has_each_step_of_the_engine_written_for_tensorboard_by
 
 def test_numbers_of_a_record_go_to_tensorboard_where_that_is_asked_for(tmp_path, boards):
     model, optimizer = alone(make=adamw)
-    with zero.Records(tmp_path / "records.jsonl", optimizer, tensorboard=tmp_path / "board") as records:
+    with zero.MetricsWriter(tmp_path / "records.jsonl", optimizer, tensorboard=tmp_path / "board") as records:
         backward(optimizer, real_loss(model(draw(model, (3, 4), 0, 0, real=True))))
         optimizer.step()
         told = records.write(loss=0.25, note="no number", ranks=[1, 2])
@@ -140,7 +140,7 @@ def test_tensorboard_that_is_not_there_is_named_before_anything_is_written(tmp_p
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     _, optimizer = alone(make=adamw)
     with pytest.raises(ValueError, match=r"pip install 'zero-accelerators\[tensorboard\]'"):
-        zero.Records(tmp_path / "records.jsonl", optimizer, tensorboard=tmp_path)
+        zero.MetricsWriter(tmp_path / "records.jsonl", optimizer, tensorboard=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -153,10 +153,10 @@ def test_what_is_held_is_what_was_predicted(stage, dtype):
         for step in range(2):
             backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, step, real=True))))
             optimizer.settle()
-            gradients = held(optimizer.parts).device.gradients
+            gradients = measured_bytes(optimizer.parts).device.gradients
             optimizer.step()
             optimizer.zero_grad()
-        now, cost = held(optimizer.parts), cost_of(optimizer.parts.line.layout, stage, group.size, group.rank)
+        now, cost = measured_bytes(optimizer.parts), cost_of(optimizer.parts.layout_ref.layout, stage, group.size, group.rank)
         optimizer.close()
         return now.weights, gradients, now.device.masters, now.device.moments, now.buckets, cost
 
@@ -174,10 +174,10 @@ def test_gradients_that_wait_for_the_last_backward_are_held_as_predicted(stage, 
         optimizer = shard(model, adamw(model), stage=stage, dtype=dtype, group=group, bucket_bytes=64, accumulation=3)
         found = []
         for micro in range(3):
-            found.append(held(optimizer.parts).device.gradients)
+            found.append(measured_bytes(optimizer.parts).device.gradients)
             backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, micro, real=True))))
         whole = sum(4 * param.numel() for param in model.parameters())
-        cost = cost_of(optimizer.parts.line.layout, stage, group.size, group.rank, accumulation=3)
+        cost = cost_of(optimizer.parts.layout_ref.layout, stage, group.size, group.rank, accumulation=3)
         optimizer.close()
         return found, whole, cost.device.gradients
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests import ranks
 from zero.comm.loopback import solo
-from zero.optim.skip_dynamo import without_compiler
+from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.sharding.optimizer import shard
 
 TRAINED = """
@@ -67,7 +67,7 @@ def test_where_the_compiler_is_loaded_already_it_stays_told():
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
     method = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     told = dict(vars(method))
-    with without_compiler():
+    with skip_dynamo_import():
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
         assert vars(method) == told != {}
     assert vars(method) == told
@@ -87,7 +87,7 @@ def test_two_threads_that_make_optimizers_at_once_leave_nothing_and_raise_nothin
     inside = threading.Barrier(2)
 
     def make(_):
-        with without_compiler():
+        with skip_dynamo_import():
             inside.wait(10.0)
 
     monkeypatch.setattr("zero.optim.skip_dynamo.hasattr", lambda *_: False, raising=False)  # neither sees the other's mark
@@ -98,7 +98,7 @@ def test_two_threads_that_make_optimizers_at_once_leave_nothing_and_raise_nothin
 
 def test_a_method_that_takes_no_marks_is_left_alone(untold, monkeypatch):
     monkeypatch.setattr(torch.optim.Optimizer, "add_param_group", [].append)
-    with without_compiler():
+    with skip_dynamo_import():
         pass
 
 

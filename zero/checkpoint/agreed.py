@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 def agreed(group: Group, what: str, act: Callable[[], Result]) -> Result:
     """What `act` gives. Where it fails on some ranks all of them raise, and say the same."""
-    group.note(f"in {what.lower()}")
+    group.set_phase(f"in {what.lower()}")
     error, result = None, None
     try:
         result = act()
@@ -31,7 +31,7 @@ def agreed(group: Group, what: str, act: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def asked_alike(group: Group, what: str, **asked: Any) -> None:
+def require_same_args(group: Group, what: str, **asked: Any) -> None:
     """Raises on all ranks where they call it with different arguments."""
     texts = exchange_texts(group, json.dumps(asked))
     for rank, text in enumerate(texts):

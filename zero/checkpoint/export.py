@@ -16,7 +16,7 @@ from safetensors import safe_open
 from zero.checkpoint import disk, values
 from zero.checkpoint.folder import Folder, check_file, read_manifest
 from zero.checkpoint.manifest import VALUE, Manifest
-from zero.checkpoint.progress_bar import Bar
+from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.reader import Lines
 from zero.checkpoint.tensor_files import write_stream
 from zero.memory.formats import bytes_of
@@ -45,7 +45,7 @@ def export(
     _check_asked(Path(os.fspath(out)), shard_bytes, dtype)
     folder = Folder.at(directory).find(tag)
     manifest = read_manifest(folder)
-    with Bar(f"checking {folder.name}", sum(file.num_bytes for file in manifest.files)) as bar:
+    with ProgressBar(f"checking {folder.name}", sum(file.num_bytes for file in manifest.files)) as bar:
         for number in range(len(manifest.files)):
             check_file(folder, manifest, number, bar.advance)
     lines = Lines(folder, manifest)
@@ -102,7 +102,7 @@ class _Exporting:
         if modules:
             metadata[_MODULES] = json.dumps(values.encode(modules, "modules"))
         total = sum(map(_num_bytes, sizes.values()))
-        with Bar(f"writing {out.name}", total) as bar:
+        with ProgressBar(f"writing {out.name}", total) as bar:
             if shard_bytes is None:
                 out.parent.mkdir(parents=True, exist_ok=True)
                 self._write(out, sizes, metadata, bar)
@@ -118,7 +118,7 @@ class _Exporting:
             disk.replace(out / INDEX, json.dumps(index, indent=2))
             return [*(out / name for name in sorted(set(places.values()))), out / INDEX]
 
-    def _write(self, path: Path, sizes: Sizes, metadata: Mapping[str, str], bar: Bar) -> None:
+    def _write(self, path: Path, sizes: Sizes, metadata: Mapping[str, str], bar: ProgressBar) -> None:
         beside = path.with_name(f".{path.name}.saving")
         beside.unlink(missing_ok=True)
         try:

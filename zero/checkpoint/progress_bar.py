@@ -10,7 +10,7 @@ from typing import Any
 _AFTER_S = 2.0  # what is done by then needs no bar
 
 
-class Bar:
+class ProgressBar:
     """Shows nothing in the first seconds, and nothing where nobody looks."""
 
     def __init__(self, what: str, total: int, wanted: bool = True, unit: str = "bytes") -> None:
@@ -44,7 +44,7 @@ class Bar:
         self._task = self._shown.add_task(self._what, total=self._total)
         self._shown.start()
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *_: object) -> None:

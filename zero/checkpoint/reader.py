@@ -11,7 +11,7 @@ import torch
 from zero.checkpoint.manifest import ANOTHER, VALUE, Manifest, buffer_key, key_of
 from zero.checkpoint.tensor_files import TensorFiles
 from zero.errors import BadCheckpoint
-from zero.memory.formats import Form, dtype_named
+from zero.memory.formats import ParamFormat, dtype_named
 from zero.plan.spans import Span
 
 
@@ -21,14 +21,17 @@ class Lines:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._manifest = manifest
         self._files = TensorFiles(folder, [file.name for file in manifest.files])
-        self._turned: tuple[tuple[str, str, Form] | None, torch.Tensor] = None, torch.empty(0)  # what was last asked for so
+        self._turned: tuple[tuple[str, str, ParamFormat] | None, torch.Tensor] = (
+            None,
+            torch.empty(0),
+        )  # what was last asked for so
 
-    def copy(self, name: str, what: str, form: Form, span: Span, target: torch.Tensor) -> None:
+    def copy(self, name: str, what: str, form: ParamFormat, span: Span, target: torch.Tensor) -> None:
         """Copies a stretch of a parameter, or of an entry of its state, as it lies in a slot of this form."""
         stored = self._manifest.parameters[name]
         if stored.order != form.order:
             if self._turned[0] != (name, what, form):  # once for all of its pieces
-                self._turned = (name, what, form), form.line(self.whole(name, what))
+                self._turned = (name, what, form), form.flatten(self.whole(name, what))
             target.copy_(self._turned[1][span.start : span.stop])
             return
         dtype = self._dtype_of(name, what)
@@ -57,9 +60,9 @@ class Lines:
         """All of a parameter, or of an entry of its state, in its shape."""
         stored = self._manifest.parameters[name]
         line = torch.empty(stored.numel, dtype=self._dtype_of(name, what))
-        form = Form(stored.shape, stored.order)
+        form = ParamFormat(stored.shape, stored.order)
         self.copy(name, what, form, Span(0, stored.numel), line)
-        return form.shaped(line)
+        return form.unflatten(line)
 
     def buffer(self, name: str) -> torch.Tensor:
         told = self._manifest.buffers[name]

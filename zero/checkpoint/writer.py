@@ -20,7 +20,7 @@ import torch
 from zero.checkpoint import disk
 from zero.checkpoint.folder import Folder, file_of
 from zero.checkpoint.manifest import File, Manifest, Outline, Part, merged
-from zero.checkpoint.progress_bar import Bar
+from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.tensor_files import write_tensors
 from zero.comm.exchange import exchange_texts
 from zero.comm.group import Group
@@ -32,13 +32,13 @@ _LOOK_EVERY_S = 0.02
 
 
 @dataclass(frozen=True)
-class Cargo:
+class ShardPayload:
     """What one rank writes."""
 
     part: Part
     tensors: Mapping[str, torch.Tensor]
 
-    def copied(self) -> Cargo:
+    def copied(self) -> ShardPayload:
         """In host memory that nobody else changes."""
         return replace(self, tensors={key: tensor.to("cpu", copy=True) for key, tensor in self.tensors.items()})
 
@@ -68,10 +68,10 @@ class Writer:
     size: int
     timeout_s: float
 
-    def write(self, cargo: Cargo) -> None:
+    def write(self, cargo: ShardPayload) -> None:
         own = self.place / file_of(self.rank)
         try:
-            with Bar(f"saving {self.tag}", cargo.num_bytes, self.rank == 0) as bar:
+            with ProgressBar(f"saving {self.tag}", cargo.num_bytes, self.rank == 0) as bar:
                 size, found = write_tensors(own, cargo.tensors, bar.advance)
             part = replace(cargo.part, file=File(own.name, size, found))
             disk.write(_unseen(self._part_of(self.rank)), [part.text().encode()])
@@ -133,7 +133,7 @@ def _unseen(path: Path) -> Path:
     return path.with_name(f".{path.name}")
 
 
-class Saving:
+class PendingSave:
     """A checkpoint that is being written, or was. `path` is where it will be once it is complete."""
 
     def __init__(self, path: Path, group: Group, work: Callable[[], None], in_background: bool) -> None:
@@ -141,7 +141,7 @@ class Saving:
         self._group = group
         self._work: Callable[[], None] | None = work
         self._error: Exception | None = None
-        self.told = False  # on all ranks, how it went
+        self.reported = False  # on all ranks, how it went
         self._then: Callable[[], None] | None = None
         self._failure: CheckpointFailed | None = None
         self._thread: threading.Thread | None = None
@@ -165,9 +165,9 @@ class Saving:
         """True when `wait` would not wait for this rank's writing. No collective."""
         return self._thread is None or not self._thread.is_alive()
 
-    def when_told(self, act: Callable[[], None]) -> None:
+    def on_reported(self, act: Callable[[], None]) -> None:
         """Has this done once all ranks were told: now, if they were."""
-        if self.told:
+        if self.reported:
             act()
         else:
             self._then = act
@@ -177,13 +177,13 @@ class Saving:
         the first time."""
         if self._failure is not None:
             raise self._failure
-        if self.told:
+        if self.reported:
             return self.path
         if self._thread is not None:
             self._thread.join()
         error = self._error
         texts = exchange_texts(self._group, "" if error is None else f"{type(error).__name__}: {error}")
-        self.told = True
+        self.reported = True
         if self._then is not None:
             self._then()
         told = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]

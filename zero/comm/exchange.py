@@ -15,13 +15,13 @@ Result = TypeVar("Result")
 
 def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
     """Every rank's message, by rank; where ranks came for different subjects, all of them raise."""
-    told = [theirs.split(b"\0", 1) for theirs in group.exchange(subject.encode() + b"\0" + message)]
+    told = [theirs.split(b"\0", 1) for theirs in group.all_gather_bytes(subject.encode() + b"\0" + message)]
     first = told[0][0]
     for rank, (theirs, *_) in enumerate(told):
         if theirs != first:
             came = [
                 f"{subject.decode(errors='replace')}{f' ({place.decode()})' if place else ''}"
-                for (subject, *_), place in zip(told, group.exchange(group.doing.encode()), strict=True)
+                for (subject, *_), place in zip(told, group.all_gather_bytes(group.phase.encode()), strict=True)
             ]
             raise RanksDiffer(
                 f"Rank {rank} of {group.size} came to {came[rank]}, rank 0 to {came[0]}. All ranks must call step, zero_grad, "
@@ -47,16 +47,16 @@ def first_difference(first: str, other: str, rank: int) -> str:
     return "they have the same parameters, in other places"
 
 
-def together(group: Group, act: Callable[[], Result]) -> Result:
+def run_on_all(group: Group, act: Callable[[], Result]) -> Result:
     """What `act` gives; where it fails on one rank, all of them raise, so that none waits for what will not come."""
     try:
         result = act()
     except Exception as error:
         with contextlib.suppress(ZeroError):
-            group.exchange(b"\1")
+            group.all_gather_bytes(b"\1")
             exchange_texts(group, f"{type(error).__name__}: {error}")
         raise
-    if any(message != b"\0" for message in group.exchange(b"\0")):
+    if any(message != b"\0" for message in group.all_gather_bytes(b"\0")):
         for rank, text in enumerate(exchange_texts(group, "")):
             if text:
                 raise RankFailed(f"Rank {rank} of {group.size} could not do its part of the sharding, so nobody did: {text}")

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 
 from zero.comm.group import Pending
-from zero.comm.results import Alone, Ready, sum_in_rank_order
+from zero.comm.results import CompletedResult, SingleRankResult, sum_in_rank_order
 
 
 class _Sent:
     """A round of a rank that keeps pace with the others: it is over when the next one is sent."""
 
-    def __init__(self, owner: Rehearsal, finish: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, owner: FakeGroup, finish: Callable[[], torch.Tensor]) -> None:
         self._owner, self._finish = owner, finish
         self._number = owner.num_sent = owner.num_sent + 1
 
@@ -24,12 +24,15 @@ class _Sent:
         return self._finish()
 
 
-class Rehearsal:
+class FakeGroup:
     """Rank 0 of `size` ranks, all alike and in pace. What it is sent is what it sends, in memory of its own as with a group
     that exchanges the pieces of a bucket; so a training with it holds, from moment to moment, what a real one does."""
 
     rank = 0
     doing = ""
+
+    shared_host_memory = None
+    phase = ""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -37,23 +40,23 @@ class Rehearsal:
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
-            return Alone(bucket, sum_dtype)
+            return SingleRankResult(bucket, sum_dtype)
         pieces = bucket.clone()
         return _Sent(self, lambda: sum_in_rank_order(pieces, self.size, sum_dtype))
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
-            return Alone(bucket, sum_dtype)
+            return SingleRankResult(bucket, sum_dtype)
         total = bucket.to(sum_dtype, copy=True)
         return _Sent(self, lambda: total)
 
     def all_gather(self, bucket: torch.Tensor) -> Pending:
-        return Ready(bucket)
+        return CompletedResult(bucket)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
-        return Ready(tensor)
+        return CompletedResult(tensor)
 
-    def exchange(self, message: bytes) -> list[bytes]:
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
         return [message] * self.size
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -64,10 +67,10 @@ class Rehearsal:
 
     # Nobody is there to be told, waited for or lost.
 
-    def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
+    def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
         pass
 
-    def hurry(self) -> None:
+    def end_warmup(self) -> None:
         pass
 
     def reconnect(self, base: object) -> None:

@@ -30,6 +30,17 @@ class Pending(Protocol):
         """The result, usable on the current stream; on host tensors it is there when this returns."""
 
 
+class SharedHostMemory(Protocol):
+    """What the ranks of a group see of each other's host memory."""
+
+    def rank0_view(self, memory: torch.Tensor) -> contextlib.AbstractContextManager[torch.Tensor]:
+        """What rank 0 has in its memory of `staging`, for all to read: that is not lent again before all have left this. A
+        collective."""
+
+    def trim(self) -> None:
+        """Gives the system what of `staging` is not lent."""
+
+
 class Group(Protocol):
     """The ranks that train together.
 
@@ -41,8 +52,12 @@ class Group(Protocol):
     size: int
 
     @property
-    def doing(self) -> str:
-        """What was noted last."""
+    def shared_host_memory(self) -> SharedHostMemory | None:
+        """What ranks see of each other's host memory; None where each sees its own only."""
+
+    @property
+    def phase(self) -> str:
+        """What `set_phase` was last given."""
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         """This rank's share of the sum of all ranks' buckets, taken in `sum_dtype`, in rank order. Once that was waited for
@@ -57,7 +72,7 @@ class Group(Protocol):
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         """Rank 0's `tensor`, on all ranks, in place."""
 
-    def exchange(self, message: bytes) -> list[bytes]:
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
         """Every rank's message, by rank, of any length; waits for all ranks, with a time limit."""
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -66,11 +81,11 @@ class Group(Protocol):
     def is_read(self, buffer: torch.Tensor) -> bool:
         """False while other ranks may still read what was sent from this memory of `staging`."""
 
-    def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
+    def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
         """Says what this rank does from now on, for others to read if they miss it; if it ends by an error meanwhile, the
-        method `place` is asked where in that it was. No collective, some microseconds."""
+        method `location` is asked where in that it was. No collective, some microseconds."""
 
-    def hurry(self) -> None:
+    def end_warmup(self) -> None:
         """A step is agreed on; with the first one the shorter time limit holds, from the next collective on, on all ranks."""
 
     def reconnect(self, base: Any) -> None:
@@ -80,31 +95,16 @@ class Group(Protocol):
         """Lets go of what this object made; never of a group that it was given."""
 
 
-class Sharing(Protocol):
-    """What a group offers besides, whose ranks see each other's memory of the host."""
-
-    def shown(self, memory: torch.Tensor) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """What rank 0 has in its memory of `staging`, for all to read: that is not lent again before all have left this. A
-        collective."""
-
-    def tidy(self) -> None:
-        """Gives the system what of `staging` is not lent."""
-
-
-def sharing_of(group: Group) -> Sharing | None:
-    """The group, if it is one that offers that, as most do not."""
-    found: Any = group
-    return found if hasattr(group, "shown") else None
-
-
 def checked(group: Any) -> Group:
-    """A group of somebody's own making."""
-    if not all(hasattr(group, name) for name in ("rank", "size", "reduce_scatter", "all_gather", "exchange")):
+    """Returns a group that is not torch's, once it is known to have every member of the protocol."""
+    missing = [name for name in _MEMBERS if not hasattr(group, name)]
+    if missing:
         raise TypeError(
-            f"group={group!r} was passed, which is neither a torch.distributed process group nor a zero Group. "
-            "Pass what torch.distributed.new_group returned, or leave it out for all ranks."
+            f"Cannot use group={group!r}: it is no torch.distributed process group, and to be a zero Group it lacks "
+            f"{', '.join(missing)}. Pass what torch.distributed.new_group returned, or leave group out for all ranks."
         )
     found: Group = group
     return found
 
 
+_MEMBERS = sorted({*Group.__annotations__, *(name for name in vars(Group) if not name.startswith("_"))})

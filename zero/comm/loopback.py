@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from zero.comm.group import Pending
-from zero.comm.results import Alone, Ready, sum_in_rank_order
+from zero.comm.results import CompletedResult, SingleRankResult, sum_in_rank_order
 from zero.errors import GroupLost
 
 Result = TypeVar("Result")
@@ -90,28 +90,30 @@ class _Arrival:
 class LoopbackGroup:
     """One rank of several in this process; see `run_ranks` and `solo`."""
 
+    shared_host_memory = None
+
     def __init__(self, rank: int, tensors: _Wire, messages: _Wire, size: int) -> None:
         self.rank = rank
         self.size = size
-        self.doing = ""
+        self.phase = ""
         self._wires = {"tensors": tensors, "messages": messages}
         self._next = {"tensors": 0, "messages": 0}
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
-            return Alone(bucket, sum_dtype)
+            return SingleRankResult(bucket, sum_dtype)
         numel = bucket.numel() // self.size
         mine = slice(self.rank * numel, (self.rank + 1) * numel)
         return self._meet(bucket, lambda all_: sum_in_rank_order(torch.cat([one[mine] for one in all_]), self.size, sum_dtype))
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
-            return Alone(bucket, sum_dtype)
+            return SingleRankResult(bucket, sum_dtype)
         return self._meet(bucket, lambda all_: sum_in_rank_order(torch.cat(all_), self.size, sum_dtype))
 
     def all_gather(self, bucket: torch.Tensor) -> Pending:
         if self.size == 1:
-            return Ready(bucket)
+            return CompletedResult(bucket)
         numel = bucket.numel() // self.size
 
         def fill(all_: list[torch.Tensor]) -> torch.Tensor:
@@ -122,10 +124,10 @@ class LoopbackGroup:
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         if self.size == 1:
-            return Ready(tensor)
+            return CompletedResult(tensor)
         return self._meet(tensor, lambda all_: tensor if self.rank == 0 else tensor.copy_(all_[0]))
 
-    def exchange(self, message: bytes) -> list[bytes]:
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
         if self.size == 1:
             return [message]
         number = self._bring("messages", message)
@@ -137,10 +139,10 @@ class LoopbackGroup:
     def is_read(self, buffer: torch.Tensor) -> bool:
         return True  # once the collective was waited for
 
-    def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
-        self.doing = doing
+    def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
+        self.phase = phase
 
-    def hurry(self) -> None:
+    def end_warmup(self) -> None:
         """There is one time limit here."""
 
     def reconnect(self, base: Any) -> None:

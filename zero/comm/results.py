@@ -11,7 +11,7 @@ from zero.comm.group import Pending
 _STRETCH = 2**18  # elements
 
 
-class Added:
+class UnreducedResult:
     """The sum of a stretch of every rank, which are added where it is needed."""
 
     def __init__(self, sum_dtype: torch.dtype) -> None:
@@ -20,36 +20,36 @@ class Added:
     def done(self) -> bool:
         return True
 
-    def rows(self) -> Sequence[torch.Tensor]:
+    def addends(self) -> Sequence[torch.Tensor]:
         """The stretches, in the order of ranks. Waits for them; they may be read until `finish`."""
         raise NotImplementedError
 
-    def finish(self) -> None:
+    def release(self) -> None:
         """They were read."""
 
     def wait(self) -> torch.Tensor:
-        rows = self.rows()
+        rows = self.addends()
         total = torch.empty(rows[0].numel(), dtype=self.sum_dtype, device=rows[0].device)
         add_rows(rows, total)
-        self.finish()
+        self.release()
         return total
 
 
-class Alone(Added):
+class SingleRankResult(UnreducedResult):
     """That of a single rank."""
 
     def __init__(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> None:
         super().__init__(sum_dtype)
         self._bucket = bucket
 
-    def rows(self) -> Sequence[torch.Tensor]:
+    def addends(self) -> Sequence[torch.Tensor]:
         return [self._bucket]
 
     def wait(self) -> torch.Tensor:
         return self._bucket.to(self.sum_dtype)
 
 
-class Ready:
+class CompletedResult:
     """A result that was there at once."""
 
     def __init__(self, result: torch.Tensor) -> None:
@@ -96,8 +96,8 @@ def add_stretch(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: floa
 
 def wait_into(pending: Pending, target: torch.Tensor, factor: float, adds: bool, add: Callable[..., None] = add_rows) -> None:
     """Waits, and writes or adds `factor` times the result: straight from the rows where there are any."""
-    if isinstance(pending, Added):
-        add(pending.rows(), target, factor, adds)
-        pending.finish()
+    if isinstance(pending, UnreducedResult):
+        add(pending.addends(), target, factor, adds)
+        pending.release()
     else:
         add([pending.wait()], target, factor, adds)

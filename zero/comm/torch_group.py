@@ -32,14 +32,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from accelerators import Accelerator
-from accelerators.launch import read_launch
-from zero.comm.group import Group, Pending, TimeLimits, checked
+from zero.comm.group import Pending, TimeLimits
 from zero.comm.health import shutdown
-from zero.comm.health.monitor import Watch
-from zero.comm.loopback import solo
-from zero.comm.results import Alone, Ready
-from zero.comm.shared_memory.group import through_shared_memory
-from zero.comm.torch_work import Exchanged, Works, bits
+from zero.comm.health.monitor import RankMonitor
+from zero.comm.results import CompletedResult, SingleRankResult
+from zero.comm.torch_work import AllToAllReduce, CollectiveWork, bits
 from zero.errors import GroupLost
 
 # torch 2.13 has new names for these and warns of the old ones
@@ -58,46 +55,33 @@ _TURN = datetime.timedelta(seconds=0.5)  # of waiting, between two looks whether
 _TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
 
 
-def connect(
-    accelerator: Accelerator,
-    group: Any = None,
-    limits: TimeLimits | None = None,
-    may_start: bool = True,
-    shared_memory: bool | None = None,
-) -> Group:
-    """The group to train with: the user's, else the launcher's, else a single rank. `shared_memory`: whether ranks that can
-    exchange host tensors through it do; None asks nobody."""
+def is_up() -> bool:
+    """Whether torch.distributed is initialised."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world() -> dist.ProcessGroup:
+    """All ranks of torch.distributed."""
+    found = dist.group.WORLD
+    assert found is not None
+    return found
+
+
+def is_process_group(group: object) -> bool:
+    """Whether this is torch's own."""
+    return isinstance(group, dist.ProcessGroup)
+
+
+def begin_world(backend: str, limit_s: float) -> None:
+    """Initialises torch.distributed, which ends with this process."""
     global _begun
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        return checked(group)
-    limits = limits or TimeLimits()
-    if not (dist.is_available() and dist.is_initialized()):
-        if group is not None:
-            raise ValueError(f"A process group was passed, but {_NO_WORLD}")
-        world_size = read_launch(os.environ).world_size
-        if world_size == 1:
-            return solo()
-        if not may_start:
-            raise ValueError(
-                f"dist_init_required=False was given and {world_size} ranks were started, but torch.distributed is not "
-                "initialised. Call init_process_group first, or leave dist_init_required out."
-            )
-        dist.init_process_group(accelerator.communication_backend, timeout=datetime.timedelta(seconds=limits.first_s))
-        _begun = os.getpid(), weakref.ref(dist.group.WORLD)  # which stays: when one training is closed, another may begin
-    elif group is None and dist.get_world_size() == 1:
-        read_launch(os.environ).check_group(1)
-    made = TorchGroup(accelerator, dist.group.WORLD if group is None else group, limits)
-    return made if shared_memory is None else sharing(made, shared_memory)
-
-
-def sharing(group: Group, wanted: bool) -> Group:
-    """The same, through shared memory where its tensors lie on the host and its ranks can. A collective."""
-    return through_shared_memory(group, wanted) if isinstance(group, TorchGroup) and group.carries_host_tensors else group
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=limit_s))
+    _begun = os.getpid(), weakref.ref(dist.group.WORLD)  # which stays: when one training is closed, another may begin
 
 
 def end() -> None:
     """See [Note: the end]."""
-    is_on = dist.is_available() and dist.is_initialized()
+    is_on = is_up()
     shutdown.end(_store() if is_on else None, dist.get_rank() if is_on else 0)
     if is_on and _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD:
         dist.destroy_process_group()
@@ -115,6 +99,8 @@ class _Wires(NamedTuple):
 
 
 class TorchGroup:
+    shared_host_memory = None
+
     def __init__(self, accelerator: Accelerator, base: dist.ProcessGroup | None, limits: TimeLimits) -> None:
         self.rank = dist.get_rank(base)
         self.size = dist.get_world_size(base)
@@ -128,7 +114,7 @@ class TorchGroup:
         self._lost: str | None = None
         self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
         self._watch = self._new_watch()
-        self._watch.meet(self._limits.first_s, lambda rank: shutdown.words_of(_store(), self._ranks[rank]))
+        self._watch.wait_for_start(self._limits.first_s, lambda rank: shutdown.words_of(_store(), self._ranks[rank]))
         self._patient, self._prompt = self._take_kept() or self._new_wires(self._limits)
         self._wires = self._patient  # those in use; the others serve to find out who is lost
 
@@ -157,7 +143,7 @@ class TorchGroup:
         limit = datetime.timedelta(seconds=limit_s)
         return dist.new_group(self._ranks, timeout=limit, backend=backend, use_local_synchronization=self._is_part)
 
-    def _new_watch(self) -> Watch:
+    def _new_watch(self) -> RankMonitor:
         store = below = _store()
         while isinstance(below, PrefixStore):
             below = below.underlying_store
@@ -167,7 +153,7 @@ class TorchGroup:
         is_cheap = not isinstance(below, FileStore)  # which grows with every line
         atexit.unregister(end)
         atexit.register(end)  # the last one registered is the first to run
-        return Watch(PrefixStore(f"zero group {number} of {ranks}", store), self.rank, self.size, is_cheap)
+        return RankMonitor(PrefixStore(f"zero group {number} of {ranks}", store), self.rank, self.size, is_cheap)
 
     @property
     def _purpose(self) -> tuple[Any, ...]:
@@ -191,34 +177,34 @@ class TorchGroup:
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
-            return Alone(bucket, sum_dtype)
+            return SingleRankResult(bucket, sum_dtype)
         if self._backend == "nccl" and bucket.dtype == sum_dtype:
             share = torch.empty(bucket.numel() // self.size, dtype=sum_dtype, device=bucket.device)
             work = self._start(_scatter_sum, share, bucket)
-            return Works(self, [work], lambda: share)
-        return Exchanged(self, partial(self._start, dist.all_to_all_single), bucket, sum_dtype)
+            return CollectiveWork(self, [work], lambda: share)
+        return AllToAllReduce(self, partial(self._start, dist.all_to_all_single), bucket, sum_dtype)
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
-            return Alone(bucket, sum_dtype)
+            return SingleRankResult(bucket, sum_dtype)
         total = bucket.to(sum_dtype, copy=True)
-        return Works(self, [self._start(dist.all_reduce, total)], lambda: total)
+        return CollectiveWork(self, [self._start(dist.all_reduce, total)], lambda: total)
 
     def all_gather(self, bucket: torch.Tensor) -> Pending:
         if self.size == 1:
-            return Ready(bucket)
+            return CompletedResult(bucket)
         numel = bucket.numel() // self.size
         if self._backend == "nccl":
             mine = bucket[self.rank * numel : (self.rank + 1) * numel]
-            return Works(self, [self._start(_gather_into, bucket, mine)], lambda: bucket)
+            return CollectiveWork(self, [self._start(_gather_into, bucket, mine)], lambda: bucket)
         parts = zip(bucket.view(self.size, numel), self._ranks, strict=True)
         works = [self._start(dist.broadcast, bits(part), src=rank) for part, rank in parts]
-        return Works(self, works, lambda: bucket)
+        return CollectiveWork(self, works, lambda: bucket)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         if self.size == 1:
-            return Ready(tensor)
-        return Works(self, [self._start(dist.broadcast, bits(tensor), src=self._ranks[0])], lambda: tensor)
+            return CompletedResult(tensor)
+        return CollectiveWork(self, [self._start(dist.broadcast, bits(tensor), src=self._ranks[0])], lambda: tensor)
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
@@ -228,7 +214,7 @@ class TorchGroup:
 
     # messages ----------------------------------------------------------------------------------------------------
 
-    def exchange(self, message: bytes) -> list[bytes]:
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
         if self.size == 1:
             return [message]
         # Gloo ends the process where sizes differ, as they do when one rank asks for something else than the others. So what
@@ -247,13 +233,13 @@ class TorchGroup:
         return [theirs.numpy().tobytes() for theirs in everyone.view(self.size, -1)]
 
     @property
-    def doing(self) -> str:
+    def phase(self) -> str:
         return self._watch.doing
 
-    def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
-        self._watch.note(doing, place)
+    def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
+        self._watch.note(phase, location)
 
-    def hurry(self) -> None:
+    def end_warmup(self) -> None:
         self._wires = self._prompt
 
     # failure -----------------------------------------------------------------------------------------------------
@@ -296,14 +282,14 @@ class TorchGroup:
             if isinstance(error, ValueError) and not self._is_over:
                 raise
             self._lost = self._cause_of(error)
-            asked = f"A collective of {self.size} ranks was asked for on rank {self.rank}, {self.doing}"
+            asked = f"A collective of {self.size} ranks was asked for on rank {self.rank}, {self.phase}"
             raise GroupLost(f"{asked}, but {self._lost}. {_REMEDY}") from error
 
     def _cause_of(self, error: Exception) -> str:
         if self._is_over:
             return "torch.distributed was ended since the group was made, so close() what trains before that"
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return self._watch.cause(f"it failed ({first_line})", self._is_gone)
+        return self._watch.diagnose(f"it failed ({first_line})", self._is_gone)
 
     def _is_gone(self, rank: int) -> bool:
         """True when the connection to a rank is closed."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zero.comm.results import Added
+from zero.comm.results import UnreducedResult
 
 
 class Owner(Protocol):
@@ -19,7 +19,7 @@ class Owner(Protocol):
     def wait_for(self, work: Any) -> None: ...
 
 
-class Works:
+class CollectiveWork:
     """Some that belong together, and what is to be done with their output."""
 
     def __init__(self, owner: Owner, works: list[Any], finish: Callable[[], torch.Tensor]) -> None:
@@ -34,7 +34,7 @@ class Works:
         return self._finish()
 
 
-class Exchanged(Added):
+class AllToAllReduce(UnreducedResult):
     """What all ranks sent this one, to be added: it takes the place of what this one sent them."""
 
     def __init__(self, owner: Owner, exchange: Callable[..., Any], bucket: torch.Tensor, sum_dtype: torch.dtype) -> None:
@@ -50,7 +50,7 @@ class Exchanged(Added):
     def done(self) -> bool:
         return self._work is None or bool(self._work.is_completed())
 
-    def rows(self) -> Sequence[torch.Tensor]:
+    def addends(self) -> Sequence[torch.Tensor]:
         if self._work is not None:
             self._owner.wait_for(self._work)
             self._sent.copy_(self._come)

@@ -9,7 +9,7 @@ from zero.config.schema import LossScale, Report, ZeroConfig
 logger = logging.getLogger("zero")
 
 
-def check_served(config: ZeroConfig) -> None:
+def check_supported(config: ZeroConfig) -> None:
     """Refuses what no part of the runtime does yet, before anything is built."""
     scale = config.loss_scale or LossScale()
     rules = (
@@ -22,7 +22,7 @@ def check_served(config: ZeroConfig) -> None:
         logger.info("%s", reason)
 
 
-def check_plain(config: ZeroConfig) -> None:
+def check_plain_loop(config: ZeroConfig) -> None:
     """Refuses what only an engine does: a plain loop calls the model and its schedule itself."""
     why = "a plain loop does that itself"
     rules = (

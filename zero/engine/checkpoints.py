@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zero.checkpoint.agreed import agreed, asked_alike
+from zero.checkpoint.agreed import agreed, require_same_args
 from zero.sharding.load import latest, load_from
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.save import save
-from zero.sharding.snapshot import finish_saving, shown
+from zero.sharding.snapshot import finish_saving, snapshot_of
 
 logger = logging.getLogger("zero")
 
@@ -45,7 +45,7 @@ class Checkpoints:
     ) -> tuple[str | None, Any]:
         """Takes a checkpoint in, and gives its path and the client state; `(None, None)` where there is none yet and no tag was
         given. A collective."""
-        about = shown(self, None)
+        about = snapshot_of(self, None)
         if not load_module_strict:
             raise ValueError(
                 "load_checkpoint(load_module_strict=False) was asked for, but what is matched by half cannot go on as it was. "
@@ -55,7 +55,7 @@ class Checkpoints:
         tag = None if tag is None else str(tag)
         if tag is None:
             tag = agreed(about.parts.group, "A load", lambda: latest(load_dir))
-            asked_alike(about.parts.group, "A load", latest=tag)
+            require_same_args(about.parts.group, "A load", latest=tag)
         if tag is None:
             logger.warning("There is no checkpoint in %s yet, so nothing was loaded.", load_dir)
             return None, None

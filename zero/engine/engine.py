@@ -12,7 +12,7 @@ from torch import nn
 from zero.engine.accessors import Answers
 from zero.engine.accumulation import Accumulation
 from zero.engine.checkpoints import Checkpoints
-from zero.engine.forward import call
+from zero.engine.forward import run_forward
 from zero.engine.progress import Progress
 from zero.graph.backend import compile
 from zero.runtime.profiling import during
@@ -41,7 +41,7 @@ class Engine(Answers, Checkpoints):
         self.global_samples = 0
         self.micro_steps = 0
         self._accumulation = Accumulation(self.config.accumulation or 1, self.config.count_micro_steps)
-        parts.window.boundary.counting = self._accumulation
+        parts.window.policy.counting = self._accumulation
         self._applied = False
         self._progress = Progress(self.config.report, optimizer)
         self._announce_boundary()
@@ -51,10 +51,10 @@ class Engine(Answers, Checkpoints):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward, with the casts and the autocast of the configuration. No collective."""
         window = self.optimizer.parts.window
-        window.settler.note("in the forward")
+        window.sync.set_phase("in the forward")
         with during("forward", window.clock):
-            outputs = call(self.module, self.config, self.device, inputs, named)
-        window.settler.note("after the forward")
+            outputs = run_forward(self.module, self.config, self.device, inputs, named)
+        window.sync.set_phase("after the forward")
         return outputs
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -76,7 +76,7 @@ class Engine(Answers, Checkpoints):
             )
         accumulation, window = self._accumulation, self.optimizer.parts.window
         is_weighted = window.scaling.weight is not None
-        if window.since.weights and not is_weighted:
+        if window.state.weights and not is_weighted:
             raise ValueError(
                 "engine.backward was asked for without a weight, but other micro-batches of this window have one. Call "
                 "engine.weight(n) before each of them, or before none."
@@ -109,8 +109,8 @@ class Engine(Answers, Checkpoints):
     def flush(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Steps on a window that is not full, dividing by the true number of its micro-batches; nothing where no rank has a
         gradient. A collective."""
-        since = self.optimizer.parts.window.since
-        has_any = since.unsettled or since.settled  # by a backward of the caller's own, which is not counted
+        since = self.optimizer.parts.window.state
+        has_any = since.needs_sync or since.synchronized  # by a backward of the caller's own, which is not counted
         counts = self._exchange(self._accumulation.num_micro_batches, self._accumulation.divided, has_any)
         num_micro_batches = sum(count for count, _, _ in counts)
         if not num_micro_batches and not any(has_any for _, _, has_any in counts):
@@ -196,7 +196,7 @@ class Engine(Answers, Checkpoints):
         self.optimizer.set_gradient_accumulation_boundary(self._accumulation.at_end)
 
     def _exchange(self, *numbers: float) -> list[tuple[float, ...]]:
-        return self.optimizer.parts.window.shares.exchange_numbers(numbers)
+        return self.optimizer.parts.window.grad_ops.exchange_numbers(numbers)
 
     # looking -----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ from zero.config.schema import ZeroConfig
 from zero.memory.formats import DTYPES
 
 
-def call(module: nn.Module, config: ZeroConfig, device: torch.device, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def run_forward(
+    module: nn.Module, config: ZeroConfig, device: torch.device, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> Any:
     """`module(*inputs, **named)` as the configuration wants it called."""
     if config.cast_inputs and config.dtype is not None:
         inputs, named = _cast(inputs, DTYPES[config.dtype]), _cast(named, DTYPES[config.dtype])

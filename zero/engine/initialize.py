@@ -17,12 +17,12 @@ from zero.comm.group import Group, TimeLimits
 from zero.config.deepspeed.mapping import Implied
 from zero.config.deepspeed.reader import read_deepspeed
 from zero.config.schema import OptimizerSpec, ZeroConfig
-from zero.config.supported import check_served
+from zero.config.supported import check_supported
 from zero.engine.engine import Engine
 from zero.memory.formats import dtype_name
 from zero.optim.lion import Lion
 from zero.optim.schedules import build_schedule
-from zero.optim.skip_dynamo import without_compiler
+from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.runtime.kernels.select import check_kernels
 from zero.sharding.metrics import board_writer
 from zero.sharding.optimizer import ShardedOptimizer
@@ -77,7 +77,7 @@ def initialize(
     if collate_fn is not None and (training_data is None or isinstance(training_data, DataLoader)):
         raise ValueError("initialize(collate_fn=...) was asked for, but there is no dataset to collate. Pass training_data=.")
     accelerator = accelerators.current()
-    from zero.comm.torch_group import connect  # torch.distributed is not imported before somebody trains
+    from zero.comm.connect import connect  # torch.distributed is not imported before somebody trains
 
     waits = source if isinstance(source, ZeroConfig) else ZeroConfig(stage=0)
     limits = TimeLimits(waits.first_step_timeout_s, waits.timeout_s)
@@ -104,14 +104,14 @@ def _build(
     given = None if optimizer is None else given_optimizer(optimizer, params)
     read = read_config(source, _implied(model, given, training_data, group.size))
     config = effective(read, given, lr_scheduler, accelerator)
-    check_served(config)
+    check_supported(config)
     if config.report.tensorboard is not None:
         board_writer()  # raises where it is not installed
     loader = _loader(training_data, config, collate_fn, group)
     inner = own_optimizer(config, params) if given is None else given
     _check_belonging(inner, params if model_parameters is not None else (), lr_scheduler)
     move(model, accelerator.device())
-    from zero.comm.torch_group import sharing  # torch.distributed is not imported before somebody trains
+    from zero.comm.connect import sharing  # torch.distributed is not imported before somebody trains
 
     group = sharing(group, config.shared_memory)
     sharded = ShardedOptimizer(model, inner, config, group)
@@ -201,7 +201,7 @@ def effective(
 
 def _has_fused(spec: OptimizerSpec, accelerator: Accelerator) -> bool:
     """Whether torch's fused kernel of that optimizer runs on the device."""
-    with without_compiler():
+    with skip_dynamo_import():
         example = _class_of(spec)([nn.Parameter(torch.zeros(1))], **spec.kwargs)
     try:
         check_kernels(example, "fused", accelerator.device())
@@ -219,13 +219,13 @@ def own_optimizer(config: ZeroConfig, params: list[Any]) -> torch.optim.Optimize
     """The optimizer that the configuration describes."""
     assert config.optimizer is not None
     more = {"fused": True} if config.kernels == "fused" else {}
-    with without_compiler():
+    with skip_dynamo_import():
         return _class_of(config.optimizer)(params, **config.optimizer.kwargs, **more)
 
 
 def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:
     """The optimizer that was passed, or that the function which was passed makes."""
-    with without_compiler():
+    with skip_dynamo_import():
         made = optimizer if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer) else optimizer(params)
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(

@@ -7,7 +7,7 @@ import logging
 import torch
 
 from zero.config.schema import Report
-from zero.sharding.metrics import Records, in_order
+from zero.sharding.metrics import MetricsWriter, by_phase
 from zero.sharding.optimizer import ShardedOptimizer
 
 logger = logging.getLogger("zero")
@@ -21,9 +21,9 @@ class Progress:
         self._report = report
         self._accelerator = parts.accelerator
         self._rank = parts.group.rank
-        self._clock = parts.timed() if report.wall_clock else None
+        self._clock = parts.clock() if report.wall_clock else None
         writes = report.tensorboard is not None and self._rank == 0
-        self._records = Records(None, optimizer, report.tensorboard) if writes else None
+        self._records = MetricsWriter(None, optimizer, report.tensorboard) if writes else None
         self._told: dict[str, float] = {}  # milliseconds, when the last line was written
 
     def tell(self, step: int, figures: dict[str, object], loss: torch.Tensor | None) -> None:
@@ -35,7 +35,7 @@ class Progress:
             return
         told = [f"step {step}", *(f"{name} {figure}" for name, figure in figures.items())]
         if self._clock is not None:
-            now = in_order(self._clock.read())
+            now = by_phase(self._clock.read())
             told += [f"{name} {(ms - self._told.get(name, 0.0)) / every:.1f} ms a step" for name, ms in now.items()]
             self._told = now
         if self._report.memory:

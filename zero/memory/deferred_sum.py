@@ -25,7 +25,7 @@ class Sums(Protocol):
     def add(self, rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
         """Writes `factor` times the sum of the rows, or adds it to what is there."""
 
-    def may_wait(self, rows: torch.dtype, number: int, total: torch.dtype) -> bool:
+    def can_defer(self, rows: torch.dtype, number: int, total: torch.dtype) -> bool:
         """Whether the step takes so many rows of that dtype themselves, on the host."""
 
     def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
@@ -36,21 +36,21 @@ class Sums(Protocol):
 
 
 @dataclass
-class Rows:
+class DeferredSum:
     """Their sum, multiplied by one factor after the other, is a share of the gradient."""
 
-    tensors: Sequence[torch.Tensor]
+    addends: Sequence[torch.Tensor]
     factors: tuple[float, ...]
     sums: Sums
     num_bytes: int  # of this rank's memory that they keep
     is_staged: bool  # whether that is a staging buffer
-    let_go: Callable[[], None]  # of all of it, which is lent
+    release: Callable[[], None]  # of all of it, which is lent
 
     def add_into(self, share: torch.Tensor) -> None:
-        add_scaled(self.sums.add, self.tensors, share, self.factors)
+        add_scaled(self.sums.add, self.addends, share, self.factors)
 
     def square(self, sum_dtype: torch.dtype) -> float:
-        return self.sums.square(self.tensors, self.factors, sum_dtype)
+        return self.sums.square(self.addends, self.factors, sum_dtype)
 
 
 def merged(factors: Sequence[float]) -> list[float]:
@@ -64,9 +64,7 @@ def merged(factors: Sequence[float]) -> list[float]:
     return found
 
 
-def add_scaled(
-    add: Callable[..., None], rows: Sequence[torch.Tensor], target: torch.Tensor, factors: Sequence[float]
-) -> None:
+def add_scaled(add: Callable[..., None], rows: Sequence[torch.Tensor], target: torch.Tensor, factors: Sequence[float]) -> None:
     """Writes their sum times the factors, rounded as often as if one after the other had come."""
     first, *others = merged(factors)
     add(rows, target, first, False)

@@ -18,7 +18,7 @@ import torch
 
 from accelerators import Accelerator
 from accelerators.memory import format_bytes
-from zero.memory.formats import DTYPES, Form, sum_dtype
+from zero.memory.formats import DTYPES, ParamFormat, sum_dtype
 from zero.memory.weights import FlatBuffer
 
 logger = logging.getLogger("zero")
@@ -44,7 +44,9 @@ class Place:
 
 
 class Flattener:
-    def __init__(self, weights: FlatBuffer, tensors: Sequence[torch.nn.Parameter], forms: Sequence[Form], place: Place) -> None:
+    def __init__(
+        self, weights: FlatBuffer, tensors: Sequence[torch.nn.Parameter], forms: Sequence[ParamFormat], place: Place
+    ) -> None:
         self.weights = weights
         self.tensors = tensors
         self._forms = forms
@@ -116,19 +118,19 @@ class Flattener:
         stays = self.weights.fill(chunk, source, self._place.device, given)
         for param in self.weights.line.layout.chunks[chunk].params:
             self._moved[param] = self._part(source, param)
-            self.tensors[param].data = self._forms[param].shaped(self.weights.slot(param))
+            self.tensors[param].data = self._forms[param].unflatten(self.weights.slot(param))
         return stays
 
     def _part(self, source: torch.Tensor, param: int) -> torch.Tensor:
         slot = self.weights.line.layout.slots[param]
         assert slot is not None
-        return self._forms[param].shaped(source[slot.span.start : slot.span.stop])
+        return self._forms[param].unflatten(source[slot.span.start : slot.span.stop])
 
-    def settled(self) -> None:
+    def commit(self) -> None:
         """What was moved stays there, and may have other values."""
         self._moved.clear()
 
-    def put_back(self) -> None:
+    def rollback(self) -> None:
         """Gives what was moved its values and dtypes again, in memory of its own."""
         for param, values in self._moved.items():
             tensor = self.tensors[param]
@@ -140,7 +142,7 @@ class Flattener:
                     tensor.data = values.to(self.dtypes[param])
         self._moved.clear()
 
-    def reuse(self, source: torch.Tensor) -> None:
+    def recycle(self, source: torch.Tensor) -> None:
         """For the next chunk."""
         self._spare = source
 

@@ -45,7 +45,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Form:
+class ParamFormat:
     """How a parameter's elements lie in its slot: dense, in the order of its own strides, so that a channels-last
     weight stays channels-last. A parameter whose memory is not dense comes out contiguous."""
 
@@ -53,27 +53,27 @@ class Form:
     order: tuple[int, ...] | None  # dimensions from the slowest to the fastest; None for contiguous ones
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Form:
+    def of(tensor: torch.Tensor) -> ParamFormat:
         shape = tuple(tensor.shape)
         if tensor.is_contiguous() or tensor.numel() == 0:
-            return Form(shape, None)
+            return ParamFormat(shape, None)
         strides = tensor.stride()
         order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], -shape[dim], dim)))
-        return Form(shape, order if tensor.permute(order).is_contiguous() else None)
+        return ParamFormat(shape, order if tensor.permute(order).is_contiguous() else None)
 
-    def line(self, tensor: torch.Tensor) -> torch.Tensor:
+    def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of a tensor of this shape as they lie in the slot; a view where its memory allows."""
         return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
 
-    def placed(self, line: torch.Tensor, start: int) -> torch.Tensor:
+    def view_at(self, line: torch.Tensor, start: int) -> torch.Tensor:
         """The view of a slot in a line that begins at `start`; in one operation, as `shaped` of a slice are two."""
         return line.as_strided(self.shape, self._strides, line.storage_offset() + start)
 
     @cached_property
     def _strides(self) -> tuple[int, ...]:
-        return self.shaped(torch.empty(self.shape, device="meta").reshape(-1)).stride()
+        return self.unflatten(torch.empty(self.shape, device="meta").reshape(-1)).stride()
 
-    def shaped(self, line: torch.Tensor) -> torch.Tensor:
+    def unflatten(self, line: torch.Tensor) -> torch.Tensor:
         """The view of a slot that looks like the parameter."""
         if self.order is None:
             return line.view(self.shape)

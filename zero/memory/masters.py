@@ -7,8 +7,8 @@ from collections import deque
 import torch
 
 from zero.memory.formats import sum_dtype
-from zero.memory.homes.host import Crossing
-from zero.memory.shard import Line, Shard
+from zero.memory.homes.host import HostCopy
+from zero.memory.shard import LayoutRef, Shard
 from zero.memory.weights import FlatBuffer
 from zero.plan.layout import Block, Piece
 
@@ -23,29 +23,29 @@ class Masters:
     nothing. Otherwise it is their exact value, of which the weight is the rounded copy.
     """
 
-    def __init__(self, line: Line, rank: int, weights: FlatBuffer, shard: Shard) -> None:
+    def __init__(self, line: LayoutRef, rank: int, weights: FlatBuffer, shard: Shard) -> None:
         self.shard = shard
         self.pieces: dict[int, list[tuple[Piece, torch.nn.Parameter]]] = {}  # by parameter
         self._in_block: dict[Block, list[tuple[Piece, torch.nn.Parameter]]] = {}
         self._line = line
         self.rank = rank
         self._weights = weights
-        self._fetched: dict[int, tuple[Crossing, torch.Tensor]] = {}  # weights on the host, or on their way to it
+        self._fetched: dict[int, tuple[HostCopy, torch.Tensor]] = {}  # weights on the host, or on their way to it
         self._rounded: dict[int, torch.Tensor] = {}  # on the host, by bucket, while its blocks are stepped
-        self._sent: deque[tuple[Crossing, torch.Tensor]] = deque()  # weights on their way to the device
+        self._sent: deque[tuple[HostCopy, torch.Tensor]] = deque()  # weights on their way to the device
 
-    def take(self, bucket: int, source: torch.Tensor, given: bool = False) -> bool:
+    def adopt_source(self, bucket: int, source: torch.Tensor, given: bool = False) -> bool:
         """Makes the master of a bucket from what its weights were before they were cast; `source` is this rank's share. Whether
         it is `source` itself, which may be had if it is `given`."""
         share, kept = self._weights.share(bucket, self.rank), False
         if self.is_copy(bucket):
             own = sum_dtype(self._line.dtype_of(bucket)), self.shard.device
             kept = given and (source.dtype, source.device) == own
-            share = source if kept else self.shard.make(bucket).copy_(source)
+            share = source if kept else self.shard.allocate(bucket).copy_(source)
         self.shard.shares[bucket] = share
         return kept
 
-    def cut(self) -> None:
+    def make_params(self) -> None:
         """Makes the parameters of every slot that has none yet, once its buckets have their masters."""
         layout = self._line.layout
         for slot in layout.slots:
@@ -66,14 +66,14 @@ class Masters:
 
     def is_copy(self, bucket: int) -> bool:
         dtype = self._line.dtype_of(bucket)
-        return dtype != sum_dtype(dtype) or self.shard.travels(bucket)
+        return dtype != sum_dtype(dtype) or self.shard.is_offloaded(bucket)
 
     def fetch(self, bucket: int) -> None:
         """Sends for the weights that `adopt` will compare with, where they are in other memory."""
         host, weights = self.shard.host, self._weights.share(bucket, self.rank)
-        if host is not None and self.shard.travels(bucket) and bucket not in self._fetched:
+        if host is not None and self.shard.is_offloaded(bucket) and bucket not in self._fetched:
             landing = host.borrow(weights.numel(), weights.dtype)
-            self._fetched[bucket] = host.down(weights, landing), landing
+            self._fetched[bucket] = host.to_host(weights, landing), landing
 
     def adopt(self, block: Block) -> None:
         """Takes over what was changed in the weights: wherever a weight is not its master's rounded value."""
@@ -102,7 +102,7 @@ class Masters:
     def rounded_of(self, block: Block) -> torch.Tensor:
         """Where the new weights of a block are to be written, where its masters are; until `written`."""
         host, rounded = self.shard.host, self._weights.share(block.bucket, self.rank)
-        if host is not None and self.shard.travels(block.bucket):
+        if host is not None and self.shard.is_offloaded(block.bucket):
             # A copy travels, even of masters that need no rounding: they may be written again at any time.
             if block.bucket not in self._rounded:
                 self._get_back(_MOST_ON_THE_WAY - 1)
@@ -115,7 +115,7 @@ class Masters:
         whatever is issued next."""
         if self.shard.host is not None and block.is_last and block.bucket in self._rounded:
             rounded = self._rounded.pop(block.bucket)
-            crossing = self.shard.host.up(rounded, self._weights.share(block.bucket, self.rank))
+            crossing = self.shard.host.to_device(rounded, self._weights.share(block.bucket, self.rank))
             crossing.wait()
             self._sent.append((crossing, rounded))
 
@@ -129,7 +129,7 @@ class Masters:
             crossing.finish()
             self.shard.host.give_back(rounded)
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Lets go of what a step that failed had on its way: the weights may be others before the next one."""
         if self.shard.host is not None:
             for crossing, landing in self._fetched.values():
@@ -151,7 +151,7 @@ class Masters:
 
     def release(self) -> None:
         """Lets go of everything."""
-        self.give_up()
+        self.abandon()
         self.pieces.clear()
         self._in_block.clear()
         self.shard.release()

@@ -9,7 +9,7 @@ import torch
 
 from accelerators import Accelerator
 from accelerators.streams import Event, InOrderStream, Stream
-from zero.memory.homes.host import Crossing
+from zero.memory.homes.host import HostCopy
 
 
 class Staging:
@@ -33,7 +33,7 @@ class Staging:
     ) -> None:
         self._accelerator = accelerator
         self._allocate = allocate
-        self._is_read = is_read  # by everybody who still may
+        self._is_reusable = is_read  # by everybody who still may
         self._free: dict[torch.dtype, list[_Returned]] = {}
         self._whole: dict[int, torch.Tensor] = {}  # what was lent a part of, by its address
         self._sizes: dict[torch.dtype, int] = {}
@@ -55,7 +55,7 @@ class Staging:
 
     def _reuse(self, dtype: torch.dtype) -> torch.Tensor | None:
         free = self._free.get(dtype, [])
-        at = next((at for at in reversed(range(len(free))) if self._is_read(free[at].buffer)), None)
+        at = next((at for at in reversed(range(len(free))) if self._is_reusable(free[at].buffer)), None)
         if at is None:
             return None
         buffer, returned_on, crossing = free.pop(at)
@@ -66,14 +66,14 @@ class Staging:
             current.wait_stream(returned_on)
         return buffer
 
-    def give_back(self, buffer: torch.Tensor, crossing: Crossing | None = None) -> None:
+    def give_back(self, buffer: torch.Tensor, crossing: HostCopy | None = None) -> None:
         """`crossing`: a copy to the host that may still read it."""
         self.borrowed -= 1
         whole = self._whole.pop(buffer.data_ptr())
         if whole.numel() == self._sizes[whole.dtype]:
             self._free.setdefault(whole.dtype, []).append(_Returned(whole, self._stream(), crossing))
 
-    def lose(self, buffer: torch.Tensor) -> None:
+    def discard(self, buffer: torch.Tensor) -> None:
         """It will not come back, as somebody may write into it at any time."""
         self.borrowed -= 1
         del self._whole[buffer.data_ptr()]
@@ -101,4 +101,4 @@ class Staging:
 class _Returned(NamedTuple):
     buffer: torch.Tensor
     on: Stream | None
-    crossing: Crossing | None
+    crossing: HostCopy | None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from zero.memory.formats import DTYPES
-from zero.memory.shard import Line
+from zero.memory.shard import LayoutRef
 
 
 class FlatBuffer:
     """The weights of all buckets on one device: a 1-D tensor a chunk."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: LayoutRef) -> None:
         self.line = line
         self.chunks: list[torch.Tensor] = []
 

@@ -19,7 +19,7 @@ _TOLD = "__dynamo_disable"  # where torch keeps what the compiler made of a meth
 
 
 @contextlib.contextmanager
-def without_compiler() -> Iterator[None]:
+def skip_dynamo_import() -> Iterator[None]:
     """Within it, optimizers are made without loading it."""
     method = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     if "torch._dynamo" in sys.modules or hasattr(method, _TOLD):

@@ -43,9 +43,7 @@ def cost_of(
     """
     waits = accumulation > 1 and stage_of(stage).accumulates_locally
     sent = 1 if stage_of(stage).accumulates_locally else accumulation
-    budget = budget_of(
-        layout, rank, num_moments, sent, num_ranks=num_ranks, waits=waits, one_host=one_host, one_pass=one_pass
-    )
+    budget = budget_of(layout, rank, num_moments, sent, num_ranks=num_ranks, waits=waits, one_host=one_host, one_pass=one_pass)
     if one_host:
         if one_pass and accumulation == 1:
             budget = _without_sums(budget, layout, num_ranks)

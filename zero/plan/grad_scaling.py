@@ -16,25 +16,25 @@ class Scaling:
 
     reduce: float = 1.0  # of the sum over ranks
     loss_scale: float = 1.0
-    lacking: float = 1.0  # the loss scale, while a backward runs without it
+    missing_loss_scale: float = 1.0  # the loss scale, while a backward runs without it
     weight: float | None = None  # of the micro-batch to come, where micro-batches have any
 
     @property
     def multiplier(self) -> float | None:
         """Of the gradients to come; None for nothing."""
         if self.weight is None:
-            return None if self.lacking == 1.0 else self.lacking
-        return self.weight * self.lacking
+            return None if self.missing_loss_scale == 1.0 else self.missing_loss_scale
+        return self.weight * self.missing_loss_scale
 
-    def at_keeping(self, settled: bool) -> float:
+    def accumulate_factor(self, settled: bool) -> float:
         return self._whole if settled else self._exact
 
-    def at_settling(self, total_weight: float | None) -> float:
+    def sync_factor(self, total_weight: float | None) -> float:
         if total_weight is None:
             return self._whole / self._exact
         return 1.0 / (total_weight * self.loss_scale * self._exact) if total_weight else 0.0
 
-    def of_a_true_gradient(self, total_weight: float | None) -> float:
+    def user_grad_factor(self, total_weight: float | None) -> float:
         """What undoes the rest, for a gradient that carries neither loss scale nor weight."""
         return self.loss_scale * (1.0 if total_weight is None else total_weight * self.reduce)
 

@@ -17,11 +17,11 @@ from zero.errors import RanksDiffer
 from zero.memory.formats import bytes_of, dtype_name
 
 if TYPE_CHECKING:
-    from zero.setup.param_selection import Chosen
+    from zero.setup.param_selection import ManagedParams
 
 
-def agree_on_what_is_built(
-    model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Chosen, config: ZeroConfig, group: Group
+def verify_same_setup(
+    model: nn.Module, optimizer: torch.optim.Optimizer, chosen: ManagedParams, config: ZeroConfig, group: Group
 ) -> None:
     """Raises on every rank, with the first difference, when ranks build different things."""
     lines = [f"configuration {config.digest} {json.dumps(config.as_dict(), sort_keys=True)}"]
@@ -39,7 +39,7 @@ def agree_on_what_is_built(
         named = zip(chosen.names, chosen.tensors, strict=True)
         lines += [f"weights of {name}: {bits_of(tensor).hex()}" for name, tensor in named]
     text = "\n".join(lines)
-    digests = group.exchange(hashlib.sha256(text.encode()).digest())
+    digests = group.all_gather_bytes(hashlib.sha256(text.encode()).digest())
     if all(digest == digests[0] for digest in digests):
         return
     texts = [each.split("\n") for each in exchange_texts(group, text)]

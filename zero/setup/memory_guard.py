@@ -12,25 +12,25 @@ import accelerators
 from accelerators.memory import format_bytes
 from zero.config.schema import Offload
 from zero.memory.flatten import Place
-from zero.memory.homes.host import Host
-from zero.memory.shard import Line
+from zero.memory.homes.host import HostPool
+from zero.memory.shard import LayoutRef
 from zero.optim.traits import ELEMENTWISE, num_moments
 from zero.plan.budget import budget_of
 from zero.plan.layout import ITEM_BYTES, FlatLayout
 
 
-class Room:
+class MemoryGuard:
     """What memory there is: of the host for what is offloaded there, of the device for what to say when it runs out."""
 
     def __init__(self, place: Place, optimizer: torch.optim.Optimizer, contiguous_moments: bool, ranks_here: int) -> None:
-        self.host = None if place.is_host else Host(place.accelerator)  # which takes none before it is asked to
+        self.host = None if place.is_host else HostPool(place.accelerator)  # which takes none before it is asked to
         self._place = place
         self._optimizer = optimizer
         self._contiguous_moments = contiguous_moments  # of all of a share, as the step in one pass has them
         self._ranks_here = ranks_here
 
     @contextlib.contextmanager
-    def explaining(self, asked: str, line: Line) -> Iterator[None]:
+    def explain_oom(self, asked: str, line: LayoutRef) -> Iterator[None]:
         """Where memory runs out inside, the error says what there is, what is predicted and which setting fits."""
         try:
             yield
@@ -53,7 +53,7 @@ class Room:
                 return f"{said} With {setting} it would need {peak}."
         return f"{said} No setting makes that fit: use more ranks, a narrower dtype, or a smaller model or batch."
 
-    def take(self, offloads: Iterable[Offload | None], layout: FlatLayout, before: FlatLayout | None = None) -> None:
+    def reserve(self, offloads: Iterable[Offload | None], layout: FlatLayout, before: FlatLayout | None = None) -> None:
         """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for; nothing is allocated yet.
         `before` is what has its memory already."""
         needed = self._needed(layout) - (0 if before is None else self._needed(before))

@@ -175,5 +175,3 @@ def check_dtypes(accelerator: Accelerator, dtypes: Iterable[torch.dtype]) -> Non
             raise ValueError(
                 f"Weights in {dtype} were asked for, but {accelerator.name} does not compute in it. Supported here: {works}."
             )
-
-

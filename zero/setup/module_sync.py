@@ -10,16 +10,16 @@ from torch import nn
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.memory.formats import DTYPES, overlapping
-from zero.setup.param_selection import Chosen, fp32_islands
+from zero.setup.param_selection import ManagedParams, fp32_islands
 
 logger = logging.getLogger("zero")
 
 
-def share_the_rest(model: nn.Module, chosen: Chosen, group: Group) -> None:
+def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group) -> None:
     """Makes what is frozen, and the buffers, those of rank 0."""
     if group.size == 1:
         return
-    latent = chosen.latent
+    latent = chosen.frozen
     laid_out = {id(tensor) for index, tensor in enumerate(chosen.tensors) if index not in latent}
     frozen = [(name, param) for name, param in model.named_parameters() if id(param) not in laid_out]
     odd = []

@@ -18,7 +18,7 @@ logger = logging.getLogger("zero")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ManagedParams:
     """The parameters to manage, in the model's order, and the dtype each will have."""
 
     names: list[str]
@@ -26,10 +26,10 @@ class Chosen:
     groups: list[int]
     dtypes: list[torch.dtype]
     offload: list[float]  # how much of the group's shares is to live on the host
-    left_out: list[str]  # trainable, but in no group of the optimizer
+    unmanaged: list[str]  # trainable, but in no group of the optimizer
 
     @property
-    def latent(self) -> set[int]:
+    def frozen(self) -> set[int]:
         """Those that are frozen: they get memory when they are trained."""
         return {index for index, tensor in enumerate(self.tensors) if not tensor.requires_grad}
 
@@ -57,7 +57,7 @@ def ratio_of(group: dict[str, Any], config: ZeroConfig, device: torch.device) ->
     return 0.0 if own is None or device.type == "cpu" else own.ratio
 
 
-def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Chosen:
+def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> ManagedParams:
     """The parameters of the optimizer that can be trained: the model's in its order, then those that only it knows."""
     group_of = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
     known = {id(param) for _, param in model.named_parameters()}
@@ -73,7 +73,7 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     groups = [group_of[id(param)] for _, param in named]
     placed = zip(groups, (param.device for _, param in named), strict=True)
     offload = [ratio_of(optimizer.param_groups[group], config, device) for group, device in placed]
-    return Chosen([n for n, _ in named], [p for _, p in named], groups, dtypes, offload, left_out)
+    return ManagedParams([n for n, _ in named], [p for _, p in named], groups, dtypes, offload, left_out)
 
 
 def fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:

@@ -10,14 +10,14 @@ from torch import nn
 
 import accelerators
 from accelerators import Accelerator
-from zero.comm.exchange import exchange_texts, together
+from zero.comm.exchange import exchange_texts, run_on_all
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.memory.flatten import Place
 from zero.plan.layout import FlatLayout
 from zero.plan.stages import stage_of
-from zero.setup.consistency import agree_on_what_is_built
-from zero.setup.memory_guard import Room
+from zero.setup.consistency import verify_same_setup
+from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import (
     check_dtypes,
     check_groups,
@@ -27,7 +27,7 @@ from zero.setup.model_checks import (
     check_settings_on_host,
     check_views,
 )
-from zero.setup.param_selection import Chosen, choose, offload_of
+from zero.setup.param_selection import ManagedParams, choose, offload_of
 
 # Elements of a block on the host. A step needs 18 MiB of it, which stay in the last cache between two of torch's passes over
 # it; the calls for smaller blocks would take longer.
@@ -38,13 +38,13 @@ BLOCK_NUMEL = 2**20
 class ShardingPlan:
     """What all ranks agreed to build."""
 
-    params: Chosen
+    params: ManagedParams
     layout: FlatLayout
     place: Place
-    room: Room
+    room: MemoryGuard
 
 
-def select_params(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Chosen:
+def select_params(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> ManagedParams:
     """Refuses models and optimizers that cannot be sharded; returns the parameters to manage."""
     check_optimizer(optimizer, config.elementwise)
     check_model(model)
@@ -52,7 +52,7 @@ def select_params(model: nn.Module, optimizer: torch.optim.Optimizer, config: Ze
     return choose(model, optimizer, config)
 
 
-def check_params_and_settings(model: nn.Module, optimizer: torch.optim.Optimizer, params: Chosen) -> None:
+def check_params_and_settings(model: nn.Module, optimizer: torch.optim.Optimizer, params: ManagedParams) -> None:
     """Refuses parameters and settings that cannot be sharded."""
     check_params(params.names, params.tensors)
     check_views(model, params.names, params.tensors)
@@ -64,24 +64,24 @@ def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     config: ZeroConfig,
-    params: Chosen,
+    params: ManagedParams,
     group: Group,
-    has_one_pass: bool,
+    has_fused_step: bool,
 ) -> ShardingPlan:
     """Lays out the parameters, compares that with the other ranks and checks host memory. `has_one_pass`: the step is one pass
     over a bucket, which needs no blocks. A collective."""
     device = device_of(params)
     num_shares = group.size if stage_of(config.stage).shards_optimizer else 1
     is_on_host = any(params.offload) or device.type == "cpu"
-    block_numel = BLOCK_NUMEL if is_on_host and not has_one_pass else None
+    block_numel = BLOCK_NUMEL if is_on_host and not has_fused_step else None
     latent = range(len(params.names))  # placed one by one as the plan is carried out
     layout = FlatLayout.build(params.specs(), num_shares, config.bucket_bytes, config.align_bytes, latent, block_numel)
-    agree_on_what_is_built(model, optimizer, params, config, group)
+    verify_same_setup(model, optimizer, params, config, group)
     place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
-    room = Room(place, optimizer, has_one_pass, _ranks_that_share_memory(group, torch.device("cpu")))
-    filled = layout.extended([index for index in latent if index not in params.latent])
+    room = MemoryGuard(place, optimizer, has_fused_step, _ranks_that_share_memory(group, torch.device("cpu")))
+    filled = layout.extended([index for index in latent if index not in params.frozen])
     homes = [offload_of(optimizer.param_groups[number], config) for number in sorted(set(params.groups))]
-    together(group, lambda: room.take(homes, filled))
+    run_on_all(group, lambda: room.reserve(homes, filled))
     return ShardingPlan(params, layout, place, room)
 
 
@@ -92,7 +92,7 @@ def accelerator_of(optimizer: torch.optim.Optimizer) -> Accelerator:
     return accelerators.current() if device is None else accelerators.get(device.type)
 
 
-def device_of(params: Chosen) -> torch.device:
+def device_of(params: ManagedParams) -> torch.device:
     return params.tensors[0].device if params.tensors else accelerators.current().device()
 
 

@@ -12,53 +12,53 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.comm.exchange import together
+from zero.comm.exchange import run_on_all
 from zero.comm.group import Group, TimeLimits
 from zero.config.schema import ZeroConfig
-from zero.memory.formats import DTYPES, Form
+from zero.memory.formats import DTYPES, ParamFormat
 from zero.memory.masters import Masters
-from zero.memory.shard import Line, Shard
+from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
 from zero.memory.weights import FlatBuffer
 from zero.optim.traits import ELEMENTWISE
 from zero.plan.stages import stage_of
-from zero.runtime.grads.grad_ops import GradientShares
+from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.runtime.grads.ownership import check_unmanaged, manage
-from zero.runtime.grads.sync_policy import Boundary
+from zero.runtime.grads.sync_policy import SyncPolicy
 from zero.runtime.grads.window import Window
-from zero.runtime.kernels.adam_step import rows_that_wait
-from zero.runtime.kernels.select import check_kernels, has_one_pass, kinds_on_host, one_pass_of, use_kernels
+from zero.runtime.kernels.adam_step import deferrable_sums
+from zero.runtime.kernels.select import check_kernels, fused_step_of, has_fused_step, host_step_dtypes, use_kernels
 from zero.runtime.kernels.sums import CompiledSums, SumsByTorch
 from zero.runtime.params.hooks import GradHooks
-from zero.runtime.params.placement import Intake
+from zero.runtime.params.placement import ParamPlacer
 from zero.runtime.params.table import Params
-from zero.runtime.params.tracking import Aliases
+from zero.runtime.params.tracking import ParamTracker
 from zero.runtime.reduce.buckets import Reducer
-from zero.runtime.reduce.inflight import Flight
-from zero.runtime.step.publisher import Gatherer
-from zero.runtime.step.updater import Rules, Updater
-from zero.runtime.sync.exchange import Settler
+from zero.runtime.reduce.inflight import InflightReductions
+from zero.runtime.step.publisher import WeightPublisher
+from zero.runtime.step.updater import StepPolicy, Updater
+from zero.runtime.sync.exchange import WindowSync
 from zero.setup.consistency import settings_of
-from zero.setup.module_sync import cast_frozen, share_the_rest
-from zero.setup.param_selection import Chosen
+from zero.setup.module_sync import cast_frozen, sync_module_states
+from zero.setup.param_selection import ManagedParams
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
 from zero.sharding.optimizer_state import adopt_state
-from zero.sharding.state import Parts
-from zero.sharding.state_offload import Travel
+from zero.sharding.state import ShardingState
+from zero.sharding.state_offload import StateOffloader
 
 logger = logging.getLogger("zero")
 
 
-def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, given: Any) -> Parts:
+def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, given: Any) -> ShardingState:
     """A collective. Whatever fails, on whichever rank, the model is as plain as it was before and all ranks raise; only what
     was rounded by then has its exact value again no more where that is in shares of several ranks."""
-    from zero.comm.torch_group import connect  # torch.distributed is not imported before somebody trains
+    from zero.comm.connect import connect  # torch.distributed is not imported before somebody trains
 
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
     group = connect(accelerator_of(optimizer), given, limits, shared_memory=config.shared_memory)
     try:
-        params = together(group, lambda: _checked(model, optimizer, config))
-        plan = prepare(model, optimizer, config, params, group, has_one_pass(optimizer, config.kernels))
+        params = run_on_all(group, lambda: _checked(model, optimizer, config))
+        plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
         parts = _assemble(model, optimizer, config, plan, group)
     except BaseException:
         if group is not given:
@@ -68,13 +68,13 @@ def construct(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCo
     return parts
 
 
-def _checked(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Chosen:
+def _checked(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> ManagedParams:
     """The parameters to manage, once everything is checked that this rank can check alone."""
     params = select_params(model, optimizer, config)
     check_unmanaged(params.names, params.tensors)
     check_params_and_settings(model, optimizer, params)
     device = device_of(params)
-    check_kernels(optimizer, config.kernels, device, bool(kinds_on_host(params.specs(), device)))
+    check_kernels(optimizer, config.kernels, device, bool(host_step_dtypes(params.specs(), device)))
     return params
 
 
@@ -84,48 +84,48 @@ def _assemble(
     config: ZeroConfig,
     plan: ShardingPlan,
     group: Group,
-) -> Parts:
+) -> ShardingState:
     chosen, layout, place, room = plan.params, plan.layout, plan.place, plan.room
-    line, forms = Line(layout), [Form.of(tensor) for tensor in chosen.tensors]
+    line, forms = LayoutRef(layout), [ParamFormat.of(tensor) for tensor in chosen.tensors]
     params, weights = Params(chosen.tensors, chosen.names), FlatBuffer(line)
     masters = Masters(line, group.rank if layout.num_shares > 1 else 0, weights, Shard(line, place.device, room.host))
-    intake = Intake(params, forms, weights, masters, group, place)
-    latent, dtypes = chosen.latent, {index: tensor.dtype for index, tensor in enumerate(chosen.tensors)}
+    intake = ParamPlacer(params, forms, weights, masters, group, place)
+    latent, dtypes = chosen.frozen, {index: tensor.dtype for index, tensor in enumerate(chosen.tensors)}
     hooks = GradHooks(params)
 
-    built: list[weakref.ref[Parts]] = []  # weakly: the window is a part and holds `lay`
+    built: list[weakref.ref[ShardingState]] = []  # weakly: the window is a part and holds `lay`
 
     def lay(fresh: Sequence[int]) -> Sequence[int]:
         parts = built[0]()
         assert parts is not None
         with _restoring(optimizer):
-            return intake.lay(fresh, partial(adopt_state, parts, optimizer))
+            return intake.place(fresh, partial(adopt_state, parts, optimizer))
 
     def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with room.explaining("A buffer to send gradients from", line):
+        with room.explain_oom("A buffer to send gradients from", line):
             return group.staging(numel, dtype, place.device)
 
-    def wire() -> Parts:
+    def wire() -> ShardingState:
         staging = Staging(place.accelerator, allocate, group.is_read)
         gradients = Shard(line, place.device, room.host)
         widest = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
-        kinds = kinds_on_host(layout.params, place.device)
-        one_pass = one_pass_of(optimizer, config.kernels)
-        waiting = rows_that_wait(kinds, group.size) if one_pass is not None else ()
+        kinds = host_step_dtypes(layout.params, place.device)
+        one_pass = fused_step_of(optimizer, config.kernels)
+        waiting = deferrable_sums(kinds, group.size) if one_pass is not None else ()
         sums = CompiledSums(waiting) if config.kernels == "compiled" else SumsByTorch(waiting)
-        flight = Flight(line, group, staging, gradients, widest, looks=config.on_nonfinite == "raise", sums=sums)
+        flight = InflightReductions(line, group, staging, gradients, widest, looks=config.on_nonfinite == "raise", sums=sums)
         reducer = Reducer(line, forms, place.accelerator, staging, flight)
-        shares = GradientShares(line, forms, group, flight)
-        boundary = Boundary(config.accumulation, stage_of(config.stage).accumulates_locally)
-        aliases = Aliases(model, params, weights, forms, chosen.left_out)
-        settler = Settler(group, params, line, config.text(), aliases, partial(settings_of, optimizer))
+        shares = ShardedGradOps(line, forms, group, flight)
+        boundary = SyncPolicy(config.accumulation, stage_of(config.stage).accumulates_locally)
+        aliases = ParamTracker(model, params, weights, forms, chosen.unmanaged)
+        settler = WindowSync(group, params, line, config.text(), aliases, partial(settings_of, optimizer))
         window = Window(params, reducer, shares, boundary, settler, lay)
-        rules = Rules(config.clip, config.on_nonfinite, ELEMENTWISE)
+        rules = StepPolicy(config.clip, config.on_nonfinite, ELEMENTWISE)
         updater = Updater(params, shares, masters, optimizer, rules, one_pass)
-        gatherer = Gatherer(line, params, group, weights, masters)
-        travel = Travel(model, place.accelerator, params, forms, weights, masters, gradients, optimizer)
+        gatherer = WeightPublisher(line, params, group, weights, masters)
+        travel = StateOffloader(model, place.accelerator, params, forms, weights, masters, gradients, optimizer)
         rooms = (line, params, masters, window, hooks, updater, gatherer, intake)
-        parts = Parts(place.accelerator, group, *rooms, config, travel, room)
+        parts = ShardingState(place.accelerator, group, *rooms, config, travel, room)
         parts.restore_kernels = use_kernels(optimizer, config.kernels)
         adopt_state(parts, optimizer)
         aliases.renew_through(hooks.renew)
@@ -133,19 +133,19 @@ def _assemble(
 
     def open_(window: Window) -> None:
         cast_frozen(model, config)
-        window.welcome()  # when every parameter has the dtype that it will keep
+        window.register()  # when every parameter has the dtype that it will keep
         for index, tensor in enumerate(chosen.tensors):
-            hooks.attach(index, tensor, window.before, window.ready)
+            hooks.attach(index, tensor, window.before_grad, window.grad_ready)
 
     with _restoring(optimizer), contextlib.ExitStack() as on_failure:
         on_failure.callback(intake.release)
-        on_failure.callback(intake.undo, dtypes, layout)
+        on_failure.callback(intake.remove, dtypes, layout)
         on_failure.callback(hooks.detach)
-        with room.explaining("Sharding", line):
-            intake.lay([index for index in range(len(chosen.names)) if index not in latent])
-        share_the_rest(model, chosen, group)
-        parts = together(group, wire)
-        together(group, partial(open_, parts.window))
+        with room.explain_oom("Sharding", line):
+            intake.place([index for index in range(len(chosen.names)) if index not in latent])
+        sync_module_states(model, chosen, group)
+        parts = run_on_all(group, wire)
+        run_on_all(group, partial(open_, parts.window))
         built.append(weakref.ref(parts))
         manage(chosen.tensors, parts.window)
         on_failure.pop_all()

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from zero.checkpoint import values
-from zero.checkpoint.agreed import agreed, asked_alike
+from zero.checkpoint.agreed import agreed, require_same_args
 from zero.checkpoint.folder import Folder, check_file, read_manifest
 from zero.checkpoint.manifest import ANOTHER, VALUE, Buffer, Manifest, Stored
 from zero.checkpoint.module_names import num_wrappers, rewrapped
-from zero.checkpoint.progress_bar import Bar
+from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.reader import Lines
 from zero.checkpoint.rng_state import put_back
 from zero.errors import BadCheckpoint
@@ -25,7 +25,7 @@ from zero.memory.formats import dtype_named
 from zero.sharding.loss_scaler import loaded_scale
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import lies_nowhere, plain_entry, take_settings
-from zero.sharding.snapshot import Shown, TrainingLoop, finish_saving, shown
+from zero.sharding.snapshot import TrainingLoop, TrainingSnapshot, finish_saving, snapshot_of
 
 logger = logging.getLogger("zero")
 
@@ -53,12 +53,12 @@ def load(
     the optimizer keeps what it has, without `counters` so do the counts, the loss scale and the random numbers. Whatever is
     wrong with the checkpoint, the training stays as it was.
     """
-    about = shown(target, scheduler)
+    about = snapshot_of(target, scheduler)
     return load_from(directory, about, tag, optimizer_states, scheduler_states, counters)[1]
 
 
 def load_from(
-    directory: Any, about: Shown, tag: str | None, optimizer_states: bool, scheduler_states: bool, counters: bool
+    directory: Any, about: TrainingSnapshot, tag: str | None, optimizer_states: bool, scheduler_states: bool, counters: bool
 ) -> tuple[Path, Any]:
     """The same; where the checkpoint lies, and what was saved as `extra`."""
     optimizer, group = about.optimizer, about.parts.group
@@ -66,7 +66,7 @@ def load_from(
     found, manifest = agreed(group, "A load", lambda: _found(directory, tag, about))
     has_schedule = about.scheduler is not None and bool(scheduler_states)
     flags = {"optimizer_states": bool(optimizer_states), "schedule": has_schedule, "counters": bool(counters)}
-    asked_alike(group, "A load", checkpoint=manifest.digest, tag=found.name, **flags)
+    require_same_args(group, "A load", checkpoint=manifest.digest, tag=found.name, **flags)
     agreed(group, "A load", lambda: _verify(found, manifest, group.rank, group.size))
     with contextlib.closing(Lines(found, manifest)) as lines:
         loading = _Loading(about, manifest, lines, bool(optimizer_states), has_schedule)
@@ -89,8 +89,8 @@ def latest(directory: str | os.PathLike[str]) -> str | None:
     return Folder.at(directory).latest()
 
 
-def _found(directory: Any, tag: str | None, about: Shown) -> tuple[Path, Manifest]:
-    about.parts.travel.check("load")
+def _found(directory: Any, tag: str | None, about: TrainingSnapshot) -> tuple[Path, Manifest]:
+    about.parts.offloader.check("load")
     found = Folder.at(directory).find(tag)
     return found, read_manifest(found)
 
@@ -98,7 +98,7 @@ def _found(directory: Any, tag: str | None, about: Shown) -> tuple[Path, Manifes
 def _verify(folder: Path, manifest: Manifest, rank: int, size: int) -> None:
     """Each file is read by one rank."""
     mine = range(rank, len(manifest.files), size)
-    with Bar(f"checking {folder.name}", sum(manifest.files[number].num_bytes for number in mine), rank == 0) as bar:
+    with ProgressBar(f"checking {folder.name}", sum(manifest.files[number].num_bytes for number in mine), rank == 0) as bar:
         for number in mine:
             check_file(folder, manifest, number, bar.advance)
 
@@ -106,7 +106,9 @@ def _verify(folder: Path, manifest: Manifest, rank: int, size: int) -> None:
 class _Loading:
     """One checkpoint on its way into one training."""
 
-    def __init__(self, about: Shown, manifest: Manifest, lines: Lines, optimizer_states: bool, schedule: bool) -> None:
+    def __init__(
+        self, about: TrainingSnapshot, manifest: Manifest, lines: Lines, optimizer_states: bool, schedule: bool
+    ) -> None:
         self._about = about
         self._manifest = manifest
         self._lines = lines
@@ -221,12 +223,12 @@ class _Loading:
     def fill(self) -> None:
         """Changes weights, masters, state and buffers; nothing is expected to fail from here on."""
         about, parts = self._about, self._about.parts
-        parts.window.settler.aliases.take_in()  # what lies elsewhere is overwritten like the rest
+        parts.window.sync.tracker.copy_back()  # what lies elsewhere is overwritten like the rest
         late = [index for index, name in enumerate(about.managed) if lies_nowhere(parts, index) and self._had_master(name)]
         if late:
-            parts.window.lay(late)  # or the exact value would be rounded
+            parts.window.place_params(late)  # or the exact value would be rounded
         total = sum(tensor.numel() for tensor in parts.params.tensors)
-        with Bar("loading", total, parts.group.rank == 0, "elements") as bar:
+        with ProgressBar("loading", total, parts.group.rank == 0, "elements") as bar:
             for index, name in enumerate(about.managed):
                 if lies_nowhere(parts, index):
                     self._fill_whole(name, parts.params.tensors[index])
@@ -252,7 +254,7 @@ class _Loading:
 
     def _fill_pieces(self, index: int, name: str) -> None:
         parts, inner, source = self._about.parts, self._about.optimizer.inner, self._source(name)
-        form, stored = parts.window.shares.forms[index], self._manifest.parameters[source]
+        form, stored = parts.window.grad_ops.forms[index], self._manifest.parameters[source]
         for piece, master in parts.masters.of(index):
             self._lines.copy(source, VALUE, form, piece.in_param, master.detach())
             if not self._states:
@@ -273,13 +275,13 @@ class _Loading:
     @torch.no_grad()
     def publish(self) -> None:
         """Every rank's shares become everybody's weights."""
-        parts, layout = self._about.parts, self._about.parts.line.layout
+        parts, layout = self._about.parts, self._about.parts.layout_ref.layout
         for bucket in range(len(layout.buckets)):
             for block in layout.blocks(bucket):
                 parts.masters.publish(block)
-                parts.gatherer.gather([block])
-        parts.gatherer.finish(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
-        parts.torn = False
+                parts.publisher.send([block])
+        parts.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
+        parts.mid_update = False
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         managed = zip(self._about.managed, self._about.parts.params.tensors, strict=True)
@@ -295,20 +297,18 @@ class _Loading:
         return self._manifest.aliases.get(name, name)
 
 
-def _take_counters(about: Shown, training: Mapping[str, Any]) -> None:
+def _take_counters(about: TrainingSnapshot, training: Mapping[str, Any]) -> None:
     optimizer, parts = about.optimizer, about.parts
-    parts.window.settler.step = training["step"]
+    parts.window.sync.step = training["step"]
     optimizer.skipped_steps = training["skipped_steps"]
     if training["loss_scale"] is not None:
         optimizer.loss_scale = loaded_scale(optimizer.loss_scale, training, False)
     optimizer.zero_grad()  # which also makes the window follow the loss scale
 
 
-def _take_random_numbers(lines: Lines, num_ranks: int, about: Shown) -> None:
+def _take_random_numbers(lines: Lines, num_ranks: int, about: TrainingSnapshot) -> None:
     group = about.parts.group
     if num_ranks == group.size:
         put_back(about.parts.accelerator, lines.random_bytes(group.rank))
     elif group.rank == 0:
-        logger.info(
-            "Random numbers of %d ranks were saved, and there are %d: they go on as they are.", num_ranks, group.size
-        )
+        logger.info("Random numbers of %d ranks were saved, and there are %d: they go on as they are.", num_ranks, group.size)

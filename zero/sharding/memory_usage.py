@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from zero.plan.budget import Shares
-from zero.sharding.state import Parts
+from zero.sharding.state import ShardingState
 
 
 @dataclass(frozen=True)
-class Held:
+class MeasuredBytes:
     weights: int
     device: Shares  # beside the weights
     buckets: int
@@ -23,7 +23,7 @@ class Held:
         return self.weights + self.device.total + self.buckets
 
 
-def held(parts: Parts) -> Held:
+def measured_bytes(parts: ShardingState) -> MeasuredBytes:
     """The bytes that are held now. Gradients are there from the first round of a window until it is cleared."""
     shares = {False: Counter[str](), True: Counter[str]()}  # by whether they lie on a host beside the weights
     device = parts.masters.shard.device
@@ -38,9 +38,9 @@ def held(parts: Parts) -> Held:
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim():
                 count("moments", value)
-    for gradient in (*parts.window.shares.shard.shares.values(), *parts.window.since.aside.values()):
+    for gradient in (*parts.window.grad_ops.shard.shares.values(), *parts.window.state.pending.values()):
         count("gradients", gradient)
-    shares[False]["gradients"] += sum(rows.num_bytes for rows in parts.window.shares.shard.waiting.values())
-    shares[False]["gradients"] += parts.window.reducer.num_wide_bytes
-    return Held(parts.gatherer.num_weight_bytes, Shares(**shares[False]), parts.window.reducer.num_staging_bytes,
+    shares[False]["gradients"] += sum(rows.num_bytes for rows in parts.window.grad_ops.shard.deferred.values())
+    shares[False]["gradients"] += parts.window.reducer.num_fp32_bytes
+    return MeasuredBytes(parts.publisher.num_weight_bytes, Shares(**shares[False]), parts.window.reducer.num_staging_bytes,
                 Shares(**shares[True]))  # fmt: skip

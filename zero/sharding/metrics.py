@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from zero.runtime.profiling import STOPS, during
-from zero.sharding.memory_usage import held
+from zero.sharding.memory_usage import measured_bytes
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.snapshot import TrainingLoop
 
 _PHASES = ("forward", "backward", *STOPS)
 
 
-def in_order(times: Mapping[str, float]) -> dict[str, float]:
+def by_phase(times: Mapping[str, float]) -> dict[str, float]:
     """Times by name as a step goes through them; names of the caller's own come last."""
     return {name: times[name] for name in (*_PHASES, *times) if name in times}
 
 
-class Records:
-    """One record a step, written by rank 0: `with zero.Records("run/records.jsonl", engine) as records`, and
+class MetricsWriter:
+    """One record a step, written by rank 0: `with zero.MetricsWriter("run/records.jsonl", engine) as records`, and
     `records.write(loss=...)` after each step. From then on the stops are timed. `tensorboard` is a folder.
 
     A record has the step, the norm of the gradients before clipping, the loss scale, the learning rate, milliseconds
@@ -41,7 +41,7 @@ class Records:
         self._optimizer: ShardedOptimizer = getattr(target, "optimizer", target)  # type: ignore[arg-type]
         parts = self._optimizer.parts
         writer = None if tensorboard is None else board_writer()  # on all ranks: none goes on where it cannot be had
-        self._clock = parts.timed()
+        self._clock = parts.clock()
         self._ms, self._moved = self._clock.read(), self._sent()
         self._file: Any = None
         self._board: Any = None
@@ -62,14 +62,14 @@ class Records:
         optimizer, parts = self._optimizer, self._optimizer.parts
         before, self._ms = self._ms, self._clock.read()
         sent, self._moved = self._moved, self._sent()
-        ms = {name: round(now - before.get(name, 0.0), 3) for name, now in in_order(self._ms).items()}
-        now = held(parts)
+        ms = {name: round(now - before.get(name, 0.0), 3) for name, now in by_phase(self._ms).items()}
+        now = measured_bytes(parts)
         live = {"weights": now.weights, **asdict(now.device), "buckets": now.buckets}
         if now.host.total:
             live |= {f"host_{kind}": amount for kind, amount in asdict(now.host).items()}
         reading = parts.accelerator.memory()
         record = {
-            "step": parts.window.settler.step,
+            "step": parts.window.sync.step,
             **figures,
             "norm": optimizer.grad_norm,
             "scale": None if optimizer.loss_scale is None else optimizer.loss_scale.value,
@@ -90,7 +90,7 @@ class Records:
 
     def _sent(self) -> dict[str, int]:
         parts = self._optimizer.parts
-        return {"reduced": parts.window.reducer.flight.num_bytes, "published": parts.gatherer.num_bytes}
+        return {"reduced": parts.window.reducer.inflight.num_bytes, "published": parts.publisher.num_bytes}
 
     def close(self) -> None:
         """Closes the files. No collective."""
@@ -99,7 +99,7 @@ class Records:
                 open_one.close()
         self._file = self._board = None
 
-    def __enter__(self) -> Records:
+    def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:

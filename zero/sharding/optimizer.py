@@ -12,16 +12,16 @@ from torch import nn
 
 from zero.comm.exchange import exchange_about
 from zero.config.schema import DEFAULT_BUCKET_BYTES, ZeroConfig
-from zero.config.supported import check_plain, check_served
+from zero.config.supported import check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
-from zero.optim.skip_dynamo import without_compiler
+from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.plan.loss_scale import LossScale
 from zero.setup.consistency import check_weights
-from zero.sharding.build import construct, reduction
+from zero.sharding.build import build, reduction
 from zero.sharding.loss_scaler import loaded_scale, loss_scale_of, with_loss_scale
 from zero.sharding.optimizer_state import load_state, whole_state, whole_state_dict
 from zero.sharding.recovery import rebuild
-from zero.sharding.state import Parts, check_original, check_used
+from zero.sharding.state import ShardingState, check_original, check_used
 from zero.sharding.windows import Windows
 
 _HOOKS = (
@@ -43,8 +43,8 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, config: ZeroConfig, group: Any = None) -> None:
         config = with_loss_scale(config, inner)
-        parts = construct(model, inner, config, group)
-        with without_compiler():
+        parts = build(model, inner, config, group)
+        with skip_dynamo_import():
             super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
         self.state = inner.state
@@ -63,7 +63,7 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         self._follow_loss_scale()
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> ShardingState:
         """What it consists of. Every method goes through here, so that a closed optimizer says so whatever it is asked."""
         if self._parts.closed:
             raise ValueError(
@@ -78,7 +78,7 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Settles the window, judges it and updates the weights. A collective."""
         window = self.parts.window
-        self.parts.travel.check("step")
+        self.parts.offloader.check("step")
         check_original(self, self.inner, self.parts.params)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
         loss = None
@@ -92,10 +92,10 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
     def _use(self) -> None:
         """The rest of a step, of what has settled."""
         window = self.parts.window
-        self.group.hurry()
-        window.settler.note("in the update")
-        window.settler.aliases.take_in()
-        window.settler.step += 1
+        self.group.end_warmup()
+        window.sync.set_phase("in the update")
+        window.sync.tracker.copy_back()
+        window.sync.step += 1
         if window.used:
             if self.parts.config.on_unused == "raise":
                 check_used(self.parts.params, window.used)
@@ -103,15 +103,15 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         elif self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(True)  # a step without any gradient counts as a finite one
         self._follow_loss_scale()
-        window.since.stepped = True
+        window.state.consumed = True
         every = self.parts.config.check_weights_every
-        if every is not None and window.settler.step % every == 0:
+        if every is not None and window.sync.step % every == 0:
             self.check()
-        window.settler.note("before a backward")
+        window.sync.set_phase("before a backward")
 
     def _apply(self, used: int) -> None:
         parts = self.parts
-        verdict = parts.updater.judge()
+        verdict = parts.updater.decide()
         self.grad_norm = verdict.grad_norm
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(verdict.apply)
@@ -124,59 +124,59 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Ends the window. A collective, unless a step has used it and nothing came since."""
         if not set_to_none:
-            self.parts.travel.check("zero_grad", "weights", "gradients")
+            self.parts.offloader.check("zero_grad", "weights", "gradients")
         self.parts.window.end(to_zeros=not set_to_none)
         self._follow_loss_scale()
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward()`, with the loss scale of fp16 weights where there is one."""
         scaling = self.parts.window.scaling
-        self.parts.travel.check("backward", "weights", "gradients")
-        before = scaling.lacking
+        self.parts.offloader.check("backward", "weights", "gradients")
+        before = scaling.missing_loss_scale
         if self.loss_scale is not None:
-            scaling.lacking = 1.0
+            scaling.missing_loss_scale = 1.0
             loss = loss.float() * self.loss_scale.value  # in fp32, since it may be beyond what fp16 can hold
         try:
             torch.autograd.backward(loss, **options)
         except BaseException as error:
-            self.parts.window.sign(error)
+            self.parts.window.annotate_error(error)
             raise
         finally:
-            scaling.lacking = before
+            scaling.missing_loss_scale = before
 
     def _follow_loss_scale(self) -> None:
         """Sums are divided by the loss scale as they are kept; gradients of a backward without it are multiplied first."""
         window, scale = self.parts.window, 1.0 if self.loss_scale is None else self.loss_scale.value
-        window.scaling.lacking = window.scaling.loss_scale = scale
-        window.reducer.flight.factor = window.scaling.at_keeping(window.since.settled)
+        window.scaling.missing_loss_scale = window.scaling.loss_scale = scale
+        window.reducer.inflight.factor = window.scaling.accumulate_factor(window.state.synchronized)
 
     # looking -----------------------------------------------------------------------------------------------------
 
     def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """The global gradient of a parameter, whole on every rank; None where no rank had one. A collective."""
         window, index = self.parts.window, self._index(param)
-        self.parts.travel.check("whole_grad", "weights", "gradients")
+        self.parts.offloader.check("whole_grad", "weights", "gradients")
         self._about("whole_grad", index)
         window.settle("whole_grad")
         if not window.used >> index & 1:
             return None
-        shard = window.shares.shard
-        return window.shares.whole(index, shard.piece, sum_dtype(param.dtype)).to(param.dtype)
+        shard = window.grad_ops.shard
+        return window.grad_ops.whole(index, shard.piece, sum_dtype(param.dtype)).to(param.dtype)
 
     def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
         """The optimizer's state of a parameter, whole on every rank. A collective."""
-        self.parts.travel.check("whole_state", "moments", "weights")
+        self.parts.offloader.check("whole_state", "moments", "weights")
         index = self._index(param)
         self._about("whole_state", index)
         return whole_state(self.parts, self.inner, index)
 
     def any_rank(self, flag: bool) -> bool:
         """True where any rank passed True. A collective."""
-        return any(numbers[0] for numbers in self.parts.window.shares.exchange_numbers([float(bool(flag))], "any_rank"))
+        return any(numbers[0] for numbers in self.parts.window.grad_ops.exchange_numbers([float(bool(flag))], "any_rank"))
 
     def check(self) -> None:
         """Raises, with the name of the first parameter, unless all ranks have the same weights, frozen too. A collective."""
-        self.parts.travel.check("check", "weights")
+        self.parts.offloader.check("check", "weights")
         params = self.parts.params
         named = dict(zip(params.names, params.tensors, strict=True))
         named |= {name: param for name, param in self.model.named_parameters() if not param.requires_grad}
@@ -185,7 +185,7 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective."""
         parts = self.parts
-        parts.travel.check("state_dict")
+        parts.offloader.check("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict = {**whole_state_dict(parts, self.inner), "skipped_steps": self.skipped_steps}
@@ -202,11 +202,11 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         What plain torch does not save, the loss scale and the count of skipped steps, stays as it is then.
         """
         parts = self.parts
-        parts.travel.check("load_state_dict")
+        parts.offloader.check("load_state_dict")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, dict(state_dict))
             state_dict = state_dict if changed is None else changed
-        scale = loaded_scale(self.loss_scale, state_dict, parts.window.since.unsettled)
+        scale = loaded_scale(self.loss_scale, state_dict, parts.window.state.needs_sync)
         load_state(parts, self.inner, state_dict)
         self.loss_scale, self.skipped_steps = scale, state_dict.get("skipped_steps", self.skipped_steps)
         self._follow_loss_scale()
@@ -224,7 +224,7 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
         try:
             tensors = [param for param in groups[-1]["params"] if id(param) not in parts.params.index]
-            parts.join(parts.params.names_in(self.model, tensors), tensors, len(groups) - 1)
+            parts.add_params(parts.params.names_in(self.model, tensors), tensors, len(groups) - 1)
         except BaseException:
             groups.pop()
             raise
@@ -240,13 +240,13 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         forwarded, without them or gradients nothing sent backward or settled, without all nothing stepped. Where host memory
         does not suffice all stays as it was. No collective."""
         parts = self.parts
-        parts.room.check(f"offload_states({'' if include is None else include})", parts.travel.num_bytes(include))
-        if not parts.travel.is_away:
+        parts.memory_guard.check(f"offload_states({'' if include is None else include})", parts.offloader.num_bytes(include))
+        if not parts.offloader.is_away:
             parts.adopt()
         try:
-            names = parts.travel.leave(include, device, pin_memory, non_blocking)
+            names = parts.offloader.offload(include, device, pin_memory, non_blocking)
         finally:
-            parts.window.settler.aliases.moved()
+            parts.window.sync.tracker.invalidate()
         if "buffers" in names:
             parts.window.reducer.release_buffers()
 
@@ -254,9 +254,9 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
     def reload_states(self, non_blocking: bool = False) -> None:
         """Moves back what `offload_states` moved. What does not fit the device stays, for another call. No collective."""
         try:
-            self.parts.travel.come_back(non_blocking)
+            self.parts.offloader.reload(non_blocking)
         finally:
-            self.parts.window.settler.aliases.moved()
+            self.parts.window.sync.tracker.invalidate()
 
     def rebuild(self, group: Any = None) -> None:
         """Goes on after a lost collective where every rank is still there: over new connections, with `group` in place of the
@@ -320,6 +320,6 @@ def shard(
     options |= {"dtype": dtype, "clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload}
     options = {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in options.items()}
     config = ZeroConfig(stage=stage, bucket_bytes=bucket_bytes, **options)
-    check_served(config)
-    check_plain(config)
+    check_supported(config)
+    check_plain_loop(config)
     return ShardedOptimizer(model, optimizer, config, group)

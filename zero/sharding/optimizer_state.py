@@ -23,21 +23,21 @@ from zero.optim.traits import KERNELS
 
 if TYPE_CHECKING:
     from zero.plan.layout import Piece
-    from zero.sharding.state import Parts
+    from zero.sharding.state import ShardingState
 
 logger = logging.getLogger("zero")
 
 
-def whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> dict[str, Any]:
+def whole_state(parts: ShardingState, inner: torch.optim.Optimizer, param: int) -> dict[str, Any]:
     """One parameter's state as plain torch would hold it; a collective. Empty where no rank has any."""
     return _whole_state(parts, inner, param)[0]
 
 
-def whole_state_dict(parts: Parts, inner: torch.optim.Optimizer) -> dict[str, Any]:
+def whole_state_dict(parts: ShardingState, inner: torch.optim.Optimizer) -> dict[str, Any]:
     """State by parameter name, which of its keys go with elements, the exact values of rounded weights, and the groups."""
     parts.adopt()
     states, elementwise, masters = {}, set(), {}
-    elsewhere = parts.window.settler.aliases.elsewhere()  # edited there, which `adopt` does not see
+    elsewhere = parts.window.sync.tracker.relocated()  # edited there, which `adopt` does not see
     for param, name in enumerate(parts.params.names):
         state, keys = _whole_state(parts, inner, param)
         if state:
@@ -45,7 +45,7 @@ def whole_state_dict(parts: Parts, inner: torch.optim.Optimizer) -> dict[str, An
             elementwise |= keys
         if _has_copy(parts, param):
             dtype = sum_dtype(parts.params.tensors[param].dtype)
-            masters[name] = parts.at_home(param, parts.window.shares.whole(param, parts.masters.shard.piece, dtype))
+            masters[name] = parts.to_home(param, parts.window.grad_ops.whole(param, parts.masters.shard.piece, dtype))
             if param in elsewhere:
                 masters[name] = exact(parts.params.tensors[param].detach().to(masters[name].device), masters[name])
     index, names = parts.params.index, parts.params.names
@@ -57,18 +57,18 @@ def whole_state_dict(parts: Parts, inner: torch.optim.Optimizer) -> dict[str, An
     return {**found, "kernels": parts.config.kernels}
 
 
-def edited(parts: Parts, param: int, piece: Piece, master: torch.Tensor) -> torch.Tensor:
+def edited(parts: ShardingState, param: int, piece: Piece, master: torch.Tensor) -> torch.Tensor:
     """The exact value of one piece, for a parameter that lies elsewhere than it was put."""
-    line = parts.window.shares.forms[param].line(parts.params.tensors[param].detach())
+    line = parts.window.grad_ops.forms[param].flatten(parts.params.tensors[param].detach())
     return exact(line[piece.in_param.start : piece.in_param.stop].to(master.device), master)
 
 
-def _has_copy(parts: Parts, param: int) -> bool:
-    return any(parts.masters.is_copy(bucket) for bucket in parts.line.layout.buckets_of(param))
+def _has_copy(parts: ShardingState, param: int) -> bool:
+    return any(parts.masters.is_copy(bucket) for bucket in parts.layout_ref.layout.buckets_of(param))
 
 
 @torch.no_grad()
-def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+def load_state(parts: ShardingState, inner: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Checks everything, then changes the state. What torch's own optimizer saved, by number, is understood too.
 
     How the step is computed stays what it is.
@@ -89,7 +89,9 @@ def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[s
             f"State of {unknown[0]} was passed, which is no parameter of this optimizer ({len(unknown)} such names). "
             "Load it into the model that it was saved from."
         )
-    shapes = {name: torch.Size(spec.shape) for name, spec in zip(parts.params.names, parts.line.layout.params, strict=True)}
+    shapes = {
+        name: torch.Size(spec.shape) for name, spec in zip(parts.params.names, parts.layout_ref.layout.params, strict=True)
+    }
     elementwise = state_dict.get("elementwise")
     if elementwise is None:
         pairs = [(key, value, shapes[name]) for name, state in states.items() for key, value in state.items()]
@@ -114,13 +116,13 @@ def load_state(parts: Parts, inner: torch.optim.Optimizer, state_dict: Mapping[s
         elif name in states:
             _give_pieces(parts, inner, param, states[name], set(elementwise))
         if name in masters:
-            line = parts.window.shares.forms[param].line(masters[name])
+            line = parts.window.grad_ops.forms[param].flatten(masters[name])
             for piece, master in parts.masters.of(param):
                 if parts.masters.is_copy(piece.bucket):  # else it is a part of the weights, which are not loaded here
                     master.copy_(line[piece.in_param.start : piece.in_param.stop])
 
 
-def _names_in_groups(parts: Parts, inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+def _names_in_groups(parts: ShardingState, inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
     """The parameter that each number of a plain optimizer's groups stands for; nothing where they have names."""
     names: dict[Any, str] = {}
     for group, saved in zip(inner.param_groups, groups, strict=True):
@@ -158,7 +160,7 @@ def _setting(now: Any, saved: Any, filled: set[int]) -> Any:
     return saved.to(now.device if isinstance(now, torch.Tensor) else saved.device, copy=True)
 
 
-def adopt_state(parts: Parts, inner: torch.optim.Optimizer) -> None:
+def adopt_state(parts: ShardingState, inner: torch.optim.Optimizer) -> None:
     """Hands what an optimizer that has stepped already knows about the parameters to their masters."""
     for param, tensor in enumerate(parts.params.tensors):
         if lies_nowhere(parts, param):
@@ -169,35 +171,35 @@ def adopt_state(parts: Parts, inner: torch.optim.Optimizer) -> None:
             _give_pieces(parts, inner, param, state, keys)
 
 
-def lies_nowhere(parts: Parts, param: int) -> bool:
-    return parts.line.layout.slots[param] is None
+def lies_nowhere(parts: ShardingState, param: int) -> bool:
+    return parts.layout_ref.layout.slots[param] is None
 
 
-def plain_entry(parts: Parts, inner: torch.optim.Optimizer, param: int, value: Any) -> Any:
+def plain_entry(parts: ShardingState, inner: torch.optim.Optimizer, param: int, value: Any) -> Any:
     """A copy of what goes with no element, such as a step count, where torch wants it."""
     if not isinstance(value, torch.Tensor):
         return value
-    settings = inner.param_groups[parts.line.layout.params[param].group]
+    settings = inner.param_groups[parts.layout_ref.layout.params[param].group]
     beside = settings.get("fused") or settings.get("capturable")
     return value.to(parts.masters.of(param)[0][1].device if beside else value.device, copy=True)
 
 
 def _give_pieces(
-    parts: Parts, inner: torch.optim.Optimizer, param: int, state: Mapping[str, Any], elementwise: set[str]
+    parts: ShardingState, inner: torch.optim.Optimizer, param: int, state: Mapping[str, Any], elementwise: set[str]
 ) -> None:
-    form = parts.window.shares.forms[param]
+    form = parts.window.grad_ops.forms[param]
     for piece, master in parts.masters.of(param):
         own: dict[str, Any] = {}
         for key, value in state.items():
             if key in elementwise:
-                line = form.line(value.to(master.device))
+                line = form.flatten(value.to(master.device))
                 own[key] = line[piece.in_param.start : piece.in_param.stop].clone()
             else:
                 own[key] = plain_entry(parts, inner, param, value)
         inner.state[master] = own
 
 
-def _whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> tuple[dict[str, Any], set[str]]:
+def _whole_state(parts: ShardingState, inner: torch.optim.Optimizer, param: int) -> tuple[dict[str, Any], set[str]]:
     if lies_nowhere(parts, param):
         kept = copy.deepcopy(inner.state.get(parts.params.tensors[param], {}))
         shape = parts.params.tensors[param].shape
@@ -217,7 +219,7 @@ def _whole_state(parts: Parts, inner: torch.optim.Optimizer, param: int) -> tupl
     for key, (kind, dtype, value) in known.items():
         if kind == "elements":
             pieces = {piece: state[key] for piece, state in own}
-            whole[key] = parts.at_home(param, parts.window.shares.whole(param, pieces.__getitem__, getattr(torch, dtype)))
+            whole[key] = parts.to_home(param, parts.window.grad_ops.whole(param, pieces.__getitem__, getattr(torch, dtype)))
         else:
             whole[key] = value if kind == "value" else torch.tensor(value, dtype=getattr(torch, dtype), device="cpu")
     return whole, {key for key, (kind, _, _) in known.items() if kind == "elements"}

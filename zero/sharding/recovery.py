@@ -7,21 +7,26 @@ from typing import Any
 
 from zero.comm.exchange import exchange_texts
 from zero.errors import RanksDiffer
-from zero.sharding.state import Parts
+from zero.sharding.state import ShardingState
 
 
-def rebuild(parts: Parts, group: Any) -> None:
+def rebuild(parts: ShardingState, group: Any) -> None:
     """All ranks connect anew, and what the lost collectives were about is forgotten. Raises on all of them where some rank
     had stepped already or is in the middle of it; the connections serve then too, to load a checkpoint over."""
-    window, settler = parts.window, parts.window.settler
+    window, settler = parts.window, parts.window.sync
     parts.group.reconnect(group)
     window.reducer.restart()
-    parts.gatherer.abandon()
-    parts.masters.give_up()
+    parts.publisher.abandon()
+    parts.masters.abandon()
     window.forget()
-    mine = {"steps": settler.step, "settled": settler.settles, "layout": parts.line.layout.digest, "torn": parts.torn}
+    mine = {
+        "steps": settler.step,
+        "settled": settler.sync_count,
+        "layout": parts.layout_ref.layout.digest,
+        "torn": parts.mid_update,
+    }
     everyone = [json.loads(text) for text in exchange_texts(parts.group, json.dumps(mine))]
-    settler.settles = max(told["settled"] for told in everyone)
+    settler.sync_count = max(told["settled"] for told in everyone)
     for rank, told in enumerate(everyone):
         found = "in the middle of a step" if told["torn"] else f"after {told['steps']} steps"
         if told["torn"] or (told["steps"], told["layout"]) != (everyone[0]["steps"], everyone[0]["layout"]):

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from zero.checkpoint import values
-from zero.checkpoint.agreed import agreed, asked_alike
+from zero.checkpoint.agreed import agreed, require_same_args
 from zero.checkpoint.folder import Folder, check_tag
 from zero.checkpoint.manifest import Buffer, Manifest
-from zero.checkpoint.writer import Plan, Saving, Writer
+from zero.checkpoint.writer import PendingSave, Plan, Writer
 from zero.comm.exchange import exchange_texts
 from zero.comm.group import Group
 from zero.errors import ZeroError
 from zero.memory.formats import dtype_name
 from zero.sharding.optimizer import ShardedOptimizer
-from zero.sharding.snapshot import Shown, TrainingLoop, _cargo, finish_saving, shown
+from zero.sharding.snapshot import TrainingLoop, TrainingSnapshot, _cargo, finish_saving, snapshot_of
 
 
 def save(
@@ -33,7 +33,7 @@ def save(
     async_save: bool = False,
     keep_last: int | None = None,
     is_latest: bool = True,
-) -> Saving:
+) -> PendingSave:
     """Writes a checkpoint of the training that `target` does into `directory`, which all ranks see. A collective.
 
     Saved are weights and persistent buffers, the optimizer's state and its groups, the loss scale, the counters, random
@@ -42,14 +42,16 @@ def save(
     what is returned, or the next save or load, says whether that went well. With `keep_last=n` older checkpoints than
     the n newest go, once this one is complete; unless `is_latest` it is loaded by its tag alone. A directory is one training's.
     """
-    about = shown(target, scheduler)
+    about = snapshot_of(target, scheduler)
     optimizer, parts = about.optimizer, about.parts
     finish_saving(optimizer)
     tag = f"global_step{about.step}" if tag is None else tag
     folder, kept, rest = agreed(
         parts.group, "A save", lambda: _checked(directory, tag, extra, keep_last, about, parts.group.rank == 0)
     )
-    asked_alike(parts.group, "A save", tag=tag, keep_last=keep_last, async_save=bool(async_save), is_latest=bool(is_latest))
+    require_same_args(
+        parts.group, "A save", tag=tag, keep_last=keep_last, async_save=bool(async_save), is_latest=bool(is_latest)
+    )
     place = _meet_in(folder, tag, parts.group)
     writer = Writer(folder, tag, place, parts.group.rank, parts.group.size, parts.config.timeout_s)
     plan = Plan(about.outlines(), rest, keep_last, is_latest)
@@ -72,9 +74,11 @@ def save(
     except BaseException:
         _clear(place, parts.group)
         raise
-    saving = Saving(folder.path / tag, parts.group, write_and_commit if async_save else lambda: writer.commit(plan), async_save)
+    saving = PendingSave(
+        folder.path / tag, parts.group, write_and_commit if async_save else lambda: writer.commit(plan), async_save
+    )
     if async_save:
-        parts.saving = saving
+        parts.pending_save = saving
     else:
         saving.wait()
     return saving
@@ -103,11 +107,11 @@ def _clear(place: Path | None, group: Group) -> None:
     if group.rank == 0 and place is not None:
         Folder(place.parent).give_up(place)
     with contextlib.suppress(ZeroError):
-        group.exchange(b"")
+        group.all_gather_bytes(b"")
 
 
 def _checked(
-    directory: Any, tag: str, extra: Any, keep_last: int | None, about: Shown, is_first: bool
+    directory: Any, tag: str, extra: Any, keep_last: int | None, about: TrainingSnapshot, is_first: bool
 ) -> tuple[Folder, dict[str, torch.Tensor], Manifest]:
     """All that can be said before anything is written; gives the tensors of `extra`, and a manifest without parameters."""
     folder = Folder.at(directory)
@@ -133,5 +137,3 @@ def _checked(
             raise ValueError(f"A checkpoint of {wrong} was asked for, but it would come back as another. Store something else.")
     buffers = {name: Buffer(tuple(buffer.shape), dtype_name(buffer.dtype)) for name, buffer in about.named.buffers.items()}
     return folder, kept, Manifest((), {}, buffers, about.named.aliases, coded["training"], coded["extra"])
-
-

@@ -12,12 +12,12 @@ from zero.checkpoint import values
 from zero.checkpoint.manifest import VALUE, Outline, Part, buffer_key, key_of
 from zero.checkpoint.module_names import Named
 from zero.checkpoint.rng_state import random_bytes
-from zero.checkpoint.writer import Cargo
-from zero.memory.formats import Form, dtype_name, goes_with_elements, sum_dtype
+from zero.checkpoint.writer import ShardPayload
+from zero.memory.formats import ParamFormat, dtype_name, goes_with_elements, sum_dtype
 from zero.plan.layout import Piece
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import edited, lies_nowhere
-from zero.sharding.state import Parts
+from zero.sharding.state import ShardingState
 
 
 @runtime_checkable
@@ -40,33 +40,33 @@ class TrainingLoop(Protocol):
         """Counts on from there, at the beginning of a window."""
 
 
-def shown(target: Any, scheduler: Any) -> Shown:
+def snapshot_of(target: Any, scheduler: Any) -> TrainingSnapshot:
     """An optimizer, or an engine with the one that is in it."""
     if isinstance(target, TrainingLoop):
-        return Shown(target.optimizer, target, scheduler)
+        return TrainingSnapshot(target.optimizer, target, scheduler)
     if not isinstance(target, ShardedOptimizer):
         raise TypeError(
             f"A checkpoint of a {type(target).__name__} was asked for, but only what zero.shard or zero.initialize gave has "
             "ranks and shares. Pass that, or use torch.save for what is plain."
         )
-    return Shown(target, None, scheduler)
+    return TrainingSnapshot(target, None, scheduler)
 
 
 def finish_saving(optimizer: ShardedOptimizer) -> None:
     """Waits for what is being written in the background, and says where it failed. A collective, if there is any."""
-    saving, optimizer.parts.saving = optimizer.parts.saving, None
-    if saving is not None and not saving.told:
+    saving, optimizer.parts.pending_save = optimizer.parts.pending_save, None
+    if saving is not None and not saving.reported:
         saving.wait()
 
 
-class Shown:
+class TrainingSnapshot:
     """A training as a checkpoint shows it: by canonical names."""
 
     def __init__(self, optimizer: ShardedOptimizer, engine: TrainingLoop | None, scheduler: Any) -> None:
         self.optimizer = optimizer
         self.engine = engine
         self.scheduler = scheduler if scheduler is not None or engine is None else engine.lr_scheduler
-        self.parts: Parts = optimizer.parts
+        self.parts: ShardingState = optimizer.parts
         self.named = Named.of(optimizer.model)
         own = {id(param): name for name, param in self.named.parameters.items()}
         params = self.parts.params
@@ -74,7 +74,7 @@ class Shown:
 
     @property
     def step(self) -> int:
-        return self.parts.window.settler.step if self.engine is None else self.engine.global_steps
+        return self.parts.window.sync.step if self.engine is None else self.engine.global_steps
 
     def unmanaged(self) -> list[tuple[str, nn.Parameter]]:
         managed = set(self.managed)
@@ -82,16 +82,16 @@ class Shown:
 
     def check(self) -> None:
         """Raises where a window is open: its gradients would be lost."""
-        parts, since = self.parts, self.parts.window.since
-        parts.travel.check("save")
-        parts.window.notice()
-        pending = since.unsettled or (since.settled and not since.stepped)
+        parts, since = self.parts, self.parts.window.state
+        parts.offloader.check("save")
+        parts.window.check_cleared()
+        pending = since.needs_sync or (since.synchronized and not since.consumed)
         if pending or (self.engine is not None and self.engine.in_window):
             raise ValueError(
                 "A save was asked for in the middle of an accumulation, but gradients that no step has used yet are not saved. "
                 "Save after step, or throw them away with discard()."
             )
-        lost = parts.window.settler.aliases.lost()
+        lost = parts.window.sync.tracker.replaced()
         gone = [name for index, name in enumerate(self.managed) if lost >> index & 1]
         if gone:
             raise ValueError(f"A save was asked for, but {gone[0]} was replaced in the model after sharding. Shard it again.")
@@ -110,7 +110,7 @@ class Shown:
         return {
             "optimizer": type(optimizer.inner).__name__,
             "groups": self.groups(),
-            "step": parts.window.settler.step,
+            "step": parts.window.sync.step,
             "skipped_steps": optimizer.skipped_steps,
             "loss_scale": None if optimizer.loss_scale is None else optimizer.loss_scale.progress,
             "engine": None if engine is None else engine.counters,
@@ -124,7 +124,7 @@ class Shown:
     def outlines(self) -> dict[str, Outline]:
         """Every parameter that is saved, as all ranks know it."""
         found = {name: _outline(tensor, None, tensor.dtype) for name, tensor in self.named.parameters.items()}
-        forms = self.parts.window.shares.forms
+        forms = self.parts.window.grad_ops.forms
         for index, (name, tensor) in enumerate(zip(self.managed, self.parts.params.tensors, strict=True)):
             value = tensor.dtype if lies_nowhere(self.parts, index) else sum_dtype(tensor.dtype)
             found[name] = _outline(tensor, forms[index].order, value)
@@ -136,11 +136,11 @@ def _outline(tensor: torch.Tensor, order: tuple[int, ...] | None, value: torch.d
 
 
 @torch.no_grad()
-def _cargo(about: Shown, kept: Mapping[str, torch.Tensor], copied: bool) -> Cargo:
+def _cargo(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bool) -> ShardPayload:
     parts = about.parts
     parts.adopt()
-    cargo = Cargo(Part(), {})
-    elsewhere = set(parts.window.settler.aliases.elsewhere())
+    cargo = ShardPayload(Part(), {})
+    elsewhere = set(parts.window.sync.tracker.relocated())
     for index, name in enumerate(about.managed):
         if not lies_nowhere(parts, index):
             for piece, master in parts.masters.of(index):
@@ -148,7 +148,7 @@ def _cargo(about: Shown, kept: Mapping[str, torch.Tensor], copied: bool) -> Carg
                     value = edited(parts, index, piece, master) if index in elsewhere else master
                     _add(cargo, name, value, about.optimizer.inner.state.get(master, {}), piece)
         elif parts.group.rank == 0:
-            tensor, form = parts.params.tensors[index], parts.window.shares.forms[index]
+            tensor, form = parts.params.tensors[index], parts.window.grad_ops.forms[index]
             _add(cargo, name, tensor, about.optimizer.inner.state.get(tensor, {}), None, form)
     tensors: Any = cargo.tensors
     if parts.group.rank == 0:
@@ -160,19 +160,24 @@ def _cargo(about: Shown, kept: Mapping[str, torch.Tensor], copied: bool) -> Carg
     return cargo.copied() if copied else cargo
 
 
-def _is_ours(parts: Parts, piece: Piece) -> bool:
+def _is_ours(parts: ShardingState, piece: Piece) -> bool:
     """What all ranks have is written by one, and every rank has some of it to write."""
-    shared = parts.line.layout.num_shares > 1
+    shared = parts.layout_ref.layout.num_shares > 1
     return shared or piece.bucket % parts.group.size == parts.group.rank
 
 
 def _add(
-    cargo: Cargo, name: str, value: torch.Tensor, state: Mapping[str, Any], piece: Piece | None, form: Form | None = None
+    cargo: ShardPayload,
+    name: str,
+    value: torch.Tensor,
+    state: Mapping[str, Any],
+    piece: Piece | None,
+    form: ParamFormat | None = None,
 ) -> None:
     """A stretch of a parameter, or all of it, with its state."""
     part, tensors = cargo.part, cargo.tensors
     start, stop = (0, value.numel()) if piece is None else (piece.in_param.start, piece.in_param.stop)
-    line: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach if form is None else form.line
+    line: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach if form is None else form.flatten
     part.stretches.setdefault(name, []).append((start, stop))
     dtypes, plain = {}, {}
     entries: dict[str, Any] = {VALUE: value}

@@ -16,98 +16,100 @@ from accelerators import Accelerator
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.memory.flatten import unflatten
-from zero.memory.formats import Form
+from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
-from zero.memory.shard import Line
+from zero.memory.shard import LayoutRef
 from zero.plan.layout import Block
 from zero.runtime.grads.ownership import check_unmanaged, leave, manage
 from zero.runtime.grads.window import Window
-from zero.runtime.kernels.select import check_kernels, kinds_on_host
+from zero.runtime.kernels.select import check_kernels, host_step_dtypes
 from zero.runtime.params.hooks import GradHooks
-from zero.runtime.params.placement import Intake
+from zero.runtime.params.placement import ParamPlacer
 from zero.runtime.params.table import Params
 from zero.runtime.profiling import Clock
-from zero.runtime.step.publisher import Gatherer
+from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.step.updater import Updater
-from zero.setup.memory_guard import Room
+from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import check_devices, check_dtypes, check_params, check_settings_on_host
 from zero.setup.param_selection import offload_of, ratio_of, specs_of
-from zero.sharding.state_offload import Travel
+from zero.sharding.state_offload import StateOffloader
 
 if TYPE_CHECKING:
-    from zero.checkpoint.writer import Saving
+    from zero.checkpoint.writer import PendingSave
 
 
 @dataclass
-class Parts:
+class ShardingState:
     """The rooms of one sharded optimizer, wired."""
 
     accelerator: Accelerator
     group: Group
-    line: Line
+    layout_ref: LayoutRef
     params: Params
     masters: Masters
     window: Window
     hooks: GradHooks
     updater: Updater
-    gatherer: Gatherer
-    intake: Intake
+    publisher: WeightPublisher
+    placer: ParamPlacer
     config: ZeroConfig
-    travel: Travel
-    room: Room
+    offloader: StateOffloader
+    memory_guard: MemoryGuard
     restore_kernels: Callable[[], None] = lambda: None
     owns_group: bool = False
-    torn: bool = False  # an update has begun that did not end
+    mid_update: bool = False  # an update has begun that did not end
     closed: bool = False
-    saving: Saving | None = None  # a checkpoint that is being written in the background
+    pending_save: PendingSave | None = None  # a checkpoint that is being written in the background
 
     def release(self) -> None:
         """Makes the model plain: no hooks, storage of its own for every parameter, and nothing of ours kept alive."""
         if self.closed:
             return
-        self.travel.come_back(False, ["weights"])  # first of all: it may fail, and be tried again
+        self.offloader.reload(False, ["weights"])  # first of all: it may fail, and be tried again
         self.closed = True
         self.hooks.detach()
         self.window.forget()
-        self.travel.come_back(False, ["gradients"])  # of which there are none by now
+        self.offloader.reload(False, ["gradients"])  # of which there are none by now
         leave(self.params.tensors)
-        lost = self.window.settler.aliases.lost()
-        unflatten([param for param in self.intake.laid_out() if not lost >> self.params.index[id(param)] & 1])
+        lost = self.window.sync.tracker.replaced()
+        unflatten([param for param in self.placer.placed_params() if not lost >> self.params.index[id(param)] & 1])
         self.updater.forget_state()
         self.restore_kernels()
-        self.intake.release()
+        self.placer.release()
         self.window.reducer.release()
         if self.owns_group:
             close = self.group.close
-            close() if self.saving is None else self.saving.when_told(close)  # ranks have yet to tell each other how it went
+            close() if self.pending_save is None else self.pending_save.on_reported(
+                close
+            )  # ranks have yet to tell each other how it went
 
     def release_anywhere(self) -> None:
         """The same, also where garbage is collected in the middle of somebody's tracing, where nothing real may be touched."""
         with _disable_current_modes():
             self.release()
 
-    def at_home(self, param: int, whole: torch.Tensor) -> torch.Tensor:
+    def to_home(self, param: int, whole: torch.Tensor) -> torch.Tensor:
         """Something whole of a parameter, in the memory where its shares live."""
-        travels = any(self.masters.shard.travels(bucket) for bucket in self.line.layout.buckets_of(param))
+        travels = any(self.masters.shard.is_offloaded(bucket) for bucket in self.layout_ref.layout.buckets_of(param))
         return whole.cpu() if travels else whole
 
-    def timed(self) -> Clock:
+    def clock(self) -> Clock:
         """The clock of this training, which runs from the first time that somebody asks for it."""
         if self.window.clock is None:
             clock = Clock(self.accelerator)
-            for doer in (self.window, self.window.reducer, self.window.reducer.flight, self.updater, self.gatherer):
+            for doer in (self.window, self.window.reducer, self.window.reducer.inflight, self.updater, self.publisher):
                 doer.clock = clock
         assert self.window.clock is not None
         return self.window.clock
 
     def adopt(self) -> None:
         """Takes all edits of the weights over."""
-        layout = self.line.layout
+        layout = self.layout_ref.layout
         for bucket in range(len(layout.buckets)):
             for block in layout.blocks(bucket):
                 self.masters.adopt(block)
 
-    def join(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:
+    def add_params(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:
         """Takes in parameters that lie nowhere yet, and will when some rank has a gradient for them; or refuses all of them."""
         first, inner, device = len(self.params.tensors), self.updater.inner, self.masters.shard.device
         ratio = ratio_of(inner.param_groups[group], self.config, device)
@@ -118,52 +120,54 @@ class Parts:
         check_devices(names, tensors, device)
         check_dtypes(self.accelerator, set(dtypes))
         check_settings_on_host(inner, {group: ratio})
-        layout = self.line.layout.joined(specs)
-        check_kernels(inner, self.config.kernels, device, bool(kinds_on_host(layout.params, device)))
+        layout = self.layout_ref.layout.joined(specs)
+        check_kernels(inner, self.config.kernels, device, bool(host_step_dtypes(layout.params, device)))
         waiting = [index for index, tensor in enumerate((*self.params.tensors, *tensors))
                    if tensor.requires_grad and layout.slots[index] is None]  # fmt: skip
-        self.room.take([offload_of(inner.param_groups[group], self.config)], layout.extended(waiting), self.line.layout)
-        self.line.become(layout)
+        self.memory_guard.reserve(
+            [offload_of(inner.param_groups[group], self.config)], layout.extended(waiting), self.layout_ref.layout
+        )
+        self.layout_ref.replace(layout)
         self.params.add(tensors, names)
-        self.window.shares.forms.extend(Form.of(tensor) for tensor in tensors)
-        self.window.welcome()
-        self.window.settler.aliases.welcome()
+        self.window.grad_ops.forms.extend(ParamFormat.of(tensor) for tensor in tensors)
+        self.window.register()
+        self.window.sync.tracker.register()
         for index in range(first, len(self.params.tensors)):
-            self.hooks.attach(index, self.params.tensors[index], self.window.before, self.window.ready)
+            self.hooks.attach(index, self.params.tensors[index], self.window.before_grad, self.window.grad_ready)
         manage(tensors, self.window)
 
     def update(self, used: int, coefficient: float) -> None:
         """Stops 6 and 7 for what was used, on gradients that were judged."""
-        layout = self.line.layout
+        layout = self.layout_ref.layout
         buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
         batches = self.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
-        self.torn = True
+        self.mid_update = True
         try:
             self._step(batches, used, coefficient)
         except BaseException as error:
-            self.window.since.failed = self.window.since.torn = True  # which the others hear when they next settle
-            self.window.sign(error)
+            self.window.state.failed = self.window.state.mid_update = True  # which the others hear when they next settle
+            self.window.annotate_error(error)
             raise
-        self.torn = False
+        self.mid_update = False
 
     def _step(self, batches: Sequence[Sequence[Block]], used: int, coefficient: float) -> None:
         waiting = collections.deque(batches)
         try:
-            with self.room.explaining("A step", self.line):
+            with self.memory_guard.explain_oom("A step", self.layout_ref):
                 self.updater.begin(batches, used)
             for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
-                self.gatherer.fetch((*batch, *following))  # weights on their way while this batch is stepped
-                with self.room.explaining("A step", self.line):
+                self.publisher.prefetch((*batch, *following))  # weights on their way while this batch is stepped
+                with self.memory_guard.explain_oom("A step", self.layout_ref):
                     self.updater.step(batch, used, coefficient)
-                self.gatherer.gather(waiting.popleft())
+                self.publisher.send(waiting.popleft())
         except BaseException:
-            self.masters.give_up()
+            self.masters.abandon()
             for batch in waiting:  # as the others do
-                self.gatherer.gather(batch)
+                self.publisher.send(batch)
             raise
         finally:
-            self.window.shares.forget_norms()  # they are those of before clipping
-            self.gatherer.finish(used)
+            self.window.grad_ops.forget_norms()  # they are those of before clipping
+            self.publisher.wait(used)
 
 
 def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer, params: Params) -> None:

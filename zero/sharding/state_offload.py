@@ -11,8 +11,8 @@ from torch import nn
 
 from accelerators import Accelerator
 from zero.config.schema import NAMES_OF_HOST, name_of_place
-from zero.memory.formats import Form
-from zero.memory.homes.host import Crossing, Host
+from zero.memory.formats import ParamFormat
+from zero.memory.homes.host import HostCopy, HostPool
 from zero.memory.masters import Masters
 from zero.memory.shard import Shard
 from zero.memory.weights import FlatBuffer
@@ -28,12 +28,12 @@ _ALSO = {
     "contiguous_grad_buffer": "buffers",
 }
 
-Bring = Callable[[Host], None]
+Bring = Callable[[HostPool], None]
 
 _WHAT_MODULES_DO = ("Forward", "state_dict", "load_state_dict")
 
 
-class Travel:
+class StateOffloader:
     """Moves what a sharded optimizer keeps on the device to the host and back.
 
     Only memory is exchanged: parameters, masters and the optimizer's state stay the objects that they are. What
@@ -45,7 +45,7 @@ class Travel:
         model: nn.Module,
         accelerator: Accelerator,
         params: Params,
-        forms: list[Form],
+        forms: list[ParamFormat],
         weights: FlatBuffer,
         masters: Masters,
         gradients: Shard,
@@ -60,14 +60,14 @@ class Travel:
         self._gradients = gradients
         self._state = inner.state
         self._away: dict[str, list[Bring]] = {}  # by state: what brings each part of it back
-        self._on_their_way: list[Crossing] = []
+        self._on_their_way: list[HostCopy] = []
         self._guards: list[Any] = []  # on modules and parameters, while something is away that they cannot do without
 
     @property
     def is_away(self) -> bool:
         return bool(self._away)
 
-    def leave(self, include: Iterable[Any] | None, device: Any, pinned: bool, non_blocking: bool) -> list[str]:
+    def offload(self, include: Iterable[Any] | None, device: Any, pinned: bool, non_blocking: bool) -> list[str]:
         """Moves states to the host; those that are there already stay. Returns what was asked for.
 
         What cannot go, as there is no memory for it, is an error, and then what went comes back.
@@ -79,7 +79,7 @@ class Travel:
             )
         if self._gradients.device.type == "cpu":
             return names
-        host = Host(self._accelerator, None if pinned else False)
+        host = HostPool(self._accelerator, None if pinned else False)
         ways = {
             "masters": self._leave_masters,
             "moments": self._leave_moments,
@@ -93,16 +93,16 @@ class Travel:
                 for bring in ways[name](host):
                     brings.append(bring)  # one at a time: what comes after may fail
         except BaseException:
-            self.come_back(False, leaving)
+            self.reload(False, leaving)
             raise
         self._guard()
         self._finish(non_blocking)
         return names
 
-    def come_back(self, non_blocking: bool, names: Iterable[str] = STATES) -> None:
+    def reload(self, non_blocking: bool, names: Iterable[str] = STATES) -> None:
         """Moves what is away to where it was. What does not fit the device stays, and can be brought by another call."""
         self._finish(False)
-        host = Host(self._accelerator)  # which has nothing to lend
+        host = HostPool(self._accelerator)  # which has nothing to lend
         try:
             for name in names:
                 brings = self._away.get(name, [])
@@ -125,9 +125,9 @@ class Travel:
         """Whoever needs what is away is told, by whatever way he comes: a submodule, a copy, a graph from before."""
         while self._guards:
             self._guards.pop().remove()
-        self._gradients.away = tuple(name for name in ("weights", "gradients") if name in self._away)
-        if self._gradients.away:
-            guard: Any = _Guard("A backward", self._gradients.away)
+        self._gradients.offloaded_states = tuple(name for name in ("weights", "gradients") if name in self._away)
+        if self._gradients.offloaded_states:
+            guard: Any = _Guard("A backward", self._gradients.offloaded_states)
             trained: list[Any] = [param for param in self._params.tensors if param.requires_grad]
             self._guards += [param.register_hook(guard) for param in trained]
         model = self._model()
@@ -153,7 +153,7 @@ class Travel:
         tensors = [tensor for name in names if name not in self._away for tensor in going.get(name, ())]
         return sum(tensor.nbytes for tensor in tensors if not tensor.is_cpu)
 
-    def _leave_weights(self, host: Host) -> Iterator[Bring]:
+    def _leave_weights(self, host: HostPool) -> Iterator[Bring]:
         """What the user assigned to `.data` goes and comes by itself, as it is no edit before a step takes it in."""
         layout, chunks = self._weights.line.layout, self._weights.chunks
         for index, flat in enumerate(chunks):
@@ -177,13 +177,13 @@ class Travel:
             del flat
 
     def _bring_chunk(self, index: int, away: torch.Tensor, own: dict[int, torch.Tensor]) -> Bring:
-        def bring(host: Host) -> None:
+        def bring(host: HostPool) -> None:
             layout = self._weights.line.layout
             brought = {param: self._up(host, values) for param, values in own.items()}
             self._weights.chunks[index] = self._up(host, away)
             for param in layout.chunks[index].params:
                 if not self._params.tensors[param].numel():  # else something was assigned meanwhile
-                    place = self._forms[param].shaped(self._weights.slot(param))
+                    place = self._forms[param].unflatten(self._weights.slot(param))
                     self._params.tensors[param].data = brought.get(param, place)
             for bucket, its in enumerate(layout.buckets):
                 if its.chunk == index and not self._masters.is_copy(bucket):
@@ -192,7 +192,7 @@ class Travel:
 
         return bring
 
-    def _leave_masters(self, host: Host) -> Iterator[Bring]:
+    def _leave_masters(self, host: HostPool) -> Iterator[Bring]:
         """Those that are copies; the others are the weights themselves."""
         shares = self._masters.shard.shares
         for bucket in [bucket for bucket in shares if self._masters.is_copy(bucket) and not shares[bucket].is_cpu]:
@@ -202,26 +202,26 @@ class Travel:
             yield self._bring_masters(bucket, away)
 
     def _bring_masters(self, bucket: int, away: torch.Tensor) -> Bring:
-        def bring(host: Host) -> None:
+        def bring(host: HostPool) -> None:
             self._masters.shard.shares[bucket] = self._up(host, away)
             self._cut_masters(bucket)
 
         return bring
 
-    def _leave_gradients(self, host: Host) -> Iterator[Bring]:
+    def _leave_gradients(self, host: HostPool) -> Iterator[Bring]:
         shares = self._gradients.shares
         for bucket in [bucket for bucket, share in shares.items() if not share.is_cpu]:
             shares[bucket] = self._down(host, shares[bucket])
             yield self._bring_gradients(bucket)
 
     def _bring_gradients(self, bucket: int) -> Bring:
-        def bring(host: Host) -> None:
+        def bring(host: HostPool) -> None:
             if bucket in self._gradients.shares:  # else they were thrown away meanwhile
                 self._gradients.shares[bucket] = self._up(host, self._gradients.shares[bucket])
 
         return bring
 
-    def _leave_moments(self, host: Host) -> Iterator[Bring]:
+    def _leave_moments(self, host: HostPool) -> Iterator[Bring]:
         for master in [master for pieces in self._masters.pieces.values() for _, master in pieces]:
             entries = self._state.get(master, {})
             for key in _that_leave(entries):
@@ -229,7 +229,7 @@ class Travel:
                 yield self._bring_entry(entries, key)
 
     def _bring_entry(self, entries: dict[str, Any], key: str) -> Bring:
-        def bring(host: Host) -> None:
+        def bring(host: HostPool) -> None:
             entries[key] = self._up(host, entries[key])
 
         return bring
@@ -244,16 +244,16 @@ class Travel:
 
     # how it goes -------------------------------------------------------------------------------------------------
 
-    def _down(self, host: Host, source: torch.Tensor) -> torch.Tensor:
+    def _down(self, host: HostPool, source: torch.Tensor) -> torch.Tensor:
         target = host.empty(source.numel(), source.dtype).view(source.shape)
-        crossing = host.down(source, target)
-        crossing.hand_over()  # so that the device's memory goes now, to whoever comes after the copy
+        crossing = host.to_host(source, target)
+        crossing.release_source()  # so that the device's memory goes now, to whoever comes after the copy
         self._on_their_way.append(crossing)
         return target
 
-    def _up(self, host: Host, source: torch.Tensor) -> torch.Tensor:
+    def _up(self, host: HostPool, source: torch.Tensor) -> torch.Tensor:
         target = torch.empty_like(source, device=self._gradients.device)
-        crossing = host.up(source, target)
+        crossing = host.to_device(source, target)
         crossing.wait()
         self._on_their_way.append(crossing)
         return target

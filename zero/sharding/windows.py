@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from zero.sharding.state import Parts
+from zero.sharding.state import ShardingState
 
 
 class Windows:
@@ -16,18 +16,18 @@ class Windows:
     zero_grad: Callable[..., None]
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> ShardingState:
         raise NotImplementedError
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of backwards inside wait on this rank until the window is settled. No collective."""
-        with self.parts.window.boundary.no_sync():
+        with self.parts.window.policy.no_sync():
             yield
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Says whether the backwards to come end the accumulation, until the window ends. No collective."""
-        self.parts.window.boundary.override = bool(is_boundary)
+        self.parts.window.policy.override = bool(is_boundary)
 
     def weight(self, amount: float) -> None:
         """The micro-batch to come, of as many backwards as it has, counts `amount`, its tokens for instance: the gradient
@@ -37,30 +37,30 @@ class Windows:
             raise ValueError(
                 f"weight({amount}) was asked for, but a weight is a finite number of 0 or more. Pass what the batch counts."
             )
-        window.notice()
-        since = window.since
-        unweighted = (since.touched or since.aside) and not since.weights
-        if since.settled or unweighted:
-            why = "was settled already, so its mean is taken" if since.settled else "has a gradient without a weight"
+        window.check_cleared()
+        since = window.state
+        unweighted = (since.collected or since.pending) and not since.weights
+        if since.synchronized or unweighted:
+            why = "was settled already, so its mean is taken" if since.synchronized else "has a gradient without a weight"
             raise ValueError(
                 f"weight({amount}) was asked for, but this window {why}. Give every micro-batch of a window its weight, before "
                 "clipping, reading gradients or stepping, or none."
             )
-        window.since.weights.append(float(amount))
+        window.state.weights.append(float(amount))
         window.scaling.weight = float(amount)
 
     def no_contribution(self) -> None:
         """This rank has nothing to send backward in this window; it counts as zeros. No collective."""
         window = self.parts.window
-        self.parts.travel.check("no_contribution", "weights", "gradients")
-        window.notice()
-        window.since.quiet = True
-        if not window.since.placed:
-            window.put_stand_ins()  # what all ranks clip by is global, here too
+        self.parts.offloader.check("no_contribution", "weights", "gradients")
+        window.check_cleared()
+        window.state.no_contribution = True
+        if not window.state.proxies_installed:
+            window.install_proxies()  # what all ranks clip by is global, here too
 
     def settle(self) -> None:
         """Makes the gradients of this window final, as the first operation on one does. A collective."""
-        self.parts.travel.check("settle", "weights", "gradients")
+        self.parts.offloader.check("settle", "weights", "gradients")
         self.parts.window.settle("settle")
 
     def discard(self) -> None:

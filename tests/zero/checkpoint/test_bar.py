@@ -30,8 +30,8 @@ class Clock:
 @pytest.fixture
 def begun(monkeypatch):
     """What bars were shown, in their order."""
-    found, really = [], progress_bar.Bar._show
-    monkeypatch.setattr(progress_bar.Bar, "_show", lambda self: (found.append(self._what), really(self)))
+    found, really = [], progress_bar.ProgressBar._show
+    monkeypatch.setattr(progress_bar.ProgressBar, "_show", lambda self: (found.append(self._what), really(self)))
     return found
 
 
@@ -69,7 +69,7 @@ def test_it_shows_how_much_is_done_and_leaves_the_terminal_as_it_was(monkeypatch
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setattr(progress_bar, "time", Clock(2.5))
     monkeypatch.setenv("COLUMNS", "100")
-    with progress_bar.Bar("saving", 4, unit="files") as shown:
+    with progress_bar.ProgressBar("saving", 4, unit="files") as shown:
         shown.advance(1)
         shown.advance(2)
         shown._shown.refresh()

@@ -11,12 +11,12 @@ import torch.distributed as dist
 import accelerators
 from tests import ranks
 from zero.comm import torch_group
-from zero.comm.exchange import exchange_about, exchange_texts, together
+from zero.comm.connect import connect
+from zero.comm.exchange import exchange_about, exchange_texts, run_on_all
 from zero.comm.group import TimeLimits
-from zero.comm.health.monitor import Watch
+from zero.comm.health.monitor import RankMonitor
 from zero.comm.loopback import loopback, run_ranks, solo
 from zero.comm.results import sum_in_rank_order
-from zero.comm.torch_group import connect
 from zero.errors import GroupLost, RankFailed, RanksDiffer
 
 both_wires = pytest.mark.parametrize("shared", [False, True], ids=["sockets", "shared memory"])
@@ -42,7 +42,7 @@ def collectives(group):
     buckets = [numbers(group.rank + 10 * index, 2 * group.size, torch.float32) for index in range(5)]
     pending = [group.reduce_scatter(bucket, torch.float32) for bucket in buckets]
     found += [one.wait().clone() for one in pending]
-    found.append(group.exchange(bytes([group.rank]) * (group.rank + 1)))
+    found.append(group.all_gather_bytes(bytes([group.rank]) * (group.rank + 1)))
     found.append(exchange_texts(group, "x" * 10 * group.rank))
     return found
 
@@ -134,7 +134,7 @@ def test_with_nccl_a_rank_gathers_from_its_own_share_and_gets_as_much_of_the_sum
     monkeypatch.setattr(torch_group, "_scatter_sum", note)
     group = object.__new__(torch_group.TorchGroup)
     monkeypatch.setattr(torch_group.TorchGroup, "_is_over", False)
-    ours = {"_wires": SimpleNamespace(tensors=None), "_lost": None, "_watch": Watch(None, 1, 3, False)}
+    ours = {"_wires": SimpleNamespace(tensors=None), "_lost": None, "_watch": RankMonitor(None, 1, 3, False)}
     vars(group).update(rank=1, size=3, _backend="nccl", **ours)
     bucket = torch.arange(12.0)
     assert group.all_gather(bucket).wait() is bucket
@@ -147,7 +147,7 @@ def test_with_nccl_a_rank_gathers_from_its_own_share_and_gets_as_much_of_the_sum
 
 def send_lists_of_different_lengths(rank, world):
     group = connect(accelerators.get("cpu"), None, TimeLimits(20.0, 20.0))
-    return [len(message) for length in (0, 1000, 1100, 5000) for message in group.exchange(b"x" * length * rank)]
+    return [len(message) for length in (0, 1000, 1100, 5000) for message in group.all_gather_bytes(b"x" * length * rank)]
 
 
 @pytest.mark.promise("L04")
@@ -174,7 +174,7 @@ def test_a_rank_that_left_is_no_reason_to_wait():
     failed = threading.Timer(0.05, groups[1].close)
     failed.start()
     with pytest.raises(GroupLost, match="rank 1 left the group"):
-        groups[0].exchange(b"x")
+        groups[0].all_gather_bytes(b"x")
     failed.join()
 
 
@@ -216,7 +216,7 @@ def miss_a_collective_of_a_later_group(rank, world):
         return None
     begun = time.monotonic()
     with pytest.raises(GroupLost):
-        group.exchange(b"x")
+        group.all_gather_bytes(b"x")
     return time.monotonic() - begun
 
 
@@ -227,10 +227,10 @@ def test_a_later_group_of_the_same_ranks_has_time_limits_of_its_own():
 
 def end_torch_distributed(rank, world, shared):
     group, said = connect(accelerators.get("cpu"), None, TimeLimits(5.0, 5.0), shared_memory=shared), []
-    group.exchange(b"x")
+    group.all_gather_bytes(b"x")
     dist.destroy_process_group()
     bucket = torch.ones(world)
-    for call in (lambda: group.all_gather(bucket), lambda: group.broadcast(bucket), lambda: group.exchange(b"x")):
+    for call in (lambda: group.all_gather(bucket), lambda: group.broadcast(bucket), lambda: group.all_gather_bytes(b"x")):
         try:
             call()
         except GroupLost as error:
@@ -255,7 +255,7 @@ def test_errors_of_one_rank_are_all_ranks_errors():
             return 3
 
         try:
-            return together(group, act)
+            return run_on_all(group, act)
         except (KeyError, RankFailed) as error:
             return type(error).__name__, str(error)
 
@@ -264,7 +264,7 @@ def test_errors_of_one_rank_are_all_ranks_errors():
         ("KeyError", "'mine'"),
         ("RankFailed", "Rank 1 of 3 could not do its part of the sharding, so nobody did: KeyError: 'mine'"),
     ]
-    assert run_ranks(2, lambda group: together(group, lambda: group.rank)) == [0, 1]
+    assert run_ranks(2, lambda group: run_on_all(group, lambda: group.rank)) == [0, 1]
 
 
 def test_ranks_that_came_for_different_subjects_are_told():
@@ -279,7 +279,7 @@ def test_the_first_error_that_is_no_loss_of_the_others_is_raised():
     def program(group):
         if group.rank == 1:
             raise ValueError("the cause")
-        group.exchange(b"x")
+        group.all_gather_bytes(b"x")
 
     with pytest.raises(ValueError, match="the cause"):
         run_ranks(2, program)
@@ -293,7 +293,7 @@ def test_one_rank_sends_nothing_and_gets_the_dtype_of_sums():
     bucket = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     assert group.reduce_scatter(bucket, torch.float32).wait().dtype == torch.float32
     assert group.all_gather(bucket).wait() is bucket
-    assert group.exchange(b"abc") == [b"abc"]
+    assert group.all_gather_bytes(b"abc") == [b"abc"]
 
 
 def test_several_threads_serve_host_tensors_only():
@@ -305,7 +305,7 @@ def test_several_threads_serve_host_tensors_only():
 
 
 def test_something_that_is_no_group_is_refused():
-    with pytest.raises(TypeError, match=r"neither a torch\.distributed process group nor a zero Group"):
+    with pytest.raises(TypeError, match=r"no torch\.distributed process group, and to be a zero Group it lacks all_gather, "):
         connect(accelerators.get("cpu"), "world")
 
 
@@ -314,3 +314,12 @@ def test_wires_that_were_given_up_before_end_no_world_of_the_users(monkeypatch):
     monkeypatch.setattr(torch_group.dist, "destroy_process_group", ended.append)
     torch_group._end([torch_group._Wires(None, None), torch_group._Wires("tensors", None)])
     assert ended == ["tensors"]  # and not None, which means the world
+
+
+@pytest.mark.parametrize("lacking", ["is_read", "reconnect", "shared_host_memory"])
+def test_a_custom_group_that_lacks_a_member_is_refused_with_its_name(lacking):
+    given = solo()
+    members = [name for name in dir(given) if not name.startswith("_") and name != lacking]
+    partial_group = SimpleNamespace(**{name: getattr(given, name) for name in members})
+    with pytest.raises(TypeError, match=rf"it lacks {lacking}\. Pass what"):
+        connect(accelerators.get("cpu"), partial_group)

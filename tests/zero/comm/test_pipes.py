@@ -18,7 +18,7 @@ pytestmark = needs_linux
 
 def connected(size, num_channels=2):
     made = [Pipes(rank, size, num_channels) for rank in range(size)]
-    told = [pipes.introduce() for pipes in made]
+    told = [pipes.handshake() for pipes in made]
     for pipes in made:
         pipes.meet(told)
     for pipes in made:
@@ -194,7 +194,7 @@ class Connection:
 def test_messages_over_a_connection_that_was_only_begun_are_refused():
     groups = [Connection(rank, 2) for rank in range(2)]
     messages = [ByPipes(group) for group in groups]
-    told = [each.introduce() for each in messages]
+    told = [each.handshake() for each in messages]
     for each in messages:
         each.meet(told)
     numbers = [each.tell(7 + rank) for rank, each in enumerate(messages)]
@@ -256,7 +256,7 @@ def test_no_descriptor_is_left(closes):
 def test_what_cannot_be_opened_is_an_error_that_leaves_nothing():
     before = descriptors()
     first, second = Pipes(0, 2, 1), Pipes(1, 2, 1)
-    told = [first.introduce(), second.introduce()]
+    told = [first.handshake(), second.handshake()]
     second.close()
     with pytest.raises(OSError, match="/proc/"):
         first.meet(told)

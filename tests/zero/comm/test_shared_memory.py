@@ -14,11 +14,11 @@ import torch
 
 import accelerators
 from tests import ranks
+from zero.comm.connect import connect
 from zero.comm.group import TimeLimits
 from zero.comm.loopback import LoopbackGroup, run_ranks
-from zero.comm.shared_memory.arena import _IDLE_STEPS, Arena, meet
+from zero.comm.shared_memory.arena import _IDLE_STEPS, SharedArena, map_peer
 from zero.comm.shared_memory.group import SharedMemoryGroup, through_shared_memory
-from zero.comm.torch_group import connect
 from zero.errors import GroupLost
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory files")
@@ -33,8 +33,8 @@ def pages(arena):
 
 
 def test_who_is_introduced_reads_what_is_written_later():
-    arena = Arena()
-    theirs = meet(arena.introduce())
+    arena = SharedArena()
+    theirs = map_peer(arena.handshake())
     lent = arena.lend(3)
     lent.copy_(torch.tensor([7, 8, 9], dtype=torch.uint8))
     begin = arena.offset(lent)
@@ -43,7 +43,7 @@ def test_who_is_introduced_reads_what_is_written_later():
 
 
 def test_a_stretch_is_lent_again_only_when_nobody_holds_it_and_all_have_read_it():
-    arena = Arena()
+    arena = SharedArena()
     first = arena.lend(5000)
     place, view = arena.offset(first), first[10:]
     arena.send(first, line=1, collective=4)
@@ -52,19 +52,19 @@ def test_a_stretch_is_lent_again_only_when_nobody_holds_it_and_all_have_read_it(
     assert arena.offset(arena.lend(5000)) != place  # a view of it is held
     del view
     assert arena.offset(arena.lend(5000)) != place  # and it may still be read
-    arena.heard(finished=[5, 4])  # each line counts by itself
+    arena.update_progress(finished=[5, 4])  # each line counts by itself
     assert arena.offset(arena.lend(5000)) != place
-    arena.heard(finished=[0, 5])
+    arena.update_progress(finished=[0, 5])
     both = arena.lend(5000), arena.lend(5000)
     assert place in map(arena.offset, both)
 
 
 def test_pages_that_nobody_asks_for_are_given_back():
-    arena = Arena()
+    arena = SharedArena()
     before = pages(arena)
     lent = arena.lend(2**20).fill_(1)
     assert pages(arena) >= before + 2**20
-    arena.vacate()
+    arena.trim()
     assert pages(arena) >= before + 2**20  # held
     for _ in range(2 * _IDLE_STEPS):
         arena.stepped()
@@ -95,14 +95,14 @@ def kinds(group, wanted=True):
     ids=["a wrong word", "no such process", "another size"],
 )
 def test_where_one_rank_is_not_what_it_says_all_take_the_ordinary_collective(spoil, said, caplog, monkeypatch):
-    introduce = Arena.introduce
+    introduce = SharedArena.handshake
     told = []
 
     def spoilt(arena):
         told.append(introduce(arena))
         return spoil(told[-1]) if len(told) == 2 else told[-1]
 
-    monkeypatch.setattr(Arena, "introduce", spoilt)
+    monkeypatch.setattr(SharedArena, "handshake", spoilt)
     with caplog.at_level(logging.INFO, "zero"):
         assert run_ranks(3, kinds) == [(LoopbackGroup, [3.0, 3.0])] * 3
     (line,) = [record.getMessage() for record in caplog.records]
@@ -156,12 +156,12 @@ def test_a_buffer_is_not_written_again_before_all_ranks_have_read_it():
             pending = group.reduce_scatter(buffer.fill_(1.0 + number), torch.float32)
             if group.rank == 0:
                 assert pending.wait().tolist() == [2.0 + 2 * number] * 2
-            group.exchange(b"rank 0 has read, rank 1 has not")
+            group.all_gather_bytes(b"rank 0 has read, rank 1 has not")
             reads.append(group.is_read(buffer))
-            group.exchange(b"both have looked")
+            group.all_gather_bytes(b"both have looked")
             if group.rank == 1:
                 assert pending.wait().tolist() == [2.0 + 2 * number] * 2
-            group.exchange(b"both have read")
+            group.all_gather_bytes(b"both have read")
             reads.append(group.is_read(buffer))
         return reads
 
@@ -169,7 +169,7 @@ def test_a_buffer_is_not_written_again_before_all_ranks_have_read_it():
 
 
 def test_once_ranks_are_connected_anew_what_was_counted_before_counts_no_more(monkeypatch):
-    monkeypatch.setattr(LoopbackGroup, "reconnect", lambda self, base: self.exchange(b"again"))
+    monkeypatch.setattr(LoopbackGroup, "reconnect", lambda self, base: self.all_gather_bytes(b"again"))
 
     def program(group):
         group = through_shared_memory(group)
@@ -183,9 +183,9 @@ def test_once_ranks_are_connected_anew_what_was_counted_before_counts_no_more(mo
         buffer = group.staging(4, torch.float32, device)
         pending = group.reduce_scatter(buffer.fill_(1.0), torch.float32)
         read = group.is_read(buffer)
-        group.exchange(b"both have looked")
+        group.all_gather_bytes(b"both have looked")
         pending.wait()
-        group.exchange(b"both have read")
+        group.all_gather_bytes(b"both have read")
         return read, group.is_read(buffer)
 
     assert run_ranks(2, program) == [(False, True)] * 2
@@ -236,17 +236,17 @@ def test_what_rank_0_shows_is_seen_where_it_lies_and_not_lent_again_before_all_h
 
         memory = lend().fill_(group.rank + 1.0)
         if group.rank == 1:
-            with shared.shown(memory) as seen:
+            with shared.rank0_view(memory) as seen:
                 found = seen.data_ptr() - shared.arenas[0].data_ptr(), seen.unique().tolist()
-                shared.exchange(b"rank 0 has left, and looked")
-            shared.exchange(b"this rank has left")
+                shared.all_gather_bytes(b"rank 0 has left, and looked")
+            shared.all_gather_bytes(b"this rank has left")
             return found
-        with shared.shown(memory) as seen:
+        with shared.rank0_view(memory) as seen:
             place = shared._arena.offset(memory)
         del memory, seen
         assert shared._arena.offset(lend()) != place
-        shared.exchange(b"rank 0 has left, and looked")
-        shared.exchange(b"this rank has left")
+        shared.all_gather_bytes(b"rank 0 has left, and looked")
+        shared.all_gather_bytes(b"this rank has left")
         assert shared._arena.offset(lend()) == place
         return place, [1.0]
 
@@ -260,28 +260,28 @@ def test_what_is_shown_is_lent_again_also_where_reading_it_broke_off():
         for _ in range(3):
             memory = shared.staging(5000, torch.float32, torch.device("cpu")).fill_(1.0)
             places.append(shared._arena.offset(memory))
-            with contextlib.suppress(RuntimeError), shared.shown(memory):
+            with contextlib.suppress(RuntimeError), shared.rank0_view(memory):
                 if group.rank == 1:
                     raise RuntimeError("not today")
             del memory
-            shared.exchange(b"")
+            shared.all_gather_bytes(b"")
         return len(set(places))
 
     assert run_ranks(2, program) == [1, 1]
 
 
 def test_a_forked_child_gives_no_pages_back():
-    arena = Arena()
+    arena = SharedArena()
     lent = arena.lend(3).fill_(7)
-    seen = meet(arena.introduce())[arena.offset(lent) :][:3]
+    seen = map_peer(arena.handshake())[arena.offset(lent) :][:3]
     del lent
     child = os.fork()
     if not child:
-        arena.vacate()
+        arena.trim()
         os._exit(0)
     os.waitpid(child, 0)
     assert seen.tolist() == [7, 7, 7]
-    arena.vacate()
+    arena.trim()
     assert seen.tolist() == [0, 0, 0]
 
 
@@ -290,12 +290,12 @@ def test_what_rank_0_showed_is_lent_again_or_goes_once_all_have_left():
         shared, places = through_shared_memory(group), set()
         for _ in range(4):
             memory = shared.staging(5000, torch.float32, torch.device("cpu")).fill_(1.0)
-            with shared.shown(memory):
+            with shared.rank0_view(memory):
                 places.add(shared._arena.offset(memory))
             del memory
-            shared.exchange(b"")
+            shared.all_gather_bytes(b"")
         whole = sum(not stretch.vacant for stretch in shared._arena._stretches)
-        shared.tidy()
+        shared.trim()
         return len(places), whole, sum(not stretch.vacant for stretch in shared._arena._stretches)
 
     assert run_ranks(2, program) == [(1, 1, 0)] * 2

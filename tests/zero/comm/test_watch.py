@@ -10,14 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from zero.comm.health import monitor
-from zero.comm.health.monitor import Watch
+from zero.comm.health.monitor import RankMonitor
 from zero.errors import GroupLost
 
 
 def watches(size=3, is_cheap=True):
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(seconds=5))
-    return [Watch(store, rank, size, is_cheap) for rank in range(size)]
+    return [RankMonitor(store, rank, size, is_cheap) for rank in range(size)]
 
 
 def nobody(rank):
@@ -52,10 +52,10 @@ def test_who_left_word_is_told_with_its_error_and_its_place_before_anybody_is_lo
     place = Place()
     second.note("in a backward of step 3", place.of)
     assert not first.is_alarmed()
-    second.leave(error())
+    second.report_exit(error())
     assert first.is_alarmed() and third.is_alarmed()  # without anybody's time limit
     third.note("somewhere")
-    said = first.cause("noticed", lambda rank: False)
+    said = first.diagnose("noticed", lambda rank: False)
     words = r"rank 1 raised LookupError: no such batch \(.*test_watch\.py:\d+\), in a backward of step 3, at parameter 'w'"
     assert re.fullmatch(words, said), said
 
@@ -65,22 +65,22 @@ def test_a_place_that_nobody_is_in_any_more_is_not_told():
     place = Place()
     second.note("in a backward of step 3", place.of)
     second.note("in the update of step 3")
-    second.leave(error())
-    assert first.cause("noticed", lambda rank: False).endswith(", in the update of step 3")
+    second.report_exit(error())
+    assert first.diagnose("noticed", lambda rank: False).endswith(", in the update of step 3")
     first, second = watches(2)
     second.note("in a backward of step 3", Place().of)  # which is gone already
-    second.leave(error())
-    assert first.cause("noticed", lambda rank: False).endswith(", in a backward of step 3")
+    second.report_exit(error())
+    assert first.diagnose("noticed", lambda rank: False).endswith(", in a backward of step 3")
 
 
 def test_a_rank_that_answers_the_alarm_is_there_and_the_one_that_does_not_is_named_with_what_it_was_doing():
     first, second, third = watches()
     for one in (first, second, third):
         one.note(f"doing {one._rank}")
-    answering = threading.Thread(target=second.cause, args=("it failed (late)", lambda rank: False))
+    answering = threading.Thread(target=second.diagnose, args=("it failed (late)", lambda rank: False))
     answering.start()
     touched = []
-    said = first.cause("it failed (late)", lambda rank: bool(touched.append(rank)))
+    said = first.diagnose("it failed (late)", lambda rank: bool(touched.append(rank)))
     answering.join()
     assert touched.count(2) == 1  # in all that time
     assert said == "rank 2 was last seen doing 2, and did not come (it failed (late))"
@@ -91,18 +91,18 @@ def test_a_rank_whose_connection_is_closed_is_gone_and_that_is_known_before_the_
     first, second = watches(2)
     second.note("in the update of step 7")
     touched = []
-    said = first.cause("noticed", lambda rank: touched.append(rank) or True)
+    said = first.diagnose("noticed", lambda rank: touched.append(rank) or True)
     assert said == "rank 1 was last seen in the update of step 7, and is gone: its program ended or was killed"
     assert touched == [1]  # once, as a touch spoils the connection
 
 
 def test_where_all_are_there_what_was_noticed_is_told():
     first, second = watches(2)
-    answering = threading.Thread(target=second.cause, args=("seen", lambda rank: False))
+    answering = threading.Thread(target=second.diagnose, args=("seen", lambda rank: False))
     first.note("in a backward of step 3")
     second.note("in a save")
     answering.start()
-    told = first.cause("it failed", lambda rank: False)
+    told = first.diagnose("it failed", lambda rank: False)
     answering.join()
     places = "rank 0 was last seen in a backward of step 3 and rank 1 was last seen in a save"
     assert told.endswith(f", though all ranks are there: {places}")  # by whichever was first
@@ -113,10 +113,10 @@ def test_what_the_first_found_is_what_all_say():
     said = []
 
     def look_while_the_first_is_faster(rank):
-        said[:] = said or [first.cause("noticed", lambda rank: True)]
+        said[:] = said or [first.diagnose("noticed", lambda rank: True)]
         return True
 
-    assert second.cause("something else", look_while_the_first_is_faster) == said[0]
+    assert second.diagnose("something else", look_while_the_first_is_faster) == said[0]
     assert said[0].startswith("rank 2 was last seen")
 
 
@@ -124,22 +124,22 @@ def test_lines_of_an_expensive_store_are_written_once():
     first, second = watches(2, is_cheap=False)
     second.note("first")
     second.note("second")
-    assert first.cause("x", lambda rank: True).startswith("rank 1 was last seen first")
+    assert first.diagnose("x", lambda rank: True).startswith("rank 1 was last seen first")
 
 
 def test_all_meet_and_who_is_late_or_ended_before_is_named():
     first, second = watches(2)
-    meeting = threading.Thread(target=second.meet, args=(5.0, nobody))
+    meeting = threading.Thread(target=second.wait_for_start, args=(5.0, nobody))
     meeting.start()
-    first.meet(5.0, nobody)
+    first.wait_for_start(5.0, nobody)
     meeting.join()
     first, _, third = watches()
     third.note("there")
     with pytest.raises(GroupLost, match=r"3 ranks were to train together, but of rank 1 nothing was seen within 0.4 s"):
-        first.meet(0.4, nobody)
+        first.wait_for_start(0.4, nobody)
     first, _ = watches(2)
     with pytest.raises(GroupLost, match=r"2 ranks .* but rank 1 raised it, before it sharded\. Start all"):
-        first.meet(600.0, lambda rank: f"raised it, before it sharded{'!' * (rank != 1)}")
+        first.wait_for_start(600.0, lambda rank: f"raised it, before it sharded{'!' * (rank != 1)}")
 
 
 class Silent:
@@ -157,12 +157,12 @@ class Silent:
 def test_a_store_that_does_not_answer_is_given_up_and_not_asked_again(monkeypatch):
     monkeypatch.setattr(monitor, "_ANSWER_S", 0.05)
     store = Silent()
-    alone = Watch(store, 0, 2, True)
+    alone = RankMonitor(store, 0, 2, True)
     assert not alone.is_alarmed() and not alone.is_alarmed()
     assert store.asked == 1
-    assert "at a place that is not known" in alone.cause("x", lambda rank: True)
+    assert "at a place that is not known" in alone.diagnose("x", lambda rank: True)
     others = "the process that holds the ranks' store, which is rank 0 or the launcher, does not answer (x)"
-    assert alone.cause("x", lambda rank: False) == others  # who cannot be heard is not said to be late
+    assert alone.diagnose("x", lambda rank: False) == others  # who cannot be heard is not said to be late
     store.answers.set()
 
 

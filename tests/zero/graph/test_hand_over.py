@@ -120,7 +120,7 @@ def test_what_is_asked_of_autograd_is_not_collected_and_a_parameters_gradient_is
     (inputs_gradient,) = torch.autograd.grad(model(x).sum(), x)
     assert inputs_gradient.shape == x.shape
     model(x).sum().backward(inputs=[x])
-    assert not optimizer.parts.window.since.unsettled
+    assert not optimizer.parts.window.state.needs_sync
     assert all(param.grad is None for param in model.parameters())
     with pytest.raises(RuntimeError, match="returns none"):
         torch.autograd.grad(model(x).sum(), list(model.parameters()))
@@ -183,7 +183,7 @@ def test_a_model_sharded_anew_hands_over_to_whom_it_belongs_by_then():
         model.zero_grad()
         again = shard(model, adamw(model), stage=1)
         backward(model, 1)
-        assert all(isinstance(param.grad, zero.runtime.params.grad_proxy.StandIn) for param in model.parameters())
+        assert all(isinstance(param.grad, zero.runtime.params.grad_proxy.ShardedGrad) for param in model.parameters())
         again.step()
     assert are_equal(both)
 
@@ -291,10 +291,10 @@ def test_a_gradient_is_gone_when_the_next_one_comes_and_nothing_is_kept_into_the
         if step:  # the order in which buckets become full is known, so all have left before the backward ends
             assert not reducer.open_buckets
         optimizer.settle()
-        assert not reducer.open_buckets and not len(reducer.flight)
+        assert not reducer.open_buckets and not len(reducer.inflight)
         optimizer.step()
         optimizer.zero_grad()
-        assert optimizer.parts.window.shares.shard.num_bytes == 0
+        assert optimizer.parts.window.grad_ops.shard.num_bytes == 0
     assert max(most) <= 8  # of 14: what one operator makes together
 
 

@@ -11,8 +11,8 @@ from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.traces import copied
 from tests.zero.graph.models import adamw, batch, build
+from zero.comm.connect import connect
 from zero.comm.group import TimeLimits
-from zero.comm.torch_group import connect
 from zero.sharding.optimizer import shard
 
 

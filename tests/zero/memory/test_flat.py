@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zero.memory.formats import Form, overlapping, sum_dtype
+from zero.memory.formats import ParamFormat, overlapping, sum_dtype
 from zero.memory.masters import Masters
-from zero.memory.shard import Line, Shard
+from zero.memory.shard import LayoutRef, Shard
 from zero.memory.weights import FlatBuffer
 from zero.plan.layout import FlatLayout, ParamSpec
 
@@ -23,26 +23,26 @@ def test_a_form_goes_to_a_line_and_back(shape, chance, sliced):
     doubled = [size * 2 for size in shape] if sliced else shape
     tensor = torch.randn([doubled[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
     tensor = tensor[tuple(slice(0, size) for size in shape)]
-    form = Form.of(tensor)
-    line = form.line(tensor)
+    form = ParamFormat.of(tensor)
+    line = form.flatten(tensor)
     assert line.shape == (tensor.numel(),)
-    assert torch.equal(form.shaped(line), tensor)
+    assert torch.equal(form.unflatten(line), tensor)
 
 
 def test_a_channels_last_weight_stays_so_and_its_line_is_a_view():
     weight = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
-    form = Form.of(weight)
-    assert form.line(weight).data_ptr() == weight.data_ptr()
-    assert form.shaped(torch.empty(48)).stride() == weight.stride()
+    form = ParamFormat.of(weight)
+    assert form.flatten(weight).data_ptr() == weight.data_ptr()
+    assert form.unflatten(torch.empty(48)).stride() == weight.stride()
 
 
 def test_a_transposed_weight_keeps_its_strides_and_a_slice_becomes_contiguous():
     transposed = torch.randn(3, 5).t()
-    assert Form.of(transposed).shaped(torch.empty(15)).stride() == transposed.stride()
+    assert ParamFormat.of(transposed).unflatten(torch.empty(15)).stride() == transposed.stride()
     sliced = torch.randn(6, 4)[::2]
-    assert Form.of(sliced).order is None
-    assert Form.of(sliced).shaped(torch.empty(12)).is_contiguous()
-    assert torch.equal(Form.of(sliced).line(sliced), sliced.reshape(-1))
+    assert ParamFormat.of(sliced).order is None
+    assert ParamFormat.of(sliced).unflatten(torch.empty(12)).is_contiguous()
+    assert torch.equal(ParamFormat.of(sliced).flatten(sliced), sliced.reshape(-1))
 
 
 def test_sums_are_never_narrower_than_fp32():
@@ -53,7 +53,7 @@ def test_sums_are_never_narrower_than_fp32():
 @pytest.fixture
 def line():
     specs = [ParamSpec("a", (5, 3), "bfloat16"), ParamSpec("b", (40,), "float32"), ParamSpec("c", (2,), "bfloat16")]
-    return Line(FlatLayout.build(specs, 2, 64))
+    return LayoutRef(FlatLayout.build(specs, 2, 64))
 
 
 def test_a_shard_writes_what_comes_first_and_adds_the_rest(line):
@@ -92,8 +92,8 @@ def masters(line):
         weights.chunks.append(torch.arange(chunk.numel, dtype=torch.float32).to(getattr(torch, chunk.dtype)))
     made = Masters(line, 1, weights, Shard(line, torch.device("cpu")))
     for index, _ in enumerate(line.layout.buckets):
-        made.take(index, weights.share(index, 1).float() + 2.0**-12)
-    made.cut()
+        made.adopt_source(index, weights.share(index, 1).float() + 2.0**-12)
+    made.make_params()
     return made, weights
 
 
@@ -111,7 +111,7 @@ def test_the_memory_of_what_was_read_becomes_that_of_a_master_that_may_have_it_a
     made, weights = masters
     for index, _ in enumerate(line.layout.buckets):
         source = weights.share(index, 1).to(torch.float64 if index == 0 else torch.float32, copy=True)
-        kept = made.take(index, source, given=True)
+        kept = made.adopt_source(index, source, given=True)
         assert kept == (made.shard.share(index).data_ptr() == source.data_ptr())
         assert kept == (made.is_copy(index) and source.dtype != torch.float64)
         assert torch.equal(made.shard.share(index), source.float())

@@ -18,8 +18,8 @@ from tests.devices import needs_sim
 from zero.comm.loopback import run_ranks, solo
 from zero.errors import RankFailed
 from zero.memory.flatten import Flattener, Place, unflatten
-from zero.memory.formats import Form
-from zero.memory.shard import Line
+from zero.memory.formats import ParamFormat
+from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
 from zero.memory.weights import FlatBuffer
 from zero.plan.layout import FlatLayout, ParamSpec
@@ -41,8 +41,8 @@ class Roomy:
 def flattener(tensors, dtype=None, place=None):
     names = [dtype or str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     specs = [ParamSpec(str(i), tuple(t.shape), names[i], i % 2) for i, t in enumerate(tensors)]
-    weights = FlatBuffer(Line(FlatLayout.build(specs, 2, 64)))
-    forms = [Form.of(tensor) for tensor in tensors]
+    weights = FlatBuffer(LayoutRef(FlatLayout.build(specs, 2, 64)))
+    forms = [ParamFormat.of(tensor) for tensor in tensors]
     return Flattener(weights, tensors, forms, place or Place(accelerators.get("cpu"), torch.device("cpu")))
 
 
@@ -125,14 +125,14 @@ def test_what_was_moved_is_put_back_with_its_values_and_dtype():
     made = flattener(tensors, dtype="bfloat16")
     source = made.read(0)
     made.write(0, source, 0)
-    made.put_back()
+    made.rollback()
     first = [index for index, _ in enumerate(tensors) if index in made.weights.line.layout.chunks[0].params]
     for index in first:
         assert tensors[index].dtype == torch.float32
         assert torch.equal(tensors[index], before[index])
     made.write(0, source, 0)
-    made.settled()
-    made.put_back()
+    made.commit()
+    made.rollback()
     assert all(tensors[index].dtype == torch.bfloat16 for index in first)
 
 
@@ -258,9 +258,9 @@ def fill_a_device(rank, world):
             step()
         del held
         gc.collect()
-        failed = len(parts.line.layout.chunks) == 1
+        failed = len(parts.layout_ref.layout.chunks) == 1
         same = all(torch.equal(p.detach().cpu(), b) for p, b in zip(model.parameters(), before, strict=True))
-        lie = len(parts.intake._weights.chunks) == len(parts.line.layout.chunks)
+        lie = len(parts.placer._weights.chunks) == len(parts.layout_ref.layout.chunks)
         model[:-1].requires_grad_(False)
         optimizer.zero_grad()
         step()

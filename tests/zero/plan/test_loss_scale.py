@@ -58,25 +58,25 @@ def test_a_rule_that_cannot_be_is_refused_by_name(wrong):
 def test_what_is_multiplied_while_keeping_and_at_settling_is_the_whole_factor(reduce, loss_scale, total_weight):
     scaling = Scaling(reduce=reduce, loss_scale=loss_scale)
     expected = reduce / loss_scale if total_weight is None else 1.0 / (total_weight * loss_scale)
-    assert scaling.at_keeping(False) * scaling.at_settling(total_weight) == pytest.approx(expected, rel=1e-12)
-    assert scaling.at_keeping(True) == pytest.approx(reduce / loss_scale, rel=1e-12)
+    assert scaling.accumulate_factor(False) * scaling.sync_factor(total_weight) == pytest.approx(expected, rel=1e-12)
+    assert scaling.accumulate_factor(True) == pytest.approx(reduce / loss_scale, rel=1e-12)
 
 
 @unhurried
 @given(st.floats(1e-3, 1e3))
 def test_what_is_multiplied_while_keeping_rounds_nothing(reduce):
-    factor = Scaling(reduce=reduce).at_keeping(False)
+    factor = Scaling(reduce=reduce).accumulate_factor(False)
     assert factor.hex().split("p")[0] == "0x1.0000000000000"
 
 
 def test_weights_of_nothing_give_nothing():
-    assert Scaling().at_settling(0.0) == 0.0
+    assert Scaling().sync_factor(0.0) == 0.0
 
 
 def test_gradients_are_multiplied_only_where_they_must_be():
     assert Scaling().multiplier is None
-    assert Scaling(lacking=8.0).multiplier == 8.0
-    assert Scaling(weight=3.0, lacking=2.0).multiplier == 6.0
+    assert Scaling(missing_loss_scale=8.0).multiplier == 8.0
+    assert Scaling(weight=3.0, missing_loss_scale=2.0).multiplier == 6.0
     assert Scaling(weight=0.0).multiplier == 0.0
 
 

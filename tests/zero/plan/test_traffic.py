@@ -39,13 +39,13 @@ def test_a_step_sends_what_the_model_says(stage, num_backwards, dtype, world):
         options = {"dtype": dtype, "accumulation": num_backwards, "bucket_bytes": 256}
         optimizer = shard(model, inner, stage=stage, group=ledger, **options)
         for step in range(2):  # the first one learns the order
-            ledger.phase = f"step {step}"
+            ledger.section = f"step {step}"
             for micro in range(num_backwards):
                 backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, step, micro, real=True))))
             optimizer.step()
             optimizer.zero_grad()
         entries = [entry for entry in ledger.of("step 1") if not entry.is_message]
-        return sent(entries, world), traffic_of(optimizer.parts.line.layout, stage, world, num_backwards)
+        return sent(entries, world), traffic_of(optimizer.parts.layout_ref.layout, stage, world, num_backwards)
 
     for (num_bytes, passes), traffic in run_ranks(world, program):
         assert (traffic.total, traffic.passes) == (num_bytes, passes)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from zero.runtime.grads.sync_policy import Boundary
+from zero.runtime.grads.sync_policy import SyncPolicy
 
 
 @pytest.mark.parametrize(("locally", "expected"), [(True, [False, False, True, True]), (False, [True] * 4)])
 def test_the_last_declared_backward_synchronises_and_every_one_beyond_it(locally, expected):
-    boundary, found = Boundary(3, locally), []
+    boundary, found = SyncPolicy(3, locally), []
     for _ in range(4):
         boundary.backwards += 1
         found.append(boundary.synchronises)
@@ -15,11 +15,11 @@ def test_the_last_declared_backward_synchronises_and_every_one_beyond_it(locally
 
 
 def test_without_a_declaration_every_backward_does():
-    assert Boundary(None, True).synchronises
+    assert SyncPolicy(None, True).synchronises
 
 
 def test_the_users_word_counts_more_than_the_count_until_the_window_ends():
-    boundary = Boundary(2, True)
+    boundary = SyncPolicy(2, True)
     boundary.backwards = 2
     boundary.override = False
     assert not boundary.synchronises
@@ -30,7 +30,7 @@ def test_the_users_word_counts_more_than_the_count_until_the_window_ends():
 
 
 def test_inside_no_sync_none_does_however_deep_and_whatever_happens():
-    boundary = Boundary(None, False)
+    boundary = SyncPolicy(None, False)
     with pytest.raises(KeyError), boundary.no_sync():
         with boundary.no_sync():
             assert not boundary.synchronises

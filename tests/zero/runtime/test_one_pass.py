@@ -21,15 +21,15 @@ from zero.comm.loopback import solo
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span, round_up
 from zero.runtime.kernels.adam_kernels import CompiledAdam, FusedAdam
-from zero.runtime.kernels.adam_step import Gradient, Kind, OnePass
+from zero.runtime.kernels.adam_step import FusedStep, Gradient, StepDtypes
 from zero.runtime.kernels.native import passes
 from zero.runtime.kernels.select import check_kernels
 
 KINDS = (
-    Kind(torch.float32),
-    *(Kind(torch.float32, *pair) for pair in ((torch.bfloat16, None), (torch.bfloat16, torch.bfloat16))),
-    *(Kind(torch.float32, None, half) for half in (torch.bfloat16, torch.float16)),
-    Kind(torch.float32, torch.float32, torch.float32),  # copies in other memory of what needs no rounding
+    StepDtypes(torch.float32),
+    *(StepDtypes(torch.float32, *pair) for pair in ((torch.bfloat16, None), (torch.bfloat16, torch.bfloat16))),
+    *(StepDtypes(torch.float32, None, half) for half in (torch.bfloat16, torch.float16)),
+    StepDtypes(torch.float32, torch.float32, torch.float32),  # copies in other memory of what needs no rounding
 )
 ADAMS = (
     (torch.optim.AdamW, {"weight_decay": 0.1}),
@@ -45,7 +45,7 @@ BOTH = pytest.mark.parametrize("kernels", ["fused", pytest.param("compiled", mar
 
 
 def in_one_pass(inner, kernels):
-    return OnePass(inner, FusedAdam() if kernels == "fused" else CompiledAdam())
+    return FusedStep(inner, FusedAdam() if kernels == "fused" else CompiledAdam())
 
 
 def times_built():
@@ -96,7 +96,7 @@ def test_a_step_is_torchs_own_to_a_few_ulp_of_the_masters_not_of_the_weights(kin
                 (piece, master, group if piece.param in used else None)
                 for piece, master, group in zip(pieces, masters, groups, strict=True)
             ]
-            one_pass.take_over([(block, members, share)])
+            one_pass.adopt_state([(block, members, share)])
             one_pass.step(block, members, share, Gradient([grads], [clip]), weights, rounded)
             theirs.step()
             for master, other in zip(masters, plain, strict=True):
@@ -242,7 +242,7 @@ def test_state_that_changed_places_between_buckets_is_read_before_any_of_them_is
         if is_sharded:
             options = {"kernels": kernels, "bucket_bytes": params[0].nbytes}
             optimizer = zero.shard(nn.ParameterList(params), inner, stage=2, group=solo(), **options)
-            assert len(optimizer.parts.line.layout.buckets) == 4
+            assert len(optimizer.parts.layout_ref.layout.buckets) == 4
         for step in range(4):
             for at, param in enumerate(params):
                 (param * real_numbers((64,), "inputs", at, step)).square().sum().backward()
@@ -350,7 +350,7 @@ def test_any_length_is_stepped_as_part_of_a_longer_one(kind, kernels):
             old, new = (None if whole is None else whole[here] for whole in (weights, rounded))
             members = [(piece, nn.Parameter(share[here]), one_pass._inner.param_groups[0])]
             block = Block(bucket, span, True)
-            one_pass.take_over([(block, members, share[here])])
+            one_pass.adopt_state([(block, members, share[here])])
             one_pass.step(block, members, share[here], Gradient([grads[here]], [0.5]), old, new)
             start += length
         assert start == numel

@@ -8,12 +8,12 @@ import torch
 
 import accelerators
 from tests.zero.runtime.wires import Wire
-from zero.memory.formats import Form
-from zero.memory.shard import Line, Shard
+from zero.memory.formats import ParamFormat
+from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.runtime.reduce.buckets import Reducer
-from zero.runtime.reduce.inflight import Flight
+from zero.runtime.reduce.inflight import InflightReductions
 from zero.runtime.sync.agreement import Counts, agree
 
 NUMEL = 16  # of each parameter: one bucket each for one rank in fp32
@@ -26,14 +26,14 @@ class Bench:
         item = 4 if dtype == "float32" else 2
         self.numel = 64 // item
         specs = [ParamSpec(f"p{index}", (self.numel,), dtype) for index in range(3 * per_bucket)]
-        self.line = Line(FlatLayout.build(specs, 1, 64 * per_bucket))
+        self.line = LayoutRef(FlatLayout.build(specs, 1, 64 * per_bucket))
         self.wire = Wire(size)
         self.dtype = getattr(torch, dtype)
         accelerator = accelerator or accelerators.get("cpu")
         self.staging = Staging(accelerator, self.dirty)
         self.shard = Shard(self.line, torch.device("cpu"))
-        flight = Flight(self.line, self.wire, self.staging, self.shard)
-        forms = [Form((self.numel,), None) for _ in specs]
+        flight = InflightReductions(self.line, self.wire, self.staging, self.shard)
+        forms = [ParamFormat((self.numel,), None) for _ in specs]
         self.reducer = Reducer(self.line, forms, accelerator, self.staging, flight)
 
     def dirty(self, numel, dtype):
@@ -48,12 +48,12 @@ class Bench:
         reducer = self.reducer
         mine = Counts(
             "step", 0, 0, bytes(8), sent=reducer.sent, contributed=True, used=used, open=reducer.open_buckets,
-            wide=reducer.wide_buckets, order=order or reducer.arrival_order, **counts,
+            wide=reducer.fp32_buckets, order=order or reducer.arrival_order, **counts,
         )  # fmt: skip
         agreement = agree([mine], reducer.order, ["p0", "p1", "p2"], lambda *_: "")
-        reducer.catch_up(agreement.rounds, keep=not agreement.discard)
-        reducer.send_rest(agreement.rest, agreement.wide)
-        reducer.learn(agreement.order, agreement.used, used if used_here is None else used_here)
+        reducer.send_missing_rounds(agreement.rounds, keep=not agreement.discard)
+        reducer.flush(agreement.rest, agreement.wide)
+        reducer.update_order(agreement.order, agreement.used, used if used_here is None else used_here)
 
     def sent(self):
         """Which buckets went out since the last look, and the first value of each."""
@@ -176,7 +176,7 @@ def test_a_wrong_guess_of_what_will_come_costs_no_gradient():
 def test_rounds_that_others_sent_are_caught_up_with_zeros():
     bench = Bench()
     bench.give(2, 4)
-    bench.reducer.catch_up(3, keep=True)
+    bench.reducer.send_missing_rounds(3, keep=True)
     assert [value for _, value in bench.sent()] == [4.0, 0.0, 0.0]
     assert bench.reducer.sent == 3
 
@@ -185,9 +185,9 @@ def test_what_is_discarded_is_received_and_not_kept():
     bench = Bench()
     bench.wire.holds_back = True
     bench.give(2, 4)
-    bench.reducer.catch_up(1, keep=False)
+    bench.reducer.send_missing_rounds(1, keep=False)
     assert bench.values() == {}
-    assert len(bench.reducer.flight) == 0
+    assert len(bench.reducer.inflight) == 0
     assert bench.staging.borrowed == 0
 
 
@@ -196,7 +196,7 @@ def test_what_is_in_flight_is_kept_in_the_order_in_which_it_was_sent():
     bench.wire.holds_back = True
     for param in (2, 1, 0):
         bench.give(param, 1)
-    assert len(bench.reducer.flight) == 3
+    assert len(bench.reducer.inflight) == 3
     assert bench.values() == {}
     bench.settle(used=0b111)
     assert bench.values() == {0: 1.0, 1: 1.0, 2: 1.0}
@@ -237,10 +237,10 @@ def test_a_host_far_ahead_of_its_device_waits_for_that_and_not_for_other_ranks(o
         held.done = lambda: device.done > number and not others_are_late
         return held
 
-    bench.reducer.flight._reduce = over_when_the_device_is
+    bench.reducer.inflight._reduce = over_when_the_device_is
     for param in (2, 1, 0) * 4:
         bench.give(param, 1)
-        most.append(len(bench.reducer.flight))
+        most.append(len(bench.reducer.inflight))
     assert most == ([*range(1, 13)] if others_are_late else [1, 2, *[3] * 10])
     assert device.done == 10, "the device need not come to the last two"
 
@@ -250,13 +250,13 @@ def test_gaps_and_absent_parameters_travel_as_zeros():
     for bucket_bytes in (200, 10_000):
         bench = Bench()
         bench.line.layout = FlatLayout.build(specs, 1, bucket_bytes)
-        forms = [Form((3,), None)] * 6
-        flight = Flight(bench.line, bench.wire, bench.staging, bench.shard)
+        forms = [ParamFormat((3,), None)] * 6
+        flight = InflightReductions(bench.line, bench.wire, bench.staging, bench.shard)
         reducer = Reducer(bench.line, forms, accelerators.get("cpu"), bench.staging, flight)
         reducer.collect(5, torch.ones(3))
         mine = Counts("step", 0, 0, bytes(8), open=reducer.open_buckets, contributed=True, used=1 << 5)
         agreement = agree([mine], reducer.order, [], lambda *_: "")
-        reducer.send_rest(agreement.rest, 0)
+        reducer.flush(agreement.rest, 0)
         (sent,) = bench.wire.sent
         assert sent.sum().item() == 3.0  # and no NaN of whoever had this memory
 
@@ -307,7 +307,7 @@ def test_several_that_travel_as_their_sum_are_sent_when_the_window_settles():
         for param in range(3):
             bench.give(param, value, apart=True)
     assert bench.wire.sent == []
-    assert bench.reducer.num_wide_bytes == 3 * bench.numel * 4
+    assert bench.reducer.num_fp32_bytes == 3 * bench.numel * 4
     bench.settle(used=0b111)
     assert bench.wire.sent[-1].dtype == torch.float32
     assert bench.values() == {0: 258.0, 1: 258.0, 2: 258.0}
@@ -335,7 +335,7 @@ def test_what_is_absent_in_fp32_travels_as_zeros_and_of_several_multipliers_each
 def test_what_is_weighted_travels_in_fp32():
     bench = Bench("bfloat16")
     bench.give(2, 3, multiplier=1.0 + 2.0**-12)
-    assert bench.reducer.wide_buckets == 0b1
+    assert bench.reducer.fp32_buckets == 0b1
     bench.settle(used=0b100)
     assert bench.wire.sent[-1].dtype == torch.float32
     assert bench.values()[0] == pytest.approx(3 * (1.0 + 2.0**-12), rel=1e-7)
@@ -361,7 +361,7 @@ def test_multipliers_apply_to_the_first_and_to_what_is_added():
 
 def test_sums_are_multiplied_as_they_are_kept():
     bench = Bench()
-    bench.reducer.flight.factor = 0.25
+    bench.reducer.inflight.factor = 0.25
     bench.give(2, 8)
     assert bench.values()[0] == 2.0
 
@@ -376,7 +376,7 @@ def test_what_is_dropped_is_given_back_and_not_sent():
     assert bench.staging.borrowed == 2
     bench.reducer.drop()
     assert bench.staging.borrowed == 0
-    assert (bench.reducer.open_buckets, bench.reducer.wide_buckets) == (0, 0)
+    assert (bench.reducer.open_buckets, bench.reducer.fp32_buckets) == (0, 0)
 
 
 def test_a_parameter_that_is_dropped_leaves_the_others_of_its_bucket():
@@ -396,15 +396,15 @@ def test_a_parameter_that_is_dropped_leaves_the_others_of_its_bucket():
 def test_bytes_on_the_wire_are_counted():
     bench = Bench()
     bench.give(2, 1)
-    assert bench.reducer.flight.num_bytes == 64
+    assert bench.reducer.inflight.num_bytes == 64
 
 
 def test_a_parameter_over_several_buckets_is_cut_where_they_end():
     layout = FlatLayout.build([ParamSpec("long", (40,), "float32")], 1, 64)
     bench = Bench()
     bench.line.layout = layout
-    flight = Flight(bench.line, bench.wire, bench.staging, bench.shard)
-    reducer = Reducer(bench.line, [Form((40,), None)], accelerators.get("cpu"), bench.staging, flight)
+    flight = InflightReductions(bench.line, bench.wire, bench.staging, bench.shard)
+    reducer = Reducer(bench.line, [ParamFormat((40,), None)], accelerators.get("cpu"), bench.staging, flight)
     reducer.collect(0, torch.arange(40.0))
     reducer.advance()
     sent = torch.cat(bench.wire.sent)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero.runtime.params.grad_proxy import StandIn
+from zero.runtime.params.grad_proxy import ShardedGrad
 
 
 class Noted:
@@ -22,7 +22,7 @@ class Noted:
         self.asked.append(("norm", param, order))
         return torch.tensor(2.0 + param)
 
-    def change(self, param, operator, arguments, keywords):
+    def apply_inplace(self, param, operator, arguments, keywords):
         packet = getattr(operator, "overloadpacket", operator)
         self.asked.append((packet.__name__, param, arguments))
 
@@ -40,7 +40,7 @@ def params(shares):
     values = torch.ones(3, 4), torch.ones(5, dtype=torch.bfloat16), torch.ones(2, 2).t()
     made = [nn.Parameter(value) for value in values]
     for index, param in enumerate(made):
-        param.grad = StandIn(param, index, f"layer.{index}", shares)
+        param.grad = ShardedGrad(param, index, f"layer.{index}", shares)
     return made
 
 

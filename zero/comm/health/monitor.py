@@ -33,7 +33,7 @@ _NOWHERE = "before its first step"
 _UNKNOWN = "at a place that is not known, as the store of these lines went with it"
 _UNWRITTEN = "at a place that is not known, as a store in a file keeps no such lines"
 
-_watching: weakref.WeakSet[Watch] = weakref.WeakSet()
+_watching: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
 
 
 class Store(Protocol):
@@ -50,7 +50,7 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
 
 
-class Watch:
+class RankMonitor:
     def __init__(self, store: Store, rank: int, size: int, is_cheap: bool) -> None:
         self.doing = ""  # now, on this rank
         self._place: weakref.WeakMethod[Callable[[], str]] | None = None  # says where in that it is
@@ -69,7 +69,7 @@ class Watch:
         if self._is_there and (self._is_cheap or is_first):
             self._is_there = _tried(lambda: self._store.set(f"doing/{self._rank}", doing))
 
-    def meet(self, limit_s: float, words_of: Callable[[int], str]) -> None:
+    def wait_for_start(self, limit_s: float, words_of: Callable[[int], str]) -> None:
         """Waits until every rank has written its first line; `words_of` are those that one left which will write none."""
         self.note(_NOWHERE if self._is_cheap else _UNWRITTEN)
         keys = [f"doing/{rank}" for rank in range(self._size)]
@@ -101,14 +101,14 @@ class Watch:
         """True when a rank noticed that something is wrong."""
         return bool(self._ask(lambda: self._store.check(["alarm"])))
 
-    def cause(self, noticed: str, is_gone: Callable[[int], bool]) -> str:
+    def diagnose(self, noticed: str, is_gone: Callable[[int], bool]) -> str:
         """Why the ranks cannot go on, as the first of them found it; `noticed` is what this one saw."""
         self._ask(self._raise_alarm)
         found = self._ask(self._told) or self._look_for_others(noticed, is_gone)
         agreed = self._ask(lambda: self._store.compare_set("cause", "", found))
         return found if agreed is None else agreed.decode()
 
-    def leave(self, error: BaseException) -> None:
+    def report_exit(self, error: BaseException) -> None:
         """This rank's last word: it ends with that error."""
         place = None if self._place is None else self._place()
         doing = f"{self.doing or _NOWHERE}{'' if place is None else place()}"
@@ -188,7 +188,7 @@ def leave(error: BaseException) -> None:
     """What ends this process, told to all that it trains with."""
     watching = [watch for watch in _watching if watch.is_of_this_process]
     for watch in watching:
-        watch.leave(error)
+        watch.report_exit(error)
 
 
 def raised(error: BaseException) -> str:

@@ -46,7 +46,7 @@ class _Stretch:
         self.held = False
 
 
-class Arena:
+class SharedArena:
     """What this rank shares, in stretches. One that nobody holds and all have read serves whoever asks next; where nobody does
     for a while, it gives its pages back."""
 
@@ -62,8 +62,8 @@ class Arena:
         self._steps = 0  # since it was made
         self._process = os.getpid()
 
-    def introduce(self) -> bytes:
-        """What this rank says of itself, for `meet`."""
+    def handshake(self) -> bytes:
+        """What this rank says of itself, for `map_peer`."""
         word = secrets.token_bytes(_WORD_BYTES)
         self._mapping[:_WORD_BYTES] = word
         return _INTRODUCTION.pack(os.getpid(), self._descriptor, len(self._mapping), word)
@@ -109,9 +109,9 @@ class Arena:
         for one in self._stretches:
             if one.held:
                 one.lent = self._steps
-        self.vacate(_IDLE_STEPS)
+        self.trim(_IDLE_STEPS)
 
-    def vacate(self, idle_steps: int = 0) -> None:
+    def trim(self, idle_steps: int = 0) -> None:
         """Gives back the pages of what nobody held for so many steps. They are not those of a process that was forked."""
         for one in self._stretches if os.getpid() == self._process else ():
             if self._is_idle(one) and not one.vacant and one.lent + idle_steps <= self._steps:
@@ -133,11 +133,11 @@ class Arena:
         assert stretch is not None
         stretch.sent = line, collective
 
-    def tell(self, line: int, finished: int) -> None:
+    def publish_progress(self, line: int, finished: int) -> None:
         """This rank has finished so many collectives of a line, for others to see."""
         self._counts[line] = finished
 
-    def heard(self, finished: Iterable[int]) -> None:
+    def update_progress(self, finished: Iterable[int]) -> None:
         """All ranks have finished so many collectives of each line."""
         self._read = [max(known, told) for known, told in zip(self._read, finished, strict=True)]
 
@@ -158,7 +158,7 @@ def counts_of(whole: torch.Tensor) -> torch.Tensor:
     return whole[_WORD_BYTES : _WORD_BYTES + 8 * LINES].view(torch.int64)
 
 
-def meet(message: bytes) -> torch.Tensor:
+def map_peer(message: bytes) -> torch.Tensor:
     """The whole arena of who said this; an OSError where that is somebody else's, or cannot be reached."""
     process, theirs, num_bytes, word = _INTRODUCTION.unpack(message)
     with closing(reach(process, theirs, num_bytes)) as descriptor:

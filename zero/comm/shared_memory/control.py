@@ -31,7 +31,7 @@ class Messages:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def introduce(self) -> bytes:
+    def handshake(self) -> bytes:
         """What this rank says of itself, for `meet`."""
         return b""
 
@@ -43,7 +43,7 @@ class Messages:
 
     def exchange(self, message: bytes) -> list[bytes]:
         """As the group's."""
-        return self._group.exchange(message)
+        return self._group.all_gather_bytes(message)
 
     def tell(self, number: int) -> Numbers:
         """Every rank's number; waits for nobody. In an order of its own."""
@@ -89,8 +89,8 @@ class ByPipes(Messages):
         self._pipes = Pipes(group.rank, group.size, _NUM_CHANNELS)
         self._connection: object = group.begin(lambda _, connection: connection)
 
-    def introduce(self) -> bytes:
-        return self._pipes.introduce()
+    def handshake(self) -> bytes:
+        return self._pipes.handshake()
 
     def meet(self, told: Sequence[bytes]) -> None:
         self._pipes.meet(told)
@@ -102,14 +102,14 @@ class ByPipes(Messages):
         framed = _LENGTH.pack(len(message)) + message
         told = self.messages(self._call(_EXCHANGES, framed[:MOST_BYTES]))
         if any(_LENGTH.unpack_from(head)[0] > MOST_BYTES - _LENGTH.size for head in told):
-            told = [head + tail for head, tail in zip(told, self._group.exchange(framed[MOST_BYTES:]), strict=True)]
+            told = [head + tail for head, tail in zip(told, self._group.all_gather_bytes(framed[MOST_BYTES:]), strict=True)]
         return [whole[_LENGTH.size :] for whole in told]
 
     def tell(self, number: int) -> Numbers:
         return _PipedNumbers(self, self._call(_NUMBERS, _NUMBER.pack(number)))
 
     def reconnect(self) -> None:
-        connections = self._group.exchange(_NUMBER.pack(self._pipes.connection))
+        connections = self._group.all_gather_bytes(_NUMBER.pack(self._pipes.connection))
         self._pipes.restart(1 + max(_NUMBER.unpack(message)[0] for message in connections))
         self._connection = self._connected.begin(lambda _, connection: connection)
 
@@ -140,11 +140,6 @@ class ByPipes(Messages):
             with contextlib.suppress(RuntimeError):  # what was torn stays so
                 self._pipes.give_up()
             raise
-
-
-def messages_of(group: Any) -> Messages:
-    """The fastest between ranks of one host."""
-    return ByPipes(group) if hasattr(group, "begin") else Messages(group)
 
 
 class _PipedNumbers:

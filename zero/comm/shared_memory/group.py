@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from zero.comm.group import Group, Pending
-from zero.comm.results import Added, Ready
-from zero.comm.shared_memory.arena import INTRODUCTION_BYTES, LINES, Arena, counts_of, meet
-from zero.comm.shared_memory.control import Messages, Numbers, messages_of
+from zero.comm.group import Group, Pending, SharedHostMemory
+from zero.comm.results import CompletedResult, UnreducedResult
+from zero.comm.shared_memory.arena import INTRODUCTION_BYTES, LINES, SharedArena, counts_of, map_peer
+from zero.comm.shared_memory.control import Messages, Numbers
 
 logger = logging.getLogger("zero")
 
@@ -32,21 +32,21 @@ _SUMS, _WEIGHTS = range(LINES)
 _ANOTHERS = "a rank shares none"  # which says why
 
 
-def through_shared_memory(group: Group, wanted: bool = True) -> Group:
+def through_shared_memory(group: Group, wanted: bool = True, make_messages: Callable[[], Messages] | None = None) -> Group:
     """`group`, with tensors of the host going through memory where every rank proved that it reaches that of all others, and
-    wants it; a collective."""
+    wants it; a collective. `make_messages`: how small messages travel, if not as the group's own."""
     if group.size == 1:
         return group
     reason = _Reason("" if wanted else "it was turned off")
-    arena, messages = reason.unless(Arena), reason.unless(partial(messages_of, group))
-    told = group.exchange(b"" if arena is None or messages is None else arena.introduce() + messages.introduce())
+    arena, messages = reason.unless(SharedArena), reason.unless(make_messages or partial(Messages, group))
+    told = group.all_gather_bytes(b"" if arena is None or messages is None else arena.handshake() + messages.handshake())
     if not all(told):
         reason.note(_ANOTHERS)
     others = [rank for rank in range(group.size) if rank != group.rank]
-    arenas = reason.unless(lambda: {rank: meet(told[rank][:INTRODUCTION_BYTES]) for rank in others})
+    arenas = reason.unless(lambda: {rank: map_peer(told[rank][:INTRODUCTION_BYTES]) for rank in others})
     if messages is not None:
         reason.unless(partial(messages.meet, [theirs[INTRODUCTION_BYTES:] for theirs in told]))
-    reasons = [message.decode() for message in group.exchange(reason.text.encode())]
+    reasons = [message.decode() for message in group.all_gather_bytes(reason.text.encode())]
     if arena is not None:
         arena.introduced()
     if messages is not None:
@@ -84,7 +84,7 @@ class _Reason:
 class SharedMemoryGroup:
     """Another group whose tensors on the host do not travel."""
 
-    def __init__(self, group: Group, arena: Arena, arenas: dict[int, torch.Tensor], messages: Messages) -> None:
+    def __init__(self, group: Group, arena: SharedArena, arenas: dict[int, torch.Tensor], messages: Messages) -> None:
         self.rank = group.rank
         self.size = group.size
         self.arenas = arenas  # of the other ranks
@@ -93,6 +93,10 @@ class SharedMemoryGroup:
         self._messages = messages
         self._lines = [_Line() for _ in range(LINES)]
         self._counts = [counts_of(theirs) for theirs in arenas.values()]
+
+    @property
+    def shared_host_memory(self) -> SharedHostMemory:
+        return self
 
     # tensors -----------------------------------------------------------------------------------------------------
 
@@ -116,13 +120,13 @@ class SharedMemoryGroup:
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         if not tensor.is_cpu or not tensor.is_contiguous():
             return self._group.broadcast(tensor)
-        with self.shown(tensor) as seen:
+        with self.rank0_view(tensor) as seen:
             if self.rank:
                 tensor.copy_(seen)
-        return Ready(tensor)
+        return CompletedResult(tensor)
 
     @contextlib.contextmanager
-    def shown(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+    def rank0_view(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
         told = self._tell(_WEIGHTS, self._shared(memory) if self.rank == 0 else None)
         seen = told.row(0, 0, memory.nbytes).view(memory.dtype).view(memory.shape)
         try:
@@ -139,26 +143,26 @@ class SharedMemoryGroup:
         self._hear()
         return self._arena.is_read(buffer)
 
-    def tidy(self) -> None:
+    def trim(self) -> None:
         self._hear()
-        self._arena.vacate()
+        self._arena.trim()
 
     # messages ----------------------------------------------------------------------------------------------------
 
-    def exchange(self, message: bytes) -> list[bytes]:
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
         return self._messages.exchange(message)
 
     @property
-    def doing(self) -> str:
-        return self._group.doing
+    def phase(self) -> str:
+        return self._group.phase
 
-    def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
-        self._group.note(doing, place)
+    def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
+        self._group.set_phase(phase, location)
 
-    def hurry(self) -> None:
+    def end_warmup(self) -> None:
         self._hear()
         self._arena.stepped()  # as every step says this
-        self._group.hurry()
+        self._group.end_warmup()
 
     def reconnect(self, base: Any) -> None:
         self._lines = [_Line() for _ in range(LINES)]
@@ -167,7 +171,7 @@ class SharedMemoryGroup:
         self._messages.reconnect()
 
     def close(self) -> None:
-        self._arena.vacate()  # what some have not read yet goes with this object
+        self._arena.trim()  # what some have not read yet goes with this object
         self._messages.close()
         self._group.close()
 
@@ -188,7 +192,7 @@ class SharedMemoryGroup:
     def _hear(self) -> None:
         """How many collectives of each line all ranks have finished by now."""
         told = [[line.finished for line in self._lines], *(counts.tolist() for counts in self._counts)]
-        self._arena.heard(map(min, zip(*told, strict=True)))
+        self._arena.update_progress(map(min, zip(*told, strict=True)))
 
     def _tell(self, line: int, part: torch.Tensor | None) -> _Told:
         counted, offset = self._lines[line], 0
@@ -203,7 +207,7 @@ class SharedMemoryGroup:
     def _finish(self, line: int, counted: _Line, number: int) -> None:
         counted.finish(number)
         if counted is self._lines[line]:
-            self._arena.tell(line, counted.finished)
+            self._arena.publish_progress(line, counted.finished)
 
 
 class _Line:
@@ -262,7 +266,7 @@ class _Told:
         self._count()
 
 
-class _Sum(Added):
+class _Sum(UnreducedResult):
     """The sum of all ranks' stretches, read straight from their memory."""
 
     def __init__(self, told: _Told, sum_dtype: torch.dtype, dtype: torch.dtype, begin: int, num_bytes: int) -> None:
@@ -274,10 +278,10 @@ class _Sum(Added):
     def done(self) -> bool:
         return self._told.done()
 
-    def rows(self) -> Sequence[torch.Tensor]:
+    def addends(self) -> Sequence[torch.Tensor]:
         return [self._told.row(rank, *self._span).view(self._dtype) for rank in range(self._told.group.size)]
 
-    def finish(self) -> None:
+    def release(self) -> None:
         self._told.finish()
 
 

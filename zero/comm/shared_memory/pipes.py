@@ -57,7 +57,7 @@ class Pipes:
             self._begin(0)
             on_failure.pop_all()
 
-    def introduce(self) -> bytes:
+    def handshake(self) -> bytes:
         """What this rank says of itself, for `meet`."""
         offered = (self._ways[other].offered if other in self._ways else -1 for other in range(self.size))
         return struct.pack(f"<{1 + self.size}q", os.getpid(), *offered)

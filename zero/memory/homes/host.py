@@ -16,7 +16,7 @@ from accelerators import Accelerator
 from accelerators.streams import Event, InOrderStream, Stream
 
 
-class Crossing:
+class HostCopy:
     """A copy on its way."""
 
     def __init__(self, accelerator: Accelerator, event: Event | None, *ends: torch.Tensor) -> None:
@@ -38,13 +38,13 @@ class Crossing:
         if self._event is not None:
             self._accelerator.current_stream().wait_event(self._event)
 
-    def hand_over(self) -> None:
+    def release_source(self) -> None:
         """Lets go of the source: whoever gets its memory next on the current stream comes after the copy."""
         self.wait()
         self._ends = self._ends[1:]
 
 
-class Host:
+class HostPool:
     """Host memory for one device: made, lent for a while, and reached."""
 
     def __init__(self, accelerator: Accelerator, pinned: bool | None = None) -> None:
@@ -94,23 +94,23 @@ class Host:
         self.num_lent_bytes -= sum(memory.nbytes for memory in self._free)
         self._free.clear()
 
-    def down(self, source: torch.Tensor, target: torch.Tensor) -> Crossing:
+    def to_host(self, source: torch.Tensor, target: torch.Tensor) -> HostCopy:
         """From the device to the host."""
-        return self._cross("down", source, target)
+        return self._copy("down", source, target)
 
-    def up(self, source: torch.Tensor, target: torch.Tensor) -> Crossing:
+    def to_device(self, source: torch.Tensor, target: torch.Tensor) -> HostCopy:
         """From the host to the device."""
-        return self._cross("up", source, target)
+        return self._copy("up", source, target)
 
-    def _cross(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> Crossing:
+    def _copy(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> HostCopy:
         current = self._accelerator.current_stream()
         if isinstance(current, InOrderStream):
             target.copy_(source)
-            return Crossing(self._accelerator, None)
+            return HostCopy(self._accelerator, None)
         if direction not in self._streams:
             self._streams[direction] = self._accelerator.new_stream()
         stream = self._streams[direction]
         stream.wait_stream(current)  # for who wrote the source, and for who reads the target
         with self._accelerator.in_stream(stream):
             target.copy_(source, non_blocking=True)
-        return Crossing(self._accelerator, stream.record_event(), source, target)
+        return HostCopy(self._accelerator, stream.record_event(), source, target)

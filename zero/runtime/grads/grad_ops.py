@@ -1,4 +1,4 @@
-"""What stands behind the stand-ins: this rank's shares of the gradients, and arithmetic that needs no more than them."""
+"""What stands behind the `ShardedGrad`s: this rank's shares of the gradients, and arithmetic that needs no more than them."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ import torch
 from zero.comm.exchange import exchange_about
 from zero.comm.group import Group
 from zero.errors import ZeroError
-from zero.memory.formats import DTYPES, Form, by_device, sum_dtype
+from zero.memory.formats import DTYPES, ParamFormat, by_device, sum_dtype
 from zero.memory.norms import joined, norms_of
-from zero.memory.shard import Line
+from zero.memory.shard import LayoutRef
 from zero.plan.layout import Block, Piece
-from zero.runtime.params.grad_proxy import StandIn
-from zero.runtime.reduce.inflight import Flight
+from zero.runtime.params.grad_proxy import ShardedGrad
+from zero.runtime.reduce.inflight import InflightReductions
 
 
-class GradientShares:
+class ShardedGradOps:
     """Norms, arithmetic and whole gradients, for parameters by index. Everything here is meant for a settled window.
 
     A norm needs all ranks, so it is computed for every parameter at once, in one exchange, and remembered until
     that parameter's gradient changes: code that asks for a thousand norms in turn costs one.
     """
 
-    def __init__(self, line: Line, forms: list[Form], group: Group, flight: Flight) -> None:
+    def __init__(self, line: LayoutRef, forms: list[ParamFormat], group: Group, flight: InflightReductions) -> None:
         self.shard = flight.shard
-        self._flight = flight
+        self._inflight = flight
         self.forms = forms
         self._line = line
         self._group = group
-        self._settler: weakref.ref[Any] | None = None
+        self._synchronize: weakref.ref[Any] | None = None
         self._sharded = line.layout.num_shares > 1
         self._rank = group.rank if self._sharded else 0
         self._norms: dict[float, dict[int, float]] = {}
         self._changes: dict[int, int] = {}  # digest of what the user did to each, in its order
         self._factor: tuple[torch.Tensor, int, float] | None = None  # the last that was read
 
-    def settle_through(self, settle: Callable[[str], int]) -> None:
-        """Who settles the window before a stand-in is used, and says who has a gradient; held weakly, since he holds us."""
-        self._settler = weakref.WeakMethod(settle)
+    def bind(self, settle: Callable[[str], int]) -> None:
+        """`settle` settles the window before a `ShardedGrad` is used and returns who has a gradient. It is held weakly."""
+        self._synchronize = weakref.WeakMethod(settle)
 
     def _settle(self, occasion: str) -> int:
-        settle = self._settler() if self._settler is not None else None
+        settle = self._synchronize() if self._synchronize is not None else None
         if settle is None:
             raise ZeroError("A gradient was used, but its sharded optimizer is gone. Keep the optimizer while there are any.")
-        self.shard.check_here()
+        self.shard.check_resident()
         used: int = settle(occasion)
         return used
 
     def sources_of_nonfinite(self) -> list[int]:
         """The ranks whose own gradients are not finite, where that is looked for. A collective."""
-        if not self._flight.looks:
+        if not self._inflight.checks_finite:
             return []
-        told = self.exchange_numbers([float(not self._flight.is_finite)], "the search for what is not finite")
+        told = self.exchange_numbers([float(not self._inflight.is_finite)], "the search for what is not finite")
         return [rank for rank, [found] in enumerate(told) if found]
 
     def pieces(self, param: int) -> tuple[Piece, ...]:
         return tuple(self._line.layout.pieces(param, self._rank))
 
-    # what stand-ins ask ------------------------------------------------------------------------------------------
+    # what `ShardedGrad`s ask ------------------------------------------------------------------------------------------
 
     def norm(self, param: int, order: float) -> torch.Tensor:
         """The norm of one parameter's global gradient, a 0-dim tensor with the same bits on every rank."""
@@ -74,7 +74,9 @@ class GradientShares:
         dtype = sum_dtype(DTYPES[self._line.layout.params[param].dtype])  # not rounded to bf16: clipping multiplies by it
         return torch.tensor(known[param], dtype=dtype, device=self.shard.device)
 
-    def change(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
+    def apply_inplace(
+        self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]
+    ) -> None:
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
         if not self._settle("an operation on .grad") >> param & 1:
             return  # it stood for a gradient that turned out to be none
@@ -90,14 +92,14 @@ class GradientShares:
         return zlib.crc32(repr(sorted(self._changes.items())).encode()) if self._changes else 0
 
     def _note_change(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        told = f"{operator} {[self._told(argument) for argument in arguments]}"
+        told = f"{operator} {[self._described(argument) for argument in arguments]}"
         self._changes[param] = zlib.crc32(told.encode(), self._changes.get(param, 0))
 
-    def _told(self, argument: Any) -> Any:
+    def _described(self, argument: Any) -> Any:
         """A number by its value, in whatever it comes; of a tensor of more, where each rank uses its own part, the shape."""
         if not isinstance(argument, torch.Tensor):
             return argument
-        if argument.numel() != 1 or isinstance(argument, StandIn):
+        if argument.numel() != 1 or isinstance(argument, ShardedGrad):
             return tuple(argument.shape)
         if self._factor is None or self._factor[0] is not argument or self._factor[1] != argument._version:
             self._factor = argument, argument._version, float(argument)  # read once for all that it multiplies
@@ -130,8 +132,8 @@ class GradientShares:
     def _square(self) -> float:
         """Of this rank's part, added up bucket by bucket, so that it does not matter which of them wait."""
         shard = self.shard
-        squares = dict(zip(sorted(shard.shares), self._flight.sums.squares(shard.present()), strict=True))
-        for bucket, rows in shard.waiting.items():
+        squares = dict(zip(sorted(shard.shares), self._inflight.sums.squares(shard.present()), strict=True))
+        for bucket, rows in shard.deferred.items():
             squares[bucket] = rows.square(sum_dtype(self._line.dtype_of(bucket)))
         return sum(squares[bucket] for bucket in sorted(squares))
 
@@ -139,10 +141,10 @@ class GradientShares:
         """All of a block; norms that were asked for before are not those of what is there then."""
         self.shard.share(block.bucket)[block.span.start : block.span.stop].mul_(factor)
 
-    def owe(self, bucket: int, factor: float) -> None:
+    def defer_scale(self, bucket: int, factor: float) -> None:
         """The same for all of a bucket, when somebody looks at it."""
         if factor != 1.0:
-            self.shard.owe(bucket, factor)
+            self.shard.defer_scale(bucket, factor)
 
     def zero(self, param: int) -> None:
         for piece in self.pieces(param):
@@ -176,7 +178,7 @@ class GradientShares:
             if self._sharded:
                 self._group.all_gather(gathered).wait()
             found.append(gathered[part.start : part.stop])
-        return self.forms[param].shaped(torch.cat(found)).clone(memory_format=torch.preserve_format)
+        return self.forms[param].unflatten(torch.cat(found)).clone(memory_format=torch.preserve_format)
 
     def exchange_numbers(self, numbers: Sequence[float], subject: str = "an operation on .grad") -> list[tuple[float, ...]]:
         """Every rank's numbers, by rank; all ranks bring as many."""
@@ -189,10 +191,7 @@ class GradientShares:
         """Fills in what is not known, for all parameters: which those are is the same on every rank."""
         missing = [param for param in range(len(self._line.layout.params)) if param not in known]
         present = [
-            (param, self.shard.piece(piece))
-            for param in missing
-            for piece in self.pieces(param)
-            if piece.bucket in self.shard
+            (param, self.shard.piece(piece)) for param in missing for piece in self.pieces(param) if piece.bucket in self.shard
         ]
         amounts = norms_of([values for _, values in present], order)
         local: dict[int, list[float]] = {param: [] for param in missing}
@@ -209,8 +208,8 @@ class GradientShares:
             return argument
         if argument.dim() == 0:
             return argument if argument.is_cpu else argument.to(self.shard.piece(piece).device)
-        if isinstance(argument, StandIn) and argument.param == piece.param:
+        if isinstance(argument, ShardedGrad) and argument.param == piece.param:
             return self.shard.piece(piece)
         form = self.forms[piece.param]
-        values = form.line(argument.detach().expand(form.shape))[piece.in_param.start : piece.in_param.stop]
+        values = form.flatten(argument.detach().expand(form.shape))[piece.in_param.start : piece.in_param.stop]
         return values.to(self.shard.piece(piece).device)

@@ -15,7 +15,7 @@ class Counting(Protocol):
     def begin(self) -> None: ...
 
 
-class Boundary:
+class SyncPolicy:
     """Counts the backwards of a window against the declared accumulation."""
 
     def __init__(self, accumulation: int | None, accumulates_locally: bool) -> None:
@@ -31,10 +31,10 @@ class Boundary:
         """True when gradients that come now should leave for their owners."""
         if self._no_sync_depth:
             return False
-        return not self._accumulates_locally or self.at_end
+        return not self._accumulates_locally or self.is_last
 
     @property
-    def at_end(self) -> bool:
+    def is_last(self) -> bool:
         """True when the backward going on is the last one declared, or one beyond."""
         if self.override is not None:
             return self.override

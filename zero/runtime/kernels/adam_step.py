@@ -13,14 +13,14 @@ import torch
 from zero.memory.masters import adopt
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span
-from zero.runtime.kernels.sums import RowKind
+from zero.runtime.kernels.sums import SumDtypes
 
 # A master, and the group of its parameter; None where nobody used it.
 Member = tuple[Piece, torch.nn.Parameter, "dict[str, Any] | None"]
 _Foreign = tuple[dict[str, Any], str, torch.Tensor, Any]  # the state of a master, a name, where that belongs, and what is known
 
 
-class Kind(NamedTuple):
+class StepDtypes(NamedTuple):
     """The dtypes of masters and of what belongs to them, each of which may be missing: where masters are the weights, both."""
 
     masters: torch.dtype
@@ -28,17 +28,17 @@ class Kind(NamedTuple):
     rounded: torch.dtype | None = None  # new weights, unless they take the place of those that are compared
 
     @property
-    def travels(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the weights are in other memory, and no rows come to the masters'."""
         return self.compared is not None and self.rounded is not None
 
 
-def rows_that_wait(kinds: Iterable[Kind], num_ranks: int) -> set[RowKind]:
+def deferrable_sums(kinds: Iterable[StepDtypes], num_ranks: int) -> set[SumDtypes]:
     """Of what ranks send for such weights, what takes no more memory than its sum, and that; see [Note: rows that wait]."""
-    near = [kind for kind in kinds if not kind.travels]
-    sent = {RowKind(kind.compared or kind.rounded or kind.masters, num_ranks, kind.masters) for kind in near}
+    near = [kind for kind in kinds if not kind.is_offloaded]
+    sent = {SumDtypes(kind.compared or kind.rounded or kind.masters, num_ranks, kind.masters) for kind in near}
     fitting = {kind for kind in sent if kind.number * kind.rows.itemsize <= kind.total.itemsize}
-    return fitting | {RowKind(kind.masters, 1, kind.masters) for kind in near}
+    return fitting | {SumDtypes(kind.masters, 1, kind.masters) for kind in near}
 
 
 class Gradient(NamedTuple):
@@ -89,7 +89,7 @@ class Kernel(Protocol):
         """Weights and `rounded` may be the same memory."""
 
 
-class OnePass:
+class FusedStep:
     """The step of Adam and AdamW on the host.
 
     [Note: runs]
@@ -121,7 +121,7 @@ class OnePass:
         self._counters.clear()
 
     @torch.no_grad()
-    def take_over(self, stepped: Iterable[tuple[Block, Sequence[Member], torch.Tensor]]) -> None:
+    def adopt_state(self, stepped: Iterable[tuple[Block, Sequence[Member], torch.Tensor]]) -> None:
         """Sees to it that the state of all that is used lies where it belongs: of blocks, given with their members in their
         order and their bucket's masters. All is read before any is written, where they may be each other's."""
         foreign: list[_Foreign] = []
@@ -129,7 +129,7 @@ class OnePass:
             if block not in self._counters:
                 with torch.inference_mode(False):
                     self._counters[block] = torch.zeros(len(members), dtype=torch.float32, device="cpu")
-            foreign += self._foreign(block, members, masters)
+            foreign += self._misplaced_state(block, members, masters)
         places = (*self._counters.values(), *self._moments.values()) if foreign else ()
         ours = {place.untyped_storage().data_ptr() for place in places}
         values = [known.clone() if _lies_in(ours, known) else known for _, _, _, known in foreign]
@@ -193,7 +193,7 @@ class OnePass:
         counts = counters.tolist()
         return [0.0 if group is None else counts[at] for at, (_, _, group) in enumerate(members)]
 
-    def _foreign(self, block: Block, members: Sequence[Member], masters: torch.Tensor) -> Iterator[_Foreign]:
+    def _misplaced_state(self, block: Block, members: Sequence[Member], masters: torch.Tensor) -> Iterator[_Foreign]:
         """What lies elsewhere, or nowhere yet. There may be thousands of members, so little is done for each: what lies in its
         place is recognised by its address."""
         lines: dict[str, tuple[torch.Tensor, int]] = {}  # of moments, with their addresses

@@ -10,20 +10,18 @@ import torch
 from torch import nn
 
 from zero.memory.formats import DTYPES, sum_dtype
-from zero.optim.skip_dynamo import without_compiler
+from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.optim.traits import _ADAMS, KERNELS
 from zero.plan.layout import ParamSpec
 from zero.runtime.kernels.adam_kernels import CompiledAdam, FusedAdam
-from zero.runtime.kernels.adam_step import Kind, OnePass
+from zero.runtime.kernels.adam_step import FusedStep, StepDtypes
 from zero.runtime.kernels.native import passes
 
 
-def check_kernels(
-    optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, on_host: bool = False
-) -> None:
+def check_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, on_host: bool = False) -> None:
     """Refuses a kernel of the step that there is none of, by trying it: torch has no list of where they run. `on_host`: masters
     are stepped there."""
-    reason, one_pass = None, one_pass_of(optimizer, kernels)
+    reason, one_pass = None, fused_step_of(optimizer, kernels)
     if one_pass is not None:
         one_pass.check(optimizer.param_groups)
     if kernels == "fused":
@@ -34,15 +32,15 @@ def check_kernels(
         raise ValueError(f"kernels={kernels!r} was asked for, but {reason}. Use kernels='torch'.")
 
 
-def has_one_pass(optimizer: torch.optim.Optimizer, kernels: str) -> bool:
+def has_fused_step(optimizer: torch.optim.Optimizer, kernels: str) -> bool:
     return kernels != "torch" and type(optimizer) in _ADAMS
 
 
-def one_pass_of(optimizer: torch.optim.Optimizer, kernels: str) -> OnePass | None:
+def fused_step_of(optimizer: torch.optim.Optimizer, kernels: str) -> FusedStep | None:
     """The step on the host, where it is one that knows what the optimizer computes."""
-    if not has_one_pass(optimizer, kernels):
+    if not has_fused_step(optimizer, kernels):
         return None
-    return OnePass(optimizer, CompiledAdam() if kernels == "compiled" else FusedAdam())
+    return FusedStep(optimizer, CompiledAdam() if kernels == "compiled" else FusedAdam())
 
 
 def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
@@ -53,7 +51,7 @@ def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> st
     param.grad = torch.zeros_like(param)
     step = inspect.unwrap(kind.step) if kind in _ADAMS else kind.step  # of torch's alone it is known what it is wrapped in
     try:
-        with without_compiler(), torch.no_grad():
+        with skip_dynamo_import(), torch.no_grad():
             step(kind([param], lr=0.0, fused=True))
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return f"the fused kernel of {kind.__name__} does not run on {device}: {error}"
@@ -92,15 +90,15 @@ def _kernels_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: settings[name] for name in KERNELS if name in settings}
 
 
-def kinds_on_host(specs: Iterable[ParamSpec], device: torch.device) -> set[Kind]:
+def host_step_dtypes(specs: Iterable[ParamSpec], device: torch.device) -> set[StepDtypes]:
     """Of masters that are stepped there."""
-    kinds = set[Kind]()
+    kinds = set[StepDtypes]()
     for spec in specs:
         dtype, masters = DTYPES[spec.dtype], sum_dtype(DTYPES[spec.dtype])
         if device.type != "cpu" and spec.offload:
-            kinds.add(Kind(masters, dtype, dtype))
+            kinds.add(StepDtypes(masters, dtype, dtype))
         elif device.type == "cpu" and dtype == masters:
-            kinds.add(Kind(masters))
+            kinds.add(StepDtypes(masters))
         elif device.type == "cpu":
-            kinds.add(Kind(masters, compared=dtype))
+            kinds.add(StepDtypes(masters, compared=dtype))
     return kinds

@@ -22,7 +22,7 @@ def stretch_of(numel: int) -> int:
     return round_up(max(_LEAST_STRETCH * torch.get_num_threads(), numel // _MOST_STRETCHES), PIECE)
 
 
-class RowKind(NamedTuple):
+class SumDtypes(NamedTuple):
     """What must be known of rows and of what becomes of them."""
 
     rows: torch.dtype
@@ -33,14 +33,14 @@ class RowKind(NamedTuple):
 class SumsByTorch:
     """By torch's own kernels."""
 
-    def __init__(self, waiting: Collection[RowKind] = ()) -> None:
+    def __init__(self, waiting: Collection[SumDtypes] = ()) -> None:
         self._waiting = waiting  # what the step takes as well
 
     def add(self, rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
         add_rows(rows, target, factor, adds)
 
-    def may_wait(self, rows: torch.dtype, number: int, total: torch.dtype) -> bool:
-        return RowKind(rows, number, total) in self._waiting
+    def can_defer(self, rows: torch.dtype, number: int, total: torch.dtype) -> bool:
+        return SumDtypes(rows, number, total) in self._waiting
 
     def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
         stretch = stretch_of(rows[0].numel())

@@ -1,8 +1,8 @@
 """What `.grad` is while the gradient itself is sharded: a tensor without storage that stands for all of it.
 
-[Note: stand-ins]
+[Note: ShardedGrad]
 Code that people write between backward and step reads `p.grad is None`, takes norms, scales, clips, adds. A
-stand-in has the parameter's shape, dtype and device, and forwards these to the shares. Its first operation
+`ShardedGrad` has the parameter's shape, dtype and device, and forwards these to the shares. Its first operation
 settles the window, which is a collective, so all ranks must do the same; what it answers is the global
 gradient's and has the same bits on every rank. What cannot be done on a share without the rest raises, and
 names the call that can.
@@ -28,14 +28,16 @@ _OF_ONE_TENSOR = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}  # where a
 
 
 class Shares(Protocol):
-    """What stands behind all stand-ins of a model."""
+    """What stands behind all `ShardedGrad`s of a model."""
 
     def norm(self, param: int, order: float) -> torch.Tensor: ...
-    def change(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None: ...
+    def apply_inplace(
+        self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]
+    ) -> None: ...
     def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None: ...
 
 
-class StandIn(torch.Tensor):
+class ShardedGrad(torch.Tensor):
     param: int
     label: str  # its name; `name` is taken by torch
     shares: Shares
@@ -43,8 +45,8 @@ class StandIn(torch.Tensor):
     own_dtype: torch.dtype  # the same as `dtype`, for which torch asks us each time
 
     @staticmethod
-    def __new__(cls, like: torch.nn.Parameter, param: int, name: str, shares: Shares) -> StandIn:
-        made: StandIn = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, like: torch.nn.Parameter, param: int, name: str, shares: Shares) -> ShardedGrad:
+        made: ShardedGrad = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         made.param, made.label, made.shares, made.ended, made.own_dtype = param, name, shares, False, like.dtype
@@ -54,7 +56,10 @@ class StandIn(torch.Tensor):
         pass
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"<the gradient of {self.label}, {tuple(self.shape)}, in shares of its ranks>"
+        return (
+            f"ShardedGrad({self.label!r}, shape={tuple(self.shape)}, dtype={self.own_dtype}: each rank holds its share; "
+            "optimizer.whole_grad(parameter) returns all of it)"
+        )
 
     @property
     def data(self) -> torch.Tensor:
@@ -78,7 +83,7 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A graph of what is done to a gradient would be kept by the stand-in, from window to window.
+        # A graph of what is done to a gradient would be kept by the `ShardedGrad`, from window to window.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -96,10 +101,10 @@ class StandIn(torch.Tensor):
 
 def _one(packet: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     self = args[0]
-    if not isinstance(self, StandIn):
+    if not isinstance(self, ShardedGrad):
         raise _refusal(packet, _first_in((*args, *kwargs.values())))
     if packet in _ELEMENTWISE:
-        self.shares.change(self.param, func, args[1:], kwargs)
+        self.shares.apply_inplace(self.param, func, args[1:], kwargs)
         return self
     if packet in ("linalg_vector_norm", "norm"):
         given = dict(zip(("ord", "dim", "keepdim"), args[1:], strict=False)) | kwargs
@@ -116,7 +121,7 @@ def _all_dims(tensor: torch.Tensor, dim: int | Sequence[int] | None) -> bool:
     return {one + num_dims if one < 0 else one for one in named} == set(range(num_dims))
 
 
-def _norm(self: StandIn, order: Any, dtype: torch.dtype | None) -> torch.Tensor:
+def _norm(self: ShardedGrad, order: Any, dtype: torch.dtype | None) -> torch.Tensor:
     order = 2.0 if order is None else float(order)
     if not order >= 0.0:
         raise _refusal(f"a norm of order {order:g}", self)
@@ -129,7 +134,7 @@ def _each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     results = []
     for index in range(len(args[0])):
         own = [arg[index] if isinstance(arg, (list, tuple)) else arg for arg in args]
-        if not isinstance(own[0], StandIn):
+        if not isinstance(own[0], ShardedGrad):
             raise _refusal(f"_foreach_{name}", _first_in(own))
         if name == "norm":
             results.append(_norm(own[0], own[1] if len(own) > 1 else None, kwargs.get("dtype")))
@@ -140,8 +145,8 @@ def _each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _unscale(grads: Sequence[Any], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    mine = [grad for grad in grads if isinstance(grad, StandIn)]
-    others = [grad for grad in grads if not isinstance(grad, StandIn)]
+    mine = [grad for grad in grads if isinstance(grad, ShardedGrad)]
+    others = [grad for grad in grads if not isinstance(grad, ShardedGrad)]
     if others:
         torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inverse_scale)
     mine[0].shares.unscale([grad.param for grad in mine], found_inf, inverse_scale)
@@ -151,24 +156,24 @@ def _check_windows(arguments: Sequence[Any]) -> None:
     for argument in arguments:
         if isinstance(argument, (list, tuple)):
             _check_windows(argument)
-        elif isinstance(argument, StandIn) and argument.ended:
+        elif isinstance(argument, ShardedGrad) and argument.ended:
             raise ZeroError(
                 f"The gradient of {argument.label} was used after its window had ended, with the sums that it stood for. "
                 "Read .grad again, or keep what optimizer.whole_grad(parameter) gives before."
             )
 
 
-def _first_in(arguments: Sequence[Any]) -> StandIn | None:
-    """The stand-in that an operator was given, which may be in a list."""
+def _first_in(arguments: Sequence[Any]) -> ShardedGrad | None:
+    """The `ShardedGrad` that an operator was given, which may be in a list."""
     for argument in arguments:
         found = _first_in(argument) if isinstance(argument, (list, tuple)) else argument
-        if isinstance(found, StandIn):
+        if isinstance(found, ShardedGrad):
             return found
     return None
 
 
-def _refusal(packet: str, stand_in: StandIn | None) -> NotImplementedError:
-    whose = "a parameter" if stand_in is None else stand_in.label
+def _refusal(packet: str, grad: ShardedGrad | None) -> NotImplementedError:
+    whose = "a parameter" if grad is None else grad.label
     return NotImplementedError(
         f"{packet} on the gradient of {whose} was asked for, but every rank holds only its share of it. "
         "Use norms of orders from 0 up and in-place arithmetic on .grad, or get all of it with "

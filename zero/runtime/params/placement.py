@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 
-from zero.comm.exchange import together
-from zero.comm.group import Group, sharing_of
+from zero.comm.exchange import run_on_all
+from zero.comm.group import Group
 from zero.memory.flatten import NO_MEMORY, Flattener, Place
-from zero.memory.formats import Form
+from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
 from zero.memory.weights import FlatBuffer
 from zero.plan.layout import FlatLayout
@@ -23,11 +23,11 @@ _AT_ONCE = 2**24  # bytes that rank 0 lends
 _ALIGNMENT = 64
 
 
-class Intake:
+class ParamPlacer:
     """Gives parameters a place on the line: rank 0's values, flat on every rank, and this rank's masters of them."""
 
     def __init__(
-        self, params: Params, forms: list[Form], weights: FlatBuffer, masters: Masters, group: Group, place: Place
+        self, params: Params, forms: list[ParamFormat], weights: FlatBuffer, masters: Masters, group: Group, place: Place
     ) -> None:
         self._params = params
         self._forms = forms
@@ -35,36 +35,36 @@ class Intake:
         self._masters = masters
         self._group = group
         self._place = place
-        self._sharing = sharing_of(group) if place.is_host else None
+        self._sharing = group.shared_host_memory if place.is_host else None
 
     @torch.no_grad()
-    def lay(self, params: Sequence[int], then: Callable[[], None] = lambda: None) -> list[int]:
+    def place(self, params: Sequence[int], then: Callable[[], None] = lambda: None) -> list[int]:
         """A collective; returns the buckets that are new. Where it fails, or what is done `then`, all is as `undo` says."""
         line = self._weights.line
         before = line.layout
-        line.become(before.extended(params))
+        line.replace(before.extended(params))
         flattener = Flattener(self._weights, self._params.tensors, self._forms, self._place)
         new = range(len(before.buckets), len(line.layout.buckets))
         try:
             self._move(flattener)
-            together(self._group, lambda: self._finish(flattener, params, then))
+            run_on_all(self._group, lambda: self._finish(flattener, params, then))
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # which would keep the memory that is needed now
-            self.undo(flattener.dtypes, before)
+            self.remove(flattener.dtypes, before)
             raise
         if self._sharing is not None:
-            self._sharing.tidy()
+            self._sharing.trim()
         return list(new)
 
     def _move(self, flattener: Flattener) -> None:
         chunks = range(len(self._weights.chunks), len(self._weights.line.layout.chunks))
         for batch in self._batches(flattener, chunks):
             with self._read(flattener, batch) as sources:
-                together(self._group, partial(self._take, flattener, batch, sources))
+                run_on_all(self._group, partial(self._take, flattener, batch, sources))
             del sources  # before there are others
 
     def _finish(self, flattener: Flattener, params: Sequence[int], then: Callable[[], None]) -> None:
-        self._masters.cut()
+        self._masters.make_params()
         then()
         flattener.log(params)
 
@@ -87,8 +87,8 @@ class Intake:
         group, fills = self._group, self._group.rank == 0
         if self._sharing is None:
             [chunk] = batch
-            with self._putting_back(flattener, chunk):
-                source = together(group, lambda: flattener.read(chunk, fills))
+            with self._rolling_back(flattener, chunk):
+                source = run_on_all(group, lambda: flattener.read(chunk, fills))
                 group.broadcast(source).wait()
                 yield [source]
             return
@@ -100,20 +100,20 @@ class Intake:
                 flattener.read(chunk, fills, part)
             return lent
 
-        with self._sharing.shown(together(group, read)) as seen, self._putting_back(flattener, batch[0]):
+        with self._sharing.rank0_view(run_on_all(group, read)) as seen, self._rolling_back(flattener, batch[0]):
             yield _cut(seen, sizes)
 
     @contextlib.contextmanager
-    def _putting_back(self, flattener: Flattener, chunk: int) -> Iterator[None]:
+    def _rolling_back(self, flattener: Flattener, chunk: int) -> Iterator[None]:
         """What was moved of a chunk and those behind it, if what follows fails."""
         try:
             yield
         except BaseException:
             self._masters.forget(chunk)
             self._weights.forget(chunk)
-            flattener.put_back()
+            flattener.rollback()
             raise
-        flattener.settled()
+        flattener.commit()
 
     def _take(self, flattener: Flattener, batch: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
         layout, masters = self._weights.line.layout, self._masters
@@ -123,21 +123,21 @@ class Intake:
             is_kept = flattener.write(chunk, source, may_keep)
             # All of its memory or none: a part of it would keep the rest.
             is_whole = layout.num_shares == 1 and source.nbytes == source.untyped_storage().nbytes()
-            given = may_keep and is_whole and not is_kept and not any(map(masters.shard.travels, buckets))
+            given = may_keep and is_whole and not is_kept and not any(map(masters.shard.is_offloaded, buckets))
             for index, bucket in buckets.items():
                 share = bucket.share(masters.rank)
-                is_kept |= masters.take(index, source[share.start : share.stop], given)
+                is_kept |= masters.adopt_source(index, source[share.start : share.stop], given)
             if may_keep and not is_kept:
-                flattener.reuse(source)
+                flattener.recycle(source)
 
-    def laid_out(self) -> list[torch.nn.Parameter]:
+    def placed_params(self) -> list[torch.nn.Parameter]:
         """The parameters whose memory is the flat one."""
         num_chunks = len(self._weights.chunks)
         slots = self._weights.line.layout.slots
         return [self._params.tensors[slot.param] for slot in slots if slot is not None and slot.chunk < num_chunks]
 
     @torch.no_grad()
-    def undo(self, dtypes: Mapping[int, torch.dtype], before: FlatLayout) -> None:
+    def remove(self, dtypes: Mapping[int, torch.dtype], before: FlatLayout) -> None:
         """Gives every parameter that was not laid out before memory of its own and the dtype that it had, with the value of its
         master if this rank has all of that. Where there is no memory for it, it stays in its place, which lives as long."""
         for chunk in reversed(range(len(before.chunks), len(self._weights.chunks))):
@@ -148,7 +148,7 @@ class Intake:
             self._weights.forget(chunk)
         self._masters.forget(len(before.chunks))
         self._weights.forget(len(before.chunks))
-        self._weights.line.become(before)
+        self._weights.line.replace(before)
 
     def _own(self, param: int, dtype: torch.dtype) -> torch.Tensor:
         layout, tensor = self._weights.line.layout, self._params.tensors[param]
@@ -156,7 +156,7 @@ class Intake:
         if tensor.dtype != dtype:
             pieces = list(layout.pieces(param, self._group.rank if layout.num_shares > 1 else 0))
             if sum(piece.in_param.numel for piece in pieces) == tensor.numel():
-                own.copy_(self._forms[param].shaped(torch.cat([self._masters.shard.piece(piece) for piece in pieces])))
+                own.copy_(self._forms[param].unflatten(torch.cat([self._masters.shard.piece(piece) for piece in pieces])))
         return own
 
     def release(self) -> None:

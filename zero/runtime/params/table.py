@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zero.runtime.params.grad_proxy import StandIn
+from zero.runtime.params.grad_proxy import ShardedGrad
 
 
 class Params:
@@ -50,7 +50,7 @@ class Params:
             self._set_of_another_dtype(index, param, grad)
 
     def _set_of_another_dtype(self, index: int, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
-        dtype = grad.own_dtype if isinstance(grad, StandIn) else grad.dtype
+        dtype = grad.own_dtype if isinstance(grad, ShardedGrad) else grad.dtype
         if dtype != param.dtype and not hasattr(param, "grad_dtype"):
             self.set_grad(index, None)  # exchanged behind our back, as settling will find; torch before 2.10 cannot hold it
             return

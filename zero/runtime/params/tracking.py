@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.memory.formats import Form
+from zero.memory.formats import ParamFormat
 from zero.memory.weights import FlatBuffer
 from zero.runtime.params.table import Params
 
 logger = logging.getLogger("zero")
 
 
-class Aliases:
+class ParamTracker:
     """Finds parameters that were replaced, or moved elsewhere, and trainable ones that nobody manages.
 
     `module.weight = nn.Parameter(...)` and `model.half()` leave the optimizer with memory that the model no longer reads:
@@ -30,7 +30,7 @@ class Aliases:
     """
 
     def __init__(
-        self, model: nn.Module, params: Params, weights: FlatBuffer, forms: Sequence[Form], strangers: Collection[str]
+        self, model: nn.Module, params: Params, weights: FlatBuffer, forms: Sequence[ParamFormat], strangers: Collection[str]
     ) -> None:
         self._model = model
         self._params = params
@@ -42,43 +42,43 @@ class Aliases:
         self._tables: list[tuple[dict[str, Any], list[Any]]] = []
         self._replaced = 0
         self._renew: Callable[[], Callable[[], None] | None] = lambda: None
-        self.welcome()
+        self.register()
 
     def renew_through(self, renew: Callable[[], None]) -> None:
         """Who attaches hooks anew where the model changed; held weakly, since he holds whoever holds us."""
         self._renew = weakref.WeakMethod(renew)
 
-    def notice(self) -> None:
+    def check_model(self) -> None:
         """At the start of a backward: a parametrization that was added gives a parameter a new node, without our hooks."""
         renew = self._renew()
         if renew is not None and self._model_changed():
             renew()
 
-    def welcome(self) -> None:
+    def register(self) -> None:
         """Takes in parameters that are managed from now on, and the model as it is."""
         present = {id(param) for param in self._model.parameters()}
         self._members.update(index for index, tensor in enumerate(self._params.tensors) if id(tensor) in present)
         self._note_tables()
 
-    def moved(self) -> None:
+    def invalidate(self) -> None:
         """Flat memory is another one by now."""
         self._addresses.clear()
 
-    def lost(self) -> int:
+    def replaced(self) -> int:
         """The parameters, as bits, that the model has in another place by now, or has no longer."""
         if self._model_changed():
             self._look_through_the_model()
-        return self._replaced | sum(1 << index for index in self.elsewhere() if not self._fits(index))
+        return self._replaced | sum(1 << index for index in self.relocated() if not self._fits(index))
 
     @torch.no_grad()
-    def take_in(self) -> None:
+    def copy_back(self) -> None:
         """Copies what was assigned to `.data` to where the parameter lies."""
-        for index in self.elsewhere():
+        for index in self.relocated():
             tensor, place = self._params.tensors[index], self._place_of(index)
             place.copy_(tensor)
             tensor.data = place
 
-    def elsewhere(self) -> list[int]:
+    def relocated(self) -> list[int]:
         """Parameters that do not lie where they were put."""
         found = []
         for index, tensor in enumerate(self._params.tensors):
@@ -121,7 +121,7 @@ class Aliases:
         return self._addresses.setdefault(index, self._weights.slot(index).data_ptr())
 
     def _place_of(self, index: int) -> torch.Tensor:
-        return self._forms[index].shaped(self._weights.slot(index))
+        return self._forms[index].unflatten(self._weights.slot(index))
 
     def _fits(self, index: int) -> bool:
         tensor, place = self._params.tensors[index], self._place_of(index)

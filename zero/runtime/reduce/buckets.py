@@ -22,11 +22,11 @@ from collections.abc import Sequence
 import torch
 
 from accelerators import Accelerator
-from zero.memory.formats import Form, sum_dtype
-from zero.memory.shard import Line
+from zero.memory.formats import ParamFormat, sum_dtype
+from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
 from zero.runtime.profiling import Timed, stop
-from zero.runtime.reduce.inflight import Flight
+from zero.runtime.reduce.inflight import InflightReductions
 
 _KEPT = 2  # staging buffers that wait for the next window: one to fill while another is sent
 _FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
@@ -45,9 +45,14 @@ class _Round:
 
 class Reducer(Timed):
     def __init__(
-        self, line: Line, forms: Sequence[Form], accelerator: Accelerator, staging: Staging, flight: Flight
+        self,
+        line: LayoutRef,
+        forms: Sequence[ParamFormat],
+        accelerator: Accelerator,
+        staging: Staging,
+        flight: InflightReductions,
     ) -> None:
-        self.flight = flight
+        self.inflight = flight
         self.sent = 0  # rounds of the order since the last settling
         self.order = tuple(range(len(line.layout.buckets)))
         self.line = line
@@ -55,7 +60,7 @@ class Reducer(Timed):
         self._accelerator = accelerator
         self.staging = staging
         self._rounds: dict[int, _Round] = {}
-        self._wide: dict[int, _Round] = {}
+        self._fp32_rounds: dict[int, _Round] = {}
         self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
         self._arrived: dict[int, None] = {}  # buckets that something came for since the last settling, the latest last
 
@@ -64,7 +69,7 @@ class Reducer(Timed):
     @stop("collect")
     def collect(self, param: int, grad: torch.Tensor, multiplier: float | None = None, apart: bool = False) -> None:
         """Copies a gradient into its slot; the caller may free it. `apart`: it is one of several that travel as their sum."""
-        self.flight.shard.check_here()  # now, and not when the sum comes, which depends on the other ranks
+        self.inflight.shard.check_resident()  # now, and not when the sum comes, which depends on the other ranks
         form, parts = self._forms[param], self.line.layout.parts(param)
         for index, in_bucket, in_param in parts:
             self._arrived.pop(index, None)
@@ -73,12 +78,12 @@ class Reducer(Timed):
             target, fresh = self._target(index, param, exact)
             widens = not fresh and target.is_cpu and grad.dtype != target.dtype
             if len(parts) == 1 and not widens:  # as nearly always: no need to flatten it
-                place, values = form.placed(target, in_bucket.start), grad
+                place, values = form.view_at(target, in_bucket.start), grad
             else:
-                place, values = target[in_bucket.start : in_bucket.stop], form.line(grad)[in_param.start : in_param.stop]
+                place, values = target[in_bucket.start : in_bucket.stop], form.flatten(grad)[in_param.start : in_param.stop]
             factor = 1.0 if multiplier is None else multiplier
             if widens:  # torch would make a wide copy first
-                self.flight.sums.add([values.contiguous()], place, factor, True)
+                self.inflight.sums.add([values.contiguous()], place, factor, True)
             elif not fresh:
                 place.add_(values, alpha=factor)
             else:
@@ -86,7 +91,7 @@ class Reducer(Timed):
                 if multiplier is not None:
                     place.mul_(multiplier)
 
-    def adds_apart(self, param: int) -> bool:
+    def accumulates_fp32(self, param: int) -> bool:
         """Whether several of its gradients can be added up here without being sent; see [Note: wide]."""
         dtypes = (self.line.dtype_of(index) for index, *_ in self.line.layout.parts(param))
         return all(dtype != sum_dtype(dtype) for dtype in dtypes)
@@ -96,11 +101,11 @@ class Reducer(Timed):
         rounds, dtype = self._rounds, self.line.dtype_of(index)
         is_first = index not in rounds or not rounds[index].filled >> param & 1
         if not (exact and is_first) and dtype != sum_dtype(dtype):
-            rounds, dtype = self._wide, sum_dtype(dtype)
+            rounds, dtype = self._fp32_rounds, sum_dtype(dtype)
         round_ = rounds.get(index)
         if round_ is None:
-            if rounds is self._wide:
-                self.flight.shard.add_up(index)  # or there would be two of its buffers
+            if rounds is self._fp32_rounds:
+                self.inflight.shard.materialize(index)  # or there would be two of its buffers
             round_ = rounds[index] = _Round(self._open(index, dtype))
         self._note_producer(round_)
         fresh = not round_.filled >> param & 1
@@ -143,12 +148,12 @@ class Reducer(Timed):
     def _send_next(self, keep: bool = True) -> None:
         index = self.order[self.sent % len(self.order)]
         self.sent += 1
-        self.flight.send(index, self._close(index), keep)
+        self.inflight.send(index, self._close(index), keep)
 
     def _close(self, index: int, wide: bool = False) -> torch.Tensor:
         """The bucket's round, ready to be sent: zeros where nothing arrived."""
         bucket, dtype = self.line.layout.buckets[index], self.line.dtype_of(index)
-        round_ = (self._wide if wide else self._rounds).pop(index, None)
+        round_ = (self._fp32_rounds if wide else self._rounds).pop(index, None)
         if round_ is None:
             return self.staging.borrow(bucket.span.numel, sum_dtype(dtype) if wide else dtype).zero_()
         if len(self.line.layout.gaps[index]) <= _FEW_GAPS:
@@ -167,41 +172,41 @@ class Reducer(Timed):
     @property
     def num_staging_bytes(self) -> int:
         """Without what gradients wait in, or waited in and will again, which is theirs."""
-        return self.staging.num_bytes(_KEPT) - self.flight.shard.num_staged_bytes - self.num_wide_bytes
+        return self.staging.num_bytes(_KEPT) - self.inflight.shard.num_staged_bytes - self.num_fp32_bytes
 
     @property
-    def num_wide_bytes(self) -> int:
+    def num_fp32_bytes(self) -> int:
         """Of gradients that are added up here."""
-        return sum(wide.buffer.nbytes for wide in self._wide.values())
+        return sum(wide.buffer.nbytes for wide in self._fp32_rounds.values())
 
     @property
     def open_buckets(self) -> int:
         return sum(1 << index for index in self._rounds)
 
     @property
-    def wide_buckets(self) -> int:
-        return sum(1 << index for index in self._wide)
+    def fp32_buckets(self) -> int:
+        return sum(1 << index for index in self._fp32_rounds)
 
     @property
     def arrival_order(self) -> tuple[int, ...]:
         """Buckets that a gradient reached, by the time of the last one: the order in which they can leave next time."""
         return tuple(self._arrived)
 
-    def catch_up(self, rounds: int, keep: bool) -> None:
+    def send_missing_rounds(self, rounds: int, keep: bool) -> None:
         """Sends the rounds that other ranks have sent and this one has not, and lands all of them."""
         while self.sent < rounds:
             self._send_next(keep)
-            self.flight.land(keep, most=1)  # others send them too, so what is received takes no more memory than it must
-        self.flight.land(keep)
+            self.inflight.retire(keep, most=1)  # others send them too, so what is received takes no more memory than it must
+        self.inflight.retire(keep)
 
-    def send_rest(self, buckets: Sequence[int], wide: int) -> None:
+    def flush(self, buckets: Sequence[int], wide: int) -> None:
         """One more round for every bucket that needs it on some rank; of these, some in the dtype of sums."""
         for index in buckets:
-            self.flight.send(index, self._close_wide(index) if wide >> index & 1 else self._close(index))
-            self.flight.land(keep=True, most=1)
-        self.flight.land(keep=True)
+            self.inflight.send(index, self._close_fp32(index) if wide >> index & 1 else self._close(index))
+            self.inflight.retire(keep=True, most=1)
+        self.inflight.retire(keep=True)
 
-    def _close_wide(self, index: int) -> torch.Tensor:
+    def _close_fp32(self, index: int) -> torch.Tensor:
         wide = self._close(index, wide=True)
         if index in self._rounds:
             ordinary = self._close(index)
@@ -209,7 +214,7 @@ class Reducer(Timed):
             self.staging.give_back(ordinary)
         return wide
 
-    def learn(self, order: Sequence[int], used: int, used_here: int) -> None:
+    def update_order(self, order: Sequence[int], used: int, used_here: int) -> None:
         """Takes over the agreed order of the buckets that hold what was `used`, and expects of this rank what it did last; a
         window in which nothing was used teaches nothing."""
         if used:
@@ -223,14 +228,14 @@ class Reducer(Timed):
 
     def restart(self) -> None:
         """Begins as at the first window: what was sent is lost, and what was learned not all ranks may have heard."""
-        self.flight.abandon()
+        self.inflight.abandon()
         self.order = tuple(range(len(self.line.layout.buckets)))
         self.sent, self._expected = 0, None
         self._arrived.clear()
 
     def drop(self) -> None:
         """Forgets what has not been sent."""
-        for rounds in (self._rounds, self._wide):
+        for rounds in (self._rounds, self._fp32_rounds):
             for round_ in rounds.values():
                 self.staging.give_back(round_.buffer)
             rounds.clear()
@@ -238,9 +243,9 @@ class Reducer(Timed):
     def release(self) -> None:
         """Lets go of everything."""
         self.drop()
-        self.flight.abandon()
+        self.inflight.abandon()
         self.release_buffers()
-        self.flight.shard.release()
+        self.inflight.shard.release()
 
     def release_buffers(self) -> None:
         """Lets go of those that nothing is in; the next gradients make new ones."""
@@ -249,7 +254,7 @@ class Reducer(Timed):
     def drop_param(self, param: int) -> None:
         """Forgets what has not been sent of one parameter."""
         for index, part, _ in self.line.layout.parts(param):
-            for rounds in (self._rounds, self._wide):
+            for rounds in (self._rounds, self._fp32_rounds):
                 if index in rounds:
                     rounds[index].buffer[part.start : part.stop].zero_()
                     rounds[index].filled &= ~(1 << param)

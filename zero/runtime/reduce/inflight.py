@@ -11,10 +11,10 @@ import torch
 
 from accelerators.streams import Event
 from zero.comm.group import Group, Pending
-from zero.comm.results import Added, wait_into
-from zero.memory.deferred_sum import Rows, Sums, share_memory
+from zero.comm.results import UnreducedResult, wait_into
+from zero.memory.deferred_sum import DeferredSum, Sums, share_memory
 from zero.memory.formats import sum_dtype
-from zero.memory.shard import Line, Shard
+from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
 from zero.runtime.kernels.sums import SumsByTorch
 from zero.runtime.profiling import Timed, stop
@@ -30,7 +30,7 @@ class _Round(NamedTuple):
     filled: Event | None  # on this rank's device
 
 
-class Flight(Timed):
+class InflightReductions(Timed):
     """Rounds on their way, first in, first out, and the shard that they end in.
 
     `widest` is the dtype that wider buckets are rounded to before they are sent; None rounds none. With `looks` each is
@@ -46,7 +46,7 @@ class Flight(Timed):
 
     def __init__(
         self,
-        line: Line,
+        line: LayoutRef,
         group: Group,
         staging: Staging,
         shard: Shard,
@@ -60,32 +60,32 @@ class Flight(Timed):
         self._reduce = group.all_reduce if line.layout.num_shares < group.size else group.reduce_scatter
         self._staging = staging
         self.shard = shard
-        self.looks = looks
+        self.checks_finite = looks
         self._greatest: torch.Tensor | None = None  # magnitude that was sent since the last `forget`, NaN included
         self._widest = widest
         self.sums = sums or SumsByTorch()
         self._ranks = group.rank, group.size
-        self._rounds: deque[_Round] = deque()
+        self._in_flight: deque[_Round] = deque()
 
     def __len__(self) -> int:
-        return len(self._rounds)
+        return len(self._in_flight)
 
     @stop("reduce")
     def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True) -> None:
         buffer, dtype = self._rounded(buffer), sum_dtype(buffer.dtype)
         self.num_bytes += buffer.nbytes
-        if self.looks:
+        if self.checks_finite:
             greatest = torch.linalg.vector_norm(buffer, torch.inf)
             self._greatest = greatest if self._greatest is None else torch.maximum(self._greatest, greatest)
         pending = self._reduce(buffer, dtype)
-        self._rounds.append(_Round(bucket, buffer, pending, None if pending.done() else self._staging.mark()))
+        self._in_flight.append(_Round(bucket, buffer, pending, None if pending.done() else self._staging.mark()))
         self._await_device()
-        while self._rounds and self._rounds[0].pending.done():
-            self._land(keep)
+        while self._in_flight and self._in_flight[0].pending.done():
+            self._retire(keep)
 
     def _await_device(self) -> None:
         """See [Note: ahead of the device]."""
-        filled = self._rounds[-1 - _AHEAD].filled if len(self._rounds) > _AHEAD else None
+        filled = self._in_flight[-1 - _AHEAD].filled if len(self._in_flight) > _AHEAD else None
         if filled is not None:
             filled.synchronize()
 
@@ -94,7 +94,7 @@ class Flight(Timed):
         """Whether all that this rank sent since the last `forget` was."""
         return self._greatest is None or bool(self._greatest.isfinite())
 
-    def forget(self) -> None:
+    def forget_nonfinite(self) -> None:
         self._greatest = None
 
     def _rounded(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -104,39 +104,39 @@ class Flight(Timed):
         self._staging.give_back(buffer)
         return narrow
 
-    def land(self, keep: bool, most: int = 0) -> None:
+    def retire(self, keep: bool, most: int = 0) -> None:
         """Waits for other ranks, until no more than so many rounds are on their way."""
-        while len(self._rounds) > most:
-            self._land(keep)
+        while len(self._in_flight) > most:
+            self._retire(keep)
 
     def abandon(self) -> None:
         """Forgets what is on its way and will not be waited for; it may still be written into."""
-        for round_ in self._rounds:
-            self._staging.lose(round_.buffer)
-        self._rounds.clear()
+        for round_ in self._in_flight:
+            self._staging.discard(round_.buffer)
+        self._in_flight.clear()
 
     @stop("keep")
-    def _land(self, keep: bool) -> None:
-        bucket, buffer, pending, _ = self._rounds.popleft()
-        if keep and isinstance(pending, Added) and self._waits(bucket, buffer, pending):
+    def _retire(self, keep: bool) -> None:
+        bucket, buffer, pending, _ = self._in_flight.popleft()
+        if keep and isinstance(pending, UnreducedResult) and self._defers(bucket, buffer, pending):
             return
-        if keep and not self.shard.travels(bucket):
+        if keep and not self.shard.is_offloaded(bucket):
             target, fresh = self.shard.target(bucket)
-            self._come_into(pending, target, adds=not fresh)
+            self._wait_into(pending, target, adds=not fresh)
             self._staging.give_back(buffer)
             return
-        total = self._come(pending)
+        total = self._wait(pending)
         crossing = self.shard.add(bucket, total, self.factor) if keep else None
         self._staging.give_back(buffer, crossing if total is buffer else None)  # which the copy may still read
 
-    def _waits(self, bucket: int, buffer: torch.Tensor, pending: Added) -> bool:
+    def _defers(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
         """Leaves what came as it is, if it can be; see [Note: rows that wait]."""
         dtype, (_, num_ranks) = buffer.dtype, self._ranks
-        if not self.shard.may_hold(bucket) or not buffer.is_cpu:
+        if not self.shard.can_defer(bucket) or not buffer.is_cpu:
             return False
         if dtype != self._line.dtype_of(bucket):
-            return self._stays(bucket, buffer, pending)
-        if not self.sums.may_wait(dtype, num_ranks, pending.sum_dtype):
+            return self._defers_in_place(bucket, buffer, pending)
+        if not self.sums.can_defer(dtype, num_ranks, pending.sum_dtype):
             return False
         rows = self._rows_of(pending)
         is_lent = any(share_memory(row, buffer) for row in rows)
@@ -145,44 +145,44 @@ class Flight(Timed):
             return False
         if not is_lent:
             self._staging.give_back(buffer)
-        let_go = partial(self._let_go, pending, buffer if is_lent else None)
-        self.shard.hold(bucket, Rows(rows, (self.factor,), self.sums, num_bytes, is_lent, let_go))
+        let_go = partial(self._release, pending, buffer if is_lent else None)
+        self.shard.defer(bucket, DeferredSum(rows, (self.factor,), self.sums, num_bytes, is_lent, let_go))
         return True
 
-    def _stays(self, bucket: int, buffer: torch.Tensor, pending: Added) -> bool:
+    def _defers_in_place(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
         """Puts the sum where this rank's own part of it was, which nobody else reads, if the step takes it from there: buffers
         in the dtype of sums are all there at one time, and shares that were made of them would come on top."""
         rank, num_ranks = self._ranks
         is_whole = self._line.layout.num_shares < num_ranks  # so that others read all of it
-        if is_whole or not self.sums.may_wait(buffer.dtype, 1, pending.sum_dtype):
+        if is_whole or not self.sums.can_defer(buffer.dtype, 1, pending.sum_dtype):
             return False
         rows, own = self._rows_of(pending), buffer.view(num_ranks, -1)[rank]
         if len(rows) > 1:
             self._add_up(rows, own)
-        pending.finish()
+        pending.release()
         let_go = partial(self._staging.give_back, buffer)
-        self.shard.hold(bucket, Rows([own], (self.factor,), self.sums, buffer.untyped_storage().nbytes(), True, let_go))
+        self.shard.defer(bucket, DeferredSum([own], (self.factor,), self.sums, buffer.untyped_storage().nbytes(), True, let_go))
         return True
 
-    def _let_go(self, pending: Added, buffer: torch.Tensor | None) -> None:
-        pending.finish()
+    def _release(self, pending: UnreducedResult, buffer: torch.Tensor | None) -> None:
+        pending.release()
         if buffer is not None:
             self._staging.give_back(buffer)
 
     @stop("reduce")
-    def _rows_of(self, pending: Added) -> Sequence[torch.Tensor]:
-        return pending.rows()
+    def _rows_of(self, pending: UnreducedResult) -> Sequence[torch.Tensor]:
+        return pending.addends()
 
     @stop("reduce")
     def _add_up(self, rows: Sequence[torch.Tensor], target: torch.Tensor) -> None:
         self.sums.add(rows, target, 1.0, False)
 
     @stop("reduce")
-    def _come(self, pending: Pending) -> torch.Tensor:
+    def _wait(self, pending: Pending) -> torch.Tensor:
         """To wait for a round, and to add up what came, is to reduce."""
         return pending.wait()
 
     @stop("reduce")
-    def _come_into(self, pending: Pending, target: torch.Tensor, adds: bool) -> None:
+    def _wait_into(self, pending: Pending, target: torch.Tensor, adds: bool) -> None:
         """The same, straight to where it is kept."""
         wait_into(pending, target, self.factor, adds, self.sums.add)

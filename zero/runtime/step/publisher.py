@@ -9,7 +9,7 @@ import torch
 
 from zero.comm.group import Group, Pending
 from zero.memory.masters import Masters
-from zero.memory.shard import Line
+from zero.memory.shard import LayoutRef
 from zero.memory.weights import FlatBuffer
 from zero.plan.bits import set_bits
 from zero.plan.layout import Block
@@ -17,47 +17,47 @@ from zero.runtime.params.table import Params
 from zero.runtime.profiling import Timed, stop
 
 
-class Gatherer(Timed):
+class WeightPublisher(Timed):
     """Writes the weights, and nobody else does."""
 
-    def __init__(self, line: Line, params: Params, group: Group, weights: FlatBuffer, masters: Masters) -> None:
+    def __init__(self, line: LayoutRef, params: Params, group: Group, weights: FlatBuffer, masters: Masters) -> None:
         self._line = line
         self._params = params
         self._group = group
         self._weights = weights
         self._masters = masters
         self.num_bytes = 0  # sent so far, by this rank
-        self._on_their_way: deque[Pending] = deque()
+        self._in_flight: deque[Pending] = deque()
 
     @property
     def num_weight_bytes(self) -> int:
         return sum(chunk.nbytes for chunk in self._weights.chunks)
 
-    def fetch(self, batch: Sequence[Block]) -> None:
+    def prefetch(self, batch: Sequence[Block]) -> None:
         """Sends for weights that `adopt` will look at and that are in other memory than their masters."""
         for block in batch:
             self._masters.fetch(block.bucket)
 
     @stop("publish")
-    def gather(self, batch: Sequence[Block]) -> None:
+    def send(self, batch: Sequence[Block]) -> None:
         """Stop 7: sends the buckets that are complete with these blocks, and takes in those that have come."""
-        while self._on_their_way and self._on_their_way[0].done():
-            self._on_their_way.popleft().wait()
+        while self._in_flight and self._in_flight[0].done():
+            self._in_flight.popleft().wait()
         for bucket in (block.bucket for block in batch if block.is_last):
             if self._line.layout.num_shares > 1:
                 new = self._weights.bucket(bucket)
                 self.num_bytes += new.nbytes // self._group.size
-                self._on_their_way.append(self._group.all_gather(new))
+                self._in_flight.append(self._group.all_gather(new))
 
     def abandon(self) -> None:
         """Forgets what is on its way over connections that are lost."""
-        self._on_their_way.clear()
+        self._in_flight.clear()
 
     @stop("publish")
-    def finish(self, params: int) -> None:
+    def wait(self, params: int) -> None:
         """When this returns every weight is the new one, on a device for whatever is issued next."""
-        while self._on_their_way:
-            self._on_their_way.popleft().wait()
+        while self._in_flight:
+            self._in_flight.popleft().wait()
         # Writing the flat buffer tells the parameters' version counters nothing; without this, backward through a graph from
         # before the step would take the new weights for the old ones and give wrong gradients where plain torch raises.
         # Those beside them keep their values, and their graphs.

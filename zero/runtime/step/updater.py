@@ -14,14 +14,14 @@ from torch import nn
 from zero.errors import NonFinite
 from zero.memory.masters import Masters
 from zero.plan.layout import Block
-from zero.runtime.grads.grad_ops import GradientShares
-from zero.runtime.kernels.adam_step import Gradient, Member, OnePass
+from zero.runtime.grads.grad_ops import ShardedGradOps
+from zero.runtime.kernels.adam_step import FusedStep, Gradient, Member
 from zero.runtime.params.table import Params
 from zero.runtime.profiling import Timed, stop
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepDecision:
     """What all ranks do with the gradients of a window."""
 
     apply: bool
@@ -30,7 +30,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Rules:
+class StepPolicy:
     """What the gradients are judged by."""
 
     clip: float | None = None
@@ -49,18 +49,18 @@ class Updater(Timed):
     def __init__(
         self,
         params: Params,
-        shares: GradientShares,
+        shares: ShardedGradOps,
         masters: Masters,
         inner: torch.optim.Optimizer,
-        rules: Rules,
-        one_pass: OnePass | None = None,
+        rules: StepPolicy,
+        one_pass: FusedStep | None = None,
     ) -> None:
-        self.rules = rules
+        self.policy = rules
         self._params = params
         self._shares = shares
         self._masters = masters
         self._inner = inner
-        self._one_pass = one_pass
+        self._fused_step = one_pass
         self._places: dict[int, tuple[int, int]] = {}  # of each parameter in the user's groups, during this step
         self._members: dict[Block, list[Member]] = {}  # of blocks that are stepped in one pass, in their order
 
@@ -71,29 +71,29 @@ class Updater(Timed):
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises where these settings of groups are none that the step can be computed with."""
-        if self._one_pass is not None:
-            self._one_pass.check(groups)
+        if self._fused_step is not None:
+            self._fused_step.check(groups)
 
     @stop("settle")
-    def judge(self) -> Verdict:
+    def decide(self) -> StepDecision:
         """Finite or not, and how long: from the settled sums, with the same answer on every rank."""
         self.check(self._inner.param_groups)  # which belong to the user, who may have changed them
         norm = self._shares.total_norm()
-        if not math.isfinite(norm) and self.rules.on_nonfinite != "propagate":
-            if self.rules.on_nonfinite == "raise":
+        if not math.isfinite(norm) and self.policy.on_nonfinite != "propagate":
+            if self.policy.on_nonfinite == "raise":
                 raise self.nonfinite(norm)
-            return Verdict(False, norm)
-        if self.rules.clip is None:
-            return Verdict(True, norm)
-        coefficient = self.rules.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does it
-        return Verdict(True, norm, min(1.0, coefficient) if not math.isnan(coefficient) else coefficient)
+            return StepDecision(False, norm)
+        if self.policy.clip is None:
+            return StepDecision(True, norm)
+        coefficient = self.policy.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does it
+        return StepDecision(True, norm, min(1.0, coefficient) if not math.isnan(coefficient) else coefficient)
 
     def batches(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
         """What is stepped together."""
         index, groups = self._params.index, self._inner.param_groups
         held = [((number, at), id(p)) for number, group in enumerate(groups) for at, p in enumerate(group["params"])]
         self._places = {index[param]: place for place, param in held if param in index}
-        if type(self._inner) in self.rules.by_blocks and not _has_step_of_its_own(self._inner):
+        if type(self._inner) in self.policy.by_blocks and not _has_step_of_its_own(self._inner):
             return [(block,) for block in blocks]
         return [blocks]
 
@@ -102,11 +102,11 @@ class Updater(Timed):
         """Before any of them is stepped."""
         self._members.clear()
         inner, shard = self._inner, self._masters.shard
-        if self._one_pass is None or _has_step_of_its_own(inner) or not _is_torchs(type(inner).step):
+        if self._fused_step is None or _has_step_of_its_own(inner) or not _is_torchs(type(inner).step):
             return
         blocks = [block for batch in batches for block in batch if shard.share(block.bucket).is_cpu]
         self._members |= {block: self._members_of(block, used) for block in blocks}
-        self._one_pass.take_over((block, members, shard.share(block.bucket)) for block, members in self._members.items())
+        self._fused_step.adopt_state((block, members, shard.share(block.bucket)) for block, members in self._members.items())
 
     def _members_of(self, block: Block, used: int) -> list[Member]:
         groups, places = self._inner.param_groups, self._places
@@ -119,9 +119,9 @@ class Updater(Timed):
     def step(self, batch: Sequence[Block], used: int, coefficient: float) -> None:
         """Stop 6: the user's edits of the weights are taken over before anything is made from the masters, those of what was
         used are stepped, and all are rounded to weights."""
-        if self._one_pass is not None and self._members and batch[0] in self._members:
+        if self._fused_step is not None and self._members and batch[0] in self._members:
             [block] = batch
-            self._step_in_one_pass(self._one_pass, block, coefficient)
+            self._step_fused(self._fused_step, block, coefficient)
             return
         for block in batch:
             self._masters.adopt(block)
@@ -131,14 +131,14 @@ class Updater(Timed):
         for block in batch:
             self._masters.publish(block)
 
-    def _step_in_one_pass(self, one_pass: OnePass, block: Block, coefficient: float) -> None:
+    def _step_fused(self, one_pass: FusedStep, block: Block, coefficient: float) -> None:
         masters, weights, rounded, bucket = self._masters, None, None, block.bucket
         if masters.is_copy(block.bucket):
             weights, rounded = masters.weights_of(block), masters.rounded_of(block)
-        rows, factors = self._shares.shard.rows(bucket)
+        rows, factors = self._shares.shard.addends(bucket)
         gradient = Gradient(rows, (*factors, coefficient))
         one_pass.step(block, self._members.pop(block), masters.shard.share(bucket), gradient, weights, rounded)
-        self._shares.owe(bucket, coefficient)
+        self._shares.defer_scale(bucket, coefficient)
         if weights is not None:
             masters.compared(block)
         if rounded is not None:
@@ -176,8 +176,8 @@ class Updater(Timed):
     def forget_moments(self) -> None:
         """Of what is about to be loaded, so that there is no memory for both."""
         self._members.clear()
-        if self._one_pass is not None:
-            self._one_pass.release()
+        if self._fused_step is not None:
+            self._fused_step.release()
 
     def forget_state(self) -> None:
         """Takes the masters' state out of the user's optimizer, which would keep it alive."""

@@ -40,7 +40,7 @@ class Counts:
     changes: int = 0  # digest of what the user did to settled gradients
     micro_steps: int = 0  # that whoever counts them has counted of this window
     used: int = 0  # parameters: had a gradient here
-    put: int = 0  # parameters: a stand-in was put in .grad
+    put: int = 0  # parameters: a `ShardedGrad` was put in .grad
     trained: int = 0  # parameters: require a gradient
     removed: int = 0  # parameters: the user set .grad to None
     replaced: int = 0  # parameters: the user set .grad to a tensor of his own
@@ -308,7 +308,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class GradEdits:
     """What `.grad` was found to hold."""
 
     local: int  # parameters of which something waits on this rank

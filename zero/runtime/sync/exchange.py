@@ -8,35 +8,41 @@ from dataclasses import replace
 
 from zero.comm.exchange import exchange_about, exchange_texts, first_difference
 from zero.comm.group import Group
-from zero.memory.shard import Line
+from zero.memory.shard import LayoutRef
 from zero.runtime.params.table import Params
-from zero.runtime.params.tracking import Aliases
+from zero.runtime.params.tracking import ParamTracker
 from zero.runtime.sync.agreement import Agreement, Codec, Counts, agree
 
 
-class Settler:
+class WindowSync:
     """Tells the other ranks what this one has done and found, and hears it from them."""
 
     def __init__(
-        self, group: Group, params: Params, line: Line, configuration: str, aliases: Aliases, settings: Callable[[], str]
+        self,
+        group: Group,
+        params: Params,
+        line: LayoutRef,
+        configuration: str,
+        aliases: ParamTracker,
+        settings: Callable[[], str],
     ) -> None:
         self.size = group.size
         self.step = 0
-        self.aliases = aliases
-        self.settles = 0
+        self.tracker = aliases
+        self.sync_count = 0
         self._group = group
         self._params = params
         self._line = line
         self._configuration = configuration  # as text
         self._settings = settings  # of the optimizer's groups, as text
 
-    def note(self, where: str, place: Callable[[], str] | None = None) -> None:
+    def set_phase(self, where: str, place: Callable[[], str] | None = None) -> None:
         """Says for the other ranks where this one is; `place` tells it more exactly if that is where it ends."""
         doing = f"{where} of step {self.step + 1}"
-        if doing != self._group.doing:
-            self._group.note(doing, place)
+        if doing != self._group.phase:
+            self._group.set_phase(doing, place)
 
-    def agree(self, local: Counts, order: Sequence[int], place: str) -> Agreement:
+    def synchronize(self, local: Counts, order: Sequence[int], place: str) -> Agreement:
         """What follows from the counts of all ranks, of which these are this rank's, under the agreed `order` of rounds. Where
         this rank failed, `place` says where. A collective."""
         layout = self._line.layout
@@ -44,14 +50,14 @@ class Settler:
         counts = replace(
             local,
             step=self.step,
-            settles=self.settles,
+            settles=self.sync_count,
             digest=self._built(),
             settings=_short_digest(self._settings() if local.occasion == "step" else ""),
             trained=sum(1 << index for index, tensor in enumerate(self._params.tensors) if tensor.requires_grad),
-            lost=0 if local.occasion == "zero_grad" else self.aliases.lost(),
+            lost=0 if local.occasion == "zero_grad" else self.tracker.replaced(),
         )
         messages = exchange_about(self._group, "step, zero_grad or settling", codec.pack(counts))
-        self.settles += 1
+        self.sync_count += 1
 
         def explain(what: str, rank: int) -> str:
             return self._explain(what, rank, place)

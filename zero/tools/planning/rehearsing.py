@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import accelerators
-from zero.comm.fake import Rehearsal
+from zero.comm.fake import FakeGroup
 from zero.sharding.optimizer import shard
 
 _WINDOWS = 2  # the first makes what the optimizer remembers, and learns the order of the gradients
@@ -38,7 +38,7 @@ def rehearse(
     with accelerator.device():
         model, loss_of = build(batch)
         inner = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
-        optimizer = shard(model, inner, group=Rehearsal(ranks), accumulation=accumulation, **options)
+        optimizer = shard(model, inner, group=FakeGroup(ranks), accumulation=accumulation, **options)
         peak = 0
         for _ in range(_WINDOWS):
             for _ in range(accumulation):

@@ -22,7 +22,7 @@ from zero.comm.exchange import exchange_texts
 from zero.config.schema import OptimizerSpec, ZeroConfig
 from zero.engine.engine import Engine
 from zero.engine.initialize import initialize
-from zero.sharding.metrics import Records
+from zero.sharding.metrics import MetricsWriter
 from zero.sharding.save import save
 from zero.tools.launch import is_rank
 from zero.tools.training.model import Gpt
@@ -148,7 +148,7 @@ def train(options: Options, text: Text, show: Show) -> Run:
     if options.compile:
         engine.compile()
     board = Path(options.directory) / "tensorboard" if options.tensorboard else None
-    with Wish() as wish, Records(options.records, engine, board) as records:
+    with Wish() as wish, MetricsWriter(options.records, engine, board) as records:
         while engine.global_steps < options.steps:
             record, reason = _step(engine, options, text, records, wish)
             if group.rank == 0:
@@ -160,7 +160,7 @@ def train(options: Options, text: Text, show: Show) -> Run:
     return Run(engine, begun_at, None)
 
 
-def _step(engine: Engine, options: Options, text: Text, records: Records, wish: Wish) -> tuple[dict[str, Any], str]:
+def _step(engine: Engine, options: Options, text: Text, records: MetricsWriter, wish: Wish) -> tuple[dict[str, Any], str]:
     """One step; its record, and why it is to be the last."""
     began, group = time.perf_counter(), engine.optimizer.parts.group
     losses, samples = [], text.samples(engine.global_steps, options.batch)

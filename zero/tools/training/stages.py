@@ -12,7 +12,7 @@ from accelerators.memory import format_bytes
 from zero.optim.traits import num_moments
 from zero.plan.costs import Cost, cost_of
 from zero.plan.stages import STAGES
-from zero.sharding.memory_usage import held
+from zero.sharding.memory_usage import measured_bytes
 from zero.tools.cli import table
 from zero.tools.training.loop import build
 from zero.tools.training.options import Options
@@ -59,15 +59,15 @@ def _measure(options: Options, stage: int) -> Both:
                 engine.backward(engine(sample))
                 if micro == options.accumulation - 1:
                     engine.settle()
-                now = held(parts)
+                now = measured_bytes(parts)
                 gradients = max(gradients, now.device.gradients)
                 host_gradients = max(host_gradients, now.host.gradients)
                 engine.step()
-        now = held(parts)
+        now = measured_bytes(parts)
         counted = Cost(now.weights, replace(now.device, gradients=gradients), now.buckets,
                        replace(now.host, gradients=host_gradients))  # fmt: skip
         moments = num_moments(parts.updater.inner)
         group = parts.group
-        return Both(counted, cost_of(parts.line.layout, stage, group.size, group.rank, moments, options.accumulation))
+        return Both(counted, cost_of(parts.layout_ref.layout, stage, group.size, group.rank, moments, options.accumulation))
     finally:
         engine.close()

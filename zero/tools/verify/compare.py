@@ -22,7 +22,7 @@ from zero.comm.exchange import exchange_texts
 from zero.comm.group import Group
 from zero.config.deepspeed.mapping import Implied
 from zero.config.schema import Report, ZeroConfig
-from zero.config.supported import check_served
+from zero.config.supported import check_supported
 from zero.engine.engine import Engine
 from zero.engine.initialize import Source, effective, given_optimizer, move, own_optimizer, read_config
 from zero.memory.formats import bytes_of, dtype_name, sum_dtype
@@ -96,7 +96,7 @@ def verify(
     and `config` are as for `zero.initialize`. Nothing that was passed is changed, nor are the random numbers to come.
     """
     accelerator = accelerators.current()
-    from zero.comm.torch_group import connect  # torch.distributed is not imported before somebody trains
+    from zero.comm.connect import connect  # torch.distributed is not imported before somebody trains
 
     ranks = connect(accelerator, group)
     random_state = accelerator.rng_state()
@@ -127,13 +127,13 @@ class _Subject:
         example = given if is_made or optimizer is None else given_optimizer(optimizer, list(own.parameters()))
         config = effective(read_config(source, Implied(world_size=group.size)), example, None, accelerator)
         config = config.model_copy(update={"report": Report()})  # what is tried here is no part of the training's own log
-        check_served(config)
+        check_supported(config)
         move(own, accelerator.device())
         for param, state in given.state.items() if given is not None else ():
             state.update({key: value.to(param.device) for key, value in state.items() if _is_elementwise(value, param)})
         for tensor in (*own.parameters(), *own.buffers()):
             if tensor.numel():
-                first = group.exchange(bytes_of(tensor))[0]
+                first = group.all_gather_bytes(bytes_of(tensor))[0]
                 tensor.data.copy_(torch.frombuffer(bytearray(first), dtype=tensor.dtype).reshape(tensor.shape))
         return _Subject(own, given, None if is_made else optimizer, config, group)
 
@@ -181,7 +181,7 @@ def _verify(subject: _Subject, batches: list[Any], loss: Callable[[Any, Any], to
 
 def _windows(batches: list[Any], accumulation: int, group: Group) -> Iterator[list[Any]]:
     """The micro-batches of each step; what is left over makes none."""
-    numbers = [int.from_bytes(message, "little") for message in group.exchange(len(batches).to_bytes(8, "little"))]
+    numbers = [int.from_bytes(message, "little") for message in group.all_gather_bytes(len(batches).to_bytes(8, "little"))]
     if len(set(numbers)) != 1 or numbers[0] < accumulation:
         raise ValueError(
             f"verify was given {', '.join(map(str, numbers))} batches by ranks 0 to {group.size - 1}, and a step takes "
@@ -232,12 +232,12 @@ class _Pair:
         """What this rank has of a parameter, with what it should be and how far that has moved."""
         plain, parts = self._plain, self._sharded.parts
         number = self._plain_number[index]
-        master, moved, form = plain.masters[number], plain.moved[number], parts.window.shares.forms[index]
+        master, moved, form = plain.masters[number], plain.moved[number], parts.window.grad_ops.forms[index]
         state = plain.inner.state.get(master, {})
         yield "weight", parts.params.tensors[index], plain.weights[number], moved
         for piece, mine in parts.masters.of(index):
             here = slice(piece.in_param.start, piece.in_param.stop)
-            yield "master", mine, form.line(master)[here], moved
+            yield "master", mine, form.flatten(master)[here], moved
             own = self._sharded.inner.state.get(mine, {})
             if own.keys() != state.keys():
                 yield f"state ({', '.join(own) or 'none'}; plain: {', '.join(state) or 'none'})", _ONE, 0 * _ONE, 0.0
@@ -245,7 +245,7 @@ class _Pair:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     goes_along = value.shape == master.shape and own[key].shape == mine.shape
-                    values = form.line(value)[here] if goes_along else value
+                    values = form.flatten(value)[here] if goes_along else value
                     yield key, own[key], values, float(value.abs().max()) if value.numel() else 0.0
 
 

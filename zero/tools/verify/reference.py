@@ -16,7 +16,7 @@ from torch import nn
 
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
-from zero.engine.forward import call
+from zero.engine.forward import run_forward
 from zero.memory.formats import DTYPES, sum_dtype
 
 
@@ -78,7 +78,7 @@ class PlainRun:
         master, mine = self.masters[index], self._sums.get(index)
         values = torch.zeros_like(master) if mine is None else mine
         sent = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        messages = self._group.exchange(bytes([mine is not None]) + sent)
+        messages = self._group.all_gather_bytes(bytes([mine is not None]) + sent)
         if not any(message[0] for message in messages):
             return None
         total = torch.zeros(master.numel(), dtype=master.dtype)
@@ -95,7 +95,7 @@ def callable_of(model: nn.Module, config: ZeroConfig) -> Any:
     if config.autocast is None and not config.cast_inputs:
         return model
     device = next(model.parameters()).device
-    return lambda *inputs, **named: call(model, config, device, inputs, named)
+    return lambda *inputs, **named: run_forward(model, config, device, inputs, named)
 
 
 def _cast(model: nn.Module, weights: list[nn.Parameter], config: ZeroConfig) -> None:
