@@ -130,12 +130,12 @@ def spot_checks() -> list[Point]:
 
 
 # Pairs and triples are tuples of (axis, value), in the order of the axes.
-MeasuredBytes = tuple[tuple[str, object], ...]
+Held = tuple[tuple[str, object], ...]
 
 
-def wanted(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None) -> set[MeasuredBytes]:
+def wanted(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None) -> set[Held]:
     """Every pair, and every triple with stage and world, that some point can hold."""
-    held: set[MeasuredBytes] = set()
+    held: set[Held] = set()
     axes = _axes(devices, cases)
     # Who excludes what depends on a case's few properties only, so one case of each kind stands for its whole kind's axes.
     kinds: dict[tuple, list[str]] = {}
@@ -166,7 +166,7 @@ _PAIRS = tuple(itertools.combinations(range(len(_NAMES)), 2))
 _TRIPLES = tuple((0, 1, other) for other in range(2, len(_NAMES)))
 
 
-def _held_by(point: Point) -> list[MeasuredBytes]:
+def _held_by(point: Point) -> list[Held]:
     values = [(name, getattr(point, name)) for name in _NAMES]
     return [tuple(values[index] for index in chosen) for chosen in (*_PAIRS, *_TRIPLES)]
 
