@@ -38,6 +38,8 @@ def shapes(num_params: int) -> list[tuple[int, ...]]:
 def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
     """The landing of the gradients, and then the step, as a training on this machine runs them."""
     import zero
+    from zero.runtime.grads.phase import Phase
+    from zero.sharding.step import update
 
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes(num_params))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -51,7 +53,7 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
     buffers = [reducer.staging.borrow(numel, torch.bfloat16).normal_() for numel in numels]
     for buffer in buffers:
         reducer.staging.give_back(buffer)
-    reducer.inflight.factor = SCALE
+    parts.window.scaling.loss_scale = 1.0 / SCALE
 
     def land() -> None:
         parts.window.grad_ops.clear()
@@ -61,7 +63,8 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
 
     @torch.no_grad()
     def step() -> None:
-        optimizer.parts.update(used, CLIP)  # and so it is kept
+        optimizer.parts.window.phase = Phase.SETTLED
+        update(optimizer.parts, used, CLIP)  # and so it is kept
 
     yield land
     yield step

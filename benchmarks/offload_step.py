@@ -21,6 +21,8 @@ from host_step import CLIP, SCALE, bandwidth, seconds, shapes
 import accelerators
 import zero
 from accelerators import Accelerator
+from zero.runtime.grads.phase import Phase
+from zero.sharding.step import update
 
 # Bytes of an element that cross: its gradient down, while backward goes on; then its weight down and up.
 LANDING_CROSSES, STEP_CROSSES = 4, 2 + 2
@@ -65,7 +67,8 @@ def ours(device: Accelerator, num_params: int, offload: str | None, kernels: str
 
     @torch.no_grad()
     def step(_kept_alive: object = optimizer) -> None:
-        parts.update(used, CLIP)
+        parts.window.phase = Phase.SETTLED
+        update(parts, used, CLIP)
 
     return partial(_until_done, device, land), partial(_until_done, device, step)
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,10 +141,10 @@ def keeping(change):
     """A sum is kept times what `change` makes of its bucket and factor."""
 
     def retire(really, inflight, keep):
-        factor, bucket = inflight.factor, inflight._in_flight[0][0]
-        inflight.factor = change(bucket, factor)
+        scaling, bucket = inflight._scaling, inflight._in_flight[0][0]
+        inflight._scaling = SimpleNamespace(accumulate_factor=change(bucket, scaling.accumulate_factor))
         really(inflight, keep)
-        inflight.factor = factor
+        inflight._scaling = scaling
 
     return retire
 
@@ -246,12 +247,14 @@ def subject(rank, num_ranks):
                 optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), config={"zero_optimization": {"stage": 2}})
 
 def broken():
+    from types import SimpleNamespace
     from zero.runtime.reduce.inflight import InflightReductions
     land = InflightReductions._retire
     def halved(flight, keep):
-        flight.factor /= 2
+        scaling = flight._scaling
+        flight._scaling = SimpleNamespace(accumulate_factor=scaling.accumulate_factor / 2)
         land(flight, keep)
-        flight.factor *= 2
+        flight._scaling = scaling
     InflightReductions._retire = halved
     return subject(0, 1)
 

@@ -76,7 +76,7 @@ class Engine(Answers, Checkpoints):
             )
         accumulation, window = self._accumulation, self.optimizer.parts.window
         is_weighted = window.scaling.weight is not None
-        if window.state.weights and not is_weighted:
+        if window.local.weights and not is_weighted:
             raise ValueError(
                 "engine.backward was asked for without a weight, but other micro-batches of this window have one. Call "
                 "engine.weight(n) before each of them, or before none."
@@ -109,8 +109,8 @@ class Engine(Answers, Checkpoints):
     def flush(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Steps on a window that is not full, dividing by the true number of its micro-batches; nothing where no rank has a
         gradient. A collective."""
-        since = self.optimizer.parts.window.state
-        has_any = since.needs_sync or since.synchronized  # by a backward of the caller's own, which is not counted
+        window = self.optimizer.parts.window
+        has_any = window.needs_sync or window.scaling.is_settled  # by a backward of the caller's own, which is not counted
         counts = self._exchange(self._accumulation.num_micro_batches, self._accumulation.divided, has_any)
         num_micro_batches = sum(count for count, _, _ in counts)
         if not num_micro_batches and not any(has_any for _, _, has_any in counts):

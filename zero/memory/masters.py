@@ -23,11 +23,11 @@ class Masters:
     nothing. Otherwise it is their exact value, of which the weight is the rounded copy.
     """
 
-    def __init__(self, line: LayoutRef, rank: int, weights: FlatBuffer, shard: Shard) -> None:
+    def __init__(self, layout_ref: LayoutRef, rank: int, weights: FlatBuffer, shard: Shard) -> None:
         self.shard = shard
         self.pieces: dict[int, list[tuple[Piece, torch.nn.Parameter]]] = {}  # by parameter
         self._in_block: dict[Block, list[tuple[Piece, torch.nn.Parameter]]] = {}
-        self._line = line
+        self.layout_ref = layout_ref
         self.rank = rank
         self._weights = weights
         self._fetched: dict[int, tuple[HostCopy, torch.Tensor]] = {}  # weights on the host, or on their way to it
@@ -39,7 +39,7 @@ class Masters:
         it is `source` itself, which may be had if it is `given`."""
         share, kept = self._weights.share(bucket, self.rank), False
         if self.is_copy(bucket):
-            own = sum_dtype(self._line.dtype_of(bucket)), self.shard.device
+            own = sum_dtype(self.layout_ref.dtype_of(bucket)), self.shard.device
             kept = given and (source.dtype, source.device) == own
             share = source if kept else self.shard.allocate(bucket).copy_(source)
         self.shard.shares[bucket] = share
@@ -47,7 +47,7 @@ class Masters:
 
     def make_params(self) -> None:
         """Makes the parameters of every slot that has none yet, once its buckets have their masters."""
-        layout = self._line.layout
+        layout = self.layout_ref.layout
         for slot in layout.slots:
             if slot is not None and slot.param not in self.pieces:
                 pieces = layout.pieces(slot.param, self.rank)
@@ -65,7 +65,7 @@ class Masters:
         return self._in_block.get(block, [])
 
     def is_copy(self, bucket: int) -> bool:
-        dtype = self._line.dtype_of(bucket)
+        dtype = self.layout_ref.dtype_of(bucket)
         return dtype != sum_dtype(dtype) or self.shard.is_offloaded(bucket)
 
     def fetch(self, bucket: int) -> None:
@@ -143,7 +143,7 @@ class Masters:
 
     def forget(self, chunk: int) -> None:
         """From a chunk on."""
-        layout = self._line.layout
+        layout = self.layout_ref.layout
         gone = {index for index, bucket in enumerate(layout.buckets) if bucket.chunk >= chunk}
         self.pieces = {param: pieces for param, pieces in self.pieces.items() if gone.isdisjoint(layout.buckets_of(param))}
         self._in_block = {block: members for block, members in self._in_block.items() if block.bucket not in gone}

@@ -18,6 +18,7 @@ class Scaling:
     loss_scale: float = 1.0
     missing_loss_scale: float = 1.0  # the loss scale, while a backward runs without it
     weight: float | None = None  # of the micro-batch to come, where micro-batches have any
+    is_settled: bool = False  # sums are final, and what comes now is added to them
 
     @property
     def multiplier(self) -> float | None:
@@ -26,8 +27,10 @@ class Scaling:
             return None if self.missing_loss_scale == 1.0 else self.missing_loss_scale
         return self.weight * self.missing_loss_scale
 
-    def accumulate_factor(self, settled: bool) -> float:
-        return self._whole if settled else self._exact
+    @property
+    def accumulate_factor(self) -> float:
+        """Of a sum as it is kept."""
+        return self._whole if self.is_settled else self._exact
 
     def sync_factor(self, total_weight: float | None) -> float:
         if total_weight is None:

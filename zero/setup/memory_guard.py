@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 import accelerators
+from accelerators import Accelerator
 from accelerators.memory import format_bytes
 from zero.config.schema import Offload
 from zero.memory.flatten import Place
@@ -28,6 +29,10 @@ class MemoryGuard:
         self._optimizer = optimizer
         self._contiguous_moments = contiguous_moments  # of all of a share, as the step in one pass has them
         self._ranks_here = ranks_here
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self._place.accelerator
 
     @contextlib.contextmanager
     def explain_oom(self, asked: str, line: LayoutRef) -> Iterator[None]:

@@ -21,6 +21,7 @@ from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
 from zero.memory.weights import FlatBuffer
 from zero.optim.traits import ELEMENTWISE
+from zero.plan.grad_scaling import Scaling
 from zero.plan.stages import stage_of
 from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.runtime.grads.ownership import check_unmanaged, manage
@@ -42,6 +43,7 @@ from zero.setup.consistency import settings_of
 from zero.setup.module_sync import cast_frozen, sync_module_states
 from zero.setup.param_selection import ManagedParams
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
+from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.optimizer_state import adopt_state
 from zero.sharding.state import ShardingState
 from zero.sharding.state_offload import StateOffloader
@@ -113,27 +115,30 @@ def _assemble(
         one_pass = fused_step_of(optimizer, config.kernels)
         waiting = deferrable_sums(kinds, group.size) if one_pass is not None else ()
         sums = CompiledSums(waiting) if config.kernels == "compiled" else SumsByTorch(waiting)
-        flight = InflightReductions(line, group, staging, gradients, widest, looks=config.on_nonfinite == "raise", sums=sums)
+        scaling = Scaling(reduce=reduction(config, group.size))
+        flight = InflightReductions(
+            line, group, staging, gradients, scaling, widest, looks=config.on_nonfinite == "raise", sums=sums
+        )
         reducer = Reducer(line, forms, place.accelerator, staging, flight)
         shares = ShardedGradOps(line, forms, group, flight)
         boundary = SyncPolicy(config.accumulation, stage_of(config.stage).accumulates_locally)
         aliases = ParamTracker(model, params, weights, forms, chosen.unmanaged)
         settler = WindowSync(group, params, line, config.text(), aliases, partial(settings_of, optimizer))
-        window = Window(params, reducer, shares, boundary, settler, lay)
+        window = Window(params, reducer, shares, boundary, settler, scaling, lay)
         rules = StepPolicy(config.clip, config.on_nonfinite, ELEMENTWISE)
         updater = Updater(params, shares, masters, optimizer, rules, one_pass)
         gatherer = WeightPublisher(line, params, group, weights, masters)
         travel = StateOffloader(model, place.accelerator, params, forms, weights, masters, gradients, optimizer)
-        rooms = (line, params, masters, window, hooks, updater, gatherer, intake)
-        parts = ShardingState(place.accelerator, group, *rooms, config, travel, room)
-        parts.restore_kernels = use_kernels(optimizer, config.kernels)
+        rooms = (params, masters, window, hooks, updater, gatherer, intake)
+        parts = ShardingState(group, *rooms, config, travel, room, LossScaler(config, scaling))
+        updater.restore_kernels = use_kernels(optimizer, config.kernels)
         adopt_state(parts, optimizer)
         aliases.renew_through(hooks.renew)
         return parts
 
     def open_(window: Window) -> None:
         cast_frozen(model, config)
-        window.register()  # when every parameter has the dtype that it will keep
+        window.grads.register()  # when every parameter has the dtype that it will keep
         for index, tensor in enumerate(chosen.tensors):
             hooks.attach(index, tensor, window.before_grad, window.grad_ready)
 

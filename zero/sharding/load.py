@@ -302,8 +302,7 @@ def _take_counters(about: TrainingSnapshot, training: Mapping[str, Any]) -> None
     parts.window.sync.step = training["step"]
     optimizer.skipped_steps = training["skipped_steps"]
     if training["loss_scale"] is not None:
-        optimizer.loss_scale = loaded_scale(optimizer.loss_scale, training, False)
-    optimizer.zero_grad()  # which also makes the window follow the loss scale
+        about.parts.loss_scaler.scale = loaded_scale(optimizer.loss_scale, training, False)
 
 
 def _take_random_numbers(lines: Lines, num_ranks: int, about: TrainingSnapshot) -> None:

@@ -1,14 +1,16 @@
-"""Which loss scale a training has: the configuration's, the one that fp16 weights need, or the one that was saved."""
+"""The loss scale of one training: the configuration's, the one that fp16 weights need, or the one that was saved."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from zero.config.schema import LossScale as LossScaleConfig
 from zero.config.schema import ZeroConfig
+from zero.plan.grad_scaling import Scaling
 from zero.plan.loss_scale import LossScale
 
 
@@ -26,12 +28,53 @@ def with_loss_scale(config: ZeroConfig, optimizer: torch.optim.Optimizer) -> Zer
     return config.model_copy(update={"loss_scale": LossScaleConfig(), "on_nonfinite": on_nonfinite})
 
 
-def loss_scale_of(config: ZeroConfig) -> LossScale | None:
-    """The scale that the configuration asks for, where it begins."""
-    given = config.loss_scale
-    if given is None:
-        return None
-    return LossScale(given.initial, given.window if given.dynamic else None, hysteresis=given.hysteresis, minimum=given.minimum)
+class LossScaler:
+    """Owns the loss scale, and what gradients and sums are multiplied with because of it."""
+
+    def __init__(self, config: ZeroConfig, scaling: Scaling) -> None:
+        given = config.loss_scale
+        self._scaling = scaling
+        self._most_skips = None if given is None else given.max_skips
+        self._scale = (
+            None
+            if given is None
+            else LossScale(
+                given.initial, given.window if given.dynamic else None, hysteresis=given.hysteresis, minimum=given.minimum
+            )
+        )
+        self.scale = self._scale
+
+    @property
+    def scale(self) -> LossScale | None:
+        return self._scale
+
+    @scale.setter
+    def scale(self, scale: LossScale | None) -> None:
+        """Sums are divided by it as they are kept; gradients of a backward without it are multiplied first."""
+        self._scale = scale
+        self._scaling.loss_scale = self._scaling.missing_loss_scale = 1.0 if scale is None else scale.value
+
+    @contextlib.contextmanager
+    def scaled(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The loss to send backward."""
+        before = self._scaling.missing_loss_scale
+        if self._scale is not None:
+            self._scaling.missing_loss_scale = 1.0
+            loss = loss.float() * self._scale.value  # in fp32, since it may be beyond what fp16 can hold
+        try:
+            yield loss
+        finally:
+            self._scaling.missing_loss_scale = before
+
+    def update(self, is_finite: bool) -> None:
+        """A step was applied, or skipped because something was not finite."""
+        if self._scale is not None:
+            self.scale = self._scale.after(is_finite)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether step after step is skipped and the scale cannot fall any further: that would go on for ever."""
+        return self._scale is not None and self._most_skips is not None and self._scale.stuck >= self._most_skips
 
 
 def loaded_scale(now: LossScale | None, state_dict: Mapping[str, Any], under_way: bool) -> LossScale | None:

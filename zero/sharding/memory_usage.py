@@ -38,7 +38,7 @@ def measured_bytes(parts: ShardingState) -> MeasuredBytes:
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim():
                 count("moments", value)
-    for gradient in (*parts.window.grad_ops.shard.shares.values(), *parts.window.state.pending.values()):
+    for gradient in (*parts.window.grad_ops.shard.shares.values(), *parts.window.local.pending.values()):
         count("gradients", gradient)
     shares[False]["gradients"] += sum(rows.num_bytes for rows in parts.window.grad_ops.shard.deferred.values())
     shares[False]["gradients"] += parts.window.reducer.num_fp32_bytes

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from zero.memory.formats import dtype_name, sum_dtype
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.plan.loss_scale import LossScale
 from zero.setup.consistency import check_weights
-from zero.sharding.build import build, reduction
-from zero.sharding.loss_scaler import loaded_scale, loss_scale_of, with_loss_scale
+from zero.sharding.build import build
+from zero.sharding.loss_scaler import loaded_scale, with_loss_scale
 from zero.sharding.optimizer_state import load_state, whole_state, whole_state_dict
 from zero.sharding.recovery import rebuild
-from zero.sharding.state import ShardingState, check_original, check_used
-from zero.sharding.windows import Windows
+from zero.sharding.state import ShardingState, check_original
+from zero.sharding.step import step
 
 _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
@@ -30,7 +31,7 @@ _HOOKS = (
 )  # fmt: skip
 
 
-class ShardedOptimizer(Windows, torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer):
     """Steps as the optimizer it was made from would on the global batch.
 
     `param_groups` are that optimizer's own dicts, so a learning rate schedule made before or after works on
@@ -56,11 +57,8 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         self._parts = parts
         self._release = weakref.finalize(self, parts.release_anywhere)
         self._release.atexit = False
-        parts.window.scaling.reduce = reduction(config, parts.group.size)
-        self.loss_scale: LossScale | None = loss_scale_of(config)
         self.skipped_steps = 0
         self.grad_norm: float | None = None  # of the last window that was judged by its norm
-        self._follow_loss_scale()
 
     @property
     def parts(self) -> ShardingState:
@@ -77,78 +75,103 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Settles the window, judges it and updates the weights. A collective."""
-        window = self.parts.window
-        self.parts.offloader.check("step")
-        check_original(self, self.inner, self.parts.params)
+        parts = self.parts
+        parts.offloader.check("step")
+        check_original(self, self.inner, parts.params)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        window.settle("step")
-        self._use()
-        return loss
-
-    def _use(self) -> None:
-        """The rest of a step, of what has settled."""
-        window = self.parts.window
-        self.group.end_warmup()
-        window.sync.set_phase("in the update")
-        window.sync.tracker.copy_back()
-        window.sync.step += 1
-        if window.used:
-            if self.parts.config.on_unused == "raise":
-                check_used(self.parts.params, window.used)
-            self._apply(window.used)
-        elif self.loss_scale is not None:
-            self.loss_scale = self.loss_scale.after(True)  # a step without any gradient counts as a finite one
-        self._follow_loss_scale()
-        window.state.consumed = True
-        every = self.parts.config.check_weights_every
-        if every is not None and window.sync.step % every == 0:
+        decision = step(parts)
+        if decision is not None:
+            self.grad_norm = decision.grad_norm
+            self.skipped_steps += not decision.apply
+            if not decision.apply and parts.loss_scaler.is_stuck:
+                raise parts.updater.nonfinite(math.nan if decision.grad_norm is None else decision.grad_norm)
+        every = parts.config.check_weights_every
+        if every is not None and parts.window.sync.step % every == 0:
             self.check()
-        window.sync.set_phase("before a backward")
-
-    def _apply(self, used: int) -> None:
-        parts = self.parts
-        verdict = parts.updater.decide()
-        self.grad_norm = verdict.grad_norm
-        if self.loss_scale is not None:
-            self.loss_scale = self.loss_scale.after(verdict.apply)
-        if not verdict.apply:
-            self.skipped_steps += 1
-            self._check_progress(verdict.grad_norm)
-            return
-        parts.update(used, verdict.coefficient)
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Ends the window. A collective, unless a step has used it and nothing came since."""
         if not set_to_none:
             self.parts.offloader.check("zero_grad", "weights", "gradients")
         self.parts.window.end(to_zeros=not set_to_none)
-        self._follow_loss_scale()
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward()`, with the loss scale of fp16 weights where there is one."""
-        scaling = self.parts.window.scaling
-        self.parts.offloader.check("backward", "weights", "gradients")
-        before = scaling.missing_loss_scale
-        if self.loss_scale is not None:
-            scaling.missing_loss_scale = 1.0
-            loss = loss.float() * self.loss_scale.value  # in fp32, since it may be beyond what fp16 can hold
+        parts = self.parts
+        parts.offloader.check("backward", "weights", "gradients")
         try:
-            torch.autograd.backward(loss, **options)
+            with parts.loss_scaler.scaled(loss) as scaled:
+                torch.autograd.backward(scaled, **options)
         except BaseException as error:
-            self.parts.window.annotate_error(error)
+            parts.window.annotate_error(error)
             raise
-        finally:
-            scaling.missing_loss_scale = before
 
-    def _follow_loss_scale(self) -> None:
-        """Sums are divided by the loss scale as they are kept; gradients of a backward without it are multiplied first."""
-        window, scale = self.parts.window, 1.0 if self.loss_scale is None else self.loss_scale.value
-        window.scaling.missing_loss_scale = window.scaling.loss_scale = scale
-        window.reducer.inflight.factor = window.scaling.accumulate_factor(window.state.synchronized)
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """That of fp16 weights; None where there is none. No collective."""
+        return self._parts.loss_scaler.scale
+
+    # windows -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backwards inside wait on this rank until the window is settled. No collective."""
+        with self.parts.window.policy.no_sync():
+            yield
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says whether the backwards to come end the accumulation, until the window ends. No collective."""
+        self.parts.window.policy.override = bool(is_boundary)
+
+    def weight(self, amount: float) -> None:
+        """The micro-batch to come, of as many backwards as it has, counts `amount`, its tokens for instance: the gradient
+        becomes the mean over the weights of all ranks and micro-batches. Zero is allowed. No collective."""
+        window = self.parts.window
+        if not 0 <= amount < float("inf"):
+            raise ValueError(
+                f"weight({amount}) was asked for, but a weight is a finite number of 0 or more. Pass what the batch counts."
+            )
+        window.check_cleared()
+        local, is_settled = window.local, window.scaling.is_settled
+        unweighted = (local.collected or local.pending) and not local.weights
+        if is_settled or unweighted:
+            why = "was settled already, so its mean is taken" if is_settled else "has a gradient without a weight"
+            raise ValueError(
+                f"weight({amount}) was asked for, but this window {why}. Give every micro-batch of a window its weight, before "
+                "clipping, reading gradients or stepping, or none."
+            )
+        window.note()
+        window.local.weights.append(float(amount))
+        window.scaling.weight = float(amount)
+
+    def no_contribution(self) -> None:
+        """This rank has nothing to send backward in this window; it counts as zeros. No collective."""
+        window = self.parts.window
+        self.parts.offloader.check("no_contribution", "weights", "gradients")
+        window.check_cleared()
+        window.note()
+        window.local.is_none = True
+        if not window.grads.is_complete:
+            window.install_proxies()  # what all ranks clip by is global, here too
+
+    def settle(self) -> None:
+        """Makes the gradients of this window final, as the first operation on one does. A collective."""
+        self.parts.offloader.check("settle", "weights", "gradients")
+        self.parts.window.settle("settle")
+
+    def discard(self) -> None:
+        """Throws this window's gradients away. A collective, unless a step has used the window and nothing came since."""
+        self.zero_grad()
+
+    def flush(self) -> None:
+        """Steps on what there is and clears it. A collective."""
+        self.step()
+        self.zero_grad()
 
     # looking -----------------------------------------------------------------------------------------------------
 
@@ -206,10 +229,9 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, dict(state_dict))
             state_dict = state_dict if changed is None else changed
-        scale = loaded_scale(self.loss_scale, state_dict, parts.window.state.needs_sync)
+        scale = loaded_scale(self.loss_scale, state_dict, parts.window.needs_sync)
         load_state(parts, self.inner, state_dict)
-        self.loss_scale, self.skipped_steps = scale, state_dict.get("skipped_steps", self.skipped_steps)
-        self._follow_loss_scale()
+        parts.loss_scaler.scale, self.skipped_steps = scale, state_dict.get("skipped_steps", self.skipped_steps)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -269,12 +291,6 @@ class ShardedOptimizer(Windows, torch.optim.Optimizer):
         The optimizer's state goes with it: take `state_dict()` before, for whoever goes on. Deleting the optimizer closes it.
         """
         self._release()
-
-    def _check_progress(self, norm: float | None) -> None:
-        """Raises where step after step is skipped and the scale cannot fall any further: that would go on for ever."""
-        scale, given = self.loss_scale, self.parts.config.loss_scale
-        if scale is not None and given is not None and scale.stuck >= given.max_skips:
-            raise self.parts.updater.nonfinite(math.nan if norm is None else norm)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -15,6 +15,7 @@ from zero.checkpoint.rng_state import random_bytes
 from zero.checkpoint.writer import ShardPayload
 from zero.memory.formats import ParamFormat, dtype_name, goes_with_elements, sum_dtype
 from zero.plan.layout import Piece
+from zero.runtime.grads.phase import Phase
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import edited, lies_nowhere
 from zero.sharding.state import ShardingState
@@ -82,10 +83,10 @@ class TrainingSnapshot:
 
     def check(self) -> None:
         """Raises where a window is open: its gradients would be lost."""
-        parts, since = self.parts, self.parts.window.state
+        parts, window = self.parts, self.parts.window
         parts.offloader.check("save")
         parts.window.check_cleared()
-        pending = since.needs_sync or (since.synchronized and not since.consumed)
+        pending = window.needs_sync or (window.scaling.is_settled and window.phase is not Phase.STEPPED)
         if pending or (self.engine is not None and self.engine.in_window):
             raise ValueError(
                 "A save was asked for in the middle of an accumulation, but gradients that no step has used yet are not saved. "

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
-from collections.abc import Callable, Sequence
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +17,7 @@ from zero.memory.flatten import unflatten
 from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
-from zero.plan.layout import Block
+from zero.plan.layout import FlatLayout
 from zero.runtime.grads.ownership import check_unmanaged, leave, manage
 from zero.runtime.grads.window import Window
 from zero.runtime.kernels.select import check_kernels, host_step_dtypes
@@ -32,6 +30,7 @@ from zero.runtime.step.updater import Updater
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import check_devices, check_dtypes, check_params, check_settings_on_host
 from zero.setup.param_selection import offload_of, ratio_of, specs_of
+from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.state_offload import StateOffloader
 
 if TYPE_CHECKING:
@@ -42,9 +41,7 @@ if TYPE_CHECKING:
 class ShardingState:
     """The rooms of one sharded optimizer, wired."""
 
-    accelerator: Accelerator
     group: Group
-    layout_ref: LayoutRef
     params: Params
     masters: Masters
     window: Window
@@ -55,11 +52,19 @@ class ShardingState:
     config: ZeroConfig
     offloader: StateOffloader
     memory_guard: MemoryGuard
-    restore_kernels: Callable[[], None] = lambda: None
+    loss_scaler: LossScaler
     owns_group: bool = False
     mid_update: bool = False  # an update has begun that did not end
     closed: bool = False
     pending_save: PendingSave | None = None  # a checkpoint that is being written in the background
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.memory_guard.accelerator
+
+    @property
+    def layout_ref(self) -> LayoutRef:
+        return self.masters.layout_ref
 
     def release(self) -> None:
         """Makes the model plain: no hooks, storage of its own for every parameter, and nothing of ours kept alive."""
@@ -74,14 +79,15 @@ class ShardingState:
         lost = self.window.sync.tracker.replaced()
         unflatten([param for param in self.placer.placed_params() if not lost >> self.params.index[id(param)] & 1])
         self.updater.forget_state()
-        self.restore_kernels()
+        self.updater.restore_kernels()
         self.placer.release()
         self.window.reducer.release()
         if self.owns_group:
             close = self.group.close
-            close() if self.pending_save is None else self.pending_save.on_reported(
-                close
-            )  # ranks have yet to tell each other how it went
+            if self.pending_save is None:
+                close()
+            else:
+                self.pending_save.on_reported(close)  # ranks have yet to tell each other how it went
 
     def release_anywhere(self) -> None:
         """The same, also where garbage is collected in the middle of somebody's tracing, where nothing real may be touched."""
@@ -127,47 +133,27 @@ class ShardingState:
         self.memory_guard.reserve(
             [offload_of(inner.param_groups[group], self.config)], layout.extended(waiting), self.layout_ref.layout
         )
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._remove_params, first, tensors, self.layout_ref.layout)
+            self.layout_ref.replace(layout)
+            self.params.add(tensors, names)
+            self.window.grad_ops.forms.extend(ParamFormat.of(tensor) for tensor in tensors)
+            self.window.grads.register()
+            self.window.sync.tracker.register()
+            for index in range(first, len(self.params.tensors)):
+                self.hooks.attach(index, self.params.tensors[index], self.window.before_grad, self.window.grad_ready)
+            manage(tensors, self.window)
+            on_failure.pop_all()
+
+    def _remove_params(self, first: int, tensors: list[nn.Parameter], layout: FlatLayout) -> None:
+        """Forgets parameters that were added last, however far that came."""
+        leave(tensors)
+        self.hooks.detach(first)
+        self.window.sync.tracker.forget(first)
+        self.window.grads.forget(first)
+        del self.window.grad_ops.forms[first:]
+        self.params.forget(first)
         self.layout_ref.replace(layout)
-        self.params.add(tensors, names)
-        self.window.grad_ops.forms.extend(ParamFormat.of(tensor) for tensor in tensors)
-        self.window.register()
-        self.window.sync.tracker.register()
-        for index in range(first, len(self.params.tensors)):
-            self.hooks.attach(index, self.params.tensors[index], self.window.before_grad, self.window.grad_ready)
-        manage(tensors, self.window)
-
-    def update(self, used: int, coefficient: float) -> None:
-        """Stops 6 and 7 for what was used, on gradients that were judged."""
-        layout = self.layout_ref.layout
-        buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
-        batches = self.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
-        self.mid_update = True
-        try:
-            self._step(batches, used, coefficient)
-        except BaseException as error:
-            self.window.state.failed = self.window.state.mid_update = True  # which the others hear when they next settle
-            self.window.annotate_error(error)
-            raise
-        self.mid_update = False
-
-    def _step(self, batches: Sequence[Sequence[Block]], used: int, coefficient: float) -> None:
-        waiting = collections.deque(batches)
-        try:
-            with self.memory_guard.explain_oom("A step", self.layout_ref):
-                self.updater.begin(batches, used)
-            for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
-                self.publisher.prefetch((*batch, *following))  # weights on their way while this batch is stepped
-                with self.memory_guard.explain_oom("A step", self.layout_ref):
-                    self.updater.step(batch, used, coefficient)
-                self.publisher.send(waiting.popleft())
-        except BaseException:
-            self.masters.abandon()
-            for batch in waiting:  # as the others do
-                self.publisher.send(batch)
-            raise
-        finally:
-            self.window.grad_ops.forget_norms()  # they are those of before clipping
-            self.publisher.wait(used)
 
 
 def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer, params: Params) -> None:
@@ -183,14 +169,3 @@ def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer,
         f"A step was asked for, but the {type(inner).__name__} that was sharded has got {changed} since. Use the sharded "
         "optimizer for load_state_dict and add_param_group, and change its groups and its state in place."
     )
-
-
-def check_used(params: Params, used: int) -> None:
-    """Refuses a step for which some trainable parameter has no gradient on any rank."""
-    named = enumerate(zip(params.names, params.tensors, strict=True))
-    idle = [name for index, (name, tensor) in named if tensor.requires_grad and not used >> index & 1]
-    if idle:
-        raise ValueError(
-            f"A step with on_unused='raise' was asked for, but no rank had a gradient for {', '.join(idle[:5])} "
-            f"({len(idle)} such parameters). Nothing was applied. Use them in the loss, freeze them, or omit on_unused."
-        )

@@ -58,14 +58,15 @@ def test_a_rule_that_cannot_be_is_refused_by_name(wrong):
 def test_what_is_multiplied_while_keeping_and_at_settling_is_the_whole_factor(reduce, loss_scale, total_weight):
     scaling = Scaling(reduce=reduce, loss_scale=loss_scale)
     expected = reduce / loss_scale if total_weight is None else 1.0 / (total_weight * loss_scale)
-    assert scaling.accumulate_factor(False) * scaling.sync_factor(total_weight) == pytest.approx(expected, rel=1e-12)
-    assert scaling.accumulate_factor(True) == pytest.approx(reduce / loss_scale, rel=1e-12)
+    assert scaling.accumulate_factor * scaling.sync_factor(total_weight) == pytest.approx(expected, rel=1e-12)
+    scaling.is_settled = True
+    assert scaling.accumulate_factor == pytest.approx(reduce / loss_scale, rel=1e-12)
 
 
 @unhurried
 @given(st.floats(1e-3, 1e3))
 def test_what_is_multiplied_while_keeping_rounds_nothing(reduce):
-    factor = Scaling(reduce=reduce).accumulate_factor(False)
+    factor = Scaling(reduce=reduce).accumulate_factor
     assert factor.hex().split("p")[0] == "0x1.0000000000000"
 
 

@@ -11,6 +11,7 @@ from tests.zero.runtime.wires import Wire
 from zero.memory.formats import ParamFormat
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
+from zero.plan.grad_scaling import Scaling
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.runtime.reduce.buckets import Reducer
 from zero.runtime.reduce.inflight import InflightReductions
@@ -32,7 +33,8 @@ class Bench:
         accelerator = accelerator or accelerators.get("cpu")
         self.staging = Staging(accelerator, self.dirty)
         self.shard = Shard(self.line, torch.device("cpu"))
-        flight = InflightReductions(self.line, self.wire, self.staging, self.shard)
+        self.scaling = Scaling()
+        flight = InflightReductions(self.line, self.wire, self.staging, self.shard, self.scaling)
         forms = [ParamFormat((self.numel,), None) for _ in specs]
         self.reducer = Reducer(self.line, forms, accelerator, self.staging, flight)
 
@@ -251,7 +253,7 @@ def test_gaps_and_absent_parameters_travel_as_zeros():
         bench = Bench()
         bench.line.layout = FlatLayout.build(specs, 1, bucket_bytes)
         forms = [ParamFormat((3,), None)] * 6
-        flight = InflightReductions(bench.line, bench.wire, bench.staging, bench.shard)
+        flight = InflightReductions(bench.line, bench.wire, bench.staging, bench.shard, bench.scaling)
         reducer = Reducer(bench.line, forms, accelerators.get("cpu"), bench.staging, flight)
         reducer.collect(5, torch.ones(3))
         mine = Counts("step", 0, 0, bytes(8), open=reducer.open_buckets, contributed=True, used=1 << 5)
@@ -361,7 +363,7 @@ def test_multipliers_apply_to_the_first_and_to_what_is_added():
 
 def test_sums_are_multiplied_as_they_are_kept():
     bench = Bench()
-    bench.reducer.inflight.factor = 0.25
+    bench.scaling.reduce, bench.scaling.is_settled = 0.25, True
     bench.give(2, 8)
     assert bench.values()[0] == 2.0
 
@@ -403,7 +405,7 @@ def test_a_parameter_over_several_buckets_is_cut_where_they_end():
     layout = FlatLayout.build([ParamSpec("long", (40,), "float32")], 1, 64)
     bench = Bench()
     bench.line.layout = layout
-    flight = InflightReductions(bench.line, bench.wire, bench.staging, bench.shard)
+    flight = InflightReductions(bench.line, bench.wire, bench.staging, bench.shard, bench.scaling)
     reducer = Reducer(bench.line, [ParamFormat((40,), None)], accelerators.get("cpu"), bench.staging, flight)
     reducer.collect(0, torch.arange(40.0))
     reducer.advance()

@@ -50,7 +50,10 @@ def test_it_looks_like_the_gradient_and_has_no_memory(params):
         assert (param.grad.shape, param.grad.dtype, param.grad.device) == (param.shape, param.dtype, param.device)
         assert param.grad.stride() == param.stride()
         assert param.grad.data_ptr() == 0
-    assert repr(params[0].grad) == "<the gradient of layer.0, (3, 4), in shares of its ranks>"
+    assert repr(params[0].grad) == (
+        "ShardedGrad('layer.0', shape=(3, 4), dtype=torch.float32: each rank holds its share; "
+        "optimizer.whole_grad(parameter) returns all of it)"
+    )
 
 
 @pytest.mark.parametrize("foreach", [True, False, None])

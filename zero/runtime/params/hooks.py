@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ class _Attached:
     ready: Callable[[int], None]
     node: Node
     address: int
+    handles: list[Any] = field(default_factory=list)
 
 
 class GradHooks:
@@ -37,7 +38,6 @@ class GradHooks:
 
     def __init__(self, params: Params) -> None:
         self._params = params
-        self._handles: list[Any] = []
         self._attached: dict[int, _Attached] = {}
 
     def attach(
@@ -52,7 +52,7 @@ class GradHooks:
 
         with _training(param):
             self._attached[index] = _Attached(param, before, ready, get_gradient_edge(param).node, param.data_ptr())
-            self._handles.append(param.register_hook(follow))  # type: ignore[no-untyped-call]
+            self._attached[index].handles.append(param.register_hook(follow))  # type: ignore[no-untyped-call]
         self._sit_on(index)
 
     def renew(self) -> None:
@@ -71,15 +71,16 @@ class GradHooks:
             self.renew()
 
     def _sit_on(self, index: int) -> None:
-        node, before, ready = self._attached[index].node, self._attached[index].before, self._attached[index].ready
-        self._handles.append(node.register_prehook(lambda _: before(index)))
-        self._handles.append(node.register_hook(lambda _, __: ready(index)))
+        attached = self._attached[index]
+        before, ready = attached.before, attached.ready
+        attached.handles.append(attached.node.register_prehook(lambda _: before(index)))
+        attached.handles.append(attached.node.register_hook(lambda _, __: ready(index)))
 
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._attached.clear()
+    def detach(self, first: int = 0) -> None:
+        """Removes the hooks of this parameter and of all after it."""
+        for index in [index for index in self._attached if index >= first]:
+            for handle in self._attached.pop(index).handles:
+                handle.remove()
 
 
 @contextlib.contextmanager

@@ -31,6 +31,12 @@ class Params:
             self.tensors.append(tensor)
             self.names.append(name)
 
+    def forget(self, first: int) -> None:
+        """Removes this parameter and all after it."""
+        for tensor in self.tensors[first:]:
+            self.index.pop(id(tensor), None)
+        del self.tensors[first:], self.names[first:]
+
     def names_in(self, model: torch.nn.Module, tensors: Sequence[torch.nn.Parameter]) -> list[str]:
         """What to call parameters that are new; those that are not the model's get a number."""
         by_id = {id(param): name for name, param in model.named_parameters()}

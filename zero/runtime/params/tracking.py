@@ -60,6 +60,11 @@ class ParamTracker:
         self._members.update(index for index, tensor in enumerate(self._params.tensors) if id(tensor) in present)
         self._note_tables()
 
+    def forget(self, first: int) -> None:
+        """Takes no notice of this parameter and all after it."""
+        self._members = {index for index in self._members if index < first}
+        self._addresses = {index: address for index, address in self._addresses.items() if index < first}
+
     def invalidate(self) -> None:
         """Flat memory is another one by now."""
         self._addresses.clear()

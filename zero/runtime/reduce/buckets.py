@@ -91,6 +91,10 @@ class Reducer(Timed):
                 if multiplier is not None:
                     place.mul_(multiplier)
 
+    def is_placed(self, param: int) -> bool:
+        """Whether a parameter has a place in a bucket yet."""
+        return self.line.layout.slots[param] is not None
+
     def accumulates_fp32(self, param: int) -> bool:
         """Whether several of its gradients can be added up here without being sent; see [Note: wide]."""
         dtypes = (self.line.dtype_of(index) for index, *_ in self.line.layout.parts(param))

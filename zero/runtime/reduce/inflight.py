@@ -16,6 +16,7 @@ from zero.memory.deferred_sum import DeferredSum, Sums, share_memory
 from zero.memory.formats import sum_dtype
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
+from zero.plan.grad_scaling import Scaling
 from zero.runtime.kernels.sums import SumsByTorch
 from zero.runtime.profiling import Timed, stop
 
@@ -50,13 +51,14 @@ class InflightReductions(Timed):
         group: Group,
         staging: Staging,
         shard: Shard,
+        scaling: Scaling,
         widest: torch.dtype | None = None,
         looks: bool = False,
         sums: Sums | None = None,
     ) -> None:
-        self.factor = 1.0  # what a sum is multiplied with when it is kept
         self.num_bytes = 0  # sent so far, by this rank
         self._line = line
+        self._scaling = scaling  # says what a sum is multiplied with when it is kept
         self._reduce = group.all_reduce if line.layout.num_shares < group.size else group.reduce_scatter
         self._staging = staging
         self.shard = shard
@@ -126,7 +128,7 @@ class InflightReductions(Timed):
             self._staging.give_back(buffer)
             return
         total = self._wait(pending)
-        crossing = self.shard.add(bucket, total, self.factor) if keep else None
+        crossing = self.shard.add(bucket, total, self._scaling.accumulate_factor) if keep else None
         self._staging.give_back(buffer, crossing if total is buffer else None)  # which the copy may still read
 
     def _defers(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
@@ -146,7 +148,7 @@ class InflightReductions(Timed):
         if not is_lent:
             self._staging.give_back(buffer)
         let_go = partial(self._release, pending, buffer if is_lent else None)
-        self.shard.defer(bucket, DeferredSum(rows, (self.factor,), self.sums, num_bytes, is_lent, let_go))
+        self.shard.defer(bucket, DeferredSum(rows, (self._scaling.accumulate_factor,), self.sums, num_bytes, is_lent, let_go))
         return True
 
     def _defers_in_place(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
@@ -161,7 +163,10 @@ class InflightReductions(Timed):
             self._add_up(rows, own)
         pending.release()
         let_go = partial(self._staging.give_back, buffer)
-        self.shard.defer(bucket, DeferredSum([own], (self.factor,), self.sums, buffer.untyped_storage().nbytes(), True, let_go))
+        self.shard.defer(
+            bucket,
+            DeferredSum([own], (self._scaling.accumulate_factor,), self.sums, buffer.untyped_storage().nbytes(), True, let_go),
+        )
         return True
 
     def _release(self, pending: UnreducedResult, buffer: torch.Tensor | None) -> None:
@@ -185,4 +190,4 @@ class InflightReductions(Timed):
     @stop("reduce")
     def _wait_into(self, pending: Pending, target: torch.Tensor, adds: bool) -> None:
         """The same, straight to where it is kept."""
-        wait_into(pending, target, self.factor, adds, self.sums.add)
+        wait_into(pending, target, self._scaling.accumulate_factor, adds, self.sums.add)

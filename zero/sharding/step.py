@@ -1,0 +1,85 @@
+"""One step of a sharded optimizer, in order: settle, decide, update, publish."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Sequence
+
+from zero.plan.layout import Block
+from zero.runtime.grads.phase import Phase
+from zero.runtime.params.table import Params
+from zero.runtime.step.updater import StepDecision
+from zero.sharding.state import ShardingState
+
+
+def step(state: ShardingState) -> StepDecision | None:
+    """Settles the window and updates the weights with what is in it. Returns what was decided, or None where no rank had a
+    gradient. A collective."""
+    window, sync = state.window, state.window.sync
+    window.settle("step")
+    state.group.end_warmup()
+    sync.set_phase("in the update")
+    sync.tracker.copy_back()
+    sync.step += 1
+    decision = None
+    if window.used and state.config.on_unused == "raise":
+        _check_used(state.params, window.used)
+    if window.used:
+        decision = state.updater.decide()
+    is_applied = decision is None or decision.apply  # a step without any gradient counts as a finite one
+    state.loss_scaler.update(is_applied)
+    if decision is not None and is_applied:
+        update(state, window.used, decision.coefficient)
+    else:
+        window.move_to(Phase.STEPPED)
+    sync.set_phase("before a backward")
+    return decision
+
+
+def update(state: ShardingState, used: int, coefficient: float) -> None:
+    """Steps the masters of what was used and publishes its weights."""
+    layout = state.layout_ref.layout
+    buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
+    batches = state.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
+    state.window.move_to(Phase.STEPPING)
+    state.mid_update = True
+    try:
+        _step_batches(state, batches, used, coefficient)
+    except BaseException as error:
+        state.window.move_to(Phase.TORN)
+        state.window.annotate_error(error)
+        raise
+    state.mid_update = False
+    state.window.move_to(Phase.STEPPED)
+
+
+def _step_batches(state: ShardingState, batches: Sequence[Sequence[Block]], used: int, coefficient: float) -> None:
+    updater, publisher, waiting = state.updater, state.publisher, collections.deque(batches)
+    try:
+        with state.memory_guard.explain_oom("A step", state.layout_ref):
+            updater.begin(batches, used)
+        for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
+            publisher.prefetch((*batch, *following))  # weights on their way while this batch is stepped
+            with state.memory_guard.explain_oom("A step", state.layout_ref):
+                updater.step(batch, used, coefficient)
+            publisher.send(waiting.popleft())
+    except BaseException:
+        state.masters.abandon()
+        for batch in waiting:  # as the others do
+            publisher.send(batch)
+        raise
+    finally:
+        state.window.grad_ops.forget_norms()  # they are those of before clipping
+        publisher.wait(used)
+
+
+def _check_used(params: Params, used: int) -> None:
+    """Refuses a step for which some trainable parameter has no gradient on any rank."""
+    named = enumerate(zip(params.names, params.tensors, strict=True))
+    idle = [name for index, (name, tensor) in named if tensor.requires_grad and not used >> index & 1]
+    if idle:
+        raise ValueError(
+            f"A step with on_unused='raise' was asked for, but no rank had a gradient for {', '.join(idle[:5])} "
+            f"({len(idle)} such parameters). Nothing was applied. Use them in the loss, freeze them, or omit on_unused."
+        )
