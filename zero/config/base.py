@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from zero.config.registry import brief, did_you_mean
 
 
-class Block(BaseModel):
+class ConfigModel(BaseModel):
     """A frozen group of settings with a subject of its own. A mistake in it is one ValueError in our words."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -28,7 +28,7 @@ class Block(BaseModel):
             ) from None
 
 
-def _explain(block: type[Block], problem: Any) -> str:
+def _explain(block: type[ConfigModel], problem: Any) -> str:
     """One pydantic problem in three parts: what was asked, what was found, what to do."""
     place = ".".join(str(part) for part in problem["loc"] if isinstance(part, int) or part in block.model_fields)
     if problem["type"] == "value_error":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from zero.config.base import Block
+from zero.config.base import ConfigModel
 from zero.config.registry import (
     FUSED_IN_TORCH,
     OPTIMIZERS,
@@ -39,7 +39,7 @@ Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 
 
-class LossScale(Block):
+class LossScale(ConfigModel):
     """Scaling of the loss for fp16: fixed at `initial`, or moved with what the gradients turn out to be."""
 
     dynamic: bool = True
@@ -61,7 +61,7 @@ class LossScale(Block):
 NAMES_OF_HOST = ("cpu", "host")
 
 
-class Offload(Block):
+class Offload(ConfigModel):
     """Where masters, optimizer state and gradient shares live when not on the accelerator, and how much of them."""
 
     home: Annotated[Literal["host"], BeforeValidator(lambda given: _place(given))] = "host"
@@ -99,7 +99,7 @@ def _place(given: object) -> str:
     return "host"
 
 
-class Batch(Block):
+class Batch(ConfigModel):
     """How many samples make a step. `of` fills in the one that was left out; the identity always holds."""
 
     global_samples: Count
@@ -164,7 +164,7 @@ def _pairs(given: object) -> object:
 Settings = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(_pairs)]
 
 
-class Recipe(Block):
+class Recipe(ConfigModel):
     """Something to build, by name, with all its settings; those not given take the defaults of `zero/config/registry.py`."""
 
     what: ClassVar[str]
@@ -205,7 +205,7 @@ class ScheduleSpec(Recipe):
     what, known = "schedule", SCHEDULES
 
 
-class Report(Block):
+class Report(ConfigModel):
     """What a run says about itself while it trains."""
 
     every_steps: Count | None = None
@@ -214,7 +214,7 @@ class Report(Block):
     tensorboard: str | None = None  # a folder
 
 
-class ZeroConfig(Block):
+class ZeroConfig(ConfigModel):
     """Everything that `zero.shard` and `zero.initialize` can be told. Equal objects have equal digests."""
 
     stage: Annotated[int, Field(ge=0, le=2)]

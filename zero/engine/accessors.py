@@ -19,7 +19,11 @@ class Answers:
 
     module: nn.Module
     optimizer: ShardedOptimizer
-    config: ZeroConfig
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The effective configuration. No collective."""
+        return self.optimizer.config
 
     # what it was told --------------------------------------------------------------------------------------------
 

@@ -35,8 +35,6 @@ class Engine(Answers, Checkpoints):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
-        self.config = parts.config
-        self.device = next((param.device for param in self.module.parameters()), parts.accelerator.device())
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
@@ -45,6 +43,12 @@ class Engine(Answers, Checkpoints):
         self._applied = False
         self._progress = Progress(self.config.report, optimizer)
         self._announce_boundary()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is. No collective."""
+        own = next((param.device for param in self.module.parameters()), None)
+        return self.optimizer.parts.accelerator.device() if own is None else own
 
     # the loop ----------------------------------------------------------------------------------------------------
 

@@ -112,6 +112,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise
 
     @property
+    def config(self) -> ZeroConfig:
+        """The effective configuration. No collective."""
+        return self._parts.config
+
+    @property
     def loss_scale(self) -> LossScale | None:
         """That of fp16 weights; None where there is none. No collective."""
         return self._parts.loss_scaler.scale
