@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from accelerators import choice
-from accelerators.choice import Chosen
+from accelerators.choice import Selected
 from accelerators.interface import Accelerator
 from accelerators.memory import format_bytes, memory_cap
 from accelerators.registry import Candidate
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def describe(candidate: Candidate, chosen: Chosen) -> dict[str, Any]:
+def describe(candidate: Candidate, chosen: Selected) -> dict[str, Any]:
     """One candidate as plain data. A device that is there but does not answer is only probed here, so its error is a reason.
 
     What is taken on request only is not tried in passing: to torch a device that came up is the accelerator of the process.

@@ -20,7 +20,7 @@ FactoryType = TypeVar("FactoryType", bound=Factory)
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Selected:
     """An accelerator, and why it is this one."""
 
     accelerator: Accelerator
@@ -36,14 +36,14 @@ class Chosen:
         return request is not None and request.name == self.name and request.index in (None, self.accelerator.current_index())
 
 
-class Choice:
+class Selection:
     """Made once and kept: code that asks later gets the same answer as code that asked before."""
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
-        self.chosen: Chosen | None = None
+        self.chosen: Selected | None = None
 
-    def current(self) -> Chosen:
+    def current(self) -> Selected:
         if self.chosen is None:
             request = requested_by(os.environ)
             if request is None:
@@ -52,7 +52,7 @@ class Choice:
                 self.chosen = self._take_requested(request)
         return self.chosen
 
-    def use(self, wanted: str | Accelerator) -> Chosen:
+    def use(self, wanted: str | Accelerator) -> Selected:
         if self.chosen is not None and not self.chosen.is_what(wanted):
             raise ValueError(
                 f"accelerators.use({wanted!r}) was asked for, but this process already uses {self.chosen.name} "
@@ -63,7 +63,7 @@ class Choice:
         return self.chosen
 
     @contextlib.contextmanager
-    def using(self, wanted: str | Accelerator) -> Iterator[Chosen]:
+    def using(self, wanted: str | Accelerator) -> Iterator[Selected]:
         before = self.chosen
         self.chosen = inside = self._take_wanted(wanted)
         try:
@@ -73,7 +73,7 @@ class Choice:
             if inside.index_before is not None:
                 inside.accelerator.set_index(inside.index_before)
 
-    def _take_wanted(self, wanted: str | Accelerator) -> Chosen:
+    def _take_wanted(self, wanted: str | Accelerator) -> Selected:
         if isinstance(wanted, str):
             request = parse_request(wanted, f"accelerators.use({wanted!r})")
             if request is None:
@@ -84,14 +84,14 @@ class Choice:
         reason = wanted.unavailable_reason()
         if reason is not None:
             raise ValueError(f"accelerators.use({wanted!r}) was asked for, but {reason}. Make it available, or use another.")
-        return Chosen(wanted, wanted.name, "an object passed to accelerators.use")
+        return Selected(wanted, wanted.name, "an object passed to accelerators.use")
 
-    def _take_requested(self, request: Request) -> Chosen:
+    def _take_requested(self, request: Request) -> Selected:
         candidate = self.registry.find(request.name, request.asked)
         check(candidate, request)
         return self._take(candidate, request, request.asked)
 
-    def _take(self, candidate: Candidate, request: Request | None, why: str) -> Chosen:
+    def _take(self, candidate: Candidate, request: Request | None, why: str) -> Selected:
         accelerator = candidate.accelerator
         index_before = None
         index = choose_index(request, os.environ, accelerator.device_count())
@@ -99,10 +99,10 @@ class Choice:
             index_before = accelerator.current_index()
             accelerator.set_index(index)  # before anything is allocated, or it would land on device 0 of every rank
         logger.info("Accelerator %s: %s", candidate.name, why)
-        return Chosen(accelerator, candidate.name, why, index_before)
+        return Selected(accelerator, candidate.name, why, index_before)
 
 
-_choice = Choice(Registry(BUILT_IN))
+_choice = Selection(Registry(BUILT_IN))
 
 
 def current() -> Accelerator:
@@ -135,7 +135,7 @@ def candidates() -> list[Candidate]:
     return list(_choice.registry)
 
 
-def chosen() -> Chosen:
+def chosen() -> Selected:
     """The current accelerator with the name it is registered under and why it is this one."""
     return _choice.current()
 

@@ -8,7 +8,7 @@ import pytest
 import accelerators
 from accelerators import choice
 from accelerators.backends.cpu import CpuAccelerator
-from accelerators.choice import Choice
+from accelerators.choice import Selection
 from accelerators.registry import Registration, Registry
 from tests.accelerators.fakes import fake_device_module, give_torch
 
@@ -29,7 +29,7 @@ def table(monkeypatch):
     for variable in ("ACCELERATOR", "DS_ACCELERATOR", "LOCAL_RANK"):
         monkeypatch.delenv(variable, raising=False)
     give_torch(monkeypatch, dev=fake_device_module(2))
-    return Choice(Registry(CANDIDATES, lambda group: []))
+    return Selection(Registry(CANDIDATES, lambda group: []))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import accelerators
 from accelerators import __main__ as command
 from accelerators import choice
 from accelerators.backends import BUILT_IN
-from accelerators.choice import Choice
+from accelerators.choice import Selection
 from accelerators.registry import Registration, Registry
 from tests.accelerators.fakes import fake_device_module, give_torch
 
@@ -28,7 +28,7 @@ def table(monkeypatch):
     for variable in ("ACCELERATOR", "DS_ACCELERATOR", "LOCAL_RANK"):
         monkeypatch.delenv(variable, raising=False)
     registry = Registry(BUILT_IN, lambda group: [])
-    monkeypatch.setattr(choice, "_choice", Choice(registry))
+    monkeypatch.setattr(choice, "_choice", Selection(registry))
     return registry
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from accelerators.backends import BUILT_IN
 from accelerators.backends.cpu import CpuAccelerator
-from accelerators.choice import Choice
+from accelerators.choice import Selection
 from accelerators.registry import Candidate, Registration, Registry
 
 CPU = Registration("cpu", "accelerators.backends.cpu:CpuAccelerator", priority=0)
@@ -86,11 +86,11 @@ def test_a_broken_plug_in_is_named_with_its_error_and_breaks_nothing_else(factor
     monkeypatch.delenv("ACCELERATOR", raising=False)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     registry = Registry([CPU, Registration("mine", factory, priority=99)], no_entry_points)
-    choice = Choice(registry)
+    choice = Selection(registry)
     assert choice.current().name == "cpu"
     assert not registry.find("mine").usable
     with pytest.raises(ValueError, match=f"mine.* was asked for, but {reason}. Install") as error:
-        Choice(registry).use("mine")
+        Selection(registry).use("mine")
     assert error.value.__cause__ is not None
 
 
@@ -108,7 +108,7 @@ def test_a_plug_in_that_asks_for_the_accelerator_while_it_is_made_is_told_so_and
     for variable in ("ACCELERATOR", "DS_ACCELERATOR"):
         monkeypatch.delenv(variable, raising=False)
     registry = Registry([CPU], no_entry_points)
-    choice = Choice(registry)
+    choice = Selection(registry)
     registry.add(Registration("mine", lambda: choice.current().accelerator, priority=99))
     assert choice.current().name == "cpu"
     assert "The accelerator was asked for, but mine is being tried for just that answer. Ask" in registry.find("mine").reason
@@ -165,7 +165,7 @@ def test_threads_that_ask_at_once_all_see_every_entry_point_and_get_one_object(m
         time.sleep(0.02)
         return [EntryPoint("mine", f"{__name__}:Mine", group)] if group == "accelerators" else []
 
-    choice, found = Choice(Registry([CPU], slow_entry_points)), []
+    choice, found = Selection(Registry([CPU], slow_entry_points)), []
 
     def ask():
         barrier.wait()

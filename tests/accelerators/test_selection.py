@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from accelerators.backends import BUILT_IN
-from accelerators.choice import Choice
+from accelerators.choice import Selection
 from accelerators.registry import Candidate, Registration, Registry
 from accelerators.selection import Request, choose, choose_index, parse_request, requested_by
 from tests.accelerators.fakes import fake_device_module, give_torch, install_plugin
@@ -49,7 +49,7 @@ def test_unasked_the_best_that_has_a_device_is_taken(registry, monkeypatch, situ
     for plugin in importable:
         install_plugin(monkeypatch, plugin)
     give_torch(monkeypatch, **{name: None if n is None else fake_device_module(n) for name, n in devices.items()})
-    chosen = Choice(registry).current()
+    chosen = Selection(registry).current()
     assert (chosen.name, chosen.accelerator.name) == (expected, expected)
     assert chosen.why == "the usable one of highest priority"
     reasons = {candidate.name: candidate.reason for candidate in registry}
@@ -60,11 +60,11 @@ def test_unasked_the_best_that_has_a_device_is_taken(registry, monkeypatch, situ
 @pytest.mark.promise("X03")
 def test_explicit_goes_before_environment_and_environment_before_probing(registry, monkeypatch):
     give_torch(monkeypatch, cuda=fake_device_module(1), xpu=fake_device_module(1))
-    assert Choice(registry).current().name == "cuda"
+    assert Selection(registry).current().name == "cuda"
     monkeypatch.setenv("ACCELERATOR", "xpu")
-    chosen = Choice(registry).current()
+    chosen = Selection(registry).current()
     assert (chosen.name, chosen.why) == ("xpu", "ACCELERATOR=xpu")
-    chosen = Choice(registry).use("cpu")
+    chosen = Selection(registry).use("cpu")
     assert (chosen.name, chosen.why) == ("cpu", "accelerators.use('cpu')")
 
 
@@ -140,7 +140,7 @@ def test_accelerator_goes_before_ds_accelerator_and_empty_is_unset(environment, 
 )
 def test_what_was_asked_for_and_cannot_be_had_is_an_error_and_never_the_cpu(registry, monkeypatch, value, message):
     monkeypatch.setenv("ACCELERATOR", value)
-    choice = Choice(registry)
+    choice = Selection(registry)
     with pytest.raises(ValueError, match=message):
         choice.current()
     assert choice.chosen is None
@@ -181,7 +181,7 @@ def test_the_device_is_the_local_rank_where_there_is_one_and_an_error_where_not(
 def test_the_device_is_set_when_the_choice_is_made_before_anything_is_allocated(registry, monkeypatch):
     give_torch(monkeypatch, cuda=fake_device_module(4))
     monkeypatch.setenv("LOCAL_RANK", "3")
-    accelerator = Choice(registry).current().accelerator
+    accelerator = Selection(registry).current().accelerator
     assert accelerator.current_index() == 3
     assert accelerator.device() == torch.device("cuda:3")
 

@@ -6,7 +6,7 @@ import pytest
 
 from accelerators.backends import BUILT_IN
 from accelerators.backends.plugins import KNOWN_PLUGINS, PluginAccelerator
-from accelerators.choice import Choice
+from accelerators.choice import Selection
 from accelerators.registry import Candidate, Registry
 from tests.accelerators.fakes import fake_device_module, give_torch, install_plugin
 
@@ -24,7 +24,7 @@ def test_asked_for_by_name_a_plug_in_is_imported_and_serves_if_torch_then_has_de
     monkeypatch.setenv("ACCELERATOR", known.name.upper())
     for count in (0, 2):
         give_torch(monkeypatch, **{known.name: fake_device_module(count)})
-        choice = Choice(Registry(BUILT_IN, lambda group: []))
+        choice = Selection(Registry(BUILT_IN, lambda group: []))
         if count == 0:
             with pytest.raises(ValueError, match=rf"={known.name.upper()} was asked for, but torch.{known.name}\.is_available"):
                 choice.current()
