@@ -44,7 +44,7 @@ ARGUED: dict[str, str] = {}
 BROAD_EXCEPTS = {
     "accelerators/registry.py": "a plug-in is other people's code, and must break nothing else",
     "accelerators/__main__.py": "so are its methods, and the table is there to say which of them fail",
-    "zero/checkpoint/agreed.py": "whatever fails on one rank is said on all of them, which wait for it",
+    "zero/comm/exchange.py": "whatever fails on one rank is said on all of them, which wait for it",
     "zero/checkpoint/writer.py": "what fails on a thread is said when somebody next asks",
 }
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable
-from typing import TypeVar
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from zero.comm.group import Group
-from zero.errors import RankFailed, RanksDiffer, ZeroError
+from zero.errors import CheckpointFailed, RankFailed, RanksDiffer, ZeroError
 
 Result = TypeVar("Result")
 
@@ -47,17 +47,50 @@ def first_difference(first: str, other: str, rank: int) -> str:
     return "they have the same parameters, in other places"
 
 
-def run_on_all(group: Group, act: Callable[[], Result]) -> Result:
-    """What `act` gives; where it fails on one rank, all of them raise, so that none waits for what will not come."""
+Failure = Callable[[Exception | None, Mapping[int, str], int], Exception]
+
+
+def _rank_failed(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
+    rank, text = next(iter(failed.items()))
+    return error or RankFailed(f"Rank {rank} of {size} could not do its part of the sharding, so nobody did: {text}")
+
+
+def run_on_all(group: Group, act: Callable[[], Result], failure: Failure = _rank_failed) -> Result:
+    """Returns what `act` returns. Where it fails on one rank, all of them raise, so that none waits for what will not come:
+    what `failure` makes of this rank's error, of what every failed rank says, and of the number of ranks. A collective."""
+    error, result = None, None
     try:
         result = act()
-    except Exception as error:
-        with contextlib.suppress(ZeroError):
-            group.all_gather_bytes(b"\1")
-            exchange_texts(group, f"{type(error).__name__}: {error}")
-        raise
-    if any(message != b"\0" for message in group.all_gather_bytes(b"\0")):
-        for rank, text in enumerate(exchange_texts(group, "")):
-            if text:
-                raise RankFailed(f"Rank {rank} of {group.size} could not do its part of the sharding, so nobody did: {text}")
-    return result
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the others are waiting to hear of it
+        error = caught
+    try:
+        if not any(message != b"\0" for message in group.all_gather_bytes(b"\0" if error is None else b"\1")):
+            return result  # type: ignore[return-value]
+        texts = exchange_texts(group, "" if error is None else f"{type(error).__name__}: {error}")
+    except ZeroError as lost:
+        raise error or lost from None
+    told = failure(error, {rank: text for rank, text in enumerate(texts) if text}, group.size)
+    raise told from (None if told is error else error)
+
+
+def all_or_none(group: Group, what: str, act: Callable[[], Result]) -> Result:
+    """Returns what `act` returns. Where it fails on some ranks, all of them raise the same. A collective."""
+
+    def failure(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
+        if isinstance(error, (ValueError, TypeError, FileNotFoundError, ZeroError)) and len(failed) == size:
+            return error  # which all of them see
+        where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+        return CheckpointFailed(f"{what} was asked for, but it failed on {where}. Nothing was changed by it.")
+
+    group.set_phase(f"in {what.lower()}")
+    return run_on_all(group, act, failure)
+
+
+def require_same_args(group: Group, what: str, **args: Any) -> None:
+    """Raises on all ranks where they call it with different arguments. A collective."""
+    texts = exchange_texts(group, json.dumps(args))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise RanksDiffer(
+                f"{what} was asked for, but by rank 0 with {texts[0]} and by rank {rank} with {text}. Call it alike on all."
+            )

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zero.checkpoint.agreed import agreed, require_same_args
+from zero.comm.exchange import all_or_none, require_same_args
 from zero.sharding.load import latest, load_from
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.save import save
@@ -54,7 +54,7 @@ class Checkpoints:
         finish_saving(self.optimizer)  # or the first one, which is still being written, would not be there
         tag = None if tag is None else str(tag)
         if tag is None:
-            tag = agreed(about.parts.group, "A load", lambda: latest(load_dir))
+            tag = all_or_none(about.parts.group, "A load", lambda: latest(load_dir))
             require_same_args(about.parts.group, "A load", latest=tag)
         if tag is None:
             logger.warning("There is no checkpoint in %s yet, so nothing was loaded.", load_dir)

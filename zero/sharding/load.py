@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from zero.checkpoint import values
-from zero.checkpoint.agreed import agreed, require_same_args
 from zero.checkpoint.folder import Folder, check_file, read_manifest
 from zero.checkpoint.manifest import ANOTHER, VALUE, Buffer, Manifest, Stored
 from zero.checkpoint.module_names import num_wrappers, rewrapped
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.reader import Lines
 from zero.checkpoint.rng_state import put_back
+from zero.comm.exchange import all_or_none, require_same_args
 from zero.errors import BadCheckpoint
 from zero.memory.formats import dtype_named
 from zero.sharding.loss_scaler import loaded_scale
@@ -63,15 +63,15 @@ def load_from(
     """The same; where the checkpoint lies, and what was saved as `extra`."""
     optimizer, group = about.optimizer, about.parts.group
     finish_saving(optimizer)
-    found, manifest = agreed(group, "A load", lambda: _found(directory, tag, about))
+    found, manifest = all_or_none(group, "A load", lambda: _found(directory, tag, about))
     has_schedule = about.scheduler is not None and bool(scheduler_states)
     flags = {"optimizer_states": bool(optimizer_states), "schedule": has_schedule, "counters": bool(counters)}
     require_same_args(group, "A load", checkpoint=manifest.digest, tag=found.name, **flags)
-    agreed(group, "A load", lambda: _verify(found, manifest, group.rank, group.size))
+    all_or_none(group, "A load", lambda: _verify(found, manifest, group.rank, group.size))
     with contextlib.closing(Lines(found, manifest)) as lines:
         loading = _Loading(about, manifest, lines, bool(optimizer_states), has_schedule)
-        agreed(group, "A load", lambda: loading.check(range(group.rank, len(manifest.files), group.size)))
-        agreed(group, "A load", loading.read_plain)
+        all_or_none(group, "A load", lambda: loading.check(range(group.rank, len(manifest.files), group.size)))
+        all_or_none(group, "A load", loading.read_plain)
         loading.take_plain()
         optimizer.zero_grad()
         loading.fill()
@@ -207,7 +207,7 @@ class _Loading:
                 changed.append((module, had))
 
         try:
-            agreed(about.parts.group, "A load", take)
+            all_or_none(about.parts.group, "A load", take)
         except BaseException:
             if schedule is not None:
                 schedule.load_state_dict(before)

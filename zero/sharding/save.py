@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from zero.checkpoint import values
-from zero.checkpoint.agreed import agreed, require_same_args
 from zero.checkpoint.folder import Folder, check_tag
 from zero.checkpoint.manifest import Buffer, Manifest
 from zero.checkpoint.writer import PendingSave, Plan, Writer
-from zero.comm.exchange import exchange_texts
+from zero.comm.exchange import all_or_none, exchange_texts, require_same_args
 from zero.comm.group import Group
 from zero.errors import ZeroError
 from zero.memory.formats import dtype_name
@@ -46,7 +45,7 @@ def save(
     optimizer, parts = about.optimizer, about.parts
     finish_saving(optimizer)
     tag = f"global_step{about.step}" if tag is None else tag
-    folder, kept, rest = agreed(
+    folder, kept, rest = all_or_none(
         parts.group, "A save", lambda: _checked(directory, tag, extra, keep_last, about, parts.group.rank == 0)
     )
     require_same_args(
@@ -68,9 +67,9 @@ def save(
         writer.commit(plan)
 
     try:
-        cargo = agreed(parts.group, "A save", lambda: _cargo(about, kept, async_save))
+        cargo = all_or_none(parts.group, "A save", lambda: _cargo(about, kept, async_save))
         if not async_save:
-            agreed(parts.group, "A save", write)
+            all_or_none(parts.group, "A save", write)
     except BaseException:
         _clear(place, parts.group)
         raise
@@ -86,7 +85,7 @@ def save(
 
 def _meet_in(folder: Folder, tag: str, group: Group) -> Path:
     """A hidden folder that rank 0 makes and all see."""
-    made = agreed(group, "A save", lambda: folder.begin(tag) if group.rank == 0 else None)
+    made = all_or_none(group, "A save", lambda: folder.begin(tag) if group.rank == 0 else None)
     name = exchange_texts(group, "" if made is None else made.name)[0]
     place = folder.path / name
 
@@ -96,7 +95,7 @@ def _meet_in(folder: Folder, tag: str, group: Group) -> Path:
         return place
 
     try:
-        return agreed(group, "A save", look)
+        return all_or_none(group, "A save", look)
     except BaseException:
         _clear(made, group)
         raise
