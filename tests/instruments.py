@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 
 from zero.comm.group import Group, Pending, SharedHostMemory
+from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes.host import HostCopy
-from zero.memory.shard import Shard
 from zero.memory.staging import Staging
 
 
@@ -123,7 +123,7 @@ def poison() -> Iterator[list[Any]]:
 
     Gives the list of what was poisoned, so that a test can see that there was something.
     """
-    make, clear, borrow, give_back = Shard.allocate, Shard.clear, Staging.borrow, Staging.give_back
+    make, clear, borrow, give_back = GradientShard.allocate, GradientShard.clear, Staging.borrow, Staging.give_back
     lock, seen = threading.Lock(), []
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ def poison() -> Iterator[list[Any]]:
         with torch.no_grad():
             return tensor.fill_(float("nan"))
 
-    def poisoned_clear(shard: Shard) -> None:
+    def poisoned_clear(shard: GradientShard) -> None:
         for share in shard.present():
             fill(share)
         clear(shard)
@@ -142,8 +142,8 @@ def poison() -> Iterator[list[Any]]:
         give_back(staging, buffer, crossing)
 
     with (
-        mock.patch.object(Shard, "allocate", lambda shard, bucket: fill(make(shard, bucket))),
-        mock.patch.object(Shard, "clear", poisoned_clear),
+        mock.patch.object(GradientShard, "allocate", lambda shard, bucket: fill(make(shard, bucket))),
+        mock.patch.object(GradientShard, "clear", poisoned_clear),
         mock.patch.object(Staging, "borrow", lambda staging, *args: fill(borrow(staging, *args))),
         mock.patch.object(Staging, "give_back", poisoned_give_back),
     ):

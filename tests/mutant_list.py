@@ -86,7 +86,9 @@ NAMED = [
         Replace(the(Return).the(comprehension).iter, "{it}[:1]"),
     ),
     Mutant("the norm of one rank's share only", "ShardedGradOps.total_norm", Replace(the(IfExp), "{it.orelse}")),
-    Mutant("rows that wait keep their factor when gradients are multiplied", "Shard.multiply", Drop(the(For, "deferred"))),
+    Mutant(
+        "rows that wait keep their factor when gradients are multiplied", "GradientShard.multiply", Drop(the(For, "deferred"))
+    ),
     Mutant("rows that wait are stepped on as they came", "Updater._step_fused", Drop(the(Call, "Gradient").the(Starred))),
     Mutant("all factors of a gradient are one", "deferred_sum.merged", Replace(the(If).test, "True")),
     Mutant(
@@ -97,8 +99,10 @@ NAMED = [
     Mutant("the fused step adopts no edit", "FusedAdam.step", Replace(the(If, "same_bits").test, "False")),
     Mutant("a stretch of the fused step ends anywhere", "adam_kernels._cut", Drop(the(AugAssign))),
     Mutant("moments that are loaded are there twice", "load_state", Drop(the(Call, "forget_moments"))),
-    Mutant("gradients wait in the first window", "Shard.__init__", Replace(the(Assign, "_wanted").value.elts[0], "False")),
-    Mutant("rows that wait are not added up before more comes", "Shard.target", Drop(the(Call, "materialize"))),
+    Mutant(
+        "gradients wait in the first window", "GradientShard.__init__", Replace(the(Assign, "_wanted").value.elts[0], "False")
+    ),
+    Mutant("rows that wait are not added up before more comes", "GradientShard.target", Drop(the(Call, "materialize"))),
     Mutant(
         "rows that wait are let go at once",
         "InflightReductions._defers",
@@ -122,7 +126,7 @@ NAMED = [
     Mutant("no version bump", "WeightPublisher.wait", Drop(the(Call, "increment_version"))),
     Mutant("stand-ins only where used", "Window.install_proxies", Replace(the(If, "can_install").test, "False")),
     Mutant("stand-ins stay where nobody used", "GradAttribute.install_where", Replace(the(IfExp), "{it.body}")),
-    Mutant("later overwrites instead of adding", "Shard.target", Replace(the(Compare), "True")),
+    Mutant("later overwrites instead of adding", "GradientShard.target", Replace(the(Compare), "True")),
     Mutant("the second use overwrites the first", "Reducer.collect", Replace(the(If, "add_"), "{it.orelse}")),
     Mutant("no catch-up rounds", "Reducer.send_missing_rounds", Replace(the(While).test, "False")),
     Mutant("catch up one round too few", "Reducer.send_missing_rounds", Replace(the(While).test.comparators[0], "{it} - 1")),
@@ -184,9 +188,7 @@ NAMED = [
     Mutant("masters from the rounded weights", "Flattener.size_of", Replace(the(IfExp), "{it.orelse}")),
     Mutant("publish only what this rank owns", "WeightPublisher.send", Replace(the(If, "num_shares").test, "False")),
     Mutant("publish before the step is cast", "Updater.step", Drop(the(Call, "publish"))),
-    Mutant(
-        "the step moves what nobody used", "_step_batches", Replace(the(Call, "updater.step").args[1], "state.params.all")
-    ),
+    Mutant("the step moves what nobody used", "_step_batches", Replace(the(Call, "updater.step").args[1], "state.params.all")),
     Mutant(
         "the loss scale is not divided out",
         "LossScaler.scale",

@@ -41,7 +41,7 @@ from tests.zoo import CASES, Case
 from zero.comm.group import Group
 from zero.comm.loopback import LoopbackGroup, run_ranks
 from zero.engine.engine import Engine
-from zero.memory.shard import Shard
+from zero.memory.gradient_shard import GradientShard
 from zero.runtime.kernels.sums import SumsByTorch
 from zero.runtime.reduce import inflight
 from zero.sharding.optimizer import ShardedOptimizer
@@ -142,7 +142,8 @@ def rows_wait() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(SumsByTorch, "can_defer", lambda *_: True)
         patched.setattr(inflight, "_HARDLY_MORE", float("inf"))
-        patched.setattr(Shard, "can_defer", lambda shard, bucket: bucket not in shard and not shard.is_offloaded(bucket))
+        free = lambda shard, bucket: bucket not in shard and not shard.is_offloaded(bucket)  # noqa: E731
+        patched.setattr(GradientShard, "can_defer", free)
         yield
 
 

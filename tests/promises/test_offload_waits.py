@@ -22,9 +22,9 @@ from tests.traces import copied
 from tests.zoo.case import filled
 from zero.comm.loopback import solo
 from zero.config.schema import LossScale
+from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes.host import HostCopy, HostPool
 from zero.memory.masters import Masters
-from zero.memory.shard import Shard
 from zero.memory.staging import Staging
 from zero.sharding.optimizer import shard
 from zero.sharding.state_offload import StateOffloader
@@ -69,10 +69,10 @@ WAITS = {
     method.__name__
     for method in (
         *(Stream.wait_stream, Stream.wait_event, Stream.synchronize, HostCopy.finish, HostCopy.wait, HostCopy.release_source),
-        *(Shard._add_arrived, Masters._get_back, StateOffloader._finish),
+        *(GradientShard._add_arrived, Masters._get_back, StateOffloader._finish),
     )
 }
-CLASSES = (HostCopy, HostPool, Shard, Masters, Staging, StateOffloader)
+CLASSES = (HostCopy, HostPool, GradientShard, Masters, Staging, StateOffloader)
 
 
 def is_wait(owner, statement):

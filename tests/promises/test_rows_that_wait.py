@@ -11,7 +11,7 @@ import zero
 from tests import ranks
 from tests.devices import needs_compiler
 from tests.zoo.case import filled, real_numbers
-from zero.memory.shard import Shard
+from zero.memory.gradient_shard import GradientShard
 
 LAYERS, WIDTH, BUCKET_BYTES = 3, 64, 4096
 
@@ -114,7 +114,7 @@ def assert_same(ours, theirs, between, rtol=0.0, atol=0.0):
 @contextlib.contextmanager
 def nothing_waits():
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Shard, "can_defer", lambda *_: False)
+        patched.setattr(GradientShard, "can_defer", lambda *_: False)
         yield
 
 

@@ -1,6 +1,6 @@
 """Sums that are not taken before somebody needs them.
 
-[Note: rows that wait]
+[Note: deferred sums]
 A step that is one pass over memory can add what the ranks sent as it reads it. Then the sum is written nowhere, which is a
 third of what landing a gradient costs, and needs no memory. So where what was sent takes hardly more bytes than its sum would,
 as with bf16 on one rank or two, it stays as it came. Whoever wants to see or to change the gradient, or to add to it, has it

@@ -16,6 +16,7 @@ from zero.comm.exchange import run_on_all
 from zero.comm.group import Group, TimeLimits
 from zero.config.schema import ZeroConfig
 from zero.memory.formats import DTYPES, ParamFormat
+from zero.memory.gradient_shard import GradientShard
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
@@ -109,7 +110,7 @@ def _assemble(
 
     def wire() -> ShardingState:
         staging = Staging(place.accelerator, allocate, group.is_read)
-        gradients = Shard(line, place.device, room.host)
+        gradients = GradientShard(line, place.device, room.host)
         widest = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
         kinds = host_step_dtypes(layout.params, place.device)
         one_pass = fused_step_of(optimizer, config.kernels)

@@ -12,9 +12,9 @@ from torch import nn
 from accelerators import Accelerator
 from zero.config.schema import NAMES_OF_HOST, name_of_place
 from zero.memory.formats import ParamFormat
+from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes.host import HostCopy, HostPool
 from zero.memory.masters import Masters
-from zero.memory.shard import Shard
 from zero.memory.weights import FlatBuffer
 from zero.runtime.params.table import Params
 
@@ -48,7 +48,7 @@ class StateOffloader:
         forms: list[ParamFormat],
         weights: FlatBuffer,
         masters: Masters,
-        gradients: Shard,
+        gradients: GradientShard,
         inner: torch.optim.Optimizer,
     ) -> None:
         self._model = weakref.ref(model)

@@ -9,7 +9,8 @@ import torch
 import accelerators
 from tests.zero.runtime.wires import Wire
 from zero.memory.formats import ParamFormat
-from zero.memory.shard import LayoutRef, Shard
+from zero.memory.gradient_shard import GradientShard
+from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
 from zero.plan.grad_scaling import Scaling
 from zero.plan.layout import FlatLayout, ParamSpec
@@ -32,7 +33,7 @@ class Bench:
         self.dtype = getattr(torch, dtype)
         accelerator = accelerator or accelerators.get("cpu")
         self.staging = Staging(accelerator, self.dirty)
-        self.shard = Shard(self.line, torch.device("cpu"))
+        self.shard = GradientShard(self.line, torch.device("cpu"))
         self.scaling = Scaling()
         flight = InflightReductions(self.line, self.wire, self.staging, self.shard, self.scaling)
         forms = [ParamFormat((self.numel,), None) for _ in specs]

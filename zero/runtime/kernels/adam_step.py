@@ -34,7 +34,7 @@ class StepDtypes(NamedTuple):
 
 
 def deferrable_sums(kinds: Iterable[StepDtypes], num_ranks: int) -> set[SumDtypes]:
-    """Of what ranks send for such weights, what takes no more memory than its sum, and that; see [Note: rows that wait]."""
+    """Of what ranks send for such weights, what takes no more memory than its sum, and that; see [Note: deferred sums]."""
     near = [kind for kind in kinds if not kind.is_offloaded]
     sent = {SumDtypes(kind.compared or kind.rounded or kind.masters, num_ranks, kind.masters) for kind in near}
     fitting = {kind for kind in sent if kind.number * kind.rows.itemsize <= kind.total.itemsize}

@@ -14,7 +14,8 @@ from zero.comm.group import Group, Pending
 from zero.comm.results import UnreducedResult, wait_into
 from zero.memory.deferred_sum import DeferredSum, Sums, share_memory
 from zero.memory.formats import sum_dtype
-from zero.memory.shard import LayoutRef, Shard
+from zero.memory.gradient_shard import GradientShard
+from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
 from zero.plan.grad_scaling import Scaling
 from zero.runtime.kernels.sums import SumsByTorch
@@ -50,7 +51,7 @@ class InflightReductions(Timed):
         line: LayoutRef,
         group: Group,
         staging: Staging,
-        shard: Shard,
+        shard: GradientShard,
         scaling: Scaling,
         widest: torch.dtype | None = None,
         looks: bool = False,
@@ -132,7 +133,7 @@ class InflightReductions(Timed):
         self._staging.give_back(buffer, crossing if total is buffer else None)  # which the copy may still read
 
     def _defers(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
-        """Leaves what came as it is, if it can be; see [Note: rows that wait]."""
+        """Leaves what came as it is, if it can be; see [Note: deferred sums]."""
         dtype, (_, num_ranks) = buffer.dtype, self._ranks
         if not self.shard.can_defer(bucket) or not buffer.is_cpu:
             return False
