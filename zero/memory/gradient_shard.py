@@ -179,7 +179,7 @@ class GradientShard(Shard):
 
     @property
     def num_bytes(self) -> int:
-        return sum(share.nbytes for share in self.shares.values()) + sum(rows.num_bytes for rows in self.deferred.values())
+        return super().num_bytes + sum(rows.num_bytes for rows in self.deferred.values())
 
     def allocate(self, bucket: int) -> torch.Tensor:
         return self._kept.pop(bucket) if bucket in self._kept else super().allocate(bucket)

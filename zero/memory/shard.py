@@ -58,6 +58,10 @@ class Shard:
         """The shares that there are, in the order of buckets."""
         return [self.share(bucket) for bucket in sorted(self.shares)]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(share.nbytes for share in self.shares.values())
+
     def allocate(self, bucket: int) -> torch.Tensor:
         """Memory for the share of a bucket, with anything in it."""
         dtype, numel = sum_dtype(self.layout_ref.dtype_of(bucket)), self.layout_ref.layout.buckets[bucket].share_numel
