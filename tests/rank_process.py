@@ -5,6 +5,7 @@ Torch is imported late: a variable that it reads as it is loaded may be set firs
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -46,6 +47,10 @@ def serve(rank: int, connection: Any, output: str, stacks: str) -> None:
         except (EOFError, OSError):
             return
         if message[0] == "exit":
+            return
+        if message[0] == "end":
+            if message[1]:
+                atexit._run_exitfuncs()
             return
         if message[0] == "meet":
             rank_process.meet(message[1])

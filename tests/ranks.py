@@ -5,6 +5,7 @@
 
 Each call gets a default process group of its own (gloo), which costs some 25 ms; the processes, and with them the seconds that
 importing torch takes, are reused. After any failure they are replaced, since nobody knows what the failure left behind.
+Then, and after a call in processes of its own, every process must end by itself, exit functions included.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ GRACE_S = 1.0
 STACKS_S = 2.0
 # A rank process that has nothing to do leaves when it is told to, and is killed if it does not.
 EXIT_S = 2.0
+# After a failure, and after a call of its own, it has so long to end by itself. One that does not is a failure.
+END_S = 15.0
 START_S = 120.0
 OUTPUT_CHARS = 4000
 
@@ -62,7 +65,7 @@ class Outcome:
     rank: int
     value: Any = None
     error: BaseException | None = None  # what it raised; a RuntimeError with the same text where that cannot be pickled
-    kind: str = "returned"  # or the name of what it raised, or "died", "hung", "killed"
+    kind: str = "returned"  # or the name of what it raised, or "died", "hung", "killed", "did not end"
     text: str = ""  # the traceback, how it died, or where it hung
     seconds: float = 0.0
     output: str = ""  # what it printed, C++ included
@@ -166,19 +169,23 @@ def _call(
         if fresh or env is not None:
             pool = Pool(env or {}, "spawn")
             try:
-                return pool.call(call)
+                found = pool.call(call)
+                pool.end(found)
+                return found
             finally:
                 pool.close()
         if apart not in _shared:
             _shared[apart] = Pool({}, START_METHOD)
         pool = _shared[apart]
+        is_whole = False
         try:
             found = pool.call(call)
-        except BaseException:  # an interrupt leaves ranks in the middle of something
-            _shared.pop(apart).close()
-            raise
-        if not all(outcome.ok for outcome in found):
-            _shared.pop(apart).close()
+            is_whole = all(outcome.ok for outcome in found)
+            if not is_whole:
+                pool.end(found)
+        finally:  # an interrupt too leaves ranks in the middle of something
+            if not is_whole:
+                _shared.pop(apart).close()
         return found
 
 
@@ -220,6 +227,19 @@ class Pool:
                 if (problem := member.receive(START_S)) is not None:
                     found[member.rank] = Outcome(member.rank, kind="unclean", text=problem, seconds=time.monotonic() - started)
         return found
+
+    def end(self, found: Sequence[Outcome]) -> None:
+        """Lets the processes end as the interpreter does, and notes which do not."""
+        for member in self._members:
+            # The fork server ends its processes without exit functions, so that they call them.
+            member.send(("end", self._start_method == "forkserver"))
+        deadline = time.monotonic() + END_S
+        for member in self._members[: len(found)]:
+            if not member.ends_by(deadline):
+                outcome = found[member.rank]
+                member.ask_for_stacks()
+                outcome.text = f"{outcome.kind}, and its process did not end within {END_S:g} s, here:\n{member.stacks()}"
+                outcome.kind = "did not end"
 
     def close(self) -> None:
         for member in self._members:
@@ -370,6 +390,10 @@ class _Member:
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
+
+    def ends_by(self, deadline: float) -> bool:
+        self._process.join(max(0.0, deadline - time.monotonic()))
+        return not self._process.is_alive()
 
     def end(self, timeout: float) -> None:
         self._process.join(timeout)

@@ -1,5 +1,6 @@
 """The pool of rank processes does what every other test relies on: it runs, it reports, it never hangs and leaves nothing."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -201,6 +202,21 @@ def exit_quietly(rank, world):
 def test_a_rank_that_exits_is_named_with_its_status():
     found = ranks.outcomes(1, exit_quietly)
     assert (found[0].kind, found[0].text) == ("died", "its process ended with exit status 3")
+
+
+def leave_something_to_wait_for(rank, world, error):
+    if rank == 1:
+        atexit.register(time.sleep, 600)
+    if error:
+        raise KeyError("what it raised")
+
+
+@pytest.mark.parametrize(("error", "fresh"), [(False, True), (True, True), (True, False)])
+def test_a_rank_whose_process_does_not_end_is_named_with_the_place(error, fresh, monkeypatch):
+    monkeypatch.setattr(ranks, "END_S", 1.0)
+    one, other = ranks.outcomes(2, leave_something_to_wait_for, error, fresh=fresh)
+    assert (one.kind, other.kind) == ("KeyError" if error else "returned", "did not end")
+    assert "its process did not end within 1 s, here" in other.text and not other.ok
 
 
 def environment(rank, world):

@@ -35,6 +35,7 @@ from accelerators import Accelerator
 from zero.comm.group import Pending, TimeLimits
 from zero.comm.health import shutdown
 from zero.comm.health.monitor import RankMonitor
+from zero.comm.health.store import StoreClient
 from zero.comm.results import CompletedResult, SingleRankResult
 from zero.comm.torch_work import AllToAllReduce, CollectiveWork, bits
 from zero.errors import GroupLost
@@ -43,8 +44,7 @@ from zero.errors import GroupLost
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
-
+_clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()  # of the store, by the world it is of
 _begun: tuple[int, Callable[[], object]] | None = None  # the process, and the world that was begun here and not by the user
 _kept: list[tuple[tuple[Any, ...], tuple[_Wires, _Wires]]] = []  # what closed sub-groups were made for, and their wires
 
@@ -82,13 +82,20 @@ def begin_world(backend: str, limit_s: float) -> None:
 def end() -> None:
     """See [Note: the end]."""
     is_on = is_up()
-    shutdown.end(_store() if is_on else None, dist.get_rank() if is_on else 0)
-    if is_on and _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD:
-        dist.destroy_process_group()
+    is_ours = is_on and _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD
+    end_world = dist.destroy_process_group if is_ours else None
+    shutdown.end(_store_client() if is_on else None, dist.get_rank() if is_on else 0, end_world)
     _kept[:] = [kept for kept in _kept if kept[0][-1] != os.getpid()]
 
 
 atexit.register(end)
+
+
+def _store_client() -> StoreClient:
+    """Of the store that the world was made with: one for all that ask, as there is one connection."""
+    if dist.group.WORLD not in _clients:
+        _clients[dist.group.WORLD] = StoreClient(dist.distributed_c10d._get_default_store())
+    return _clients[dist.group.WORLD]
 
 
 class _Wires(NamedTuple):
@@ -107,16 +114,18 @@ class TorchGroup:
         self._ranks = dist.get_process_group_ranks(base)
         self._backend = accelerator.communication_backend
         self._limits = limits
+        self._lost: str | None = None
         self._connect()
         shutdown.opened(self)
 
     def _connect(self) -> None:
-        self._lost: str | None = None
+        shutdown.prepare()
         self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
         self._watch = self._new_watch()
-        self._watch.wait_for_start(self._limits.first_s, lambda rank: shutdown.words_of(_store(), self._ranks[rank]))
+        self._watch.wait_for_start(self._limits.first_s, lambda rank: shutdown.words_of(_store_client(), self._ranks[rank]))
         self._patient, self._prompt = self._take_kept() or self._new_wires(self._limits)
         self._wires = self._patient  # those in use; the others serve to find out who is lost
+        self._lost = None
 
     def reconnect(self, base: dist.ProcessGroup | None) -> None:
         if not dist.is_initialized():
@@ -144,16 +153,18 @@ class TorchGroup:
         return dist.new_group(self._ranks, timeout=limit, backend=backend, use_local_synchronization=self._is_part)
 
     def _new_watch(self) -> RankMonitor:
-        store = below = _store()
+        client = _store_client()
+        below = client.store
         while isinstance(below, PrefixStore):
             below = below.underlying_store
         ranks = ",".join(map(str, self._ranks))
         # The n-th group of these ranks: none of them comes to the next one before all came to this.
-        number = (store.add(f"zero groups of {ranks}", 1) - 1) // self.size
+        number = (client.count(f"zero groups of {ranks}", self._limits.first_s) - 1) // self.size
         is_cheap = not isinstance(below, FileStore)  # which grows with every line
         atexit.unregister(end)
         atexit.register(end)  # the last one registered is the first to run
-        return RankMonitor(PrefixStore(f"zero group {number} of {ranks}", store), self.rank, self.size, is_cheap)
+        own = StoreClient(PrefixStore(f"zero group {number} of {ranks}", client.store), client)
+        return RankMonitor(own, self.rank, self.size, is_cheap)
 
     @property
     def _purpose(self) -> tuple[Any, ...]:
@@ -314,8 +325,10 @@ class TorchGroup:
         if is_kept:
             _kept[:] = [kept for kept in _kept if kept[0][0] is dist.group.WORLD]
             _kept.append((self._purpose, (self._patient, self._prompt)))
-        end_wires = self._give_up("it was closed")
-        if not is_kept:
+        was_lost, end_wires = self._lost is not None, self._give_up("it was closed")
+        if was_lost:
+            shutdown.close_within_limit([end_wires])
+        elif not is_kept:
             end_wires()
 
     def let_go(self) -> Callable[[], None]:

@@ -1,23 +1,23 @@
 """What ranks find out about each other, with a store and no network."""
 
 import datetime
-import queue
 import re
 import threading
-import time
 
 import pytest
 import torch.distributed as dist
 
 from zero.comm.health import monitor
+from zero.comm.health import store as stores
 from zero.comm.health.monitor import RankMonitor
+from zero.comm.health.store import StoreClient
 from zero.errors import GroupLost
 
 
 def watches(size=3, is_cheap=True):
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(seconds=5))
-    return [RankMonitor(store, rank, size, is_cheap) for rank in range(size)]
+    return [RankMonitor(StoreClient(store), rank, size, is_cheap) for rank in range(size)]
 
 
 def nobody(rank):
@@ -146,37 +146,72 @@ class Silent:
     """A store whose host does not answer."""
 
     def __init__(self):
-        self.asked, self.answers = 0, threading.Event()
+        self.asked, self.told, self.answers = 0, 0, threading.Event()
 
     def check(self, keys):
         self.asked += 1
         self.answers.wait()
         return True
 
+    def set(self, key, value):
+        self.told += 1
 
-def test_a_store_that_does_not_answer_is_given_up_and_not_asked_again(monkeypatch):
-    monkeypatch.setattr(monitor, "_ANSWER_S", 0.05)
+
+@pytest.fixture
+def silent(monkeypatch):
+    monkeypatch.setattr(stores, "_ANSWER_S", 0.05)
     store = Silent()
-    alone = RankMonitor(store, 0, 2, True)
-    assert not alone.is_alarmed() and not alone.is_alarmed()
-    assert store.asked == 1
-    assert "at a place that is not known" in alone.diagnose("x", lambda rank: True)
-    others = "the process that holds the ranks' store, which is rank 0 or the launcher, does not answer (x)"
-    assert alone.diagnose("x", lambda rank: False) == others  # who cannot be heard is not said to be late
+    yield store
     store.answers.set()
 
 
-class Slow(queue.SimpleQueue):
-    def put(self, item):
-        super().put(item)
-        time.sleep(0.1)
+def test_a_store_that_does_not_answer_is_given_up_and_not_asked_again(silent):
+    alone = RankMonitor(StoreClient(silent), 0, 2, True)
+    assert not alone.is_alarmed() and not alone.is_alarmed()
+    assert silent.asked == 1
+    assert "at a place that is not known" in alone.diagnose("x", lambda rank: True)
+    others = "the process that holds the ranks' store, which is rank 0 or the launcher, does not answer (x)"
+    assert alone.diagnose("x", lambda rank: False) == others  # who cannot be heard is not said to be late
 
 
-def test_no_thread_is_left_behind_by_a_question(monkeypatch):
-    monkeypatch.setattr(queue, "SimpleQueue", Slow)
-    first, _ = watches(2)
-    first.is_alarmed()
-    assert not [thread for thread in threading.enumerate() if thread.name == "zero-watch"]
+def test_who_found_that_the_store_does_not_answer_found_it_for_all_that_use_its_connection(silent):
+    """They would wait for the thread that waits for the answer."""
+    whole = StoreClient(silent)
+    first, second = (RankMonitor(StoreClient(silent, whole), 0, 2, True) for _ in range(2))
+    second.note("in a backward of step 3")
+    assert silent.told == 1
+    assert not first.is_alarmed()
+    second.note("in the update of step 3")
+    second.report_exit(error())
+    whole.tell("key", "value")
+    assert not second.is_alarmed() and whole.line("key") is None
+    with pytest.raises(GroupLost, match=r"Cannot connect the ranks: the process that holds their store, .* does not answer"):
+        whole.count("groups", 60.0)
+    assert (silent.asked, silent.told) == (1, 1)
+
+
+def test_who_cannot_write_to_the_store_does_not_try_again(silent, monkeypatch):
+    def refuse(key, value):
+        silent.told += 1
+        raise RuntimeError("Broken pipe")
+
+    monkeypatch.setattr(silent, "set", refuse)
+    client = StoreClient(silent)
+    client.tell("key", "value")
+    client.tell("key", "value")
+    assert silent.told == 1 and client.is_lost
+
+
+def test_no_thread_is_left_behind_by_a_question():
+    answers = threading.Event()
+
+    class Late:
+        def check(self, keys):
+            threading.Timer(0.1, answers.set).start()
+            return answers.wait()
+
+    assert RankMonitor(StoreClient(Late()), 0, 2, True).is_alarmed()
+    assert not [thread for thread in threading.enumerate() if thread.name == "zero-call"]
 
 
 def test_an_error_is_told_for_every_group_of_this_process_that_is_still_open():

@@ -10,24 +10,18 @@ it is somewhere else. What the first rank finds out it writes down for all, so t
 from __future__ import annotations
 
 import datetime
-import functools
 import os
-import queue
-import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
 
+from zero.comm.health.store import Store, StoreClient
 from zero.errors import GroupLost
-
-Answer = TypeVar("Answer")
 
 _TURN = datetime.timedelta(seconds=0.5)  # of waiting for the store, between two chances to be interrupted
 _MEETING_S = 2.0  # how long an alarm waits for answers; ranks that wait for others look for alarms more often than that
 _LAST_WORDS_S = 0.3  # how long after its connections a rank's last words may come
-_ANSWER_S = 5.0  # how long the store may take for one answer
 _LOOK_S = 0.05
 _NOWHERE = "before its first step"
 _UNKNOWN = "at a place that is not known, as the store of these lines went with it"
@@ -36,29 +30,14 @@ _UNWRITTEN = "at a place that is not known, as a store in a file keeps no such l
 _watching: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
 
 
-class Store(Protocol):
-    """What is used of a store of torch.distributed."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
-
-
 class RankMonitor:
-    def __init__(self, store: Store, rank: int, size: int, is_cheap: bool) -> None:
+    def __init__(self, store: StoreClient, rank: int, size: int, is_cheap: bool) -> None:
         self.doing = ""  # now, on this rank
         self._place: weakref.WeakMethod[Callable[[], str]] | None = None  # says where in that it is
         self._store = store
         self._rank = rank
         self._size = size
         self._is_cheap = is_cheap  # to write a line, so that it may be done several times a step
-        self._is_there = True  # the store, as far as is known
         self._process = os.getpid()
         _watching.add(self)
 
@@ -66,17 +45,17 @@ class RankMonitor:
         """This rank does something else from now on; `place` is a method that says where in it, if somebody asks."""
         is_first, self.doing = not self.doing, doing
         self._place = None if place is None else weakref.WeakMethod(place)
-        if self._is_there and (self._is_cheap or is_first):
-            self._is_there = _tried(lambda: self._store.set(f"doing/{self._rank}", doing))
+        if self._is_cheap or is_first:
+            self._store.tell(f"doing/{self._rank}", doing)
 
     def wait_for_start(self, limit_s: float, words_of: Callable[[int], str]) -> None:
         """Waits until every rank has written its first line; `words_of` are those that one left which will write none."""
         self.note(_NOWHERE if self._is_cheap else _UNWRITTEN)
         keys = [f"doing/{rank}" for rank in range(self._size)]
         deadline = time.monotonic() + limit_s
-        while not _tried(lambda: self._store.wait(keys, _TURN)):
-            late = [rank for rank, key in enumerate(keys) if self._line(key) is None]
-            left = [f"rank {rank} {words}" for rank in late if (words := self._ask(functools.partial(words_of, rank)))]
+        while not self._store.ask(lambda store: _all_come(store, keys)):
+            late = [rank for rank, key in enumerate(keys) if self._store.line(key) is None]
+            left = [f"rank {rank} {words}" for rank in late if (words := words_of(rank))]
             if left or (late and time.monotonic() > deadline):
                 missing = f"of rank {', '.join(map(str, late))} nothing was seen within {limit_s:g} s"
                 raise GroupLost(
@@ -99,13 +78,13 @@ class RankMonitor:
 
     def is_alarmed(self) -> bool:
         """True when a rank noticed that something is wrong."""
-        return bool(self._ask(lambda: self._store.check(["alarm"])))
+        return bool(self._store.ask(lambda store: store.check(["alarm"])))
 
     def diagnose(self, noticed: str, is_gone: Callable[[int], bool]) -> str:
         """Why the ranks cannot go on, as the first of them found it; `noticed` is what this one saw."""
-        self._ask(self._raise_alarm)
-        found = self._ask(self._told) or self._look_for_others(noticed, is_gone)
-        agreed = self._ask(lambda: self._store.compare_set("cause", "", found))
+        self._store.ask(self._raise_alarm)
+        found = self._store.line("cause") or self._look_for_others(noticed, is_gone)
+        agreed = self._store.ask(lambda store: store.compare_set("cause", "", found))
         return found if agreed is None else agreed.decode()
 
     def report_exit(self, error: BaseException) -> None:
@@ -113,16 +92,16 @@ class RankMonitor:
         place = None if self._place is None else self._place()
         doing = f"{self.doing or _NOWHERE}{'' if place is None else place()}"
         words = f"{raised(error)}, {doing}"
-        _tried(lambda: self._store.set(f"end/{self._rank}", words))
-        _tried(lambda: self._store.set("alarm", "1"))  # who waits for this rank looks for that
+        self._store.tell(f"end/{self._rank}", words)
+        self._store.tell("alarm", "1")  # who waits for this rank looks for that
 
     def close(self) -> None:
         """The ranks part in order."""
         _watching.discard(self)
 
-    def _raise_alarm(self) -> None:
-        self._store.set(f"here/{self._rank}", "1")
-        self._store.set("alarm", "1")
+    def _raise_alarm(self, store: Store) -> None:
+        store.set(f"here/{self._rank}", "1")
+        store.set("alarm", "1")
 
     def _look_for_others(self, noticed: str, is_gone: Callable[[int], bool]) -> str:
         absent = [rank for rank in range(self._size) if rank != self._rank]
@@ -130,9 +109,9 @@ class RankMonitor:
         gone: dict[int, bool] = {}  # by rank; touched once, since a touch that finds nothing spoils the connection
         begun = time.monotonic()
         while absent and (waited := time.monotonic() - begun) < _MEETING_S:
-            left |= {rank: words for rank in absent if (words := self._line(f"end/{rank}"))}
-            absent = [rank for rank in absent if rank not in left and not self._line(f"here/{rank}")]
-            told = self._ask(self._told)
+            left |= {rank: words for rank in absent if (words := self._store.line(f"end/{rank}"))}
+            absent = [rank for rank in absent if rank not in left and not self._store.line(f"here/{rank}")]
+            told = self._store.line("cause")
             if told:  # another rank was faster
                 return told
             if waited > _LAST_WORDS_S:
@@ -145,49 +124,19 @@ class RankMonitor:
         ended = [rank for rank in absent if gone.get(rank)]
         if ended:
             return f"{self._last_seen(ended)}, and is gone: its program ended or was killed"
-        if not self._is_there:  # so that nobody can be heard of
+        if self._store.is_lost:  # so that nobody can be heard of
             return f"the process that holds the ranks' store, which is rank 0 or the launcher, does not answer ({noticed})"
         if absent:
             return f"{self._last_seen(absent)}, and did not come ({noticed})"
         return f"{noticed}, though all ranks are there: {self._last_seen(range(self._size))}"
 
     def _last_seen(self, ranks: Iterable[int]) -> str:
-        return " and ".join(f"rank {rank} was last seen {self._line(f'doing/{rank}') or _UNKNOWN}" for rank in ranks)
-
-    def _told(self) -> str:
-        return self._store.get("cause").decode() if self._store.check(["cause"]) else ""
-
-    def _line(self, key: str) -> str | None:
-        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
-
-    def _ask(self, question: Callable[[], Answer]) -> Answer | None:
-        """The answer of the store; None where there is none in time, since whoever holds it may be the one that is missing.
-        Then it is not asked again: the thread that waits for it holds the connection."""
-        if not self._is_there:
-            return None
-        answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
-
-        def put() -> None:
-            try:
-                answers.put(question())
-            except RuntimeError:  # its connection is closed
-                answers.put(None)
-
-        asking = threading.Thread(target=put, daemon=True, name="zero-watch")
-        asking.start()
-        try:
-            answer = answers.get(timeout=_ANSWER_S)
-        except queue.Empty:
-            self._is_there = False
-            return None
-        asking.join()  # nothing of ours is at work any more when somebody ends the interpreter
-        return answer
+        return " and ".join(f"rank {rank} was last seen {self._store.line(f'doing/{rank}') or _UNKNOWN}" for rank in ranks)
 
 
 def leave(error: BaseException) -> None:
     """What ends this process, told to all that it trains with."""
-    watching = [watch for watch in _watching if watch.is_of_this_process]
-    for watch in watching:
+    for watch in [watch for watch in _watching if watch.is_of_this_process]:
         watch.report_exit(error)
 
 
@@ -198,10 +147,10 @@ def raised(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {error}{where}"
 
 
-def _tried(act: Callable[[], object]) -> bool:
-    """False when the store is not there any more: that is found out, and told, elsewhere."""
+def _all_come(store: Store, keys: list[str]) -> bool:
+    """Waits a moment for all of these lines."""
     try:
-        act()
+        store.wait(keys, _TURN)
     except RuntimeError:
         return False
     return True

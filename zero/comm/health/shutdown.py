@@ -5,22 +5,26 @@ The error that ends it, where there is one, is told to the ranks that wait for t
 closed, and their threads with them: gloo's take the lock of the interpreter to let go of a tensor, and one that waits for
 that lock while the interpreter ends takes the whole process down, whatever had been trained. A thread ends when it has done
 what it was given, so what is under way with a rank that stands still is waited for a moment only: it will not end now either.
+
+Whoever holds the store may stand still too. So nothing here waits for another process but through `at_once`, and all of it
+together takes a few seconds at most. See [Note: limits].
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
-from zero.comm.health.monitor import Store, leave, raised
+from zero.comm.health.limits import at_once, reserve
+from zero.comm.health.monitor import leave, raised
+from zero.comm.health.store import StoreClient
 
-_MOMENT_S = 3.0
+_WORDS_S = 2.0  # for telling the error
+_CLOSE_S = 3.0  # for closing connections
 
 
 class Leaving(Protocol):
@@ -33,46 +37,40 @@ class Leaving(Protocol):
 _open: weakref.WeakKeyDictionary[Leaving, int] = weakref.WeakKeyDictionary()  # with the process that they are of
 
 
+def prepare() -> None:
+    """Before a group is made: the end will take a thread for each group, and one for the error and the world."""
+    reserve(len(_open) + 3)
+
+
 def opened(group: Leaving) -> None:
     _open[group] = os.getpid()
 
 
-def end(store: Store | None, rank: int) -> None:
-    leave_words(store, rank)
-    at_once([group.let_go() for group, process in list(_open.items()) if process == os.getpid()], _MOMENT_S)
+def end(store: StoreClient | None, rank: int, end_world: Callable[[], None] | None = None) -> None:
+    at_once([partial(leave_words, store, rank)], _WORDS_S)
+    are_closed = close_within_limit([group.let_go() for group, process in list(_open.items()) if process == os.getpid()])
+    if are_closed and end_world is not None:  # it would wait for the same
+        close_within_limit([end_world])
 
 
-def at_once(acts: Iterable[Callable[[], object]], limit_s: float) -> None:
-    """Does what consists of waiting, each in a thread of its own; those that take longer than that are not waited for. What
-    gets no thread is done here, however long it takes."""
-    threads = []
-    for act in acts:
-        thread = threading.Thread(target=act, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # there are no more threads to be had, as at the very end
-            act()
-        else:
-            threads.append(thread)
-    deadline = time.monotonic() + limit_s
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+def close_within_limit(closings: list[Callable[[], None]]) -> bool:
+    """Closes connections over which something may be under way with a rank that stands still; whether they are closed."""
+    return at_once(closings, _CLOSE_S)
 
 
-def leave_words(store: Store | None, rank: int) -> None:
+def leave_words(store: StoreClient | None, rank: int) -> None:
     """Tells the others what error ends this process; `store` is that of all ranks, where they can still be told something."""
     error = getattr(sys, "last_value", None)
     if error is None:
         return
     leave(error)
     if store is not None:
-        with contextlib.suppress(RuntimeError):  # who kept the store is gone
-            store.set(_key_of(rank), f"{raised(error)}, before it sharded")
+        store.tell(_key_of(rank), f"{raised(error)}, before it sharded")
 
 
-def words_of(store: Store, rank: int) -> str:
+def words_of(store: StoreClient, rank: int) -> str:
     """What a rank left that ended before it sharded, for the first time or once more; nothing where it did not."""
-    return store.get(_key_of(rank)).decode() if store.check([_key_of(rank)]) else ""
+    return store.line(_key_of(rank)) or ""
 
 
 def _key_of(rank: int) -> str:
