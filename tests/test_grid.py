@@ -7,6 +7,8 @@ import pytest
 from tests import grid
 from tests.zoo import CASES
 
+pytestmark = pytest.mark.of_tests
+
 FEW_CASES = (
     "two_layers",
     "three_dtypes_in_one_group",
