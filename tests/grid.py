@@ -3,7 +3,7 @@
 A point is one training compared with the oracle: a case at a stage, a world size, a storage dtype, a bucket size, through one
 entry, on one device. `full()` is the product of all axes without what cannot be. `covering()` is what runs in the day: of the
 points that are `by_day` a part in which every pair of values of any two axes occurs, and every triple of a stage, a world size
-and a value of any other axis.
+and a value of any other axis but the case.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ Held = tuple[tuple[str, object], ...]
 
 
 def wanted(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None) -> set[Held]:
-    """Every pair, and every triple with stage and world, that some point of the day can hold."""
+    """Every pair, and every triple with stage and world and no case, that some point of the day can hold."""
     held: set[Held] = set()
     axes = _axes(devices, cases)
     # Who excludes what depends on a case's few properties only, so one case of each kind stands for its whole kind's axes.
@@ -179,7 +179,7 @@ def _axes(devices: Sequence[str], cases: Sequence[str] | None) -> dict[str, Sequ
 
 _NAMES = tuple(field.name for field in fields(Point))
 _PAIRS = tuple(itertools.combinations(range(len(_NAMES)), 2))
-_TRIPLES = tuple((0, 1, other) for other in range(2, len(_NAMES)))
+_TRIPLES = tuple((0, 1, other) for other in range(2, len(_NAMES)) if _NAMES[other] != "case")
 
 
 def _held_by(point: Point) -> list[Held]:
