@@ -37,16 +37,18 @@ AXES: dict[str, tuple] = {
     "case": tuple(CASES),
     "offload": ("none", "half", "all"),
 }
-# In the day every case is trained on two and three ranks, on the host and on the simulated device. Those with one of these tags
-# are trained on one and four ranks as well (they depend on how many there are), or on the devices that are or lack something
-# special (they launch or wait for something of their own).
-COMMON = {"world": (2, 3), "device": ("cpu", "sim")}
+# In the day every case is trained on two and three ranks, on the host and on the simulated device, with half of what is sharded
+# offloaded or nothing. Those with one of these tags are trained on one and four ranks as well (they depend on how many there
+# are), or on the devices that lack something and with all of it offloaded (they launch or wait for something of their own).
+COMMON = {"world": (2, 3), "device": ("cpu", "sim"), "offload": ("none", "half")}
+_OWN_WAITS = {"order", "many", "hooks", "dtypes", "buckets", "norms", "overflow", "window"}
 FURTHER = {
     "world": {
         *("divergent", "idle", "empty", "tiny", "overflow", "sum", "divisor", "weights"),
         *("scalar", "many", "large", "layout", "norms"),
     },
-    "device": {"order", "many", "hooks", "dtypes", "buckets", "norms", "overflow", "window"},
+    "device": _OWN_WAITS,
+    "offload": _OWN_WAITS,
 }
 SEED = 20260801
 TRIES = 60  # points looked at for each one that is chosen

@@ -82,9 +82,10 @@ def test_the_same_seed_gives_the_same_points_and_another_seed_others():
     assert grid.covering(devices, FEW_CASES, seed=1) != grid.covering(devices, FEW_CASES)
 
 
-def test_every_case_that_can_be_is_offloaded_in_part_and_wholly_on_a_device_beside_a_host(points):
-    offloaded = {(point.case, point.offload) for point in points if point.offload != "none"}
-    assert offloaded == {(name, share) for name, case in CASES.items() if not case.host_only for share in ("half", "all")}
+def test_every_case_that_can_be_is_offloaded_in_part_and_some_wholly_on_a_device_beside_a_host(points):
+    in_part, wholly = ({point.case for point in points if point.offload == share} for share in ("half", "all"))
+    assert in_part == {name for name, case in CASES.items() if not case.host_only}
+    assert 15 <= len(wholly) <= 20 and wholly < in_part
     assert not any(point.device == "cpu" for point in points if point.offload != "none")
 
 

@@ -427,7 +427,11 @@ def clip_with_threads(rank, world, kernels):
 
 
 @pytest.mark.parametrize(
-    "kernels", ["torch", pytest.param("fused", marks=pytest.mark.full), pytest.param("compiled", marks=needs_compiler)]
+    "kernels",
+    [
+        *(pytest.param(kernels, marks=pytest.mark.full) for kernels in ("torch", "fused")),
+        pytest.param("compiled", marks=needs_compiler),
+    ],
 )
 def test_ranks_of_different_threads_clip_alike(kernels):
     one, other = ranks.run(2, clip_with_threads, kernels, fresh=True)
