@@ -1,16 +1,21 @@
-"""What every test shares: the report on promises, and the end of the pool of rank processes."""
+"""What every test shares: what runs in the day, the report on promises, and the end of the pool of rank processes."""
 
 import gc
 
 import pytest
 
-from tests import ranks
+from tests import changes, ranks
 
 pytest_plugins = ["tests.promises_plugin"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before marks select
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: len(item.path.parents))  # the longest files lie highest, and none of those is to be the last
+    named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
+    for item in items:
+        if item.get_closest_marker("of_tests") and item.path not in named and not changes.concern(item.path):
+            item.add_marker("full")
 
 
 def pytest_collection_finish() -> None:

@@ -1,8 +1,9 @@
 """The points of the parity grid, and a small set of them in which every pair of settings meets.
 
 A point is one training compared with the oracle: a case at a stage, a world size, a storage dtype, a bucket size, through one
-entry, on one device. `full()` is the product of all axes without what cannot be. `covering()` is a part of it in which every
-pair of values of any two axes occurs, and every triple of a stage, a world size and a value of any other axis.
+entry, on one device. `full()` is the product of all axes without what cannot be. `covering()` is what runs in the day: of the
+points that are `by_day` a part in which every pair of values of any two axes occurs, and every triple of a stage, a world size
+and a value of any other axis but the case.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from tests.oracle import DynamicScale, StaticScale
 from tests.zoo import CASES
@@ -34,6 +36,19 @@ AXES: dict[str, tuple] = {
     "device": DEVICES,
     "case": tuple(CASES),
     "offload": ("none", "half", "all"),
+}
+# In the day every case is trained on two and three ranks, on the host and on the simulated device, with half of what is sharded
+# offloaded or nothing. Those with one of these tags are trained on one and four ranks as well (they depend on how many there
+# are), or on the devices that lack something and with all of it offloaded (they launch or wait for something of their own).
+COMMON = {"world": (2, 3), "device": ("cpu", "sim"), "offload": ("none", "half")}
+_OWN_WAITS = {"order", "many", "hooks", "dtypes", "buckets", "norms", "overflow", "window"}
+FURTHER = {
+    "world": {
+        *("divergent", "idle", "empty", "tiny", "overflow", "sum", "divisor", "weights"),
+        *("scalar", "many", "large", "layout", "norms"),
+    },
+    "device": _OWN_WAITS,
+    "offload": _OWN_WAITS,
 }
 SEED = 20260801
 TRIES = 60  # points looked at for each one that is chosen
@@ -83,6 +98,10 @@ def can_be(point: Point) -> bool:
     )
 
 
+def by_day(point: Point) -> bool:
+    return all(getattr(point, axis) in usual or CASES[point.case].tags & FURTHER[axis] for axis, usual in COMMON.items())
+
+
 def full(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None) -> Iterator[Point]:
     return _product(_axes(devices, cases))
 
@@ -96,14 +115,12 @@ def covering(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = Non
     for need in sorted(missing, key=lambda need: (-len(need), "case" not in dict(need), repr(need))):
         if need not in missing:
             continue
-        fixed = dict(need)
         best, best_gain = None, -1.0
-        for values in _some_of_the_rest(axes, fixed, chance):
-            point = Point(**fixed, **values)
+        for point in _some_with(dict(need), axes, chance):
             if can_be(point) and (gain := sum(item in missing for item in _held_by(point)) / cost(point)) > best_gain:
                 best, best_gain = point, gain
         if best is None:
-            best = next(_product({**axes, **{axis: (value,) for axis, value in need}}))
+            best = next(filter(by_day, _product({**axes, **{axis: (value,) for axis, value in need}})))
         points.append(best)
         missing.difference_update(_held_by(best))
     return points
@@ -134,18 +151,19 @@ Held = tuple[tuple[str, object], ...]
 
 
 def wanted(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None) -> set[Held]:
-    """Every pair, and every triple with stage and world, that some point can hold."""
+    """Every pair, and every triple with stage and world and no case, that some point of the day can hold."""
     held: set[Held] = set()
     axes = _axes(devices, cases)
     # Who excludes what depends on a case's few properties only, so one case of each kind stands for its whole kind's axes.
     kinds: dict[tuple, list[str]] = {}
     for name in axes["case"]:
         case = CASES[name]
-        kind = (tuple(case.dtypes), case.needs_world, case.engine, case.host_only, tuple(case.needs))
+        goes_further = tuple(bool(case.tags & tags) for tags in FURTHER.values())
+        kind = (tuple(case.dtypes), case.needs_world, case.engine, case.host_only, tuple(case.needs), goes_further)
         kinds.setdefault(kind, []).append(name)
     for names in kinds.values():
         of_one = set()
-        for point in full(devices, names[:1]):
+        for point in filter(by_day, full(devices, names[:1])):
             of_one.update(_held_by(point))
         held.update(of_one)
         for name in names[1:]:
@@ -163,7 +181,7 @@ def _axes(devices: Sequence[str], cases: Sequence[str] | None) -> dict[str, Sequ
 
 _NAMES = tuple(field.name for field in fields(Point))
 _PAIRS = tuple(itertools.combinations(range(len(_NAMES)), 2))
-_TRIPLES = tuple((0, 1, other) for other in range(2, len(_NAMES)))
+_TRIPLES = tuple((0, 1, other) for other in range(2, len(_NAMES)) if _NAMES[other] != "case")
 
 
 def _held_by(point: Point) -> list[Held]:
@@ -171,7 +189,16 @@ def _held_by(point: Point) -> list[Held]:
     return [tuple(values[index] for index in chosen) for chosen in (*_PAIRS, *_TRIPLES)]
 
 
-def _some_of_the_rest(axes: dict[str, Sequence], fixed: dict[str, object], chance: random.Random) -> list[dict[str, object]]:
-    """Values for the axes that are not fixed: a random few of all there are, without writing all of them down."""
-    free = {axis: values for axis, values in axes.items() if axis not in fixed}
-    return [{axis: chance.choice(values) for axis, values in free.items()} for _ in range(TRIES)]
+def _some_with(fixed: dict[str, Any], axes: dict[str, Sequence], chance: random.Random) -> Iterator[Point]:
+    """A random few of the points of the day with these values, without writing all of them down."""
+    of_cases = [_axes_of(case, axes) for case in ([fixed["case"]] if "case" in fixed else axes["case"])]
+    of_cases = [of_case for of_case in of_cases if all(value in of_case[axis] for axis, value in fixed.items())]
+    for _ in range(TRIES):
+        of_case = chance.choice(of_cases)
+        yield Point(**{axis: chance.choice(values) for axis, values in of_case.items()} | fixed)
+
+
+def _axes_of(case: str, axes: dict[str, Sequence]) -> dict[str, Sequence]:
+    """What this case meets in the day."""
+    usual = {axis: values for axis, values in COMMON.items() if not CASES[case].tags & FURTHER[axis]}
+    return {**axes, "case": (case,), **{axis: [value for value in axes[axis] if value in usual[axis]] for axis in usual}}

@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -322,16 +322,19 @@ def expected(point: Point) -> list[Trace]:
     return _expected[key]
 
 
-def differences(points: Iterable[Point]) -> Failures:
-    """Where threads and processes for ranks do not give the same bits."""
-    points, failures = list(points), Failures()
-    threads = dict(carry(points, loopback=True))
-    for point, carried in carry(points):
-        if isinstance(carried, str) or isinstance(threads[point], str):
-            failures[point] = f"{carried}\n{threads[point]}"
+def judged(carried: Mapping[Point, Carried]) -> Failures:
+    return Failures({point: problem for point, one in carried.items() if (problem := judge(point, one)) is not None})
+
+
+def differences(threads: Mapping[Point, Carried], processes: Mapping[Point, Carried]) -> Failures:
+    """Where threads for ranks do not give the bits of processes."""
+    failures = Failures()
+    for point, carried in threads.items():
+        if isinstance(carried, str) or isinstance(processes[point], str):
+            failures[point] = f"{carried}\n{processes[point]}"
             continue
         try:
-            oracle.compare(threads[point], carried, exact=has_one_order(point), state=True)
+            oracle.compare(carried, processes[point], exact=has_one_order(point), state=True)
         except AssertionError as error:
             failures[point] = str(error)
     return failures

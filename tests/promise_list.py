@@ -114,6 +114,7 @@ def _find(path: Path, name: str) -> tuple[Path, ast.stmt] | None:
 class TestSource:
     ids: frozenset[str]  # the promises that it is marked with, itself or through its class or module
     asserts: bool  # itself, or something of the tests that it uses
+    by_day: bool = True  # not only with `ci/test --full`
 
 
 def _asserts(path: Path, start: ast.stmt) -> bool:
@@ -158,19 +159,28 @@ def read_test(node: str) -> TestSource:
     statement = _definitions(tree.body).get(names[0])
     if statement is None:
         raise LookupError(f"{node}: {file} defines no {names[0]}")
-    ids = set().union(*(marked_ids(mark) for mark in _definitions(tree.body).values() if _is_pytestmark(mark)))
+    marks: list[ast.AST] = [mark for mark in _definitions(tree.body).values() if _is_pytestmark(mark)]
+    ids: set[str] = set()
     if len(names) == 2:
         if not isinstance(statement, ast.ClassDef) or (found := _find_method(path, statement, names[1])) is None:
             raise LookupError(f"{node}: {names[0]} in {file} has no {names[1]}")
-        ids |= set().union(*(marked_ids(decorator) for decorator in statement.decorator_list))
-        ids |= set().union(*(marked_ids(mark) for mark in statement.body if _is_pytestmark(mark)))
-        path, statement, on_bases = found
-        ids |= on_bases
+        marks += statement.decorator_list + [mark for mark in statement.body if _is_pytestmark(mark)]
+        path, statement, ids = found
     if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) or not statement.name.startswith("test"):
         raise LookupError(f"{node}: {names[-1]} is not a test function")
-    ids |= set().union(*(marked_ids(decorator) for decorator in statement.decorator_list))
-    return TestSource(frozenset(ids), _asserts(path, statement))
+    marks += statement.decorator_list
+    ids = ids.union(*map(marked_ids, marks))
+    return TestSource(frozenset(ids), _asserts(path, statement), not any(map(_is_of_the_night, marks)))
 
 
-def _is_pytestmark(statement: ast.stmt) -> bool:
+def _is_of_the_night(mark: ast.AST) -> bool:
+    """A mark on all of a test, a class or a module; one of a few parameters leaves the others to the day."""
+    return any(ast.unparse(node) in ("pytest.mark.full", "pytest.mark.of_tests") for node in _marks_in(mark))
+
+
+def _marks_in(mark: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(mark)) if _is_pytestmark(mark) else [mark]
+
+
+def _is_pytestmark(statement: ast.AST) -> bool:
     return isinstance(statement, ast.Assign) and "pytestmark" in [ast.unparse(target) for target in statement.targets]

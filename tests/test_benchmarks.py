@@ -12,6 +12,8 @@ from tests.devices import needs_sim
 
 ROOT = Path(__file__).parent.parent
 
+pytestmark = pytest.mark.full
+
 
 def offload_step(accelerator, *options):
     environment = {**os.environ, "ACCELERATOR": accelerator, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

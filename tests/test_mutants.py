@@ -10,6 +10,8 @@ from tests.mutant_list import HARMLESS
 from tests.mutants import NAMED
 from tests.source_edits import all_definitions
 
+pytestmark = pytest.mark.of_tests
+
 
 def identifiers(source):
     for node in ast.walk(ast.parse(source)):

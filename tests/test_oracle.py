@@ -13,6 +13,8 @@ from tests.oracle import DynamicScale, StaticScale, Trace, compare, reference, t
 from tests.zoo import CASES, Case
 from tests.zoo.case import backward, draw, finish, like, real_mlp, real_numbers, sgd
 
+pytestmark = pytest.mark.of_tests
+
 WORLDS = [1, 2, 3, 4]
 
 

@@ -35,10 +35,12 @@ def what_is_wrong_with(promise):
         return f"{promise.node} is not marked with {promise.id}"
     if not source.asserts:
         return f"{promise.node} asserts nothing"
+    if not source.by_day:
+        return f"{promise.node} runs at night only"
     return None
 
 
-def test_a_proven_promise_names_a_test_with_its_mark_that_asserts_something():
+def test_a_proven_promise_names_a_test_with_its_mark_that_asserts_something_and_runs_by_day():
     wrong = {promise.id: problem for promise in PROVEN if (problem := what_is_wrong_with(promise))}
     assert not wrong, "\n".join(f"{id_}: {problem}" for id_, problem in wrong.items())
 
@@ -87,6 +89,14 @@ def test_that_fails():
 @pytest.mark.promise("G03")
 def test_that_is_skipped():
     pytest.skip("for no reason")
+
+@pytest.mark.full
+def test_at_night():
+    assert True
+
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_at_night_with_more(n):
+    assert n
 '''
 
 
@@ -107,6 +117,13 @@ def test_marks_and_assertions_count_wherever_the_test_has_them_from(sample):
     (sample / "tests" / "test_asking.py").write_text("from tests.helper import checked\ndef test_asking():\n    checked()\n")
     assert read_test("tests/test_asking.py::test_asking").asserts
     assert not read_test("tests/test_sample.py::test_that_is_skipped").asserts
+
+
+def test_a_test_of_the_night_is_told_from_one_that_does_more_there(sample):
+    assert not read_test("tests/test_sample.py::test_at_night").by_day
+    assert read_test("tests/test_sample.py::test_at_night_with_more").by_day
+    (sample / "tests" / "test_all.py").write_text("import pytest\npytestmark = pytest.mark.full\ndef test_it(): assert 1\n")
+    assert not read_test("tests/test_all.py::test_it").by_day
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from tests import ranks
 from tests.promise_list import ROOT
 
+pytestmark = pytest.mark.of_tests
+
 
 def sum_of_ranks(rank, world, scale):
     total = torch.tensor(float(rank * scale))

@@ -1,4 +1,4 @@
-"""ci/setup, ci/test and .ci/run, with a python that only writes down what it was asked."""
+"""ci/setup, ci/lint, ci/test and .ci/run, with a python that only writes down what it was asked."""
 
 import os
 import re
@@ -11,11 +11,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 PYTHON = """#!/usr/bin/env bash
-# Writes down what it is asked; `-m venv FOLDER` makes an environment with the same python in it.
+# Writes down what it is asked; `-m venv FOLDER` makes an environment with the same python in it. What $FAILS names fails.
 [ "$1" = -VV ] || echo "$(basename "$(dirname "$(dirname "$0")")") $*" >> "$PYTHON_LOG"
 case "$*" in
   -VV) echo "Python 3.99" ;;
   "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  "-m ${FAILS:-nothing}"*) exit 3 ;;
 esac
 """
 
@@ -110,13 +111,39 @@ def test_an_unknown_option_is_refused(project):
     assert b"--tortch" in error.value.stderr
 
 
+PYTEST = ".venv -m pytest -n 3 --dist loadfile --no-loadscope-reorder"
+LINT = [".venv -m ruff check --quiet .", ".venv -m mypy"]
+ASKED = {
+    "ci/lint": LINT,
+    "ci/test": [PYTEST],
+    "ci/test --full": [PYTEST.replace("pytest", "pytest -m "), ".venv -m tests.parity"],
+    ".ci/run": [*LINT, PYTEST],
+}
+
+
 @needs_bash
-@pytest.mark.parametrize("command", ["ci/test", ".ci/run"])
-def test_one_command_sets_up_and_tests(project, command):
-    lines = project.run(command)
+@pytest.mark.parametrize("command", ASKED)
+def test_one_command_sets_up_and_does_what_it_is_for(project, command):
+    lines = project.run(*command.split())
     assert any("-m venv .venv" in line for line in lines)
-    assert lines[-1] == ".venv -m pytest -n 3 --dist loadfile --no-loadscope-reorder"
-    assert project.run(command) == lines[-1:]
+    assert lines[-len(ASKED[command]) :] == ASKED[command]
+    assert project.run(*command.split()) == ASKED[command]
+
+
+@needs_bash
+@pytest.mark.parametrize(
+    ("command", "fails"),
+    [
+        *(("ci/test --full", part) for part in ("pytest", "tests.parity")),
+        *((".ci/run", part) for part in ("ruff", "mypy", "pytest")),
+    ],
+)
+def test_a_command_fails_where_a_part_of_it_does_and_the_other_parts_run_all_the_same(project, command, fails, monkeypatch):
+    project.run("ci/setup")
+    monkeypatch.setenv("FAILS", fails)
+    with pytest.raises(subprocess.CalledProcessError):
+        project.run(*command.split())
+    assert project.log.read_text().splitlines() == ASKED[command]
 
 
 @needs_bash
@@ -127,12 +154,6 @@ def test_one_command_sets_up_and_trains_with_what_follows_it(project):
     assert project.run("ci/train") == [".venv -m zero train"]
 
 
-def test_ci_run_is_ci_test_and_nothing_else():
-    lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
-    assert len(lines) == 1
-    assert lines[0].startswith("exec ") and "/ci/test" in lines[0]
-
-
 def test_torch_is_pinned_exactly():
     pins = [line for line in (ROOT / "ci" / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
     assert len(pins) == 1
@@ -141,12 +162,18 @@ def test_torch_is_pinned_exactly():
 
 def test_ci_runs_the_same_for_every_python_and_names_no_index_of_its_own():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    assert re.search(r"run: \.ci/run$", workflow, re.MULTILINE)
+    assert re.findall(r"run: ci/\w+$", workflow, re.MULTILINE) == ["run: ci/test", "run: ci/lint"]
     assert "examples/cpu_training_in_ci.py" in workflow
     for python in ("3.10", "3.11", "3.12", "3.13"):
         assert f'"{python}"' in workflow
     assert "PIP_EXTRA_INDEX_URL: ${{ vars.CPU_WHEEL_INDEX }}" in workflow
     assert "http" not in workflow
+
+
+def test_everything_runs_every_night():
+    workflow = (ROOT / ".github" / "workflows" / "night.yml").read_text()
+    assert re.search(r"^    - cron: ", workflow, re.MULTILINE) and "workflow_dispatch:" in workflow
+    assert re.findall(r"run: (.*)", workflow) == ["ci/test --full"]
 
 
 @pytest.mark.promise("P10")

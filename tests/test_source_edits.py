@@ -7,6 +7,8 @@ import pytest
 
 from tests.source_edits import ROOT, Drop, Mutant, Replace, Swap, definitions, full_names, shortest_name, the
 
+pytestmark = pytest.mark.of_tests
+
 SOURCE = """
 def f(self, x):
     total = x + 1

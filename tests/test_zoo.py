@@ -6,6 +6,8 @@ import torch
 from tests.oracle import StaticScale, compare, reference, weights_of
 from tests.zoo import CASES
 
+pytestmark = pytest.mark.of_tests
+
 EACH = pytest.mark.parametrize("name", list(CASES))
 
 

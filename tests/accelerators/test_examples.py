@@ -40,6 +40,7 @@ def test_select_backend_says_what_is_used_and_why_not_the_rest():
     assert "on cpu; torch.distributed should use gloo" in out
 
 
+@pytest.mark.full
 def test_two_ranks_train_on_the_cpu_and_the_loss_falls():
     source = (ROOT / "examples" / "cpu_training_in_ci.py").read_text()
     assert "zero.shard(" in source and "stage=2" in source

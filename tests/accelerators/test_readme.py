@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -86,6 +88,7 @@ def test_states_leave_and_come_back_as_it_says(tmp_path):
     assert "went on" in run("train.py", cwd=tmp_path)
 
 
+@pytest.mark.full
 def test_a_model_is_compiled_as_it_says(tmp_path):
     program, show = block("first program"), "print('compiled by', type(model._compiled_call_impl).__module__)\n"
     loop = program.index("for _ in range")

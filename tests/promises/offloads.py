@@ -20,7 +20,7 @@ from zero.sharding.optimizer import ShardedOptimizer, shard
 
 SMALL = 64  # bytes of a bucket: one share of most ranks and one gap
 
-SHARDED = pytest.mark.parametrize("stage", [1, 2])
+SHARDED = pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2])
 DTYPES = (None, "bfloat16")
 
 # What one rank does with a model and its optimizer; whatever it gives is compared between the points.

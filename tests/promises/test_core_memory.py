@@ -63,7 +63,7 @@ def peak_of_construction(rank, world, stage, dtype):
 
 @pytest.mark.promise("M01")
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="this system has no peak that can be reset")
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.full), "bfloat16"])
 def test_construction_needs_the_model_its_masters_and_one_bucket_and_no_second_model(dtype):
     model_mib = NUM_LAYERS * WIDTH * WIDTH * 4 / MIB
     assert model_mib == 200
@@ -363,7 +363,11 @@ def vary(model, optimizer, rank, step):
 
 @pytest.mark.promise("M06")
 @pytest.mark.parametrize(
-    ("stage", "world", "dtype"), [(0, 1, None), (1, 1, "bfloat16"), (2, 1, None), (1, 2, None), (2, 2, "bfloat16")]
+    ("stage", "world", "dtype"),
+    [
+        *((0, 1, None), (1, 1, "bfloat16"), (2, 2, "bfloat16")),
+        *(pytest.param(2, 1, None, marks=pytest.mark.full), pytest.param(1, 2, None, marks=pytest.mark.full)),
+    ],
 )
 def test_300_steps_without_a_garbage_collector_leave_as_many_objects_as_there_were(stage, world, dtype):
     def program(model, optimizer, group):

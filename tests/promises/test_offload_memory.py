@@ -123,15 +123,21 @@ def check_prediction(world, points, device_type="sim"):
 
 @needs_sim
 @pytest.mark.promise("M03", "M04", "M05", "M07")
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_the_bytes_of_each_rank_are_those_predicted_for_each_stage_with_offload_and_without(world):
     check_prediction(world, list(itertools.product((1, 2), (None, "bfloat16"), (None, "cpu"), (4,), (1,))))
 
 
 @needs_sim
 @pytest.mark.promise("M03", "M04", "M05", "M07")
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(
+    ("geometry", "world"),
+    [
+        *(("four buckets", 1), ("one bucket", 2), ("three buckets", 2), ("a bucket a layer", 1)),
+        *(pytest.param(geometry, 2, marks=pytest.mark.full) for geometry in ("four buckets", "a bucket a layer")),
+        *(pytest.param(geometry, 1, marks=pytest.mark.full) for geometry in ("one bucket", "three buckets")),
+    ],
+)
 def test_so_they_are_for_any_buckets_and_any_number_of_backwards(world, geometry):
     points = itertools.product((2,), (None, "bfloat16"), (None, "cpu"), [GEOMETRIES[geometry]], (1, 3))
     check_prediction(world, [*points, (2, "bfloat16", {"ratio": 0.5}, GEOMETRIES[geometry], 1)])

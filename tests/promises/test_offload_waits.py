@@ -55,8 +55,14 @@ def in_random_orders(model, optimizer, rank):
 
 @needs_sim
 @pytest.mark.promise("H02", "R13")
-@pytest.mark.parametrize("kernels", ["torch", "fused"])
-@pytest.mark.parametrize(("stage", "dtype"), [(1, None), (2, "bfloat16"), (2, None)])
+@pytest.mark.parametrize(
+    ("stage", "dtype", "kernels"),
+    [
+        *((1, None, "fused"), (2, "bfloat16", "torch")),
+        *(pytest.param(1, None, "torch", marks=pytest.mark.full), pytest.param(2, "bfloat16", "fused", marks=pytest.mark.full)),
+        *(pytest.param(2, None, kernels, marks=pytest.mark.full) for kernels in ("torch", "fused")),
+    ],
+)
 def test_fifty_random_orders_of_late_copies_race_nowhere_and_give_the_bits_of_no_offload(stage, dtype, kernels):
     options = {"stage": stage, "dtype": dtype, "kernels": kernels}
     for none, offloaded in on_sim(2, in_random_orders, [options, {**options, "offload": "cpu"}]):

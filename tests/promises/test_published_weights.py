@@ -291,6 +291,7 @@ def forking(rank, world):
     return found
 
 
+@pytest.mark.full
 def test_workers_forked_in_the_middle_of_a_training_cost_no_copy_of_the_weights():
     for before, after, of_workers, num_bytes in ranks.run(2, forking, fresh=True):
         assert of_workers < num_bytes / 4

@@ -77,6 +77,7 @@ def step_twice(model, optimizer, rank, step):
 
 
 KERNELS = pytest.mark.parametrize("kernels", ["fused", pytest.param("compiled", marks=needs_compiler)])
+FUSED_BY_DAY = pytest.mark.parametrize("kernels", ["fused", pytest.param("compiled", marks=[needs_compiler, pytest.mark.full])])
 BETWEEN = (None, twice, clip, edit, remove, look, settle_and_send, to_zeros_and_send, fail, step_twice)
 
 
@@ -140,10 +141,10 @@ def compare(rank, world, kernels, stage, dtype, options):
     ("kernels", "stage", "world", "dtype"),
     [
         ("fused", 0, 2, "bfloat16"),
-        ("fused", 1, 1, None),
         ("fused", 1, 2, "bfloat16"),
         ("fused", 2, 1, "bfloat16"),
-        ("fused", 2, 2, "bfloat16"),
+        pytest.param("fused", 1, 1, None, marks=pytest.mark.full),
+        pytest.param("fused", 2, 2, "bfloat16", marks=pytest.mark.full),
         pytest.param("compiled", 1, 1, None, marks=needs_compiler),
         pytest.param("compiled", 2, 2, "bfloat16", marks=needs_compiler),
     ],
@@ -155,7 +156,7 @@ def test_a_training_is_the_same_whatever_comes_between_backward_and_step(kernels
         assert waited["look"] == [0, 0, 0]  # who wanted a sum may want it again
 
 
-@KERNELS
+@FUSED_BY_DAY
 def test_they_wait_also_where_ranks_share_no_memory(kernels):
     for waited in ranks.run(2, compare, kernels, 2, "bfloat16", {"shared_memory": False}):
         assert all(waited[""][1:])
@@ -165,11 +166,11 @@ def test_they_wait_also_where_ranks_share_no_memory(kernels):
     ("kernels", "stage", "world", "shared_memory"),
     [
         ("fused", 0, 2, True),
-        ("fused", 1, 1, True),
         ("fused", 1, 2, False),
-        ("fused", 1, 3, True),
+        pytest.param("fused", 1, 1, True, marks=pytest.mark.full),
+        pytest.param("fused", 1, 3, True, marks=pytest.mark.full),
         pytest.param("compiled", 1, 2, True, marks=needs_compiler),
-        pytest.param("compiled", 1, 3, False, marks=needs_compiler),
+        pytest.param("compiled", 1, 3, False, marks=[needs_compiler, pytest.mark.full]),
     ],
 )
 def test_so_it_is_where_sums_take_the_place_of_what_was_added_up_in_their_dtype(kernels, stage, world, shared_memory):
@@ -286,7 +287,7 @@ def go_on(rank, world, kernels):
     return found
 
 
-@KERNELS
+@FUSED_BY_DAY
 def test_a_rebuild_lets_go_of_what_waits(kernels):
     (waiting, borrowed, first), (*_, second) = ranks.run(2, go_on, kernels, fresh=True)
     assert waiting > 0 and borrowed == 0
@@ -425,7 +426,13 @@ def clip_with_threads(rank, world, kernels):
     return found
 
 
-@pytest.mark.parametrize("kernels", ["torch", "fused", pytest.param("compiled", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        *(pytest.param(kernels, marks=pytest.mark.full) for kernels in ("torch", "fused")),
+        pytest.param("compiled", marks=needs_compiler),
+    ],
+)
 def test_ranks_of_different_threads_clip_alike(kernels):
     one, other = ranks.run(2, clip_with_threads, kernels, fresh=True)
     torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -75,7 +75,7 @@ def train(model, optimizer, rank, include, move):
 
 @needs_sim
 @SHARDED
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.full), "bfloat16"])
 def test_moved_and_brought_back_at_any_time_everything_has_the_bits_of_never_having_moved(stage, dtype):
     for offload in (None, Offload(ratio=0.5)):
         point = {"stage": stage, "dtype": dtype, "offload": offload}

@@ -296,7 +296,11 @@ def test_the_command_names_the_difference(script):
 
 @pytest.mark.parametrize(
     ("target", "words"),
-    [("careless", "OSError: no data here"), ("forgetful", "gave a list"), ("nothing", "there is no such function")],
+    [
+        ("careless", "OSError: no data here"),
+        pytest.param("forgetful", "gave a list", marks=pytest.mark.full),
+        pytest.param("nothing", "there is no such function", marks=pytest.mark.full),
+    ],
 )
 def test_the_command_says_when_it_cannot_find_out(script, target, words):
     done = command(f"{script}:{target}", *(["--ranks", 2] if target == "careless" else []))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -17,8 +19,13 @@ HANDED_OVER = {"mlp": 6, "gpt": 14, "broken": 4, "frozen": 4, "checkpointed": 16
 
 @pytest.mark.promise("P01", "P08", "P09")
 @STAGES
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *zip(MODELS, itertools.cycle([None, "bfloat16"])),
+        *(pytest.param(*at_night, marks=pytest.mark.full) for at_night in zip(MODELS, itertools.cycle(["bfloat16", None]))),
+    ],
+)
 def test_compiled_training_has_the_bits_of_the_eager_one(name, stage, dtype, handed_over):
     expected = train(name, None, stage=stage, dtype=dtype)
     assert not handed_over
@@ -38,10 +45,13 @@ def train_on_ranks(rank: int, world: int, name: str, micro_steps: int, dtypes: l
 OF_EACH_STAGE = [[None, "bfloat16", None], ["bfloat16", None, "bfloat16"]]  # the two halves of stages by dtypes
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "skipped"])
+BY_DAY = [("gpt", 2, 1, 0), ("checkpointed", 2, 1, 0), ("frozen", 2, 1, 1), ("broken", 3, 2, 0), ("batches", 3, 2, 1)]
+AT_NIGHT = {(name, *sizes, half) for name in MODELS if name != "skipped" for sizes in ((2, 1), (3, 2)) for half in (0, 1)}
+
+
 @pytest.mark.parametrize(
-    ("world", "micro_steps", "half"),
-    [(2, 1, 0), (3, 2, 1), pytest.param(2, 1, 1, marks=pytest.mark.full), pytest.param(3, 2, 0, marks=pytest.mark.full)],
+    ("name", "world", "micro_steps", "half"),
+    [*BY_DAY, *(pytest.param(*one, marks=pytest.mark.full) for one in sorted(AT_NIGHT.difference(BY_DAY)))],
 )
 def test_compiled_training_on_ranks_has_the_bits_of_the_eager_one(name, world, micro_steps, half):
     for wrong in ranks.run(world, train_on_ranks, name, micro_steps, OF_EACH_STAGE[half], timeout=120.0):
@@ -52,7 +62,10 @@ def close_to(one, other):
     return all(torch.allclose(one[name].float(), other[name].float(), atol=1e-5) for name in other)
 
 
-SIX_POINTS = [("mlp", 0), ("mlp", 1), ("gpt", 2), ("broken", 2), ("checkpointed", 1), ("batches", 2)]
+SIX_POINTS = [
+    *(("mlp", 0), ("gpt", 2)),
+    *(pytest.param(*one, marks=pytest.mark.full) for one in [("mlp", 1), ("broken", 2), ("checkpointed", 1), ("batches", 2)]),
+]
 
 
 @pytest.mark.parametrize(("name", "stage"), SIX_POINTS)

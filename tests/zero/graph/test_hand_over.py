@@ -242,6 +242,7 @@ def test_edits_show_at_once_and_parameters_stay_where_they_are():
     assert (model(batch("mlp", 0, 0)) == 0).all()
 
 
+@pytest.mark.full
 def test_a_thousand_steps_of_a_compiled_gpt_have_finite_losses():
     losses = []
     train("gpt", compiled("aot_eager"), stage=2, steps=1000, watch=losses.append)

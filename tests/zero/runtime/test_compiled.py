@@ -164,8 +164,17 @@ def as_usual(tmp_path_factory):
     return subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120).stdout
 
 
-@pytest.mark.parametrize("also", ["", "-ffast-math -funsafe-math-optimizations -Ofast"])
-@pytest.mark.parametrize("unknown", [(), ("-fopenmp",), ("-march=native",), ("-fopenmp", "-march=native")], ids=str)
+INEXACT = "-ffast-math -funsafe-math-optimizations -Ofast"
+BY_DAY = [((), INEXACT), (("-fopenmp",), "")]
+AT_NIGHT = [
+    *(((), ""), (("-fopenmp",), INEXACT)),
+    *((unknown, also) for unknown in [("-march=native",), ("-fopenmp", "-march=native")] for also in ("", INEXACT)),
+]
+
+
+@pytest.mark.parametrize(
+    ("unknown", "also"), [*BY_DAY, *(pytest.param(*one, marks=pytest.mark.full) for one in AT_NIGHT)], ids=str
+)
 def test_a_compiler_that_does_not_know_an_option_builds_without_and_leaves_nothing(tmp_path, as_usual, unknown, also):
     """The same numbers too, and however inexact it is told to compute."""
     refuses = "\n".join(f'case " $* " in *" {option} "*) echo "unknown option" >&2; exit 1;; esac' for option in unknown)

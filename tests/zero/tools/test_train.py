@@ -327,6 +327,7 @@ def test_readme_has_the_same_lines_for_two_machines():
     assert [line.partition(" --layers")[0] for line in commands(PAGE, "torchrun")] == lines
 
 
+@pytest.mark.full
 def test_two_agents_of_torchrun_train_together_as_two_machines_would(uninterrupted, tmp_path):
     lines = commands(PAGE, "torchrun")
     assert len(lines) == 2

@@ -1,0 +1,24 @@
+"""Sharded training equals the oracle on the simulated device, with all that it has and without one thing."""
+
+import pytest
+
+from tests import grid, parity
+from tests.devices import needs_sim
+
+pytestmark = needs_sim
+
+
+@pytest.fixture(scope="module")
+def points():
+    return grid.covering()
+
+
+@pytest.mark.parametrize("device", grid.DEVICES[1:])
+def test_simulated_devices_equal_the_oracle(points, device):
+    failures = parity.run(point for point in points if point.device == device)
+    assert not failures, str(failures)
+
+
+def test_what_nobody_asks_a_device_for_may_be_missing():
+    failures = parity.run(point for point in grid.spot_checks() if point.world == 2)
+    assert not failures, str(failures)
