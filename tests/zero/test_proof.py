@@ -17,8 +17,10 @@ from zero.comm.loopback import run_ranks, solo
 from zero.config.schema import Batch, LossScale, OptimizerSpec, ZeroConfig
 from zero.engine.engine import Engine
 from zero.memory.masters import Masters
+from zero.runtime.grads.phase import Phase
 from zero.runtime.reduce.inflight import InflightReductions
 from zero.runtime.step.updater import Updater
+from zero.sharding import step
 from zero.sharding.optimizer import ShardedOptimizer
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -190,12 +192,14 @@ def test_a_fault_is_found_and_named(name, world, optimizer, monkeypatch):
 def test_a_fault_of_a_later_step_is_found_at_that_step(monkeypatch):
     steps = []
 
-    def forgets(apply, optimizer, used):
+    def forgets(update, state, used, coefficient):
         steps.append(used)
         if len(steps) != 3:
-            apply(optimizer, used)
+            update(state, used, coefficient)
+        else:
+            state.window.move_to(Phase.STEPPED)
 
-    change(monkeypatch, ShardedOptimizer, "_apply", forgets)
+    change(monkeypatch, step, "update", forgets)
     first = proof(solo(), sgd).first
     assert first is not None and (first.step, first.parameter, first.what) == (2, "0.weight", "weight")
 

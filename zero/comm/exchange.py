@@ -12,6 +12,8 @@ from zero.errors import CheckpointFailed, RankFailed, RanksDiffer, ZeroError
 
 Result = TypeVar("Result")
 
+_SUBJECT = "a save, a state_dict, a check or the like"
+
 
 def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
     """Every rank's message, by rank; where ranks came for different subjects, all of them raise."""
@@ -32,7 +34,7 @@ def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
 
 def exchange_texts(group: Group, text: str) -> list[str]:
     """Every rank's text, by rank."""
-    return [message.decode() for message in exchange_about(group, "a save, a state_dict, a check or the like", text.encode())]
+    return [message.decode() for message in exchange_about(group, _SUBJECT, text.encode())]
 
 
 def first_difference(first: str, other: str, rank: int) -> str:
@@ -64,7 +66,7 @@ def run_on_all(group: Group, act: Callable[[], Result], failure: Failure = _rank
     except Exception as caught:  # noqa: BLE001 - whatever it is, the others are waiting to hear of it
         error = caught
     try:
-        if not any(message != b"\0" for message in group.all_gather_bytes(b"\0" if error is None else b"\1")):
+        if not any(exchange_about(group, _SUBJECT, b"" if error is None else b"failed")):
             return result  # type: ignore[return-value]
         texts = exchange_texts(group, "" if error is None else f"{type(error).__name__}: {error}")
     except ZeroError as lost:

