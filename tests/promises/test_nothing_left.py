@@ -103,13 +103,22 @@ def hooks_of(model):
     return sum(len(table or ()) for table in tables)
 
 
+def num_threads():
+    """Without those that have ended, which the system lists for a moment longer."""
+    counts = []
+    for _ in range(10):
+        time.sleep(0.01)
+        counts.append(len(os.listdir("/proc/self/task")))
+    return min(counts)
+
+
 def left(device):
     """What this process holds, by kind."""
     gc.collect()
     shared = re.findall(r"/memfd:zero\S*", Path("/proc/self/maps").read_text())
     found = {
         "files": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
+        "threads": num_threads(),
         "shared pages": len(shared),
         "pinned": pinned._watched.alive,
     }
