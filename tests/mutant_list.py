@@ -136,7 +136,7 @@ NAMED = [
         "Reducer._target",
         Replace(the(If, "sum_dtype").test.values[0].operand, "{it.values[0]}"),
     ),
-    Mutant("what is to be added up is sent at once", "Reducer.collect", Drop(the(BoolOp, "dtype_of").values[2])),
+    Mutant("a gradient that is accumulated is sent at once", "Reducer.collect", Drop(the(BoolOp, "dtype_of").values[2])),
     Mutant(
         "in the dtype of sums what is absent is what was there before",
         "Reducer._close",
@@ -271,7 +271,7 @@ NAMED = [
         "Engine._take_step",
         Replace(the(Try), "try:\n    {it.body}\nexcept ZeroDivisionError:\n    {it.finalbody}"),
     ),
-    Mutant("apart: whoever handled an error is still where it was", "Window.end", Drop(the(Call, "set_phase"))),
+    Mutant("apart: a rank that handled an error is still where it was", "Window.end", Drop(the(Call, "set_phase"))),
     Mutant("apart: a late rank is taken for one that is gone", "TorchGroup._is_gone", Drop(the(Tuple, "timeout").elts[1])),
 ]
 

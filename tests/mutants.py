@@ -6,8 +6,8 @@
     python -m tests.mutants --tests PATH...   with other tests than TESTS
 
 Those of tests.mutant_list are single faults of the kinds that sharded training is known for. Others are made mechanically,
-over the modules of FLOORS. Each is tried on points of the parity grid over loopback first, as that is cheap, and whoever gets
-through meets the tests, which stop at the first failure. Before them the unchanged library meets all of that: it must survive,
+over the modules of FLOORS. Each is tried on points of the parity grid over loopback first, as that is cheap; a survivor
+meets the tests, which stop at the first failure. Before them the unchanged library meets all of that: it must survive,
 and how long it takes is the measure of who never ends.
 """
 

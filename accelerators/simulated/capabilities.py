@@ -33,7 +33,7 @@ def parse_capabilities(text: str) -> frozenset[str]:
     names = frozenset(name.strip().lower() for name in text.split(",") if name.strip())
     if unknown := sorted(names - set(CAPABILITIES)):
         raise ValueError(
-            f"SIM_WITHOUT={text} was asked for, but the device has no capability {', '.join(unknown)}. "
+            f"Cannot set SIM_WITHOUT={text}: the device has no capability {', '.join(unknown)}. "
             f"Take away some of {', '.join(CAPABILITIES)}."
         )
     return names

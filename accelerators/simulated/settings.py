@@ -55,7 +55,7 @@ def parse_order(text: str) -> tuple[str, int]:
     """`random:7` as random and 7; the other orders have no seed."""
     order, colon, seed = text.strip().lower().partition(":")
     if order not in ORDERS or (colon and (order != "random" or not seed.isdecimal())):
-        raise ValueError(f"SIM_ORDER={text} was asked for, but an order is late, random:SEED or eager. Write one of these.")
+        raise ValueError(f"Cannot set SIM_ORDER={text}: an order is late, random:SEED or eager. Write one of these.")
     return order, int(seed or 0)
 
 

@@ -38,7 +38,7 @@ def bring_up() -> None:
 
 
 def _register() -> None:
-    # Imported here and below, so that whoever only asks whether the device could come up loads none of it.
+    # Imported here and below, so that asking whether the device could come up loads none of it.
     from accelerators.simulated import rng, storage
     from accelerators.simulated.current import current_device, engine_set_device
     from accelerators.simulated.lanes import lanes

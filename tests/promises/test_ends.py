@@ -1,4 +1,4 @@
-"""After a failure every process ends by itself, also when whoever holds the store of the ranks stands still.
+"""After a failure every process ends by itself, also when the process that holds the store is stopped.
 
 A stopped process closes no connection and answers nothing, and neither does one whose host is gone from the network.
 """

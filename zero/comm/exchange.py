@@ -82,7 +82,7 @@ def all_or_none(group: Group, what: str, act: Callable[[], Result]) -> Result:
         if isinstance(error, (ValueError, TypeError, FileNotFoundError, ZeroError)) and len(failed) == size:
             return error  # which all of them see
         where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-        return CheckpointFailed(f"{what} was asked for, but it failed on {where}. Nothing was changed by it.")
+        return CheckpointFailed(f"Cannot complete {what.lower()}: it failed on {where}. Nothing was changed. Try it again.")
 
     group.set_phase(f"in {what.lower()}")
     return run_on_all(group, act, failure)
@@ -94,5 +94,6 @@ def require_same_args(group: Group, what: str, **args: Any) -> None:
     for rank, text in enumerate(texts):
         if text != texts[0]:
             raise RanksDiffer(
-                f"{what} was asked for, but by rank 0 with {texts[0]} and by rank {rank} with {text}. Call it alike on all."
+                f"Cannot begin {what.lower()}: it was called by rank 0 with {texts[0]} and by rank {rank} with {text}. "
+                "Call it alike on all ranks."
             )

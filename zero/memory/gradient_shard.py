@@ -18,8 +18,8 @@ _MOST_ON_THE_WAY = 2  # sums that travel to the host while the next one is made;
 
 
 class GradientShard(Shard):
-    """Shares of gradients. What is added to those on the host travels there while others go on; whoever looks at a share finds
-    everything arrived, and added up, since looking waits for it. Host memory is kept for the next window: nothing else keeps
+    """Shares of gradients. What is added to those on the host is copied there while others go on. Reading a share waits until
+    everything has arrived and is added up. Host memory is kept for the next window: nothing else keeps
     it ready, and the system would clear every page of it again.
     """
 
@@ -137,7 +137,7 @@ class GradientShard(Shard):
             self.shares[bucket].mul_(self._deferred_scales.pop(bucket))
 
     def check_resident(self) -> None:
-        """Raises while there is something away that whoever uses gradients needs."""
+        """Raises while states that gradients need are on the host."""
         if self.offloaded_states:
             raise ValueError(
                 f"Gradients were asked for, but {', '.join(self.offloaded_states)} are on the host since offload_states. "

@@ -54,7 +54,7 @@ logger = logging.getLogger("zero")
 
 def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, given: Any) -> ShardingState:
     """A collective. Whatever fails, on whichever rank, the model is as plain as it was before and all ranks raise; only what
-    was rounded by then has its exact value again no more where that is in shares of several ranks."""
+    was rounded by then has its exact value again no more where that is in grad_ops of several ranks."""
     from zero.comm.connect import connect  # torch.distributed is not imported before somebody trains
 
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
@@ -88,53 +88,53 @@ def _assemble(
     plan: ShardingPlan,
     group: Group,
 ) -> ShardingState:
-    chosen, layout, place, room = plan.params, plan.layout, plan.place, plan.room
+    chosen, layout, place, memory_guard = plan.params, plan.layout, plan.place, plan.room
     line, forms = LayoutRef(layout), [ParamFormat.of(tensor) for tensor in chosen.tensors]
     params, weights = Params(chosen.tensors, chosen.names), FlatBuffer(line)
-    masters = Masters(line, group.rank if layout.num_shares > 1 else 0, weights, Shard(line, place.device, room.host))
-    intake = ParamPlacer(params, forms, weights, masters, group, place)
+    masters = Masters(line, group.rank if layout.num_shares > 1 else 0, weights, Shard(line, place.device, memory_guard.host))
+    placer = ParamPlacer(params, forms, weights, masters, group, place)
     latent, dtypes = chosen.frozen, {index: tensor.dtype for index, tensor in enumerate(chosen.tensors)}
     hooks = GradHooks(params)
 
-    built: list[weakref.ref[ShardingState]] = []  # weakly: the window is a part and holds `lay`
+    built: list[weakref.ref[ShardingState]] = []  # weakly: the window is a part and holds `place_params`
 
-    def lay(fresh: Sequence[int]) -> Sequence[int]:
+    def place_params(fresh: Sequence[int]) -> Sequence[int]:
         parts = built[0]()
         assert parts is not None
         with _restoring(optimizer):
-            return intake.place(fresh, partial(adopt_state, parts, optimizer))
+            return placer.place(fresh, partial(adopt_state, parts, optimizer))
 
     def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with room.explain_oom("A buffer to send gradients from", line):
+        with memory_guard.explain_oom("A buffer to send gradients from", line):
             return group.staging(numel, dtype, place.device)
 
     def wire() -> ShardingState:
         staging = Staging(place.accelerator, allocate, group.is_read)
-        gradients = GradientShard(line, place.device, room.host)
+        gradients = GradientShard(line, place.device, memory_guard.host)
         widest = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
         kinds = host_step_dtypes(layout.params, place.device)
-        one_pass = fused_step_of(optimizer, config.kernels)
-        waiting = deferrable_sums(kinds, group.size) if one_pass is not None else ()
+        fused_step = fused_step_of(optimizer, config.kernels)
+        waiting = deferrable_sums(kinds, group.size) if fused_step is not None else ()
         sums = CompiledSums(waiting) if config.kernels == "compiled" else SumsByTorch(waiting)
         scaling = Scaling(reduce=reduction(config, group.size))
-        flight = InflightReductions(
+        inflight = InflightReductions(
             line, group, staging, gradients, scaling, widest, looks=config.on_nonfinite == "raise", sums=sums
         )
-        reducer = Reducer(line, forms, place.accelerator, staging, flight)
-        shares = ShardedGradOps(line, forms, group, flight)
-        boundary = SyncPolicy(config.accumulation, stage_of(config.stage).accumulates_locally)
-        aliases = ParamTracker(model, params, weights, forms, chosen.unmanaged)
-        settler = WindowSync(group, params, line, config.text(), aliases, partial(settings_of, optimizer))
-        window = Window(params, reducer, shares, boundary, settler, scaling, lay)
-        rules = StepPolicy(config.clip, config.on_nonfinite, ELEMENTWISE)
-        updater = Updater(params, shares, masters, optimizer, rules, one_pass)
-        gatherer = WeightPublisher(line, params, group, weights, masters)
-        travel = StateOffloader(model, place.accelerator, params, forms, weights, masters, gradients, optimizer)
-        rooms = (params, masters, window, hooks, updater, gatherer, intake)
-        parts = ShardingState(group, *rooms, config, travel, room, LossScaler(config, scaling))
+        reducer = Reducer(line, forms, place.accelerator, staging, inflight)
+        grad_ops = ShardedGradOps(line, forms, group, inflight)
+        policy = SyncPolicy(config.accumulation, stage_of(config.stage).accumulates_locally)
+        tracker = ParamTracker(model, params, weights, forms, chosen.unmanaged)
+        sync = WindowSync(group, params, line, config.text(), tracker, partial(settings_of, optimizer))
+        window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params)
+        step_policy = StepPolicy(config.clip, config.on_nonfinite, ELEMENTWISE)
+        updater = Updater(params, grad_ops, masters, optimizer, step_policy, fused_step)
+        publisher = WeightPublisher(line, params, group, weights, masters)
+        offloader = StateOffloader(model, place.accelerator, params, forms, weights, masters, gradients, optimizer)
+        rooms = (params, masters, window, hooks, updater, publisher, placer)
+        parts = ShardingState(group, *rooms, config, offloader, memory_guard, LossScaler(config, scaling))
         updater.restore_kernels = use_kernels(optimizer, config.kernels)
         adopt_state(parts, optimizer)
-        aliases.renew_through(hooks.renew)
+        tracker.renew_through(hooks.renew)
         return parts
 
     def open_(window: Window) -> None:
@@ -144,11 +144,11 @@ def _assemble(
             hooks.attach(index, tensor, window.before_grad, window.grad_ready)
 
     with _restoring(optimizer), contextlib.ExitStack() as on_failure:
-        on_failure.callback(intake.release)
-        on_failure.callback(intake.remove, dtypes, layout)
+        on_failure.callback(placer.release)
+        on_failure.callback(placer.remove, dtypes, layout)
         on_failure.callback(hooks.detach)
-        with room.explain_oom("Sharding", line):
-            intake.place([index for index in range(len(chosen.names)) if index not in latent])
+        with memory_guard.explain_oom("Sharding", line):
+            placer.place([index for index in range(len(chosen.names)) if index not in latent])
         sync_module_states(model, chosen, group)
         parts = run_on_all(group, wire)
         run_on_all(group, partial(open_, parts.window))

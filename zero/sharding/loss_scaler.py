@@ -35,14 +35,10 @@ class LossScaler:
         given = config.loss_scale
         self._scaling = scaling
         self._most_skips = None if given is None else given.max_skips
-        self._scale = (
-            None
-            if given is None
-            else LossScale(
-                given.initial, given.window if given.dynamic else None, hysteresis=given.hysteresis, minimum=given.minimum
-            )
-        )
-        self.scale = self._scale
+        self.scale = None
+        if given is not None:
+            window = given.window if given.dynamic else None
+            self.scale = LossScale(given.initial, window, hysteresis=given.hysteresis, minimum=given.minimum)
 
     @property
     def scale(self) -> LossScale | None:

@@ -139,7 +139,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         window = self.parts.window
         if not 0 <= amount < float("inf"):
             raise ValueError(
-                f"weight({amount}) was asked for, but a weight is a finite number of 0 or more. Pass what the batch counts."
+                f"Cannot use weight({amount}): a weight is a finite number of 0 or more. Pass what the batch counts."
             )
         window.check_cleared()
         local, is_settled = window.local, window.scaling.is_settled
@@ -147,7 +147,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if is_settled or unweighted:
             why = "was settled already, so its mean is taken" if is_settled else "has a gradient without a weight"
             raise ValueError(
-                f"weight({amount}) was asked for, but this window {why}. Give every micro-batch of a window its weight, before "
+                f"Cannot use weight({amount}): this window {why}. Give every micro-batch of a window its weight, before "
                 "clipping, reading gradients or stepping, or none."
             )
         window.note()

@@ -116,7 +116,7 @@ def _checked(
     folder = Folder.at(directory)
     check_tag(tag)
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-        raise ValueError(f"keep_last={keep_last!r} was asked for, but the new checkpoint at least stays. Pass 1 or more.")
+        raise ValueError(f"Cannot save with keep_last={keep_last!r}: the new checkpoint is always kept. Pass 1 or more.")
     about.check()
     kept: dict[str, torch.Tensor] = {}
 
@@ -133,6 +133,6 @@ def _checked(
         back = values.decode(json.loads(json.dumps(coded[name])), lambda key, *_: kept[key])
         wrong = values.first_difference(value, back, name)
         if wrong is not None:
-            raise ValueError(f"A checkpoint of {wrong} was asked for, but it would come back as another. Store something else.")
+            raise ValueError(f"Cannot save {wrong}: it would come back as another. Store something else.")
     buffers = {name: Buffer(tuple(buffer.shape), dtype_name(buffer.dtype)) for name, buffer in about.named.buffers.items()}
     return folder, kept, Manifest((), {}, buffers, about.named.aliases, coded["training"], coded["extra"])

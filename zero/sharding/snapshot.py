@@ -47,7 +47,7 @@ def snapshot_of(target: Any, scheduler: Any) -> TrainingSnapshot:
         return TrainingSnapshot(target.optimizer, target, scheduler)
     if not isinstance(target, ShardedOptimizer):
         raise TypeError(
-            f"A checkpoint of a {type(target).__name__} was asked for, but only what zero.shard or zero.initialize gave has "
+            f"Cannot save or load a {type(target).__name__}: only what zero.shard or zero.initialize gave has "
             "ranks and shares. Pass that, or use torch.save for what is plain."
         )
     return TrainingSnapshot(target, None, scheduler)
@@ -95,7 +95,7 @@ class TrainingSnapshot:
         lost = parts.window.sync.tracker.replaced()
         gone = [name for index, name in enumerate(self.managed) if lost >> index & 1]
         if gone:
-            raise ValueError(f"A save was asked for, but {gone[0]} was replaced in the model after sharding. Shard it again.")
+            raise ValueError(f"Cannot save: {gone[0]} was replaced in the model after sharding. Shard it again.")
 
     def groups(self) -> list[dict[str, Any]]:
         """Those of the optimizer, with names for their parameters."""

@@ -166,6 +166,6 @@ def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer,
             return
         changed = "parameters in its groups that were not added by add_param_group"
     raise ValueError(
-        f"A step was asked for, but the {type(inner).__name__} that was sharded has got {changed} since. Use the sharded "
+        f"Cannot step: the {type(inner).__name__} that was sharded has got {changed} since. Use the sharded "
         "optimizer for load_state_dict and add_param_group, and change its groups and its state in place."
     )

@@ -247,7 +247,7 @@ class StateOffloader:
     def _down(self, host: HostPool, source: torch.Tensor) -> torch.Tensor:
         target = host.empty(source.numel(), source.dtype).view(source.shape)
         crossing = host.to_host(source, target)
-        crossing.release_source()  # so that the device's memory goes now, to whoever comes after the copy
+        crossing.release_source()  # so that what comes after the copy can have the device's memory
         self._on_their_way.append(crossing)
         return target
 

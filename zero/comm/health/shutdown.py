@@ -6,8 +6,8 @@ closed, and their threads with them: gloo's take the lock of the interpreter to 
 that lock while the interpreter ends takes the whole process down, whatever had been trained. A thread ends when it has done
 what it was given, so what is under way with a rank that stands still is waited for a moment only: it will not end now either.
 
-Whoever holds the store may stand still too. So nothing here waits for another process but through `at_once`, and all of it
-together takes a few seconds at most. See [Note: limits].
+The process that holds the store may be stopped too. So nothing here waits for another process but through `at_once`, and all
+of it together takes a few seconds at most. See [Note: limits].
 """
 
 from __future__ import annotations

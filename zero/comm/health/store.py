@@ -38,7 +38,7 @@ class StoreClient:
     def __init__(self, store: Store, whole: StoreClient | None = None) -> None:
         self.store: Any = store  # as torch.distributed has it
         # Set for good when there is no answer in time: the thread that waits for that answer holds the connection, so that
-        # whoever asks anything else would wait for that thread.
+        # any other question would wait for that thread.
         self._lost: threading.Event = threading.Event() if whole is None else whole._lost
 
     @property
@@ -47,7 +47,7 @@ class StoreClient:
         return self._lost.is_set()
 
     def ask(self, question: Callable[[Store], Answer], limit_s: float | None = None) -> Answer | None:
-        """The answer; None when there is none in time, since whoever holds the store may be the one that is missing."""
+        """The answer; None when there is none in time: the process that holds the store may be the missing one."""
         if self.is_lost:
             return None
         answers: list[Answer] = []

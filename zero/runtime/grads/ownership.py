@@ -32,5 +32,5 @@ def check_unmanaged(names: Sequence[str], tensors: Sequence[nn.Parameter]) -> No
     for name, tensor in zip(names, tensors, strict=True):
         if window_of(tensor) is not None:
             raise ValueError(
-                f"Sharding was asked for, but parameter {name} is sharded already. Call close() on its optimizer first."
+                f"Cannot shard parameter {name}: it is sharded already. Call close() on its optimizer first."
             )

@@ -111,8 +111,8 @@ class FusedStep:
             for setting in self._kernel.lacks:
                 if group.get(setting):
                     raise ValueError(
-                        f"kernels='{name}' was asked for, but {setting} has no {name} step, and a group of the optimizer sets "
-                        "it. Use kernels='torch'."
+                        f"Cannot use kernels='{name}': {setting} has no {name} step, and a group of the optimizer sets it. "
+                        "Use kernels='torch'."
                     )
 
     def release(self) -> None:

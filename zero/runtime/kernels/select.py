@@ -29,7 +29,7 @@ def check_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch.
     elif kernels == "compiled":
         reason = _why_not_compiled(optimizer, on_host)
     if reason is not None:
-        raise ValueError(f"kernels={kernels!r} was asked for, but {reason}. Use kernels='torch'.")
+        raise ValueError(f"Cannot use kernels={kernels!r}: {reason}. Use kernels='torch'.")
 
 
 def has_fused_step(optimizer: torch.optim.Optimizer, kernels: str) -> bool:
