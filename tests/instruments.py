@@ -13,7 +13,7 @@ import torch
 
 from zero.comm.group import Group, Pending, SharedHostMemory
 from zero.memory.gradient_shard import GradientShard
-from zero.memory.homes.host import HostCopy
+from zero.memory.homes.home import Transfer
 from zero.memory.staging import Staging
 
 
@@ -137,9 +137,9 @@ def poison() -> Iterator[list[Any]]:
             fill(share)
         clear(shard)
 
-    def poisoned_give_back(staging: Staging, buffer: torch.Tensor, crossing: HostCopy | None = None) -> None:
+    def poisoned_give_back(staging: Staging, buffer: torch.Tensor, transfer: Transfer | None = None) -> None:
         fill(buffer)
-        give_back(staging, buffer, crossing)
+        give_back(staging, buffer, transfer)
 
     with (
         mock.patch.object(GradientShard, "allocate", lambda shard, bucket: fill(make(shard, bucket))),

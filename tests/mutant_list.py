@@ -32,12 +32,12 @@ from tests.source_edits import Drop, Mutant, Replace, the
 NAMED = [
     Mutant(
         "what was assigned to .data is not brought back",
-        "StateOffloader._bring_chunk.bring",
+        "StateOffloader._load_chunk",
         Replace(the(Assign, "data").value, "{it.args[1]}"),
     ),
     Mutant(
         "what was assigned to .data meanwhile is written over",
-        "StateOffloader._bring_chunk.bring",
+        "StateOffloader._load_chunk",
         Replace(the(If, "numel").test, "True"),
     ),
     Mutant(

@@ -18,7 +18,7 @@ from tests.promises.offloads import SMALL, adamw, bits, difference
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, real_numbers
 from zero.comm.loopback import solo
 from zero.config.schema import Offload, ZeroConfig
-from zero.memory.homes.host import HostPool
+from zero.memory.homes.host import HostHome
 from zero.sharding.optimizer import shard
 
 # homes of their own -----------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def refused_later(rank, world):
             model = filled(Grown(), real=True)
         inner = torch.optim.AdamW([{"params": model.first.parameters(), "offload": first}])
         allocates = AssertionError("allocated")
-        with mock.patch.object(HostPool, "empty", side_effect=allocates) if first is None else mock.MagicMock():
+        with mock.patch.object(HostHome, "allocate", side_effect=allocates) if first is None else mock.MagicMock():
             optimizer = shard(model, inner, stage=2, bucket_bytes=SMALL, group=solo())
             with lacking.get(name, mock.MagicMock()), pytest.raises((ValueError, MemoryError)) as caught:
                 optimizer.add_param_group({"params": list(model.second.parameters()), "offload": second})
@@ -281,7 +281,7 @@ def runs_out_of_pinned_memory(rank, world):
 @pytest.mark.promise("H01")
 def test_pinned_memory_that_runs_out_in_the_middle_is_an_error_that_leaves_the_model_plain():
     [(said, unchanged, works_later)] = ranks.run(1, runs_out_of_pinned_memory, apart="sim")
-    assert said.startswith("Pinned host memory was asked for, but 64 bytes of it could not be had.")
+    assert said.startswith("Cannot offload with pinned=True: 64 bytes of host memory could not be pinned.")
     assert unchanged and works_later
 
 

@@ -28,7 +28,7 @@ from tests.promises.offloads import (
 from tests.promises.test_core_memory import deep
 from tests.zoo.branches import ManyParameters
 from tests.zoo.case import draw, filled, real_loss
-from zero.memory.homes.host import HostPool
+from zero.memory.homes.host import HostHome
 from zero.runtime.step.updater import Updater
 
 # windows ----------------------------------------------------------------------------------------------------------------
@@ -85,20 +85,20 @@ def test_declared_accumulation_with_offload_is_unchanged(stage):
 def bytes_of_windows(model, optimizer, rank):
     """Host bytes that a window of one backward and one of two make, beside what there is for good."""
     gradients, device, found = optimizer.parts.window.grad_ops.shard, accelerators.get("sim"), []
-    make = HostPool.empty
+    make = HostHome.allocate
     for length in (1, 1, 2):
-        made, lent = [], gradients.host.num_lent_bytes
+        made, lent = [], gradients.homes.host.num_lent_bytes
         note = lambda host, numel, dtype, made=made: made.append(numel * dtype.itemsize) or make(host, numel, dtype)  # noqa: E731
         device.synchronize()
         before = device.memory().allocated
-        with mock.patch.object(HostPool, "empty", note):
+        with mock.patch.object(HostHome, "allocate", note):
             for micro in range(length):
                 send(model, optimizer, rank, 0, micro)
             optimizer.settle()
             gradients.present()  # everything has arrived
         buffers = sum(b.nbytes for free in optimizer.parts.window.reducer.staging._free.values() for b, _, _ in free)
         on_device = device.memory().allocated - before
-        found.append((sum(made), gradients.host.num_lent_bytes - lent, gradients.num_bytes, on_device, buffers))
+        found.append((sum(made), gradients.homes.host.num_lent_bytes - lent, gradients.num_bytes, on_device, buffers))
         gradients.clear()  # as if the window had been thrown away, without a step that lends memory for other ends
         optimizer.zero_grad()
     return found
@@ -126,10 +126,11 @@ def events_of_a_step(optimizer):
     """By name and in order: a bucket that is stepped, with the copies back that have not ended; one that is sent back; one that
     is gathered."""
     events, masters, group = [], optimizer.parts.updater._masters, optimizer.parts.publisher._group
-    step, send_up, gather = Updater._step_inner, HostPool.to_device, group.all_gather
+    step, send_up, gather = Updater._step_inner, HostHome.read, group.all_gather
 
     def note_step(updater, batch, used):
-        events.append(("step", {block.bucket for block in batch}, sum(not sent.done() for sent, _ in masters._sent)))
+        on_their_way = sum(not transfer.done() for sent in masters._sent.values() for transfer, _ in sent)
+        events.append(("step", {block.bucket for block in batch}, on_their_way))
         step(updater, batch, used)
 
     def note_copy(host, source, target):
@@ -142,7 +143,7 @@ def events_of_a_step(optimizer):
 
     with (
         mock.patch.object(Updater, "_step_inner", note_step),
-        mock.patch.object(HostPool, "to_device", note_copy),
+        mock.patch.object(HostHome, "read", note_copy),
         mock.patch.object(group, "all_gather", note_gather, create=True),
     ):
         yield events
@@ -171,7 +172,7 @@ def test_weights_of_a_bucket_travel_back_and_are_gathered_while_the_next_one_is_
 
 def order_of_a_backward(model, optimizer, rank):
     """Gradients that are there, and shares of them that leave."""
-    events, send_down = [], HostPool.to_host
+    events, send_down = [], HostHome.write
     for name, layer in (("first", model[-1]), ("last", model[0])):
         layer.weight.register_hook(lambda grad, name=name: events.append(f"{name} gradient"))
 
@@ -181,7 +182,7 @@ def order_of_a_backward(model, optimizer, rank):
 
     for step in range(2):  # the first learns the order of the gradients
         events.clear()
-        with mock.patch.object(HostPool, "to_host", note_copy):
+        with mock.patch.object(HostHome, "write", note_copy):
             send(model, optimizer, rank, step)
         optimizer.step()
         optimizer.zero_grad()
@@ -204,7 +205,7 @@ def test_shares_of_gradients_leave_for_the_host_while_backward_goes_on(world, st
 def is_empty(optimizer):
     """Nothing of a window is left, on its way or arrived."""
     gradients = optimizer.parts.window.grad_ops.shard
-    return not gradients.shares and not gradients._arriving and not optimizer.parts.window.used
+    return not gradients.shares and not gradients.homes.host._arriving and not optimizer.parts.window.used
 
 
 def reset_in_every_way(model, optimizer, rank):

@@ -33,7 +33,7 @@ from tests.zoo.case import backward, draw, real_loss
 from zero.comm.connect import connect
 from zero.comm.group import TimeLimits
 from zero.config.schema import LossScale, Offload
-from zero.memory.homes.host import HostPool
+from zero.memory.homes.host import HostHome
 
 # ratios and groups ------------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ def infinities(model, optimizer, rank):
     judge = optimizer.parts.updater.decide
 
     def note():
-        in_flight.append(len(optimizer.parts.window.grad_ops.shard._arriving))
+        in_flight.append(len(optimizer.parts.memory_guard.homes.host._arriving))
         return judge()
 
     with mock.patch.object(optimizer.parts.updater, "decide", note):
@@ -247,7 +247,7 @@ def test_on_the_cpu_every_case_of_the_zoo_gives_the_same_bits_with_offload_and_w
         world = max(2, case.needs_world)
         none = loopback_traces(case, world, **options_of(name, stage, dtype, "tiny"))
         torch.autograd.set_detect_anomaly(False)  # threads that set it and put it back may leave it on
-        with mock.patch.object(HostPool, "empty", side_effect=AssertionError("a copy that goes nowhere")):
+        with mock.patch.object(HostHome, "allocate", side_effect=AssertionError("a copy that goes nowhere")):
             found = loopback_traces(case, world, **options_of(name, stage, dtype, "tiny", offload=offload))
         torch.autograd.set_detect_anomaly(False)
         assert different_bits(found, none) is None, f"{name} stage={stage} {dtype} {offload}"

@@ -21,7 +21,7 @@ from zero.comm.loopback import solo
 from zero.comm.results import CompletedResult, SingleRankResult, UnreducedResult
 from zero.comm.torch_group import TorchGroup
 from zero.engine.engine import Engine
-from zero.memory.homes.host import HostPool
+from zero.memory.homes.host import HostHome
 from zero.optim.traits import num_moments
 from zero.plan.budget import budget_of
 from zero.sharding.optimizer import shard
@@ -99,7 +99,7 @@ def measure(rank, world, points, device_type="sim"):
         own = [*optimizer.parts.masters.shard.present()]
         own += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
         on_host = sum(tensor.nbytes for tensor in own if tensor.is_cpu) + sum(gradients)
-        lent = optimizer.parts.masters.shard.host.num_lent_bytes
+        lent = optimizer.parts.masters.shard.homes.host.num_lent_bytes
         found.append(((states, budget.states), (peak, budget.peak), (on_host, budget.host.total), (lent, budget.in_transit)))
         optimizer.close()
         del optimizer, model, own
@@ -159,7 +159,7 @@ def lent_for_steps(model, optimizer, rank):
         optimizer.zero_grad()
     for at_once in (False, True):
         found.append(budget_of(layout, rank, num_backwards=1, by_blocks=not at_once).in_transit)
-    return optimizer.parts.masters.shard.host.num_lent_bytes, found
+    return optimizer.parts.masters.shard.homes.host.num_lent_bytes, found
 
 
 @needs_sim
@@ -268,7 +268,7 @@ def many_steps(model, optimizer, rank):
         optimizer.zero_grad()
         if step % 30 == 28:
             device.synchronize()
-            host = optimizer.parts.masters.shard.host
+            host = optimizer.parts.masters.shard.homes.host
             found.append((device.memory().allocated, host.num_lent_bytes, pinned._watched.alive, len(gc.get_objects())))
     gc.enable()
     return found
@@ -293,8 +293,8 @@ def test_on_the_cpu_offload_copies_nothing_and_needs_no_more_memory(stage, dtype
     peaks = []
     for offload in (None, "cpu"):
         model = deep(NUM_LAYERS, WIDTH)
-        crossing = mock.patch.object(HostPool, "_copy", side_effect=AssertionError("a copy that goes nowhere"))
-        with crossing, mock.patch.object(HostPool, "empty", side_effect=AssertionError("memory for it")), Peak() as peak:
+        crossing = mock.patch.object(HostHome, "_copy", side_effect=AssertionError("a copy that goes nowhere"))
+        with crossing, mock.patch.object(HostHome, "allocate", side_effect=AssertionError("memory for it")), Peak() as peak:
             optimizer = shard(
                 model, adamw(model), stage=stage, dtype=dtype, offload=offload, group=solo(), bucket_bytes=KIB * KIB
             )
@@ -304,7 +304,8 @@ def test_on_the_cpu_offload_copies_nothing_and_needs_no_more_memory(stage, dtype
                 optimizer.step()
                 optimizer.zero_grad()
                 del loss
-        assert optimizer.parts.masters.shard.host is None
+        homes = optimizer.parts.memory_guard.homes
+        assert homes.host is homes.device
         if not dtype:  # a master is the weight itself
             shares = optimizer.parts.masters.shard.present()
             assert {share.untyped_storage().data_ptr() for share in shares} <= {
@@ -332,7 +333,7 @@ def refused(rank, world, cap, options):
     held = accelerator.memory().allocated
     accelerator.reset_peak_memory()
     with simulated.without(*lacking), mock.patch.dict(os.environ, {"ACCELERATOR_MEMORY": cap} if cap else {}):
-        with mock.patch.object(HostPool, "empty", side_effect=AssertionError("allocated")) as empty:
+        with mock.patch.object(HostHome, "allocate", side_effect=AssertionError("allocated")) as empty:
             try:
                 offload = {"pinned": True} if options.get("pinned") else "cpu"
                 shard(model, adamw(model), stage=2, offload=offload, timeout_s=20.0)

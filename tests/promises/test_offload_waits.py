@@ -23,7 +23,8 @@ from tests.zoo.case import filled
 from zero.comm.loopback import solo
 from zero.config.schema import LossScale
 from zero.memory.gradient_shard import GradientShard
-from zero.memory.homes.host import HostCopy, HostPool
+from zero.memory.homes.host import HostCopy, HostHome
+from zero.memory.homes.registry import Homes
 from zero.memory.masters import Masters
 from zero.memory.staging import Staging
 from zero.sharding.optimizer import shard
@@ -75,10 +76,10 @@ WAITS = {
     method.__name__
     for method in (
         *(Stream.wait_stream, Stream.wait_event, Stream.synchronize, HostCopy.finish, HostCopy.wait, HostCopy.release_source),
-        *(GradientShard._add_arrived, Masters._get_back, StateOffloader._finish),
+        *(HostHome._add_arrived, HostHome.catch_up, Masters._get_back, StateOffloader._finish),
     )
 }
-CLASSES = (HostCopy, HostPool, GradientShard, Masters, Staging, StateOffloader)
+CLASSES = (HostCopy, HostHome, Homes, GradientShard, Masters, Staging, StateOffloader)
 
 
 def is_wait(owner, statement):
@@ -119,17 +120,17 @@ def without_wait(owner, name, number):
         yield
 
 
-def keeps_no_ends(crossing, accelerator, event, *ends):
-    crossing._accelerator, crossing._event, crossing._ends = accelerator, event, ()
+def keeps_no_ends(transfer, accelerator, event, *ends):
+    transfer._accelerator, transfer._event, transfer._ends = accelerator, event, ()
 
 
-def forgets_the_crossing(staging, buffer, crossing=None, give_back=Staging.give_back):
+def forgets_the_transfer(staging, buffer, transfer=None, give_back=Staging.give_back):
     give_back(staging, buffer)
 
 
 KEPT = {
-    "Crossing keeps its ends": mock.patch.object(HostCopy, "__init__", keeps_no_ends),
-    "Staging keeps the crossing": mock.patch.object(Staging, "give_back", forgets_the_crossing),
+    "a transfer keeps its ends": mock.patch.object(HostCopy, "__init__", keeps_no_ends),
+    "staging keeps the transfer": mock.patch.object(Staging, "give_back", forgets_the_transfer),
 }
 
 
@@ -169,7 +170,7 @@ def scenario(dtype, offload, make):
     for step, length in enumerate((1, 2, 3, 1)):
         for micro in range(length):
             send(model, optimizer, 0, step, micro)
-        found.append(len(optimizer.parts.window.grad_ops.shard._arriving) <= 2)  # of the six that were sent, at a time
+        found.append(len(optimizer.parts.memory_guard.homes.host._arriving) <= 2)  # of the six that were sent, at a time
         if step in (1, 2):
             model.layers[0].weight.grad.mul_(0.5)  # looks at a share that is still coming
         if step == 2:
@@ -187,11 +188,11 @@ def scenario(dtype, offload, make):
         optimizer.zero_grad()
     found.append(bits(model, optimizer))
     found += moved(model, optimizer)
-    host, lent = optimizer.parts.masters.shard.host, []
+    host, lent = optimizer.parts.memory_guard.homes.host, []
     for step in range(2):
         send(model, optimizer, 0, 9, step)
         optimizer.step()
-        lent.append(0 if host is None else host.num_lent_bytes)
+        lent.append(host.num_lent_bytes)
         optimizer.zero_grad()
     found.append(lent[1] - lent[0])
     if make is Unknown:  # ends with gradients and weights on their way to the host, else with weights on their way back
@@ -199,7 +200,7 @@ def scenario(dtype, offload, make):
         send(model, optimizer, 0, 10, 1)
         optimizer.parts.masters.fetch(0)  # as a step that fails leaves it
     optimizer.close()
-    found.append(0 if host is None else host.num_lent_bytes)
+    found.append(host.num_lent_bytes)
     torch.empty(1 << 10, device="sim:0").zero_()  # takes over what was let go
     found.append(copied(weights(model)))
     return found

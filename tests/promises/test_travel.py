@@ -19,8 +19,9 @@ from tests.promises.loops import alone, one_step, same, weights
 from tests.promises.offloads import DTYPES, SHARDED, bits, difference, grads, on_sim, send
 from tests.zoo.case import draw, real_loss
 from zero.config.schema import Offload
-from zero.memory.homes.host import HostPool
-from zero.sharding.state_offload import STATES, StateOffloader
+from zero.memory.homes.home import DeviceHome
+from zero.memory.homes.host import HostHome
+from zero.sharding.state_offload import STATES
 
 DEEPSPEEDS = {
     "masters": "hp_params",
@@ -31,7 +32,7 @@ DEEPSPEEDS = {
 }
 Theirs = enum.Enum("Theirs", DEEPSPEEDS)
 MOVED = [name for name in DEEPSPEEDS if name != "buffers"]
-IS_AWAY = r"(?s)asked for, but .* on the host since offload_states\. Call reload_states\(\)"
+IS_AWAY = r"(?s)Cannot .* on the host since offload_states\. Call reload_states\(\)"
 CHOICES = (None, *([name] for name in DEEPSPEEDS), ["hp_params", "optim_states"], [Theirs.weights, Theirs.gradients])
 
 
@@ -301,7 +302,7 @@ def fail_half_way(model, optimizer, rank, fails):
         before = bits(model, optimizer)
         if fails:
             try:
-                with fail_at(HostPool, "empty", 2):
+                with fail_at(HostHome, "allocate", 2):
                     optimizer.offload_states(state)
             except torch.OutOfMemoryError:
                 assert not optimizer.parts.offloader.is_away
@@ -309,7 +310,7 @@ def fail_half_way(model, optimizer, rank, fails):
             optimizer.offload_states(state)
             for number in (2, 1):
                 try:
-                    with fail_at(StateOffloader, "_up", number):
+                    with fail_at(DeviceHome, "allocate", number):
                         optimizer.reload_states()
                 except torch.OutOfMemoryError:
                     assert optimizer.parts.offloader.is_away

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 import accelerators
 from zero.memory.deferred_sum import DeferredSum
 from zero.memory.formats import by_device
-from zero.memory.homes.host import HostCopy, HostPool
+from zero.memory.homes.home import Transfer
+from zero.memory.homes.registry import Homes
 from zero.memory.shard import LayoutRef, Shard
 
-_MOST_ON_THE_WAY = 2  # sums that travel to the host while the next one is made; each keeps its memory on the device
+NEEDED = "weights", "gradients"  # states that nothing can be done with gradients without
 
 
 class GradientShard(Shard):
-    """Shares of gradients. What is added to those on the host is copied there while others go on. Reading a share waits until
+    """Shares of gradients. What is added to one is sent to its home while others go on. Reading a share waits until
     everything has arrived and is added up. Host memory is kept for the next window: nothing else keeps
     it ready, and the system would clear every page of it again.
     """
 
-    def __init__(self, layout_ref: LayoutRef, device: torch.device, host: HostPool | None = None) -> None:
-        super().__init__(layout_ref, device, host)
+    def __init__(self, layout_ref: LayoutRef, homes: Homes) -> None:
+        super().__init__(layout_ref, homes)
         self.deferred: dict[int, DeferredSum] = {}  # see [Note: deferred sums]
         self._wanted = [True, False]  # whether somebody but the step wanted a sum: in the last window, and in this one
-        self.offloaded_states: Sequence[str] = ()  # what gradients cannot do without and was moved to the host for a while
         self._kept: dict[int, torch.Tensor] = {}
         self._deferred_scales: dict[int, float] = {}  # what shares are to be multiplied by when somebody looks at them
-        self._arriving: deque[_Coming] = deque()
-
-    def _is_on_host(self, bucket: int) -> bool:
-        return self.device.type == "cpu" or self.is_offloaded(bucket)
 
     def share(self, bucket: int) -> torch.Tensor:
         """The share of a bucket; zeros when nothing was added to it yet."""
@@ -42,31 +36,20 @@ class GradientShard(Shard):
 
     def _sum_of(self, bucket: int) -> torch.Tensor:
         self.check_resident()
-        self._add_arrived()
+        self.home_of(bucket).catch_up()
         self.materialize(bucket)
         if bucket not in self.shares:
             self.shares[bucket] = self.allocate(bucket).zero_()
         self._apply_deferred_scale(bucket)
         return self.shares[bucket]
 
-    def add(self, bucket: int, values: torch.Tensor, factor: float) -> HostCopy | None:
-        """Adds `factor * values`, which may be changed; the first ones are written, so that no pass over zeros is made.
-
-        Returns the crossing that still reads `values`, if there is one.
-        """
-        if self.is_offloaded(bucket):
-            self.check_resident()
-            self._apply_deferred_scale(bucket)
-            return self._send(bucket, values, factor)
+    def add(self, bucket: int, values: torch.Tensor, factor: float) -> Transfer:
+        """Adds `factor * values`, which may be changed. The transfer that is returned still reads them."""
         target, fresh = self.target(bucket)
-        if fresh:
-            torch.mul(values, factor, out=target)
-        else:
-            target.add_(values, alpha=factor)
-        return None
+        return self.home_of(bucket).add(values, factor, target, fresh)
 
     def target(self, bucket: int) -> tuple[torch.Tensor, bool]:
-        """Where values of a bucket that does not travel are to be added; or to be written, if it is fresh."""
+        """Where values of a bucket are to be added; or to be written, if it is fresh."""
         self.check_resident()
         self._apply_deferred_scale(bucket)
         self.materialize(bucket)
@@ -88,8 +71,8 @@ class GradientShard(Shard):
         return self.deferred[bucket].addends, self.deferred[bucket].factors
 
     def can_defer(self, bucket: int) -> bool:
-        """Whether rows may wait here, if they can anywhere."""
-        return bucket not in self and not self.is_offloaded(bucket) and not any(self._wanted)
+        """Whether a sum may be deferred here, if it can be anywhere."""
+        return bucket not in self and not any(self._wanted)
 
     def defer(self, bucket: int, rows: DeferredSum) -> None:
         self.deferred[bucket] = rows
@@ -104,27 +87,6 @@ class GradientShard(Shard):
             self.shares[bucket] = share
             self.deferred.pop(bucket).release()
 
-    def _send(self, bucket: int, values: torch.Tensor, factor: float) -> HostCopy:
-        assert self.host is not None
-        self._add_arrived(most=_MOST_ON_THE_WAY - 1)  # a host that is ahead waits here, for a copy and never for another rank
-        if bucket in self.shares:
-            landing = self.host.borrow(values.numel(), values.dtype)
-            coming = _Coming(bucket, self.host.to_host(values, landing), landing, factor)
-        else:
-            share = self.shares[bucket] = self.allocate(bucket)
-            coming = _Coming(bucket, self.host.to_host(values if factor == 1.0 else values.mul_(factor), share))
-        self._arriving.append(coming)
-        return coming.crossing
-
-    def _add_arrived(self, most: int = 0) -> None:
-        """Adds what has arrived on the host, in the order in which it was sent, until no more than so many are on their way."""
-        while self._arriving and (len(self._arriving) > most or self._arriving[0].crossing.done()):
-            coming = self._arriving.popleft()
-            coming.crossing.finish()
-            if coming.landing is not None and self.host is not None:
-                self.shares[coming.bucket].add_(coming.landing, alpha=coming.factor)
-                self.host.give_back(coming.landing)
-
     def defer_scale(self, bucket: int, factor: float) -> None:
         """Multiplies a share when it is next looked at: never, if it is cleared before."""
         if bucket in self.deferred:
@@ -138,10 +100,10 @@ class GradientShard(Shard):
 
     def check_resident(self) -> None:
         """Raises while states that gradients need are on the host."""
-        if self.offloaded_states:
+        away = [state for state in NEEDED if state in self.homes.away]
+        if away:
             raise ValueError(
-                f"Gradients were asked for, but {', '.join(self.offloaded_states)} are on the host since offload_states. "
-                "Call reload_states() first."
+                f"Cannot use gradients: {', '.join(away)} are on the host since offload_states. Call reload_states() first."
             )
 
     def multiply(self, factor: float) -> None:
@@ -156,11 +118,12 @@ class GradientShard(Shard):
         return [self._sum_of(bucket) for bucket in sorted(self.shares)]
 
     def clear(self) -> None:
-        self._add_arrived()  # memory that a copy still writes must not be somebody else's
+        self.homes.host.catch_up()  # memory that a copy still writes must not be somebody else's
         if self.shares or self.deferred:
             self._wanted = [self._wanted[1], False]
-        at_home = {bucket: share for bucket, share in self.shares.items() if self._is_on_host(bucket)}
-        self._kept.update(at_home)  # and not those that are there for a while
+        for bucket, share in self.shares.items():
+            if share.is_cpu and self.home_of(bucket).device == share.device:  # and not what is on the host for a while
+                self._kept[bucket] = share
         self.shares.clear()
         for rows in self.deferred.values():
             rows.release()
@@ -183,12 +146,3 @@ class GradientShard(Shard):
 
     def allocate(self, bucket: int) -> torch.Tensor:
         return self._kept.pop(bucket) if bucket in self._kept else super().allocate(bucket)
-
-
-class _Coming(NamedTuple):
-    """What is on its way to a share: the first into the share itself, whatever is to be added beside it."""
-
-    bucket: int
-    crossing: HostCopy
-    landing: torch.Tensor | None = None
-    factor: float = 1.0

@@ -7,7 +7,7 @@ from collections import deque
 import torch
 
 from zero.memory.formats import sum_dtype
-from zero.memory.homes.host import HostCopy
+from zero.memory.homes.home import DONE, Home, Transfer
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.weights import FlatBuffer
 from zero.plan.layout import Block, Piece
@@ -30,17 +30,17 @@ class Masters:
         self.layout_ref = layout_ref
         self.rank = rank
         self._weights = weights
-        self._fetched: dict[int, tuple[HostCopy, torch.Tensor]] = {}  # weights on the host, or on their way to it
-        self._rounded: dict[int, torch.Tensor] = {}  # on the host, by bucket, while its blocks are stepped
-        self._sent: deque[tuple[HostCopy, torch.Tensor]] = deque()  # weights on their way to the device
+        self._fetched: dict[int, tuple[Transfer, torch.Tensor]] = {}  # weights in their masters' home, or on their way to it
+        self._rounded: dict[int, torch.Tensor] = {}  # new weights there, by bucket, while its blocks are stepped
+        self._sent: dict[Home, deque[tuple[Transfer, torch.Tensor]]] = {}  # new weights on their way from there to the device
 
     def adopt_source(self, bucket: int, source: torch.Tensor, given: bool = False) -> bool:
         """Makes the master of a bucket from what its weights were before they were cast; `source` is this rank's share. Whether
         it is `source` itself, which may be had if it is `given`."""
         share, kept = self._weights.share(bucket, self.rank), False
         if self.is_copy(bucket):
-            own = sum_dtype(self.layout_ref.dtype_of(bucket)), self.shard.device
-            kept = given and (source.dtype, source.device) == own
+            dtype = sum_dtype(self.layout_ref.dtype_of(bucket))
+            kept = given and source.dtype == dtype and self.shard.home_of(bucket).holds(source)
             share = source if kept else self.shard.allocate(bucket).copy_(source)
         self.shard.shares[bucket] = share
         return kept
@@ -57,6 +57,15 @@ class Masters:
         for members in self._in_block.values():
             members.sort(key=lambda member: member[0].in_share.start)
 
+    def cut(self, bucket: int) -> None:
+        """Points the parameters of a bucket at its share. While that is on another device they are empty: a parameter keeps its
+        device, as not every one can change it."""
+        share = self.shard.shares[bucket]
+        for piece, master in (member for pieces in self.pieces.values() for member in pieces):
+            if piece.bucket == bucket:
+                is_here = share.device == master.device
+                master.data = share[piece.in_share.start : piece.in_share.stop] if is_here else master.new_empty(0)
+
     def of(self, param: int) -> list[tuple[Piece, torch.nn.Parameter]]:
         return self.pieces.get(param, [])
 
@@ -66,14 +75,14 @@ class Masters:
 
     def is_copy(self, bucket: int) -> bool:
         dtype = self.layout_ref.dtype_of(bucket)
-        return dtype != sum_dtype(dtype) or self.shard.is_offloaded(bucket)
+        return dtype != sum_dtype(dtype) or self.shard.home_of(bucket) is not self.shard.homes.device
 
     def fetch(self, bucket: int) -> None:
-        """Sends for the weights that `adopt` will compare with, where they are in other memory."""
-        host, weights = self.shard.host, self._weights.share(bucket, self.rank)
-        if host is not None and self.shard.is_offloaded(bucket) and bucket not in self._fetched:
-            landing = host.borrow(weights.numel(), weights.dtype)
-            self._fetched[bucket] = host.to_host(weights, landing), landing
+        """Sends for the weights that `adopt` will compare with."""
+        if bucket not in self._fetched and self.is_copy(bucket):
+            home, weights = self.shard.home_of(bucket), self._weights.share(bucket, self.rank)
+            mirror = home.mirror(weights)
+            self._fetched[bucket] = home.write(weights, mirror), mirror
 
     def adopt(self, block: Block) -> None:
         """Takes over what was changed in the weights: wherever a weight is not its master's rounded value."""
@@ -90,54 +99,54 @@ class Masters:
     def weights_of(self, block: Block) -> torch.Tensor:
         """The weights of a block as they are, where its masters are; until `compared`."""
         self.fetch(block.bucket)
-        crossing, weights = self._fetched.get(block.bucket, (None, self._weights.share(block.bucket, self.rank)))
-        if crossing is not None:
-            crossing.finish()
+        transfer, weights = self._fetched[block.bucket]
+        transfer.finish()
         return weights[block.span.start : block.span.stop]
 
     def compared(self, block: Block) -> None:
-        if self.shard.host is not None and block.is_last and block.bucket in self._fetched:
-            self.shard.host.give_back(self._fetched.pop(block.bucket)[1])
+        if block.is_last:
+            self.shard.home_of(block.bucket).give_back(self._fetched.pop(block.bucket)[1])
 
     def rounded_of(self, block: Block) -> torch.Tensor:
         """Where the new weights of a block are to be written, where its masters are; until `written`."""
-        host, rounded = self.shard.host, self._weights.share(block.bucket, self.rank)
-        if host is not None and self.shard.is_offloaded(block.bucket):
-            # A copy travels, even of masters that need no rounding: they may be written again at any time.
-            if block.bucket not in self._rounded:
-                self._get_back(_MOST_ON_THE_WAY - 1)
-                self._rounded[block.bucket] = host.borrow(rounded.numel(), rounded.dtype)
-            rounded = self._rounded[block.bucket]
-        return rounded[block.span.start : block.span.stop]
+        if block.bucket not in self._rounded:
+            home = self.shard.home_of(block.bucket)
+            self._get_back(home, _MOST_ON_THE_WAY - 1)
+            # What travels is a copy, even of masters that need no rounding: they may be written again at any time.
+            self._rounded[block.bucket] = home.mirror(self._weights.share(block.bucket, self.rank))
+        return self._rounded[block.bucket][block.span.start : block.span.stop]
 
     def written(self, block: Block) -> None:
-        """Where the weights are in other memory, they are sent there with the last block of a bucket, and are there for
-        whatever is issued next."""
-        if self.shard.host is not None and block.is_last and block.bucket in self._rounded:
-            rounded = self._rounded.pop(block.bucket)
-            crossing = self.shard.host.to_device(rounded, self._weights.share(block.bucket, self.rank))
-            crossing.wait()
-            self._sent.append((crossing, rounded))
+        """With the last block of a bucket its new weights are sent to the device, and are there for whatever is issued next."""
+        if block.is_last:
+            home, rounded = self.shard.home_of(block.bucket), self._rounded.pop(block.bucket)
+            transfer = home.read(rounded, self._weights.share(block.bucket, self.rank))
+            if transfer is DONE:
+                home.give_back(rounded)
+            else:
+                transfer.wait()
+                self._sent.setdefault(home, deque()).append((transfer, rounded))
 
     def _cut(self, block: Block) -> torch.Tensor:
         return self.shard.share(block.bucket)[block.span.start : block.span.stop]
 
-    def _get_back(self, most: int) -> None:
-        """Waits until no more than so many copies are on their way to the device."""
-        while self.shard.host is not None and len(self._sent) > most:
-            crossing, rounded = self._sent.popleft()
-            crossing.finish()
-            self.shard.host.give_back(rounded)
+    def _get_back(self, home: Home, most: int) -> None:
+        """Waits until no more than so many copies are on their way from a home to the device."""
+        sent = self._sent.get(home)
+        while sent and len(sent) > most:
+            transfer, rounded = sent.popleft()
+            transfer.finish()
+            home.give_back(rounded)
 
     def abandon(self) -> None:
         """Lets go of what a step that failed had on its way: the weights may be others before the next one."""
-        if self.shard.host is not None:
-            for crossing, landing in self._fetched.values():
-                crossing.finish()
-                self.shard.host.give_back(landing)
-            for rounded in self._rounded.values():
-                self.shard.host.give_back(rounded)
-        self._get_back(0)
+        for bucket, (transfer, mirror) in self._fetched.items():
+            transfer.finish()
+            self.shard.home_of(bucket).give_back(mirror)
+        for bucket, rounded in self._rounded.items():
+            self.shard.home_of(bucket).give_back(rounded)
+        for home in self._sent:
+            self._get_back(home, 0)
         self._fetched.clear()
         self._rounded.clear()
 
@@ -155,8 +164,7 @@ class Masters:
         self.pieces.clear()
         self._in_block.clear()
         self.shard.release()
-        if self.shard.host is not None:
-            self.shard.host.release()
+        self.shard.homes.host.release()
 
 
 def adopt(weights: torch.Tensor, masters: torch.Tensor) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from zero.memory.formats import DTYPES, sum_dtype
-from zero.memory.homes.host import HostPool
+from zero.memory.homes.home import Home
+from zero.memory.homes.registry import Homes
 from zero.plan.layout import FlatLayout, Piece
 
 
@@ -32,18 +33,20 @@ class LayoutRef:
 
 
 class Shard:
-    """One rank's shares: a 1-D tensor a bucket in the dtype of sums, made when it is first needed. Those of offloaded buckets
-    live on the host."""
+    """One rank's shares: a 1-D tensor a bucket in the dtype of sums, made when it is first needed, each in its home."""
 
-    def __init__(self, layout_ref: LayoutRef, device: torch.device, host: HostPool | None = None) -> None:
-        self.device = device  # where weights are
-        self.host = host
+    def __init__(self, layout_ref: LayoutRef, homes: Homes) -> None:
+        self.homes = homes
         self.shares: dict[int, torch.Tensor] = {}
         self.layout_ref = layout_ref
 
-    def is_offloaded(self, bucket: int) -> bool:
-        """Whether the share of a bucket lives in other memory than its weights."""
-        return self.host is not None and self.layout_ref.layout.buckets[bucket].offloaded
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.homes.device.device
+
+    def home_of(self, bucket: int) -> Home:
+        return self.homes.host if self.layout_ref.layout.buckets[bucket].offloaded else self.homes.device
 
     def share(self, bucket: int) -> torch.Tensor:
         """The share of a bucket; zeros when nothing was written to it yet."""
@@ -66,9 +69,7 @@ class Shard:
         """Memory for the share of a bucket, with anything in it."""
         dtype, numel = sum_dtype(self.layout_ref.dtype_of(bucket)), self.layout_ref.layout.buckets[bucket].share_numel
         with torch.inference_mode(False):  # what is made in it is changed outside of it later
-            if self.host is not None and self.is_offloaded(bucket):
-                return self.host.empty(numel, dtype)
-            return torch.empty(numel, dtype=dtype, device=self.device)
+            return self.home_of(bucket).allocate(numel, dtype)
 
     def release(self) -> None:
         """Lets go of everything."""

@@ -9,7 +9,7 @@ import torch
 
 from accelerators import Accelerator
 from accelerators.streams import Event, InOrderStream, Stream
-from zero.memory.homes.host import HostCopy
+from zero.memory.homes.home import Transfer
 
 
 class Staging:
@@ -58,20 +58,20 @@ class Staging:
         at = next((at for at in reversed(range(len(free))) if self._is_reusable(free[at].buffer)), None)
         if at is None:
             return None
-        buffer, returned_on, crossing = free.pop(at)
-        if crossing is not None:
-            crossing.wait()
+        buffer, returned_on, transfer = free.pop(at)
+        if transfer is not None:
+            transfer.wait()
         current = self._stream()
         if returned_on is not None and current is not None and returned_on != current:
             current.wait_stream(returned_on)
         return buffer
 
-    def give_back(self, buffer: torch.Tensor, crossing: HostCopy | None = None) -> None:
-        """`crossing`: a copy to the host that may still read it."""
+    def give_back(self, buffer: torch.Tensor, transfer: Transfer | None = None) -> None:
+        """`transfer`: a copy that may still read it."""
         self.borrowed -= 1
         whole = self._whole.pop(buffer.data_ptr())
         if whole.numel() == self._sizes[whole.dtype]:
-            self._free.setdefault(whole.dtype, []).append(_Returned(whole, self._stream(), crossing))
+            self._free.setdefault(whole.dtype, []).append(_Returned(whole, self._stream(), transfer))
 
     def discard(self, buffer: torch.Tensor) -> None:
         """It will not come back, as somebody may write into it at any time."""
@@ -101,4 +101,4 @@ class Staging:
 class _Returned(NamedTuple):
     buffer: torch.Tensor
     on: Stream | None
-    crossing: HostCopy | None
+    transfer: Transfer | None

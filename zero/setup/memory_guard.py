@@ -13,7 +13,7 @@ from accelerators import Accelerator
 from accelerators.memory import format_bytes
 from zero.config.schema import Offload
 from zero.memory.flatten import Place
-from zero.memory.homes.host import HostPool
+from zero.memory.homes.registry import Homes
 from zero.memory.shard import LayoutRef
 from zero.optim.traits import ELEMENTWISE, num_moments
 from zero.plan.budget import budget_of
@@ -24,7 +24,7 @@ class MemoryGuard:
     """What memory there is: of the host for what is offloaded there, of the device for what to say when it runs out."""
 
     def __init__(self, place: Place, optimizer: torch.optim.Optimizer, contiguous_moments: bool, ranks_here: int) -> None:
-        self.host = None if place.is_host else HostPool(place.accelerator)  # which takes none before it is asked to
+        self.homes = Homes(place.accelerator, place.device)  # which take no memory before they are asked to
         self._place = place
         self._optimizer = optimizer
         self._contiguous_moments = contiguous_moments  # of all of a share, as the step in one pass has them
@@ -62,7 +62,7 @@ class MemoryGuard:
         """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for; nothing is allocated yet.
         `before` is what has its memory already."""
         needed = self._needed(layout) - (0 if before is None else self._needed(before))
-        if self.host is None or not needed:
+        if not needed:
             return
         pinned = self._pinned([offload.pinned for offload in offloads if offload is not None and offload.ratio])
         available = accelerators.get("cpu").memory().available
@@ -80,7 +80,7 @@ class MemoryGuard:
                 f"of host memory are available, but no piece of {piece} bytes can be pinned for "
                 f"{self._place.accelerator.name}. Leave pinned out, and pageable memory serves."
             )
-        self.host.pinned = pinned
+        self.homes.host.pinned = pinned
 
     def check(self, asked: str, needed: int) -> None:
         """Raises unless so many bytes of this rank fit on the host, which other ranks may be filling as well."""
@@ -98,8 +98,7 @@ class MemoryGuard:
 
     def _pinned(self, asked: list[bool | None]) -> bool | None:
         """What all say together."""
-        assert self.host is not None
-        said = {pinned for pinned in (*asked, self.host.pinned) if pinned is not None}
+        said = {pinned for pinned in (*asked, self.homes.host.pinned) if pinned is not None}
         if len(said) > 1:
             raise ValueError(
                 "Pinned host memory was asked for some groups and pageable memory for others, but one kind serves all of them. "

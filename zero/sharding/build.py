@@ -91,7 +91,7 @@ def _assemble(
     chosen, layout, place, memory_guard = plan.params, plan.layout, plan.place, plan.room
     line, forms = LayoutRef(layout), [ParamFormat.of(tensor) for tensor in chosen.tensors]
     params, weights = Params(chosen.tensors, chosen.names), FlatBuffer(line)
-    masters = Masters(line, group.rank if layout.num_shares > 1 else 0, weights, Shard(line, place.device, memory_guard.host))
+    masters = Masters(line, group.rank if layout.num_shares > 1 else 0, weights, Shard(line, memory_guard.homes))
     placer = ParamPlacer(params, forms, weights, masters, group, place)
     latent, dtypes = chosen.frozen, {index: tensor.dtype for index, tensor in enumerate(chosen.tensors)}
     hooks = GradHooks(params)
@@ -110,7 +110,7 @@ def _assemble(
 
     def wire() -> ShardingState:
         staging = Staging(place.accelerator, allocate, group.is_read)
-        gradients = GradientShard(line, place.device, memory_guard.host)
+        gradients = GradientShard(line, memory_guard.homes)
         widest = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
         kinds = host_step_dtypes(layout.params, place.device)
         fused_step = fused_step_of(optimizer, config.kernels)

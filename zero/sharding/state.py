@@ -96,8 +96,9 @@ class ShardingState:
 
     def to_home(self, param: int, whole: torch.Tensor) -> torch.Tensor:
         """Something whole of a parameter, in the memory where its shares live."""
-        travels = any(self.masters.shard.is_offloaded(bucket) for bucket in self.layout_ref.layout.buckets_of(param))
-        return whole.cpu() if travels else whole
+        homes = map(self.masters.shard.home_of, self.layout_ref.layout.buckets_of(param))
+        other = next((home for home in homes if not home.holds(whole)), None)
+        return whole if other is None else whole.to(other.device)
 
     def clock(self) -> Clock:
         """The clock of this training, which runs from the first time that somebody asks for it."""

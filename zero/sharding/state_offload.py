@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -12,8 +13,10 @@ from torch import nn
 from accelerators import Accelerator
 from zero.config.schema import NAMES_OF_HOST, name_of_place
 from zero.memory.formats import ParamFormat
-from zero.memory.gradient_shard import GradientShard
-from zero.memory.homes.host import HostCopy, HostPool
+from zero.memory.gradient_shard import NEEDED, GradientShard
+from zero.memory.homes.home import Home, Transfer
+from zero.memory.homes.host import HostHome
+from zero.memory.homes.registry import Move
 from zero.memory.masters import Masters
 from zero.memory.weights import FlatBuffer
 from zero.runtime.params.table import Params
@@ -28,13 +31,11 @@ _ALSO = {
     "contiguous_grad_buffer": "buffers",
 }
 
-Bring = Callable[[HostPool], None]
-
-_WHAT_MODULES_DO = ("Forward", "state_dict", "load_state_dict")
+_WHAT_MODULES_DO = ("forward", "state_dict", "load_state_dict")
 
 
 class StateOffloader:
-    """Moves what a sharded optimizer keeps on the device to the host and back.
+    """Moves what a sharded optimizer keeps on the device to another home, and back.
 
     Only memory is exchanged: parameters, masters and the optimizer's state stay the objects that they are. What
     already lives on the host, and everything where host and device are one, stays where it is.
@@ -59,39 +60,40 @@ class StateOffloader:
         self._masters = masters
         self._gradients = gradients
         self._state = inner.state
-        self._away: dict[str, list[Bring]] = {}  # by state: what brings each part of it back
-        self._on_their_way: list[HostCopy] = []
+        self._homes = gradients.homes
+        self._in_transfer: list[Transfer] = []
         self._guards: list[Any] = []  # on modules and parameters, while something is away that they cannot do without
 
     @property
     def is_away(self) -> bool:
-        return bool(self._away)
+        return bool(self._homes.away)
 
     def offload(self, include: Iterable[Any] | None, device: Any, pinned: bool, non_blocking: bool) -> list[str]:
-        """Moves states to the host; those that are there already stay. Returns what was asked for.
+        """Moves states to the host; those that are there already stay. Returns the states that were named.
 
         What cannot go, as there is no memory for it, is an error, and then what went comes back.
         """
         names = _names(include)
         if name_of_place(device) not in NAMES_OF_HOST:
             raise ValueError(
-                f"offload_states(device={str(device)!r}) was asked for, but states go to host memory only. Pass device='cpu'."
+                f"Cannot offload states with device={str(device)!r}: they go to host memory only. Pass device='cpu'."
             )
-        if self._gradients.device.type == "cpu":
+        if self._homes.host is self._homes.device:
             return names
-        host = HostPool(self._accelerator, None if pinned else False)
-        ways = {
-            "masters": self._leave_masters,
-            "moments": self._leave_moments,
-            "gradients": self._leave_gradients,
-            "weights": self._leave_weights,
+        host = HostHome(self._accelerator, None if pinned else False)
+        parts = {
+            "masters": self._master_parts,
+            "moments": self._moment_parts,
+            "gradients": self._gradient_parts,
+            "weights": self._weight_parts,
         }
-        leaving = [name for name in names if name in ways and name not in self._away]
+        leaving = [name for name in names if name in parts and name not in self._homes.away]
         try:
             for name in leaving:
-                brings = self._away[name] = []  # also where this rank has none of it, as the others wait for it
-                for bring in ways[name](host):
-                    brings.append(bring)  # one at a time: what comes after may fail
+                away = self._homes.away[name] = []  # also where this rank has none of it, as the others wait for it
+                for move in list(parts[name]()):
+                    move(host)
+                    away.append(move)  # one at a time: what comes after may fail
         except BaseException:
             self.reload(False, leaving)
             raise
@@ -102,14 +104,13 @@ class StateOffloader:
     def reload(self, non_blocking: bool, names: Iterable[str] = STATES) -> None:
         """Moves what is away to where it was. What does not fit the device stays, and can be brought by another call."""
         self._finish(False)
-        host = HostPool(self._accelerator)  # which has nothing to lend
         try:
             for name in names:
-                brings = self._away.get(name, [])
-                while brings:
-                    brings[0](host)
-                    del brings[0]
-                self._away.pop(name, None)
+                away = self._homes.away.get(name, [])
+                while away:
+                    away[0](self._homes.device)
+                    del away[0]
+                self._homes.away.pop(name, None)
         finally:
             self._guard()
         self._finish(non_blocking)
@@ -117,158 +118,138 @@ class StateOffloader:
     def check(self, what: str, *needed: str) -> None:
         """Raises where something is away that `what` needs."""
         self._finish(True)
-        away = [name for name in needed or STATES if name in self._away]
+        away = [name for name in needed or STATES if name in self._homes.away]
         if away:
-            raise ValueError(f"{what}() was asked for, but {_are_away(away)}")
+            raise ValueError(f"Cannot call {what}(): {_are_away(away)}")
 
     def _guard(self) -> None:
-        """Whoever needs what is away is told, by whatever way he comes: a submodule, a copy, a graph from before."""
+        """Hooks that refuse what needs a state that is away, whether it is a submodule, a copy, or a graph from before."""
         while self._guards:
             self._guards.pop().remove()
-        self._gradients.offloaded_states = tuple(name for name in ("weights", "gradients") if name in self._away)
-        if self._gradients.offloaded_states:
-            guard: Any = _Guard("A backward", self._gradients.offloaded_states)
+        away = [name for name in NEEDED if name in self._homes.away]
+        if away:
+            guard: Any = _Guard("run a backward", away)
             trained: list[Any] = [param for param in self._params.tensors if param.requires_grad]
             self._guards += [param.register_hook(guard) for param in trained]
         model = self._model()
-        for module in model.modules() if model is not None and "weights" in self._away else ():
-            forward, saved, loaded = (_Guard(f"{what} of a module", ["weights"]) for what in _WHAT_MODULES_DO)
+        for module in model.modules() if model is not None and "weights" in away else ():
+            forward, saved, loaded = (_Guard(f"call {what} of a module", ["weights"]) for what in _WHAT_MODULES_DO)
             self._guards += [
                 module.register_forward_pre_hook(forward),
                 module.register_state_dict_pre_hook(saved),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(loaded),  # type: ignore[no-untyped-call]
             ]
 
-    # what goes ---------------------------------------------------------------------------------------------------
+    # what goes: each part as what moves it to a home -------------------------------------------------------------
 
     def num_bytes(self, include: Iterable[Any] | None) -> int:
-        """That `leave` would move to the host, with what was assigned to `.data` left out."""
+        """That `offload` would move to the host, with what was assigned to `.data` left out."""
         shares, names = self._masters.shard.shares, _names(include)
         going: dict[str, list[torch.Tensor]] = {
-            "masters": [shares[bucket] for bucket in shares if self._masters.is_copy(bucket)],
-            "moments": [entries[key] for entries in self._state.values() for key in _that_leave(entries)],
+            "masters": [shares[bucket] for bucket in self._copies()],
+            "moments": [entries[key] for entries, key in self._moments()],
             "gradients": list(self._gradients.shares.values()),
             "weights": self._weights.chunks,
         }
-        tensors = [tensor for name in names if name not in self._away for tensor in going.get(name, ())]
+        tensors = [tensor for name in names if name not in self._homes.away for tensor in going.get(name, ())]
         return sum(tensor.nbytes for tensor in tensors if not tensor.is_cpu)
 
-    def _leave_weights(self, host: HostPool) -> Iterator[Bring]:
-        """What the user assigned to `.data` goes and comes by itself, as it is no edit before a step takes it in."""
-        layout, chunks = self._weights.line.layout, self._weights.chunks
-        for index, flat in enumerate(chunks):
-            away, own, leaving = self._down(host, flat), dict[int, torch.Tensor](), list[int]()
-            for param in layout.chunks[index].params:
-                tensor = self._params.tensors[param]
-                if (tensor.device, tensor.dtype) != (flat.device, flat.dtype):
-                    continue  # it is none of ours any more
-                leaving.append(param)
-                if tensor.numel() and tensor.data_ptr() != self._weights.slot(param).data_ptr():
-                    own[param] = self._down(host, tensor.data)
-            chunks[index] = flat.new_empty(0)
-            for param in leaving:
-                # of the same device and dtype, or autograd would make it a new node, without our hooks
-                self._params.tensors[param].data = chunks[index]
-            for bucket, its in enumerate(layout.buckets):
-                if its.chunk == index and not self._masters.is_copy(bucket):
-                    self._masters.shard.shares[bucket] = chunks[index]
-                    self._cut_masters(bucket)
-            yield self._bring_chunk(index, away, own)
-            del flat
-
-    def _bring_chunk(self, index: int, away: torch.Tensor, own: dict[int, torch.Tensor]) -> Bring:
-        def bring(host: HostPool) -> None:
-            layout = self._weights.line.layout
-            brought = {param: self._up(host, values) for param, values in own.items()}
-            self._weights.chunks[index] = self._up(host, away)
-            for param in layout.chunks[index].params:
-                if not self._params.tensors[param].numel():  # else something was assigned meanwhile
-                    place = self._forms[param].unflatten(self._weights.slot(param))
-                    self._params.tensors[param].data = brought.get(param, place)
-            for bucket, its in enumerate(layout.buckets):
-                if its.chunk == index and not self._masters.is_copy(bucket):
-                    self._masters.shard.shares[bucket] = self._weights.share(bucket, self._masters.rank)
-                    self._cut_masters(bucket)
-
-        return bring
-
-    def _leave_masters(self, host: HostPool) -> Iterator[Bring]:
-        """Those that are copies; the others are the weights themselves."""
+    def _copies(self) -> list[int]:
+        """The buckets whose masters are copies on the device; others are the weights themselves, or on the host."""
         shares = self._masters.shard.shares
-        for bucket in [bucket for bucket in shares if self._masters.is_copy(bucket) and not shares[bucket].is_cpu]:
-            away = self._down(host, shares[bucket])
-            shares[bucket] = shares[bucket].new_empty(0)  # a parameter keeps its device: not every one can change it
-            self._cut_masters(bucket)
-            yield self._bring_masters(bucket, away)
+        return [bucket for bucket in shares if self._masters.is_copy(bucket) and not shares[bucket].is_cpu]
 
-    def _bring_masters(self, bucket: int, away: torch.Tensor) -> Bring:
-        def bring(host: HostPool) -> None:
-            self._masters.shard.shares[bucket] = self._up(host, away)
-            self._cut_masters(bucket)
-
-        return bring
-
-    def _leave_gradients(self, host: HostPool) -> Iterator[Bring]:
-        shares = self._gradients.shares
-        for bucket in [bucket for bucket, share in shares.items() if not share.is_cpu]:
-            shares[bucket] = self._down(host, shares[bucket])
-            yield self._bring_gradients(bucket)
-
-    def _bring_gradients(self, bucket: int) -> Bring:
-        def bring(host: HostPool) -> None:
-            if bucket in self._gradients.shares:  # else they were thrown away meanwhile
-                self._gradients.shares[bucket] = self._up(host, self._gradients.shares[bucket])
-
-        return bring
-
-    def _leave_moments(self, host: HostPool) -> Iterator[Bring]:
-        for master in [master for pieces in self._masters.pieces.values() for _, master in pieces]:
-            entries = self._state.get(master, {})
-            for key in _that_leave(entries):
-                entries[key] = self._down(host, entries[key])
-                yield self._bring_entry(entries, key)
-
-    def _bring_entry(self, entries: dict[str, Any], key: str) -> Bring:
-        def bring(host: HostPool) -> None:
-            entries[key] = self._up(host, entries[key])
-
-        return bring
-
-    def _cut_masters(self, bucket: int) -> None:
-        """Points the masters of a bucket at its share."""
-        share = self._masters.shard.shares[bucket]
+    def _moments(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """The optimizer's entries on the device that have a number for more than all of a parameter."""
         for pieces in self._masters.pieces.values():
-            for piece, master in pieces:
-                if piece.bucket == bucket:
-                    master.data = share[piece.in_share.start : piece.in_share.stop]
+            for _, master in pieces:
+                entries = self._state.get(master, {})
+                for key, value in entries.items():
+                    if isinstance(value, torch.Tensor) and not value.is_cpu and value.dim():
+                        yield entries, key
 
-    # how it goes -------------------------------------------------------------------------------------------------
+    def _master_parts(self) -> Iterator[Move]:
+        return (partial(self._move_masters, bucket) for bucket in self._copies())
 
-    def _down(self, host: HostPool, source: torch.Tensor) -> torch.Tensor:
-        target = host.empty(source.numel(), source.dtype).view(source.shape)
-        crossing = host.to_host(source, target)
-        crossing.release_source()  # so that what comes after the copy can have the device's memory
-        self._on_their_way.append(crossing)
-        return target
+    def _move_masters(self, bucket: int, home: Home) -> None:
+        shares = self._masters.shard.shares
+        shares[bucket] = self._moved(shares[bucket], home)
+        self._masters.cut(bucket)
 
-    def _up(self, host: HostPool, source: torch.Tensor) -> torch.Tensor:
-        target = torch.empty_like(source, device=self._gradients.device)
-        crossing = host.to_device(source, target)
-        crossing.wait()
-        self._on_their_way.append(crossing)
-        return target
+    def _moment_parts(self) -> Iterator[Move]:
+        return (partial(self._move_moment, entries, key) for entries, key in self._moments())
+
+    def _move_moment(self, entries: dict[str, Any], key: str, home: Home) -> None:
+        entries[key] = self._moved(entries[key], home)
+
+    def _gradient_parts(self) -> Iterator[Move]:
+        shares = self._gradients.shares
+        return (partial(self._move_gradients, bucket) for bucket in shares if not shares[bucket].is_cpu)
+
+    def _move_gradients(self, bucket: int, home: Home) -> None:
+        shares = self._gradients.shares
+        if bucket in shares:  # else they were thrown away meanwhile
+            shares[bucket] = self._moved(shares[bucket], home)
+
+    def _weight_parts(self) -> Iterator[Move]:
+        return (partial(self._move_chunk, index, []) for index in range(len(self._weights.chunks)))
+
+    def _move_chunk(self, index: int, stored: list[_StoredChunk], home: Home) -> None:
+        if home is self._homes.device:
+            self._load_chunk(index, stored[0])
+            stored.clear()  # and not before all of it is there
+        else:
+            stored.append(self._store_chunk(index, home))
+
+    def _store_chunk(self, index: int, home: Home) -> _StoredChunk:
+        chunks, params = self._weights.chunks, self._params.tensors
+        flat, stored = chunks[index], _StoredChunk(self._moved(chunks[index], home), {})
+        in_chunk = [(param, params[param]) for param in self._weights.line.layout.chunks[index].params]
+        ours = [(param, tensor) for param, tensor in in_chunk if (tensor.device, tensor.dtype) == (flat.device, flat.dtype)]
+        for param, tensor in ours:
+            if tensor.numel() and tensor.data_ptr() != self._weights.slot(param).data_ptr():
+                stored.own[param] = self._moved(tensor.data, home)
+        chunks[index] = flat.new_empty(0)
+        for _, tensor in ours:
+            tensor.data = chunks[index]  # of the same device and dtype, or autograd would make it a new node, without our hooks
+        self._renew_masters(index)
+        return stored
+
+    def _load_chunk(self, index: int, stored: _StoredChunk) -> None:
+        loaded = {param: self._moved(values, self._homes.device) for param, values in stored.own.items()}
+        self._weights.chunks[index] = self._moved(stored.flat, self._homes.device)
+        for param in self._weights.line.layout.chunks[index].params:
+            if not self._params.tensors[param].numel():  # else something was assigned meanwhile
+                place = self._forms[param].unflatten(self._weights.slot(param))
+                self._params.tensors[param].data = loaded.get(param, place)
+        self._renew_masters(index)
+
+    def _renew_masters(self, chunk: int) -> None:
+        """Points the masters that are the weights themselves at what these are now."""
+        for index, bucket in enumerate(self._weights.line.layout.buckets):
+            if bucket.chunk == chunk and not self._masters.is_copy(index):
+                self._masters.shard.shares[index] = self._weights.share(index, self._masters.rank)
+                self._masters.cut(index)
+
+    def _moved(self, tensor: torch.Tensor, home: Home) -> torch.Tensor:
+        moved, transfer = self._homes.move(tensor, home)
+        self._in_transfer.append(transfer)
+        return moved
 
     def _finish(self, later: bool) -> None:
         """Lets go of both ends of each copy, or of those that are done by now."""
-        for crossing in self._on_their_way:
-            if crossing.done() or not later:
-                crossing.finish()
-        self._on_their_way = [crossing for crossing in self._on_their_way if not crossing.done()]
+        for transfer in self._in_transfer:
+            if transfer.done() or not later:
+                transfer.finish()
+        self._in_transfer = [transfer for transfer in self._in_transfer if not transfer.done()]
 
 
-def _that_leave(entries: dict[str, Any]) -> list[str]:
-    """Of an optimizer's entries for one parameter, those on the device that have a number for more than all of it."""
-    return [key for key, value in entries.items() if isinstance(value, torch.Tensor) and not value.is_cpu and value.dim()]
+class _StoredChunk(NamedTuple):
+    """A chunk of the weights in another home. What the user assigned to `.data` goes and comes by itself, as it is no edit
+    before a step takes it in."""
+
+    flat: torch.Tensor
+    own: dict[int, torch.Tensor]  # by parameter
 
 
 class _Guard:
@@ -279,13 +260,13 @@ class _Guard:
         self._away = away
 
     def __call__(self, *_: Any) -> None:
-        raise ValueError(f"{self._what} was asked for, but {_are_away(self._away)}")
+        raise ValueError(f"Cannot {self._what}: {_are_away(self._away)}")
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise ValueError(f"A copy of the model was asked for, but {_are_away(self._away)}")
+        raise ValueError(f"Cannot copy the model: {_are_away(self._away)}")
 
     def __reduce__(self) -> NoReturn:
-        raise ValueError(f"Pickling the model was asked for, but {_are_away(self._away)}")
+        raise ValueError(f"Cannot pickle the model: {_are_away(self._away)}")
 
 
 def _are_away(names: Sequence[str]) -> str:
@@ -300,7 +281,7 @@ def _names(include: Iterable[Any] | None) -> list[str]:
     unknown = [name for name in names if name not in STATES and name not in _ALSO]
     if unknown:
         raise ValueError(
-            f"offload_states(include={names}) was asked for, but there is no state {unknown[0]!r}. Include some of "
-            f"{', '.join(STATES)}, or what DeepSpeed calls them: {', '.join(_ALSO)}."
+            f"Cannot call offload_states(include={names}): there is no state {unknown[0]!r}. Include some of "
+            f"{', '.join(STATES)}, or DeepSpeed's names of them: {', '.join(_ALSO)}."
         )
     return list(dict.fromkeys(_ALSO.get(name, name) for name in names))

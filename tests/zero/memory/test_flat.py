@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import accelerators
 from zero.memory.formats import ParamFormat, overlapping, sum_dtype
 from zero.memory.gradient_shard import GradientShard
+from zero.memory.homes.registry import Homes
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
 from zero.memory.weights import FlatBuffer
@@ -58,7 +60,7 @@ def line():
 
 
 def test_a_shard_writes_what_comes_first_and_adds_the_rest(line):
-    shard = GradientShard(line, torch.device("cpu"))
+    shard = GradientShard(line, Homes(accelerators.get("cpu"), torch.device("cpu")))
     numel = line.layout.buckets[0].share_numel
     shard.add(0, torch.full((numel,), 3.0), 0.5)
     shard.add(0, torch.full((numel,), 4.0), 0.25)
@@ -73,7 +75,7 @@ def test_a_shard_writes_what_comes_first_and_adds_the_rest(line):
 
 
 def test_what_came_first_is_not_the_senders_own_memory(line):
-    shard = GradientShard(line, torch.device("cpu"))
+    shard = GradientShard(line, Homes(accelerators.get("cpu"), torch.device("cpu")))
     values = torch.ones(line.layout.buckets[0].share_numel)
     shard.add(0, values, 1.0)
     values.fill_(7.0)
@@ -91,7 +93,7 @@ def masters(line):
     weights = FlatBuffer(line)
     for chunk in line.layout.chunks:
         weights.chunks.append(torch.arange(chunk.numel, dtype=torch.float32).to(getattr(torch, chunk.dtype)))
-    made = Masters(line, 1, weights, GradientShard(line, torch.device("cpu")))
+    made = Masters(line, 1, weights, GradientShard(line, Homes(accelerators.get("cpu"), torch.device("cpu"))))
     for index, _ in enumerate(line.layout.buckets):
         made.adopt_source(index, weights.share(index, 1).float() + 2.0**-12)
     made.make_params()

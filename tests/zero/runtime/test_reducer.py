@@ -10,6 +10,7 @@ import accelerators
 from tests.zero.runtime.wires import Wire
 from zero.memory.formats import ParamFormat
 from zero.memory.gradient_shard import GradientShard
+from zero.memory.homes.registry import Homes
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
 from zero.plan.grad_scaling import Scaling
@@ -33,7 +34,7 @@ class Bench:
         self.dtype = getattr(torch, dtype)
         accelerator = accelerator or accelerators.get("cpu")
         self.staging = Staging(accelerator, self.dirty)
-        self.shard = GradientShard(self.line, torch.device("cpu"))
+        self.shard = GradientShard(self.line, Homes(accelerators.get("cpu"), torch.device("cpu")))
         self.scaling = Scaling()
         flight = InflightReductions(self.line, self.wire, self.staging, self.shard, self.scaling)
         forms = [ParamFormat((self.numel,), None) for _ in specs]

@@ -1,1 +1,1 @@
-"""Where a shard lives when it does not live on the device of the weights."""
+"""Where state lives: on the device that computes, or on the host beside it. `home.py` has the protocol of both."""

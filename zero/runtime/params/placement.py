@@ -123,7 +123,8 @@ class ParamPlacer:
             is_kept = flattener.write(chunk, source, may_keep)
             # All of its memory or none: a part of it would keep the rest.
             is_whole = layout.num_shares == 1 and source.nbytes == source.untyped_storage().nbytes()
-            given = may_keep and is_whole and not is_kept and not any(map(masters.shard.is_offloaded, buckets))
+            has_home = all(masters.shard.home_of(bucket).holds(source) for bucket in buckets)
+            given = may_keep and is_whole and not is_kept and has_home
             for index, bucket in buckets.items():
                 share = bucket.share(masters.rank)
                 is_kept |= masters.adopt_source(index, source[share.start : share.stop], given)

@@ -123,14 +123,14 @@ class InflightReductions(Timed):
         bucket, buffer, pending, _ = self._in_flight.popleft()
         if keep and isinstance(pending, UnreducedResult) and self._defers(bucket, buffer, pending):
             return
-        if keep and not self.shard.is_offloaded(bucket):
+        if keep and self.shard.home_of(bucket).device == buffer.device:
             target, fresh = self.shard.target(bucket)
             self._wait_into(pending, target, adds=not fresh)
             self._staging.give_back(buffer)
             return
         total = self._wait(pending)
-        crossing = self.shard.add(bucket, total, self._scaling.accumulate_factor) if keep else None
-        self._staging.give_back(buffer, crossing if total is buffer else None)  # which the copy may still read
+        transfer = self.shard.add(bucket, total, self._scaling.accumulate_factor) if keep else None
+        self._staging.give_back(buffer, transfer if total is buffer else None)  # which the copy may still read
 
     def _defers(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
         """Leaves what came as it is, if it can be; see [Note: deferred sums]."""
