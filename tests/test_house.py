@@ -160,6 +160,14 @@ def test_process_groups_and_cuda_are_named_in_one_place():
     assert not [wrong for name in SOURCES for wrong in wrong_words(name)]
 
 
+def test_addresses_of_parameters_are_looked_at_in_one_place():
+    """Where training happens; memory and wires look at buffers of their own, kernels are handed addresses."""
+    where = re.compile(r"zero/(sharding|runtime/(params|reduce|sync|grads|step|unshard)|engine|graph)/.*")
+    looks = {name for name in SOURCES if where.fullmatch(name)
+             and any(isinstance(node, ast.Attribute) and node.attr == "data_ptr" for node in ast.walk(tree(name)))}  # fmt: skip
+    assert looks == {"zero/runtime/params/memory.py"}
+
+
 def wrong_numbers(name):
     if re.fullmatch(NO_TORCH, name):
         modules = ((module.partition(".")[0], line) for module, line in imported(name))

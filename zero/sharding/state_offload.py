@@ -19,6 +19,7 @@ from zero.memory.homes.host import HostHome
 from zero.memory.homes.registry import Move
 from zero.memory.masters import Masters
 from zero.memory.weights import FlatBuffer
+from zero.runtime.params.memory import starts_where
 from zero.runtime.params.table import Params
 
 STATES = ("masters", "moments", "gradients", "weights", "buffers")
@@ -207,7 +208,7 @@ class StateOffloader:
         in_chunk = [(param, params[param]) for param in self._weights.line.layout.chunks[index].params]
         ours = [(param, tensor) for param, tensor in in_chunk if (tensor.device, tensor.dtype) == (flat.device, flat.dtype)]
         for param, tensor in ours:
-            if tensor.numel() and tensor.data_ptr() != self._weights.slot(param).data_ptr():
+            if tensor.numel() and not starts_where(tensor, self._weights.slot(param)):
                 stored.own[param] = self._moved(tensor.data, home)
         chunks[index] = flat.new_empty(0)
         for _, tensor in ours:

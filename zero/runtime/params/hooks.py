@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
+from zero.runtime.params.memory import KnownMemory
 from zero.runtime.params.table import Params
 
 
@@ -20,7 +21,6 @@ class _Attached:
     before: Callable[[int], None]
     ready: Callable[[int], None]
     node: Node
-    address: int
     handles: list[Any] = field(default_factory=list)
 
 
@@ -39,6 +39,7 @@ class GradHooks:
     def __init__(self, params: Params) -> None:
         self._params = params
         self._attached: dict[int, _Attached] = {}
+        self._memory = KnownMemory()  # as of the last look at the nodes
 
     def attach(
         self, index: int, param: torch.nn.Parameter, before: Callable[[int], None], ready: Callable[[int], None]
@@ -51,7 +52,8 @@ class GradHooks:
                 hooks._follow(index)
 
         with _training(param):
-            self._attached[index] = _Attached(param, before, ready, get_gradient_edge(param).node, param.data_ptr())
+            self._attached[index] = _Attached(param, before, ready, get_gradient_edge(param).node)
+            self._memory.note(index, param)
             self._attached[index].handles.append(param.register_hook(follow))  # type: ignore[no-untyped-call]
         self._sit_on(index)
 
@@ -60,14 +62,14 @@ class GradHooks:
         for index, attached in self._attached.items():
             with _training(attached.param):
                 node = get_gradient_edge(attached.param).node
-            attached.address = attached.param.data_ptr()
+            self._memory.note(index, attached.param)
             if node is not attached.node:
                 attached.node = node
                 self._sit_on(index)
 
     def _follow(self, index: int) -> None:
         attached, self._params.reached = self._attached[index], index
-        if attached.param.data_ptr() != attached.address:
+        if self._memory.has_changed(index, attached.param):
             self.renew()
 
     def _sit_on(self, index: int) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from zero.memory.formats import ParamFormat
 from zero.memory.weights import FlatBuffer
+from zero.runtime.params.memory import KnownMemory
 from zero.runtime.params.table import Params
 
 logger = logging.getLogger("zero")
@@ -38,7 +39,7 @@ class ParamTracker:
         self._forms = forms
         self._strangers = set(strangers)  # trainable parameters of the model that the user was told we leave alone
         self._members: set[int] = set()  # parameters that are the model's; others the optimizer alone knows
-        self._addresses: dict[int, int] = {}
+        self._places = KnownMemory()
         self._tables: list[tuple[dict[str, Any], list[Any]]] = []
         self._replaced = 0
         self._renew: Callable[[], Callable[[], None] | None] = lambda: None
@@ -63,11 +64,11 @@ class ParamTracker:
     def forget(self, first: int) -> None:
         """Takes no notice of this parameter and all after it."""
         self._members = {index for index in self._members if index < first}
-        self._addresses = {index: address for index, address in self._addresses.items() if index < first}
+        self._places.forget(first)
 
     def invalidate(self) -> None:
         """Flat memory is another one by now."""
-        self._addresses.clear()
+        self._places.forget()
 
     def replaced(self) -> int:
         """The parameters, as bits, that the model has in another place by now, or has no longer."""
@@ -85,14 +86,11 @@ class ParamTracker:
 
     def relocated(self) -> list[int]:
         """Parameters that do not lie where they were put."""
-        found = []
-        for index, tensor in enumerate(self._params.tensors):
-            address = self._addresses.get(index)
-            if address is None:
-                address = self._address_of(index)
-            if address and tensor.data_ptr() != address:
-                found.append(index)
-        return found
+        layout = self._weights.line.layout
+        for index in range(len(self._params.tensors)):
+            if index not in self._places and layout.slots[index] is not None:
+                self._places.note(index, self._weights.slot(index) if layout.params[index].numel else None)
+        return self._places.changed(self._params.tensors)
 
     def _model_changed(self) -> bool:
         return not all(len(table) == len(kept) and all(map(is_, table.values(), kept)) for table, kept in self._tables)
@@ -117,13 +115,6 @@ class ParamTracker:
                 "Trainable parameters were attached after sharding and are not trained: %s. Give them to the optimizer with "
                 "add_param_group.", ", ".join(new),
             )  # fmt: skip
-
-    def _address_of(self, index: int) -> int:
-        """Where a parameter was put; 0 for what has no place yet, and for what has no elements."""
-        layout = self._weights.line.layout
-        if layout.slots[index] is None or not layout.params[index].numel:
-            return 0
-        return self._addresses.setdefault(index, self._weights.slot(index).data_ptr())
 
     def _place_of(self, index: int) -> torch.Tensor:
         return self._forms[index].unflatten(self._weights.slot(index))

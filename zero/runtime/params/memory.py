@@ -1,0 +1,41 @@
+"""Which memory parameters have: the one place that looks at their addresses.
+
+Everywhere else a parameter is its number in the table. A user who exchanges memory through `.data`, or by `model.half()`, tells
+nobody, and no version counter counts it: that is seen by the address alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class KnownMemory:
+    """The memory that each parameter had when it was noted."""
+
+    def __init__(self) -> None:
+        self._addresses: dict[int, int] = {}  # by parameter; 0 for memory that is not looked at
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._addresses
+
+    def note(self, index: int, memory: torch.Tensor | None) -> None:
+        """Takes this for the memory of a parameter; None: whatever it has is right."""
+        self._addresses[index] = 0 if memory is None else memory.data_ptr()
+
+    def has_changed(self, index: int, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() != self._addresses[index]
+
+    def changed(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """The parameters that have other memory than was noted, in the order in which they were noted first."""
+        return [index for index, address in self._addresses.items() if address and tensors[index].data_ptr() != address]
+
+    def forget(self, first: int = 0) -> None:
+        """Of this parameter and all after it."""
+        self._addresses = {index: address for index, address in self._addresses.items() if index < first}
+
+
+def starts_where(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both have the same memory, from its first byte."""
+    return tensor.data_ptr() == other.data_ptr()
