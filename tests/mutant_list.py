@@ -87,9 +87,9 @@ NAMED = [
     ),
     Mutant("the norm of one rank's share only", "ShardedGradOps.total_norm", Replace(the(IfExp), "{it.orelse}")),
     Mutant(
-        "rows that wait keep their factor when gradients are multiplied", "GradientShard.multiply", Drop(the(For, "deferred"))
+        "deferred sums keep their factor when gradients are multiplied", "GradientShard.multiply", Drop(the(For, "deferred"))
     ),
-    Mutant("rows that wait are stepped on as they came", "Updater._step_fused", Drop(the(Call, "Gradient").the(Starred))),
+    Mutant("deferred sums are stepped on as they came", "Updater._step_fused", Drop(the(Call, "Gradient").the(Starred))),
     Mutant("all factors of a gradient are one", "deferred_sum.merged", Replace(the(If).test, "True")),
     Mutant(
         "a parameter that is stepped in parts is stepped at its beginning each time",
@@ -102,13 +102,13 @@ NAMED = [
     Mutant(
         "gradients wait in the first window", "GradientShard.__init__", Replace(the(Assign, "_wanted").value.elts[0], "False")
     ),
-    Mutant("rows that wait are not added up before more comes", "GradientShard.target", Drop(the(Call, "materialize"))),
+    Mutant("deferred sums are not added up before more comes", "GradientShard.target", Drop(the(Call, "materialize"))),
     Mutant(
-        "rows that wait are let go at once",
+        "deferred sums are let go at once",
         "InflightReductions._defers",
         Replace(the(Call, "DeferredSum").args[5], "{it}() or (lambda: None)"),
     ),
-    Mutant("the norm leaves out rows that wait", "ShardedGradOps._square", Replace(the(For).iter, "()")),
+    Mutant("the norm leaves out deferred sums", "ShardedGradOps._square", Replace(the(For).iter, "()")),
     Mutant(
         "each rank judges for itself",
         "ShardedGradOps.total_norm",
@@ -124,8 +124,8 @@ NAMED = [
         Replace(the(Call, "wait"), "{it.func.value}.finish()"),
     ),
     Mutant("no version bump", "WeightPublisher.wait", Drop(the(Call, "increment_version"))),
-    Mutant("stand-ins only where used", "Window.install_proxies", Replace(the(If, "can_install").test, "False")),
-    Mutant("stand-ins stay where nobody used", "GradAttribute.install_where", Replace(the(IfExp), "{it.body}")),
+    Mutant("proxies only where used", "Window.install_proxies", Replace(the(If, "can_install").test, "False")),
+    Mutant("proxies stay where nobody used", "GradAttribute.install_where", Replace(the(IfExp), "{it.body}")),
     Mutant("later overwrites instead of adding", "GradientShard.target", Replace(the(Compare), "True")),
     Mutant("the second use overwrites the first", "Reducer.collect", Replace(the(If, "add_"), "{it.orelse}")),
     Mutant("no catch-up rounds", "Reducer.send_missing_rounds", Replace(the(While).test, "False")),
@@ -165,17 +165,17 @@ NAMED = [
     Mutant("what waits aside is left out of what is sent with it", "LocalGrads.add", Drop(the(If, "add_").body[0])),
     Mutant("the user's own gradient is divided like ours", "Scaling.user_grad_factor", Replace(the(Return).value, "1.0")),
     Mutant(
-        "a stand-in lives on in the next window",
+        "a proxy lives on in the next window",
         "GradAttribute.begin",
         Replace(the(Compare, "getrefcount").comparators[0], "1000"),
     ),
     Mutant(
-        "a stand-in is put where another thread is about to write",
+        "a proxy is put where another thread is about to write",
         "GradAttribute.can_install",
         Drop(the(BoolOp, "writing").values[1]),
     ),
     Mutant(
-        "no stand-in outside a synchronising backward",
+        "no proxy outside a synchronising backward",
         "Window._take",
         Replace(the(If, "is_complete").test, "{it} and self.policy.synchronises"),
     ),

@@ -136,7 +136,7 @@ def _adopted(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def rows_wait() -> Iterator[None]:
+def all_sums_deferred() -> Iterator[None]:
     """All rows, as many and as wide as they are, and with any kernels of the step."""
 
     with pytest.MonkeyPatch.context() as patched:
@@ -155,7 +155,7 @@ def _device(name: str) -> Iterator[str]:
         yield name
         return
     if name == WAITING:
-        with rows_wait():
+        with all_sums_deferred():
             yield "cpu"
         return
     from accelerators import simulated

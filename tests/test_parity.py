@@ -65,7 +65,7 @@ def test_threads_for_ranks_give_the_bits_of_processes(processes):
     assert not failures, str(failures)
 
 
-def test_rows_that_wait_equal_the_oracle(over_gloo):
+def test_deferred_sums_equal_the_oracle(over_gloo):
     failures = parity.run(replace(point, device=parity.WAITING) for point in over_gloo)
     assert not failures, str(failures)
 

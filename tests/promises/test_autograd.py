@@ -141,11 +141,11 @@ def test_autograd_grad_sends_nothing_marks_nothing_and_leaves_grad_alone(stage):
         assert all(p.grad is None for p in model.parameters())
         assert not optimizer.parts.window.needs_sync
         micro_step(model, group.rank, group.size, 0)
-        stand_ins = [p.grad for p in model.parameters()]
+        proxies = [p.grad for p in model.parameters()]
         before = len(ledger.entries)
         torch.autograd.grad(real_loss(model(draw(model, (2, 4), 7, 0, real=True))), list(model.parameters()))
         assert len(ledger.entries) == before
-        assert all(p.grad is stand_in for p, stand_in in zip(model.parameters(), stand_ins, strict=True))
+        assert all(p.grad is proxy for p, proxy in zip(model.parameters(), proxies, strict=True))
         return [optimizer.whole_grad(p) for p in model.parameters()]
 
     plain = mlp()

@@ -12,7 +12,7 @@ import pytest
 import accelerators
 from accelerators.backends.cuda import CudaAccelerator
 from tests import ranks
-from tests.promises import test_offload, test_offload_bits, test_offload_memory, test_travel
+from tests.promises import test_offload, test_offload_bits, test_offload_memory, test_offload_states
 from tests.promises.offloads import DTYPES, SHARDED, difference, in_threes, on_device, pairs
 from zero.config.schema import LossScale, Offload
 
@@ -93,16 +93,16 @@ def test_of_1083_parameters_63_arrive_with_the_full_configuration(stage, world):
 def test_states_that_leave_and_come_back_have_the_bits_of_never_having_moved(world, dtype):
     for offload in (None, Offload(ratio=0.5)):
         point = {"stage": 2, "dtype": dtype, "offload": offload}
-        expected = on_device(DEVICE, world, partial(test_travel.train, include=None, move=False), [point])
-        for include in test_travel.CHOICES:
-            found = on_device(DEVICE, world, partial(test_travel.train, include=include, move=True), [point])
+        expected = on_device(DEVICE, world, partial(test_offload_states.train, include=None, move=False), [point])
+        for include in test_offload_states.CHOICES:
+            found = on_device(DEVICE, world, partial(test_offload_states.train, include=include, move=True), [point])
             assert difference(found, expected) is None, (include, offload)
 
 
 def test_what_finds_no_memory_comes_back_or_can_be_brought_later():
     points = [{"dtype": dtype} for dtype in DTYPES]
-    expected = on_device(DEVICE, 1, partial(test_travel.fail_half_way, fails=False), points)
-    assert difference(on_device(DEVICE, 1, partial(test_travel.fail_half_way, fails=True), points), expected) is None
+    expected = on_device(DEVICE, 1, partial(test_offload_states.fail_half_way, fails=False), points)
+    assert difference(on_device(DEVICE, 1, partial(test_offload_states.fail_half_way, fails=True), points), expected) is None
 
 
 def test_shares_on_the_host_are_pinned_unless_that_is_not_wanted():

@@ -13,7 +13,7 @@ from zero.runtime.kernels.sums import CompiledSums, SumsByTorch, stretch_of
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("numel", [1, PIECE - 1, PIECE, 5 * PIECE + 7, 100 * PIECE + 1])
-def test_the_square_of_rows_that_wait_is_to_the_bit_that_of_their_sum(numel, threads):
+def test_the_square_of_deferred_sums_is_to_the_bit_that_of_their_sum(numel, threads):
     rows, factors = [real_numbers((numel,), "row", rank).bfloat16() for rank in range(2)], (0.5, 0.3)
     total = torch.empty(numel)
     before = torch.get_num_threads()

@@ -56,7 +56,7 @@ def test_who_left_word_is_told_with_its_error_and_its_place_before_anybody_is_lo
     assert first.is_alarmed() and third.is_alarmed()  # without anybody's time limit
     third.note("somewhere")
     said = first.diagnose("noticed", lambda rank: False)
-    words = r"rank 1 raised LookupError: no such batch \(.*test_watch\.py:\d+\), in a backward of step 3, at parameter 'w'"
+    words = r"rank 1 raised LookupError: no such batch \(.*test_monitor\.py:\d+\), in a backward of step 3, at parameter 'w'"
     assert re.fullmatch(words, said), said
 
 

@@ -1,4 +1,4 @@
-"""What a stand-in answers, what it forwards, and what it refuses by the name of the call that can."""
+"""What a proxy answers, what it forwards, and what it refuses by the name of the call that can."""
 
 import contextlib
 import copy
@@ -179,6 +179,6 @@ def test_what_needs_the_rest_of_it_names_the_call_that_can(params, shares, use):
     assert shares.asked == []
 
 
-def test_detaching_gives_the_same_stand_in(params):
+def test_detaching_gives_the_same_proxy(params):
     assert params[0].grad.detach() is params[0].grad
     assert params[0].grad.data is not None

@@ -292,7 +292,7 @@ def test_a_norm_that_one_process_alone_asks_for_is_an_error_on_all_with_the_plac
         assert "step" in words
 
 
-# What a stand-in cannot do, with the words of the error that must name it.
+# What a proxy cannot do, with the words of the error that must name it.
 REFUSED = {
     "read": lambda grad: grad.sum(),
     "clone": lambda grad: grad.clone(),
