@@ -41,7 +41,6 @@ def soon(monkeypatch):
     """As little patience as a test needs."""
     monkeypatch.setattr(monitor, "_MEETING_S", 0.6)
     monkeypatch.setattr(monitor, "_LAST_WORDS_S", 0.1)
-    monkeypatch.setattr(monitor, "_TURN", datetime.timedelta(seconds=0.05))
     yield
     for left in list(monitor._watching):
         left.close()
@@ -140,6 +139,16 @@ def test_all_meet_and_who_is_late_or_ended_before_is_named():
     first, _ = watches(2)
     with pytest.raises(GroupLost, match=r"2 ranks .* but rank 1 raised it, before it sharded\. Start all"):
         first.wait_for_start(600.0, lambda rank: f"raised it, before it sharded{'!' * (rank != 1)}")
+
+
+def test_waiting_for_a_rank_that_is_late_prints_no_warning_of_the_store(capfd):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (RankMonitor(StoreClient(store), rank, 2, True) for rank in range(2))
+    late = threading.Timer(0.8, second.note, args=("there",))
+    late.start()
+    first.wait_for_start(20.0, nobody)
+    late.join()
+    assert "waitForInput" not in capfd.readouterr().err
 
 
 class Silent:

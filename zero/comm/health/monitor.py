@@ -9,7 +9,6 @@ it is somewhere else. What the first rank finds out it writes down for all, so t
 
 from __future__ import annotations
 
-import datetime
 import os
 import time
 import traceback
@@ -19,10 +18,9 @@ from collections.abc import Callable, Iterable
 from zero.comm.health.store import Store, StoreClient
 from zero.errors import GroupLost
 
-_TURN = datetime.timedelta(seconds=0.5)  # of waiting for the store, between two chances to be interrupted
 _MEETING_S = 2.0  # how long an alarm waits for answers; ranks that wait for others look for alarms more often than that
 _LAST_WORDS_S = 0.3  # how long after its connections a rank's last words may come
-_LOOK_S = 0.05
+_LOOK_S, _SHORTEST_LOOK_S = 0.05, 0.001  # between two looks at the store
 _NOWHERE = "before its first step"
 _UNKNOWN = "at a place that is not known, as the store of these lines went with it"
 _UNWRITTEN = "at a place that is not known, as a store in a file keeps no such lines"
@@ -52,8 +50,9 @@ class RankMonitor:
         """Waits until every rank has written its first line; `words_of` are those that one left which will write none."""
         self.note(_NOWHERE if self._is_cheap else _UNWRITTEN)
         keys = [f"doing/{rank}" for rank in range(self._size)]
-        deadline = time.monotonic() + limit_s
-        while not self._store.ask(lambda store: _all_come(store, keys)):
+        deadline, pause_s = time.monotonic() + limit_s, _SHORTEST_LOOK_S
+        # Looked at again and again: a store that is told to wait for keys logs a warning for each wait that was too short.
+        while not self._store.ask(lambda store: store.check(keys)):
             late = [rank for rank, key in enumerate(keys) if self._store.line(key) is None]
             left = [f"rank {rank} {words}" for rank in late if (words := words_of(rank))]
             if left or (late and time.monotonic() > deadline):
@@ -62,7 +61,8 @@ class RankMonitor:
                     f"{self._size} ranks were to train together, but {'; '.join(left) or missing}. Start all of them, and look "
                     "what those print."
                 )
-            time.sleep(_LOOK_S)  # a store that is gone answers at once
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LOOK_S)
 
     @property
     def is_of_this_process(self) -> bool:
@@ -145,12 +145,3 @@ def raised(error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({last[0].filename}:{last[0].lineno})" if last else ""
     return f"raised {type(error).__name__}: {error}{where}"
-
-
-def _all_come(store: Store, keys: list[str]) -> bool:
-    """Waits a moment for all of these lines."""
-    try:
-        store.wait(keys, _TURN)
-    except RuntimeError:
-        return False
-    return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -20,8 +19,6 @@ class Store(Protocol):
     """What is used of a store of torch.distributed."""
 
     def set(self, key: str, value: str) -> None: ...
-
-    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None: ...
 
     def get(self, key: str) -> bytes: ...
 
