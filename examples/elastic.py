@@ -48,4 +48,6 @@ def main(folder):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py FOLDER_FOR_CHECKPOINTS")
     main(sys.argv[1])

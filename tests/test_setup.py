@@ -188,3 +188,13 @@ def test_ci_runs_an_older_and_a_newer_torch_beside_the_pinned_one():
 
 def version(text):
     return tuple(map(int, text.split(".")))
+
+
+@needs_bash
+def test_setup_says_what_it_downloads_before_it_does_and_then_each_part(project):
+    environment = {**os.environ, "PYTHON": str(project.python), "PYTHON_LOG": str(project.log)}
+    result = subprocess.run([project.root / "ci" / "setup"], env=environment, capture_output=True, text=True, timeout=60)
+    first, *others = result.stderr.splitlines()
+    assert re.search(r"making \.venv: torch==\S+ .*MB to download.*GB", first)
+    assert [line for line in others if "installing" in line][-1].endswith(".[dev]")
+    assert not result.stdout

@@ -647,6 +647,12 @@ def norms_of(folder, world, restarts=0, **environment):
     return [(int(step), int(size), float(norm)) for step, size, norm in found]
 
 
+def test_the_elastic_example_without_a_folder_prints_how_to_start_it():
+    example = Path(__file__).parents[2] / "examples" / "elastic.py"
+    result = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1 and result.stderr.startswith("usage: torchrun ") and "Traceback" not in result.stderr
+
+
 @pytest.mark.full
 def test_after_a_killed_rank_the_launcher_starts_again_from_the_latest_checkpoint_and_the_curve_goes_on(tmp_path):
     undisturbed = norms_of(tmp_path / "calm", 2)

@@ -14,6 +14,7 @@ from zero.comm.loopback import solo
 from zero.comm.shared_memory.control import ByPipes
 from zero.comm.shared_memory.group import through_shared_memory
 from zero.comm.torch_group import TorchGroup, is_process_group, world
+from zero.errors import ZeroError
 
 
 def connect(
@@ -39,11 +40,23 @@ def connect(
                 f"Cannot connect {world_size} ranks with dist_init_required=False: torch.distributed is not initialised. Call "
                 "init_process_group first, or leave dist_init_required out."
             )
-        torch_group.begin_world(accelerator.communication_backend, limits.first_s)
+        _begin_world(accelerator, limits)
     elif group is None and world().size() == 1:
         read_launch(os.environ).check_group(1)
     made = TorchGroup(accelerator, world() if group is None else group, limits)
     return made if shared_memory is None else sharing(made, shared_memory)
+
+
+def _begin_world(accelerator: Accelerator, limits: TimeLimits) -> None:
+    try:
+        torch_group.begin_world(accelerator.communication_backend, limits.first_s)
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ZeroError(
+            f"Cannot start rank 0: its port {os.environ.get('MASTER_PORT')} is in use by another program. Set MASTER_PORT to a "
+            "free port, the same on all ranks."
+        ) from error
 
 
 def sharing(group: Group, wanted: bool) -> Group:

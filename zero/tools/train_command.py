@@ -76,10 +76,11 @@ def run(args: argparse.Namespace) -> int:
         return _train(options, text)
     done = check_same(options, options.identity(text.digest))  # before ranks are started that would all say so
     if done >= options.steps and options.report.is_file():  # without a report it was killed when all but that was done
-        raise ValueError(
-            f"{options.steps} steps were asked for, but {done} are taken already in {options.directory}. Raise --steps to go "
-            "on, or give another --directory to begin anew."
-        )
+        tell(options.json, {"steps": done, "begun_at": done, **_files(options)}, (
+            f"The training in {options.directory} is complete, at step {done}. Its report is {options.report}. To go on, raise "
+            "--steps; to train from the beginning, give another --directory."
+        ))  # fmt: skip
+        return DONE
     usual = 2 if accelerator.device().type == "cpu" else accelerator.device_count()
     ranks = usual if args.ranks is None else args.ranks
     if ranks < 1 or args.restarts < 0:
@@ -91,6 +92,11 @@ def run(args: argparse.Namespace) -> int:
     if ranks == 1:
         return _train(options, text)
     return launch(["-m", "zero", "train", *args.words[1:]], ranks, args.restarts)
+
+
+def _files(options: Options) -> dict[str, str]:
+    """What a training leaves, and where."""
+    return {"report": str(options.report), "records": str(options.records), "checkpoints": str(options.checkpoints)}
 
 
 def _train(options: Options, text: Text) -> int:
@@ -128,7 +134,7 @@ def _train(options: Options, text: Text) -> int:
         )
         shown = stages_table(stages)
         write_report(options.report, records, summary, shown, sample)
-        files = {"report": str(options.report), "records": str(options.records), "checkpoints": str(options.checkpoints)}
+        files = _files(options)
         answer = {
             "parameters": numel, "steps": options.steps, "begun_at": found.begun_at, "loss": records[-1]["loss"],
             "tokens_per_second": speed,

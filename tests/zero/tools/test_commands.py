@@ -152,7 +152,7 @@ def test_what_the_page_on_planning_prints_runs_as_printed(tmp_path):
 
 
 def test_the_loop_that_the_page_on_training_prints_writes_its_records(tmp_path, monkeypatch, capsys):
-    (program,) = re.findall(r"```python\n(.*?)```", (DOCS / "train.md").read_text(encoding="utf-8"), re.DOTALL)
+    _, program = re.findall(r"```python\n(.*?)```", (DOCS / "train.md").read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(compile(program, "page", "exec"), {})
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]

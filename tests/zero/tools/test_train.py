@@ -26,6 +26,7 @@ from zero.tools.training.loop import Wish, check_same, read_records, train
 from zero.tools.training.model import Gpt
 from zero.tools.training.options import Options
 from zero.tools.training.plots import ticks
+from zero.tools.training.report import write_report
 from zero.tools.training.text import Text, read_text
 
 ROOT = Path(__file__).parents[3]
@@ -97,8 +98,12 @@ def test_a_directory_of_another_training_is_refused_and_one_that_is_done_says_so
     words = ["train", "--ranks", "1", "--directory", str(tmp_path / "run"), "--data", str(tmp_path / "text"), *SAID]
     assert main([*words, "--steps", "2"]) == 0
     capsys.readouterr()
-    assert main([*words, "--steps", "2"]) == 2
-    assert "2 steps were asked for, but 2 are taken already" in capsys.readouterr().err
+    assert main([*words, "--steps", "2"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["steps"], answer["begun_at"], answer["report"]) == (2, 2, str(tmp_path / "run" / "report.html"))
+    assert main([word for word in words if word != "--json"] + ["--steps", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "complete, at step 2" in told and str(tmp_path / "run" / "report.html") in told and "raise --steps" in told
     (tmp_path / "run" / "report.html").unlink()  # as where it was killed before it wrote one
     assert main([*words, "--steps", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["begun_at"] == 2 and (tmp_path / "run" / "report.html").is_file()
@@ -209,7 +214,7 @@ def test_there_is_a_bar_at_a_terminal_and_a_line_now_and_then_elsewhere(stream, 
         assert "\x1b" in shown and "25/25" in shown
     else:
         assert "\x1b" not in shown
-        assert shown.splitlines()[0] == "step 20/25  loss 2.5000  1,234 tokens/s  norm 0.500  1.00 GiB to 1.00 GiB a rank"
+        assert shown.splitlines()[0] == "step 20/25  loss 2.5000  1,234 tok/s  norm 0.500  1.0 GiB"
         assert len(shown.splitlines()) == lines
 
 
@@ -227,11 +232,50 @@ def test_the_bar_keeps_its_count_and_its_line_in_a_narrow_terminal(columns, monk
     assert last.endswith("…") == (columns < 100)
 
 
+def test_a_large_training_fits_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    large = {**RECORD, "step": 9999, "loss": 10.123456, "tokens_per_second": 987654.3, "norm": 12.3456}
+    large["memory_by_rank"] = [2**29, 2**30 - 1]
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    display = Display(steps=99999, log_every=20, quiet=False)
+    display.show(large)
+    display.close()
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", sys.stdout.getvalue())
+    last = re.split(r"[\r\n]+", plain.strip())[-1]
+    assert last.endswith("loss 10.1235  987,654 tok/s  norm 12.346  1024 MiB") and len(last) <= 80
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    Display(steps=99999, log_every=1, quiet=False).show(large)
+    assert len(sys.stdout.getvalue().rstrip()) <= 80
+
+
 def test_ticks_are_round_and_between_the_ends():
     assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
     assert ticks(1, 400) == [100, 200, 300, 400]
     assert ticks(2.31, 5.56) == [3, 4, 5]
     assert ticks(0, 0.9) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
+    assert ticks(0, 350 * 2**20, unit=2**20) == [number * 100 * 2**20 for number in range(4)]
+
+
+def test_the_memory_axis_of_the_report_has_round_numbers_of_one_unit(tmp_path):
+    records = [{"step": step, "loss": 1.0, "ms": {}, "memory_by_rank": [300 * 2**20 + step, 2**20]} for step in (1, 2)]
+    write_report(tmp_path / "report.html", records, "", "", "")
+    memory = (tmp_path / "report.html").read_text().partition("<h2>Memory of each rank</h2>")[2].partition("<h2>")[0]
+    assert re.findall(r">(\d+ \w+)</text>", memory) == ["0 MiB", "100 MiB", "200 MiB", "300 MiB"]
+
+
+def test_the_exported_model_is_loaded_and_writes_as_the_page_says(tmp_path, monkeypatch, capsys):
+    (tmp_path / "text").write_bytes(TEXT)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--ranks", "1", "--data", "text", *SAID, "--steps", "2"]) == 0
+    wrote = json.loads(capsys.readouterr().out)["sample"]
+    [export] = commands(PAGE, "python -m zero export")
+    assert main(export.split()[3:]) == 0
+    program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
+    capsys.readouterr()
+    exec(compile(program, "page", "exec"), {})
+    shown = capsys.readouterr().out
+    assert len(shown) > 10 and wrote.startswith(shown.rstrip("\n")[:20])
 
 
 def test_text_is_a_file_a_folder_or_the_standard_library_and_a_step_sees_the_same_of_it_every_time(tmp_path):
@@ -296,7 +340,7 @@ def train_from_library(rank, world, asked):
 
 
 def test_a_rank_that_is_killed_starts_the_job_again_from_the_latest_checkpoint(uninterrupted, tmp_path):
-    [line] = commands(PAGE, "python")
+    [line] = commands(PAGE, "python -m zero train")
     launcher = started(line, tmp_path)
     deadline = time.monotonic() + 60
     while len(read_records(tmp_path / "trained" / "records.jsonl")) < 8 and time.monotonic() < deadline:

@@ -8,6 +8,8 @@ from typing import Any
 
 from accelerators.memory import format_bytes
 
+_BAR = 8  # columns
+
 
 class Display:
     """Shown on rank 0; `quiet` shows nothing."""
@@ -37,10 +39,10 @@ class Display:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
             from rich.table import Column
 
-            widths = 2 * len(str(self._steps)) + 1, 10, 7
+            widths = 2 * len(str(self._steps)) + 1, _BAR, 7
             counted, _, left = (Column(width=width) for width in widths)
             columns = (
-                MofNCompleteColumn(table_column=counted), BarColumn(10), TimeRemainingColumn(table_column=left),
+                MofNCompleteColumn(table_column=counted), BarColumn(_BAR), TimeRemainingColumn(table_column=left),
                 TextColumn("{task.description}"),
             )  # fmt: skip
             self._bar = Progress(*columns, console=Console())
@@ -59,7 +61,8 @@ class Display:
 
 
 def _words(record: Mapping[str, Any]) -> list[str]:
-    memory = record["memory_by_rank"]
-    held = format_bytes(min(memory)) if len(set(memory)) == 1 else f"{format_bytes(min(memory))} to {format_bytes(max(memory))}"
+    """What fits 80 columns, of a training of up to 99,999 steps. The memory is that of the rank that has most."""
+    amount, unit = format_bytes(max(record["memory_by_rank"])).split()
     norm = "none" if record["norm"] is None else f"{record['norm']:.3f}"
-    return [f"loss {record['loss']:.4f}", f"{record['tokens_per_second']:,.0f} tokens/s", f"norm {norm}", f"{held} a rank"]
+    memory = f"{float(amount):.{0 if float(amount) >= 100 else 1}f} {unit}"
+    return [f"loss {record['loss']:.4f}", f"{record['tokens_per_second']:,.0f} tok/s", f"norm {norm}", memory]

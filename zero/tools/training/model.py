@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from zero.checkpoint.export import read_export
+from zero.tools.training.options import heads_of
 
 VOCABULARY = 256
 
@@ -45,6 +49,16 @@ class Gpt(nn.Module):
                 nn.init.normal_(param, std=0.02 / math.sqrt(2 * layers))
 
     @staticmethod
+    def load(path: str | os.PathLike[str]) -> Gpt:
+        """The model whose weights `python -m zero export` wrote, ready to generate; its sizes are those of the weights."""
+        weights = read_export(path)
+        context, width = weights["places.weight"].shape
+        layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks."))
+        model = Gpt(layers, width, heads_of(width), context)
+        model.load_state_dict(weights)
+        return model.eval()
+
+    @staticmethod
     def _begin(module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
@@ -62,7 +76,7 @@ class Gpt(nn.Module):
 
 
 @torch.no_grad()
-def write(model: nn.Module, begin: bytes, num_bytes: int, seed: int, temperature: float = 0.8) -> str:
+def write(model: nn.Module, begin: bytes, num_bytes: int, seed: int = 0, temperature: float = 0.8) -> str:
     """What the model goes on with."""
     assert isinstance(model, Gpt)
     device = next(model.parameters()).device

@@ -10,6 +10,11 @@ from typing import Any
 _SAME = ("layers", "width", "context", "batch", "dropout", "seed")
 
 
+def heads_of(width: int) -> int:
+    """Of a layer; one is 64 wide."""
+    return max(1, width // 64)
+
+
 @dataclass(frozen=True)
 class Options:
     directory: str
@@ -56,7 +61,7 @@ class Options:
 
     @property
     def heads(self) -> int:
-        return max(1, self.width // 64)
+        return heads_of(self.width)
 
     @property
     def checkpoints(self) -> Path:

@@ -41,12 +41,14 @@ class Frame:
         return "M" + " L".join(places)
 
 
-def lines(xs: Numbers, series: Mapping[str, Numbers], tell: Callable[[float], str], from_zero: bool = False) -> str:
-    """One line for each of `series` over `xs`."""
+def lines(
+    xs: Numbers, series: Mapping[str, Numbers], tell: Callable[[float], str], from_zero: bool = False, unit: float = 1.0
+) -> str:
+    """One line for each of `series` over `xs`; the axis has round multiples of `unit`, in the words of `tell`."""
     frame = Frame.around(xs, [value for values in series.values() for value in values], from_zero)
     drawn = [f'<path d="{frame.path(xs, ys)}" fill="none" stroke="{color}" stroke-width="1.6"/>'
              for ys, color in zip(series.values(), _colors(series), strict=True)]  # fmt: skip
-    return _drawing(frame, drawn, series, tell)
+    return _drawing(frame, drawn, series, tell, unit)
 
 
 def layers(xs: Numbers, series: Mapping[str, Numbers], tell: Callable[[float], str]) -> str:
@@ -66,9 +68,11 @@ def _colors(series: Mapping[str, Numbers]) -> list[str]:
     return [COLORS[at % len(COLORS)] for at in range(len(series))]
 
 
-def _drawing(frame: Frame, drawn: Sequence[str], series: Mapping[str, Numbers], tell: Callable[[float], str]) -> str:
+def _drawing(
+    frame: Frame, drawn: Sequence[str], series: Mapping[str, Numbers], tell: Callable[[float], str], unit: float = 1.0
+) -> str:
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" xmlns="http://www.w3.org/2000/svg">']
-    for value in ticks(frame.bottom, frame.top):
+    for value in ticks(frame.bottom, frame.top, unit=unit):
         y = frame.y(value)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{html.escape(tell(value))}</text>')
@@ -82,8 +86,10 @@ def _drawing(frame: Frame, drawn: Sequence[str], series: Mapping[str, Numbers], 
     return "\n".join([*parts, "</svg>"])
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers between two others."""
+def ticks(low: float, high: float, about: int = 5, unit: float = 1.0) -> list[float]:
+    """Round multiples of `unit` between two numbers."""
+    if unit != 1.0:
+        return [value * unit for value in ticks(low / unit, high / unit, about)]
     step = 10.0 ** math.floor(math.log10((high - low) / about))
     step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= about)
     first = math.ceil(low / step - 1e-9)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerators.memory import format_bytes
 from zero.runtime.profiling import STOPS
 from zero.tools.training.plots import layers, lines
 
@@ -47,12 +46,20 @@ def write_report(path: Path, records: Sequence[Mapping[str, Any]], summary: str,
     sections = [
         _section("Loss", lines(steps, {"loss": [record["loss"] for record in shown]}, lambda value: f"{value:.2f}")),
         _section("Time of a step on rank 0", layers(steps, split, lambda value: f"{value:g} ms"), _text(_times(records))),
-        _section("Memory of each rank", lines(steps, memory, lambda value: format_bytes(int(value)), from_zero=True)),
+        _section("Memory of each rank", _memory(steps, memory)),
         _section("Bytes of rank 0 at each stage", _text(stages)),
         _section("What the model writes", _text(sample)),
     ]
     page = _PAGE.format(title="zero train", summary=html.escape(summary), sections="\n".join(sections))
     path.write_text(page, encoding="utf-8")
+
+
+def _memory(steps: Sequence[float], memory: Mapping[str, Sequence[float]]) -> str:
+    """Bytes, at round numbers of the unit that the largest one is told in."""
+    largest = int(max(map(max, memory.values())))
+    units = (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
+    size, unit = next((unit for unit in units if largest >= unit[0]), (1, "B"))
+    return lines(steps, memory, lambda value: f"{value / size:g} {unit}", from_zero=True, unit=size)
 
 
 def _times(records: Sequence[Mapping[str, Any]]) -> str:
