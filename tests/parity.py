@@ -109,7 +109,7 @@ def _masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     for message in _exchange(parts.group, pickle.dumps(own)) if laid_out else ():
         for index, span, values in pickle.loads(message):
             lines[index][span.start : span.stop] = torch.from_numpy(values)
-    forms = parts.window.grad_ops.forms
+    forms = parts.window.grad_ops.formats
     return {parts.params.names[index]: forms[index].unflatten(line).contiguous() for index, line in lines.items()}
 
 
@@ -141,7 +141,7 @@ def all_sums_deferred() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(SumsByTorch, "can_defer", lambda *_: True)
-        patched.setattr(inflight, "_HARDLY_MORE", float("inf"))
+        patched.setattr(inflight, "_MOST_OF_A_SUM", float("inf"))
         patched.setattr(GradientShard, "can_defer", lambda shard, bucket: bucket not in shard)
         yield
 

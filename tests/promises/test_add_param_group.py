@@ -72,7 +72,7 @@ def known(optimizer):
     parts = optimizer.parts
     groups = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
     handles = sum(len(attached.handles) for attached in parts.hooks._attached.values())
-    proxies, formats = len(parts.window.grads._proxies), len(parts.window.grad_ops.forms)
+    proxies, formats = len(parts.window.grads._proxies), len(parts.window.grad_ops.formats)
     return groups, list(parts.params.names), dict(parts.params.index), handles, proxies, formats
 
 

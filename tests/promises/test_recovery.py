@@ -647,6 +647,15 @@ def norms_of(folder, world, restarts=0, **environment):
     return [(int(step), int(size), float(norm)) for step, size, norm in found]
 
 
+def test_a_port_that_another_program_uses_is_named_with_what_to_set():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        environment = {**meeting(), "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        program = textwrap.dedent(PROGRAM).replace("LIMITS", "")
+        result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert f"port {port} is in use by another program. Set MASTER_PORT" in result.stderr.splitlines()[-1]
+
+
 def test_the_elastic_example_without_a_folder_prints_how_to_start_it():
     example = Path(__file__).parents[2] / "examples" / "elastic.py"
     result = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120)

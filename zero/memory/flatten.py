@@ -45,11 +45,11 @@ class Place:
 
 class Flattener:
     def __init__(
-        self, weights: FlatBuffer, tensors: Sequence[torch.nn.Parameter], forms: Sequence[ParamFormat], place: Place
+        self, weights: FlatBuffer, tensors: Sequence[torch.nn.Parameter], formats: Sequence[ParamFormat], place: Place
     ) -> None:
         self.weights = weights
         self.tensors = tensors
-        self._forms = forms
+        self._formats = formats
         self._place = place
         self.by_host: set[int] = set()  # parameters that were flattened by way of the host
         self.dtypes: dict[int, torch.dtype] = {}  # of parameters, as they were read
@@ -58,9 +58,9 @@ class Flattener:
 
     def size_of(self, chunk: int) -> tuple[int, torch.dtype]:
         """What a chunk is read to: in its parameters' dtype, or in that of sums where some are to be rounded."""
-        dtype = DTYPES[self.weights.line.layout.chunks[chunk].dtype]
-        rounded = any(self.tensors[param].dtype != dtype for param in self.weights.line.layout.chunks[chunk].params)
-        return self.weights.line.layout.chunks[chunk].numel, sum_dtype(dtype) if rounded else dtype
+        dtype = DTYPES[self.weights.layout_ref.layout.chunks[chunk].dtype]
+        rounded = any(self.tensors[param].dtype != dtype for param in self.weights.layout_ref.layout.chunks[chunk].params)
+        return self.weights.layout_ref.layout.chunks[chunk].numel, sum_dtype(dtype) if rounded else dtype
 
     def read(self, chunk: int, fills: bool = True, memory: torch.Tensor | None = None) -> torch.Tensor:
         """The chunk as its parameters are now, in `memory`, or in some that may be kept; who gets the values from somebody else
@@ -80,8 +80,8 @@ class Flattener:
             source = memory
         fills |= not on_device  # or its values were nowhere until it gets others
         end = 0
-        for param in self.weights.line.layout.chunks[chunk].params:
-            slot = self.weights.line.layout.slots[param]
+        for param in self.weights.layout_ref.layout.chunks[chunk].params:
+            slot = self.weights.layout_ref.layout.slots[param]
             assert slot is not None
             self.dtypes[param] = self.tensors[param].dtype
             values = self._part(source, param)
@@ -116,15 +116,15 @@ class Flattener:
         """Gives the chunk's parameters memory with the values of `source`, rounded if need be. Whether that is `source`, which
         may be had if it is `given`."""
         stays = self.weights.fill(chunk, source, self._place.device, given)
-        for param in self.weights.line.layout.chunks[chunk].params:
+        for param in self.weights.layout_ref.layout.chunks[chunk].params:
             self._moved[param] = self._part(source, param)
-            self.tensors[param].data = self._forms[param].unflatten(self.weights.slot(param))
+            self.tensors[param].data = self._formats[param].unflatten(self.weights.slot(param))
         return stays
 
     def _part(self, source: torch.Tensor, param: int) -> torch.Tensor:
-        slot = self.weights.line.layout.slots[param]
+        slot = self.weights.layout_ref.layout.slots[param]
         assert slot is not None
-        return self._forms[param].unflatten(source[slot.span.start : slot.span.stop])
+        return self._formats[param].unflatten(source[slot.span.start : slot.span.stop])
 
     def commit(self) -> None:
         """What was moved stays there, and may have other values."""
@@ -150,7 +150,7 @@ class Flattener:
         """Says of every optimizer group how its bytes were flattened: on the accelerator only if all of them were."""
         by_group: dict[int, list[int]] = {}
         for param in params:
-            by_group.setdefault(self.weights.line.layout.params[param].group, []).append(param)
+            by_group.setdefault(self.weights.layout_ref.layout.params[param].group, []).append(param)
         for group, members in sorted(by_group.items()):
             if self.by_host.intersection(members):
                 logger.info("Flattening param group %d on CPU (insufficient memory)", group)

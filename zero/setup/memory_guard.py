@@ -35,12 +35,14 @@ class MemoryGuard:
         return self._place.accelerator
 
     @contextlib.contextmanager
-    def explain_oom(self, asked: str, line: LayoutRef) -> Iterator[None]:
+    def explain_oom(self, asked: str, layout_ref: LayoutRef) -> Iterator[None]:
         """Where memory runs out inside, the error says what there is, what is predicted and which setting fits."""
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise type(error)(f"{asked} was asked for, but memory ran out. {self._shortage(line.layout)} ({error})") from error
+            raise type(error)(
+                f"{asked} was asked for, but memory ran out. {self._shortage(layout_ref.layout)} ({error})"
+            ) from error
 
     def _shortage(self, layout: FlatLayout) -> str:
         reading = self._place.accelerator.memory(self._place.device.index)

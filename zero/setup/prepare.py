@@ -41,7 +41,7 @@ class ShardingPlan:
     params: ManagedParams
     layout: FlatLayout
     place: Place
-    room: MemoryGuard
+    memory_guard: MemoryGuard
 
 
 def select_params(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> ManagedParams:
@@ -68,8 +68,8 @@ def prepare(
     group: Group,
     has_fused_step: bool,
 ) -> ShardingPlan:
-    """Lays out the parameters, compares that with the other ranks and checks host memory. `has_one_pass`: the step is one pass
-    over a bucket, which needs no blocks. A collective."""
+    """Lays out the parameters, compares that with the other ranks and checks host memory. A collective. `has_fused_step`: the
+    step is one pass over a bucket, which needs no blocks."""
     device = device_of(params)
     num_shares = group.size if stage_of(config.stage).shards_optimizer else 1
     is_on_host = any(params.offload) or device.type == "cpu"
@@ -78,11 +78,11 @@ def prepare(
     layout = FlatLayout.build(params.specs(), num_shares, config.bucket_bytes, config.align_bytes, latent, block_numel)
     verify_same_setup(model, optimizer, params, config, group)
     place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
-    room = MemoryGuard(place, optimizer, has_fused_step, _ranks_that_share_memory(group, torch.device("cpu")))
+    memory_guard = MemoryGuard(place, optimizer, has_fused_step, _ranks_that_share_memory(group, torch.device("cpu")))
     filled = layout.extended([index for index in latent if index not in params.frozen])
     homes = [offload_of(optimizer.param_groups[number], config) for number in sorted(set(params.groups))]
-    run_on_all(group, lambda: room.reserve(homes, filled))
-    return ShardingPlan(params, layout, place, room)
+    run_on_all(group, lambda: memory_guard.reserve(homes, filled))
+    return ShardingPlan(params, layout, place, memory_guard)
 
 
 def accelerator_of(optimizer: torch.optim.Optimizer) -> Accelerator:

@@ -88,11 +88,11 @@ def _assemble(
     plan: ShardingPlan,
     group: Group,
 ) -> ShardingState:
-    chosen, layout, place, memory_guard = plan.params, plan.layout, plan.place, plan.room
-    line, forms = LayoutRef(layout), [ParamFormat.of(tensor) for tensor in chosen.tensors]
-    params, weights = Params(chosen.tensors, chosen.names), FlatBuffer(line)
-    masters = Masters(line, group.rank if layout.num_shares > 1 else 0, weights, Shard(line, memory_guard.homes))
-    placer = ParamPlacer(params, forms, weights, masters, group, place)
+    chosen, layout, place, memory_guard = plan.params, plan.layout, plan.place, plan.memory_guard
+    layout_ref, formats = LayoutRef(layout), [ParamFormat.of(tensor) for tensor in chosen.tensors]
+    params, weights = Params(chosen.tensors, chosen.names), FlatBuffer(layout_ref)
+    masters = Masters(layout_ref, group.rank if layout.num_shares > 1 else 0, weights, Shard(layout_ref, memory_guard.homes))
+    placer = ParamPlacer(params, formats, weights, masters, group, place)
     latent, dtypes = chosen.frozen, {index: tensor.dtype for index, tensor in enumerate(chosen.tensors)}
     hooks = GradHooks(params)
 
@@ -105,33 +105,40 @@ def _assemble(
             return placer.place(fresh, partial(adopt_state, parts, optimizer))
 
     def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with memory_guard.explain_oom("A buffer to send gradients from", line):
+        with memory_guard.explain_oom("A buffer to send gradients from", layout_ref):
             return group.staging(numel, dtype, place.device)
 
     def wire() -> ShardingState:
         staging = Staging(place.accelerator, allocate, group.is_read)
-        gradients = GradientShard(line, memory_guard.homes)
-        widest = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
+        gradients = GradientShard(layout_ref, memory_guard.homes)
+        reduce_dtype = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
         kinds = host_step_dtypes(layout.params, place.device)
         fused_step = fused_step_of(optimizer, config.kernels)
-        waiting = deferrable_sums(kinds, group.size) if fused_step is not None else ()
-        sums = CompiledSums(waiting) if config.kernels == "compiled" else SumsByTorch(waiting)
+        deferrable = deferrable_sums(kinds, group.size) if fused_step is not None else ()
+        sums = CompiledSums(deferrable) if config.kernels == "compiled" else SumsByTorch(deferrable)
         scaling = Scaling(reduce=reduction(config, group.size))
         inflight = InflightReductions(
-            line, group, staging, gradients, scaling, widest, looks=config.on_nonfinite == "raise", sums=sums
+            layout_ref,
+            group,
+            staging,
+            gradients,
+            scaling,
+            reduce_dtype,
+            checks_finite=config.on_nonfinite == "raise",
+            sums=sums,
         )
-        reducer = Reducer(line, forms, place.accelerator, staging, inflight)
-        grad_ops = ShardedGradOps(line, forms, group, inflight)
+        reducer = Reducer(layout_ref, formats, place.accelerator, staging, inflight)
+        grad_ops = ShardedGradOps(layout_ref, formats, group, inflight)
         policy = SyncPolicy(config.accumulation, stage_of(config.stage).accumulates_locally)
-        tracker = ParamTracker(model, params, weights, forms, chosen.unmanaged)
-        sync = WindowSync(group, params, line, config.text(), tracker, partial(settings_of, optimizer))
+        tracker = ParamTracker(model, params, weights, formats, chosen.unmanaged)
+        sync = WindowSync(group, params, layout_ref, config.text(), tracker, partial(settings_of, optimizer))
         window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params)
         step_policy = StepPolicy(config.clip, config.on_nonfinite, ELEMENTWISE)
         updater = Updater(params, grad_ops, masters, optimizer, step_policy, fused_step)
-        publisher = WeightPublisher(line, params, group, weights, masters)
-        offloader = StateOffloader(model, place.accelerator, params, forms, weights, masters, gradients, optimizer)
-        rooms = (params, masters, window, hooks, updater, publisher, placer)
-        parts = ShardingState(group, *rooms, config, offloader, memory_guard, LossScaler(config, scaling))
+        publisher = WeightPublisher(layout_ref, params, group, weights, masters)
+        offloader = StateOffloader(model, place.accelerator, params, formats, weights, masters, gradients, optimizer)
+        components = (params, masters, window, hooks, updater, publisher, placer)
+        parts = ShardingState(group, *components, config, offloader, memory_guard, LossScaler(config, scaling))
         updater.restore_kernels = use_kernels(optimizer, config.kernels)
         adopt_state(parts, optimizer)
         tracker.renew_through(hooks.renew)
@@ -147,7 +154,7 @@ def _assemble(
         on_failure.callback(placer.release)
         on_failure.callback(placer.remove, dtypes, layout)
         on_failure.callback(hooks.detach)
-        with memory_guard.explain_oom("Sharding", line):
+        with memory_guard.explain_oom("Sharding", layout_ref):
             placer.place([index for index in range(len(chosen.names)) if index not in latent])
         sync_module_states(model, chosen, group)
         parts = run_on_all(group, wire)

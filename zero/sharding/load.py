@@ -254,7 +254,7 @@ class _Loading:
 
     def _fill_pieces(self, index: int, name: str) -> None:
         parts, inner, source = self._about.parts, self._about.optimizer.inner, self._source(name)
-        form, stored = parts.window.grad_ops.forms[index], self._manifest.parameters[source]
+        form, stored = parts.window.grad_ops.formats[index], self._manifest.parameters[source]
         for piece, master in parts.masters.of(index):
             self._lines.copy(source, VALUE, form, piece.in_param, master.detach())
             if not self._states:

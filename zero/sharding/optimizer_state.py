@@ -59,7 +59,7 @@ def whole_state_dict(parts: ShardingState, inner: torch.optim.Optimizer) -> dict
 
 def edited(parts: ShardingState, param: int, piece: Piece, master: torch.Tensor) -> torch.Tensor:
     """The exact value of one piece, for a parameter that lies elsewhere than it was put."""
-    line = parts.window.grad_ops.forms[param].flatten(parts.params.tensors[param].detach())
+    line = parts.window.grad_ops.formats[param].flatten(parts.params.tensors[param].detach())
     return exact(line[piece.in_param.start : piece.in_param.stop].to(master.device), master)
 
 
@@ -116,7 +116,7 @@ def load_state(parts: ShardingState, inner: torch.optim.Optimizer, state_dict: M
         elif name in states:
             _give_pieces(parts, inner, param, states[name], set(elementwise))
         if name in masters:
-            line = parts.window.grad_ops.forms[param].flatten(masters[name])
+            line = parts.window.grad_ops.formats[param].flatten(masters[name])
             for piece, master in parts.masters.of(param):
                 if parts.masters.is_copy(piece.bucket):  # else it is a part of the weights, which are not loaded here
                     master.copy_(line[piece.in_param.start : piece.in_param.stop])
@@ -187,7 +187,7 @@ def plain_entry(parts: ShardingState, inner: torch.optim.Optimizer, param: int, 
 def _give_pieces(
     parts: ShardingState, inner: torch.optim.Optimizer, param: int, state: Mapping[str, Any], elementwise: set[str]
 ) -> None:
-    form = parts.window.grad_ops.forms[param]
+    form = parts.window.grad_ops.formats[param]
     for piece, master in parts.masters.of(param):
         own: dict[str, Any] = {}
         for key, value in state.items():

@@ -125,10 +125,10 @@ class TrainingSnapshot:
     def outlines(self) -> dict[str, Outline]:
         """Every parameter that is saved, as all ranks know it."""
         found = {name: _outline(tensor, None, tensor.dtype) for name, tensor in self.named.parameters.items()}
-        forms = self.parts.window.grad_ops.forms
+        formats = self.parts.window.grad_ops.formats
         for index, (name, tensor) in enumerate(zip(self.managed, self.parts.params.tensors, strict=True)):
             value = tensor.dtype if lies_nowhere(self.parts, index) else sum_dtype(tensor.dtype)
-            found[name] = _outline(tensor, forms[index].order, value)
+            found[name] = _outline(tensor, formats[index].order, value)
         return found
 
 
@@ -149,7 +149,7 @@ def _cargo(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bo
                     value = edited(parts, index, piece, master) if index in elsewhere else master
                     _add(cargo, name, value, about.optimizer.inner.state.get(master, {}), piece)
         elif parts.group.rank == 0:
-            tensor, form = parts.params.tensors[index], parts.window.grad_ops.forms[index]
+            tensor, form = parts.params.tensors[index], parts.window.grad_ops.formats[index]
             _add(cargo, name, tensor, about.optimizer.inner.state.get(tensor, {}), None, form)
     tensors: Any = cargo.tensors
     if parts.group.rank == 0:

@@ -138,7 +138,7 @@ class ShardingState:
             on_failure.callback(self._remove_params, first, tensors, self.layout_ref.layout)
             self.layout_ref.replace(layout)
             self.params.add(tensors, names)
-            self.window.grad_ops.forms.extend(ParamFormat.of(tensor) for tensor in tensors)
+            self.window.grad_ops.formats.extend(ParamFormat.of(tensor) for tensor in tensors)
             self.window.grads.register()
             self.window.sync.tracker.register()
             for index in range(first, len(self.params.tensors)):
@@ -152,7 +152,7 @@ class ShardingState:
         self.hooks.detach(first)
         self.window.sync.tracker.forget(first)
         self.window.grads.forget(first)
-        del self.window.grad_ops.forms[first:]
+        del self.window.grad_ops.formats[first:]
         self.params.forget(first)
         self.layout_ref.replace(layout)
 

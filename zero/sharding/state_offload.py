@@ -47,7 +47,7 @@ class StateOffloader:
         model: nn.Module,
         accelerator: Accelerator,
         params: Params,
-        forms: list[ParamFormat],
+        formats: list[ParamFormat],
         weights: FlatBuffer,
         masters: Masters,
         gradients: GradientShard,
@@ -56,7 +56,7 @@ class StateOffloader:
         self._model = weakref.ref(model)
         self._accelerator = accelerator
         self._params = params
-        self._forms = forms
+        self._formats = formats
         self._weights = weights
         self._masters = masters
         self._gradients = gradients
@@ -205,7 +205,7 @@ class StateOffloader:
     def _store_chunk(self, index: int, home: Home) -> _StoredChunk:
         chunks, params = self._weights.chunks, self._params.tensors
         flat, stored = chunks[index], _StoredChunk(self._moved(chunks[index], home), {})
-        in_chunk = [(param, params[param]) for param in self._weights.line.layout.chunks[index].params]
+        in_chunk = [(param, params[param]) for param in self._weights.layout_ref.layout.chunks[index].params]
         ours = [(param, tensor) for param, tensor in in_chunk if (tensor.device, tensor.dtype) == (flat.device, flat.dtype)]
         for param, tensor in ours:
             if tensor.numel() and not starts_where(tensor, self._weights.slot(param)):
@@ -219,15 +219,15 @@ class StateOffloader:
     def _load_chunk(self, index: int, stored: _StoredChunk) -> None:
         loaded = {param: self._moved(values, self._homes.device) for param, values in stored.own.items()}
         self._weights.chunks[index] = self._moved(stored.flat, self._homes.device)
-        for param in self._weights.line.layout.chunks[index].params:
+        for param in self._weights.layout_ref.layout.chunks[index].params:
             if not self._params.tensors[param].numel():  # else something was assigned meanwhile
-                place = self._forms[param].unflatten(self._weights.slot(param))
+                place = self._formats[param].unflatten(self._weights.slot(param))
                 self._params.tensors[param].data = loaded.get(param, place)
         self._renew_masters(index)
 
     def _renew_masters(self, chunk: int) -> None:
         """Points the masters that are the weights themselves at what these are now."""
-        for index, bucket in enumerate(self._weights.line.layout.buckets):
+        for index, bucket in enumerate(self._weights.layout_ref.layout.buckets):
             if bucket.chunk == chunk and not self._masters.is_copy(index):
                 self._masters.shard.shares[index] = self._weights.share(index, self._masters.rank)
                 self._masters.cut(index)

@@ -47,7 +47,7 @@ def flattener(tensors, dtype=None, place=None):
 
 
 def flatten(made):
-    for chunk, _ in enumerate(made.weights.line.layout.chunks):
+    for chunk, _ in enumerate(made.weights.layout_ref.layout.chunks):
         made.write(chunk, made.read(chunk), 0)
 
 
@@ -126,7 +126,7 @@ def test_what_was_moved_is_put_back_with_its_values_and_dtype():
     source = made.read(0)
     made.write(0, source, 0)
     made.rollback()
-    first = [index for index, _ in enumerate(tensors) if index in made.weights.line.layout.chunks[0].params]
+    first = [index for index, _ in enumerate(tensors) if index in made.weights.layout_ref.layout.chunks[0].params]
     for index in first:
         assert tensors[index].dtype == torch.float32
         assert torch.equal(tensors[index], before[index])

@@ -29,16 +29,16 @@ class Bench:
         item = 4 if dtype == "float32" else 2
         self.numel = 64 // item
         specs = [ParamSpec(f"p{index}", (self.numel,), dtype) for index in range(3 * per_bucket)]
-        self.line = LayoutRef(FlatLayout.build(specs, 1, 64 * per_bucket))
+        self.layout_ref = LayoutRef(FlatLayout.build(specs, 1, 64 * per_bucket))
         self.wire = Wire(size)
         self.dtype = getattr(torch, dtype)
         accelerator = accelerator or accelerators.get("cpu")
         self.staging = Staging(accelerator, self.dirty)
-        self.shard = GradientShard(self.line, Homes(accelerators.get("cpu"), torch.device("cpu")))
+        self.shard = GradientShard(self.layout_ref, Homes(accelerators.get("cpu"), torch.device("cpu")))
         self.scaling = Scaling()
-        flight = InflightReductions(self.line, self.wire, self.staging, self.shard, self.scaling)
+        flight = InflightReductions(self.layout_ref, self.wire, self.staging, self.shard, self.scaling)
         forms = [ParamFormat((self.numel,), None) for _ in specs]
-        self.reducer = Reducer(self.line, forms, accelerator, self.staging, flight)
+        self.reducer = Reducer(self.layout_ref, forms, accelerator, self.staging, flight)
 
     def dirty(self, numel, dtype):
         return torch.full((numel,), float("nan"), dtype=dtype)
@@ -253,10 +253,10 @@ def test_gaps_and_absent_parameters_travel_as_zeros():
     specs = [ParamSpec(f"p{index}", (3,), "float32") for index in range(6)]
     for bucket_bytes in (200, 10_000):
         bench = Bench()
-        bench.line.layout = FlatLayout.build(specs, 1, bucket_bytes)
+        bench.layout_ref.layout = FlatLayout.build(specs, 1, bucket_bytes)
         forms = [ParamFormat((3,), None)] * 6
-        flight = InflightReductions(bench.line, bench.wire, bench.staging, bench.shard, bench.scaling)
-        reducer = Reducer(bench.line, forms, accelerators.get("cpu"), bench.staging, flight)
+        flight = InflightReductions(bench.layout_ref, bench.wire, bench.staging, bench.shard, bench.scaling)
+        reducer = Reducer(bench.layout_ref, forms, accelerators.get("cpu"), bench.staging, flight)
         reducer.collect(5, torch.ones(3))
         mine = Counts("step", 0, 0, bytes(8), open=reducer.open_buckets, contributed=True, used=1 << 5)
         agreement = agree([mine], reducer.order, [], lambda *_: "")
@@ -406,9 +406,9 @@ def test_bytes_on_the_wire_are_counted():
 def test_a_parameter_over_several_buckets_is_cut_where_they_end():
     layout = FlatLayout.build([ParamSpec("long", (40,), "float32")], 1, 64)
     bench = Bench()
-    bench.line.layout = layout
-    flight = InflightReductions(bench.line, bench.wire, bench.staging, bench.shard, bench.scaling)
-    reducer = Reducer(bench.line, [ParamFormat((40,), None)], accelerators.get("cpu"), bench.staging, flight)
+    bench.layout_ref.layout = layout
+    flight = InflightReductions(bench.layout_ref, bench.wire, bench.staging, bench.shard, bench.scaling)
+    reducer = Reducer(bench.layout_ref, [ParamFormat((40,), None)], accelerators.get("cpu"), bench.staging, flight)
     reducer.collect(0, torch.arange(40.0))
     reducer.advance()
     sent = torch.cat(bench.wire.sent)

@@ -28,14 +28,14 @@ class ShardedGradOps:
     that parameter's gradient changes: code that asks for a thousand norms in turn costs one.
     """
 
-    def __init__(self, line: LayoutRef, forms: list[ParamFormat], group: Group, flight: InflightReductions) -> None:
+    def __init__(self, layout_ref: LayoutRef, formats: list[ParamFormat], group: Group, flight: InflightReductions) -> None:
         self.shard = flight.shard
         self._inflight = flight
-        self.forms = forms
-        self._line = line
+        self.formats = formats
+        self._layout_ref = layout_ref
         self._group = group
         self._synchronize: weakref.ref[Any] | None = None
-        self._sharded = line.layout.num_shares > 1
+        self._sharded = layout_ref.layout.num_shares > 1
         self._rank = group.rank if self._sharded else 0
         self._norms: dict[float, dict[int, float]] = {}
         self._changes: dict[int, int] = {}  # digest of what the user did to each, in its order
@@ -61,7 +61,7 @@ class ShardedGradOps:
         return [rank for rank, [found] in enumerate(told) if found]
 
     def pieces(self, param: int) -> tuple[Piece, ...]:
-        return tuple(self._line.layout.pieces(param, self._rank))
+        return tuple(self._layout_ref.layout.pieces(param, self._rank))
 
     # what `ShardedGrad`s ask ------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class ShardedGradOps:
         known = self._norms.setdefault(order, {})
         if param not in known:
             self._compute_norms(order, known)
-        dtype = sum_dtype(DTYPES[self._line.layout.params[param].dtype])  # not rounded to bf16: clipping multiplies by it
+        dtype = sum_dtype(DTYPES[self._layout_ref.layout.params[param].dtype])  # not rounded to bf16: clipping multiplies by it
         return torch.tensor(known[param], dtype=dtype, device=self.shard.device)
 
     def apply_inplace(
@@ -134,7 +134,7 @@ class ShardedGradOps:
         shard = self.shard
         squares = dict(zip(sorted(shard.shares), self._inflight.sums.squares(shard.present()), strict=True))
         for bucket, rows in shard.deferred.items():
-            squares[bucket] = rows.square(sum_dtype(self._line.dtype_of(bucket)))
+            squares[bucket] = rows.square(sum_dtype(self._layout_ref.dtype_of(bucket)))
         return sum(squares[bucket] for bucket in sorted(squares))
 
     def multiply(self, block: Block, factor: float) -> None:
@@ -168,8 +168,8 @@ class ShardedGradOps:
     def whole(self, param: int, values: Callable[[Piece], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """All of a parameter, shaped like it, from what every rank has for its pieces; a collective."""
         found: list[torch.Tensor] = [torch.empty(0, dtype=dtype, device=self.shard.device)]
-        for index, part, _ in self._line.layout.parts(param):
-            bucket = self._line.layout.buckets[index]
+        for index, part, _ in self._layout_ref.layout.parts(param):
+            bucket = self._layout_ref.layout.buckets[index]
             gathered = torch.zeros(bucket.span.numel, dtype=dtype, device=self.shard.device)
             mine = self._rank * bucket.share_numel
             for piece in self.pieces(param):
@@ -178,7 +178,7 @@ class ShardedGradOps:
             if self._sharded:
                 self._group.all_gather(gathered).wait()
             found.append(gathered[part.start : part.stop])
-        return self.forms[param].unflatten(torch.cat(found)).clone(memory_format=torch.preserve_format)
+        return self.formats[param].unflatten(torch.cat(found)).clone(memory_format=torch.preserve_format)
 
     def exchange_numbers(self, numbers: Sequence[float], subject: str = "an operation on .grad") -> list[tuple[float, ...]]:
         """Every rank's numbers, by rank; all ranks bring as many."""
@@ -189,7 +189,7 @@ class ShardedGradOps:
 
     def _compute_norms(self, order: float, known: dict[int, float]) -> None:
         """Fills in what is not known, for all parameters: which those are is the same on every rank."""
-        missing = [param for param in range(len(self._line.layout.params)) if param not in known]
+        missing = [param for param in range(len(self._layout_ref.layout.params)) if param not in known]
         present = [
             (param, self.shard.piece(piece)) for param in missing for piece in self.pieces(param) if piece.bucket in self.shard
         ]
@@ -210,6 +210,6 @@ class ShardedGradOps:
             return argument if argument.is_cpu else argument.to(self.shard.piece(piece).device)
         if isinstance(argument, ShardedGrad) and argument.param == piece.param:
             return self.shard.piece(piece)
-        form = self.forms[piece.param]
+        form = self.formats[piece.param]
         values = form.flatten(argument.detach().expand(form.shape))[piece.in_param.start : piece.in_param.stop]
         return values.to(self.shard.piece(piece).device)

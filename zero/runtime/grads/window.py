@@ -226,7 +226,7 @@ class Window(Timed):
                 self.grad_ops.zero(index)
             fresh = [index for index in set_bits(agreement.used) if not self.reducer.is_placed(index)]
             new = self.place_params(fresh) if fresh else ()
-            wide = agreement.wide | sum(1 << bucket for bucket in new) & reducer.line.narrow_buckets
+            wide = agreement.wide | sum(1 << bucket for bucket in new) & reducer.layout_ref.narrow_buckets
             for index in set_bits(edits.local):
                 self.local.collect_pending(index, self.grads.user_grads.pop(index, None), agreement.weight)
             reducer.flush((*agreement.rest, *new), wide)
@@ -245,7 +245,7 @@ class Window(Timed):
 
     def _agree(self, occasion: str, edits: GradEdits) -> Agreement:
         """Tells the other ranks what this one has done and found, and hears it from them. A collective."""
-        local, reducer, layout, counting = self.local, self.reducer, self.reducer.line.layout, self.policy.counting
+        local, reducer, layout, counting = self.local, self.reducer, self.reducer.layout_ref.layout, self.policy.counting
         # What waited is in the dtype of sums, so it travels in that, on all ranks.
         later = sum({1 << bucket for index in set_bits(edits.local) for bucket in layout.buckets_of(index)})
         counts = Counts(
@@ -264,7 +264,7 @@ class Window(Timed):
             removed=edits.removed,
             replaced=edits.replaced,
             open=reducer.open_buckets,
-            wide=reducer.fp32_buckets | later & reducer.line.narrow_buckets,
+            wide=reducer.fp32_buckets | later & reducer.layout_ref.narrow_buckets,
             later=later,
             order=reducer.arrival_order,
         )

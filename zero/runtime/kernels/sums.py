@@ -33,14 +33,14 @@ class SumDtypes(NamedTuple):
 class SumsByTorch:
     """By torch's own kernels."""
 
-    def __init__(self, waiting: Collection[SumDtypes] = ()) -> None:
-        self._waiting = waiting  # what the step takes as well
+    def __init__(self, deferrable: Collection[SumDtypes] = ()) -> None:
+        self._deferrable = deferrable  # what the step takes as well
 
     def add(self, rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
         add_rows(rows, target, factor, adds)
 
     def can_defer(self, rows: torch.dtype, number: int, total: torch.dtype) -> bool:
-        return SumDtypes(rows, number, total) in self._waiting
+        return SumDtypes(rows, number, total) in self._deferrable
 
     def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
         stretch = stretch_of(rows[0].numel())

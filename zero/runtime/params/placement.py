@@ -27,10 +27,10 @@ class ParamPlacer:
     """Gives parameters a place on the line: rank 0's values, flat on every rank, and this rank's masters of them."""
 
     def __init__(
-        self, params: Params, forms: list[ParamFormat], weights: FlatBuffer, masters: Masters, group: Group, place: Place
+        self, params: Params, formats: list[ParamFormat], weights: FlatBuffer, masters: Masters, group: Group, place: Place
     ) -> None:
         self._params = params
-        self._forms = forms
+        self._formats = formats
         self._weights = weights
         self._masters = masters
         self._group = group
@@ -40,11 +40,11 @@ class ParamPlacer:
     @torch.no_grad()
     def place(self, params: Sequence[int], then: Callable[[], None] = lambda: None) -> list[int]:
         """A collective; returns the buckets that are new. Where it fails, or what is done `then`, all is as `undo` says."""
-        line = self._weights.line
-        before = line.layout
-        line.replace(before.extended(params))
-        flattener = Flattener(self._weights, self._params.tensors, self._forms, self._place)
-        new = range(len(before.buckets), len(line.layout.buckets))
+        layout_ref = self._weights.layout_ref
+        before = layout_ref.layout
+        layout_ref.replace(before.extended(params))
+        flattener = Flattener(self._weights, self._params.tensors, self._formats, self._place)
+        new = range(len(before.buckets), len(layout_ref.layout.buckets))
         try:
             self._move(flattener)
             run_on_all(self._group, lambda: self._finish(flattener, params, then))
@@ -57,7 +57,7 @@ class ParamPlacer:
         return list(new)
 
     def _move(self, flattener: Flattener) -> None:
-        chunks = range(len(self._weights.chunks), len(self._weights.line.layout.chunks))
+        chunks = range(len(self._weights.chunks), len(self._weights.layout_ref.layout.chunks))
         for batch in self._batches(flattener, chunks):
             with self._read(flattener, batch) as sources:
                 run_on_all(self._group, partial(self._take, flattener, batch, sources))
@@ -116,7 +116,7 @@ class ParamPlacer:
         flattener.commit()
 
     def _take(self, flattener: Flattener, batch: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
-        layout, masters = self._weights.line.layout, self._masters
+        layout, masters = self._weights.layout_ref.layout, self._masters
         may_keep = self._sharing is None
         for chunk, source in zip(batch, sources, strict=True):
             buckets = {index: bucket for index, bucket in enumerate(layout.buckets) if bucket.chunk == chunk}
@@ -134,7 +134,7 @@ class ParamPlacer:
     def placed_params(self) -> list[torch.nn.Parameter]:
         """The parameters whose memory is the flat one."""
         num_chunks = len(self._weights.chunks)
-        slots = self._weights.line.layout.slots
+        slots = self._weights.layout_ref.layout.slots
         return [self._params.tensors[slot.param] for slot in slots if slot is not None and slot.chunk < num_chunks]
 
     @torch.no_grad()
@@ -142,22 +142,22 @@ class ParamPlacer:
         """Gives every parameter that was not laid out before memory of its own and the dtype that it had, with the value of its
         master if this rank has all of that. Where there is no memory for it, it stays in its place, which lives as long."""
         for chunk in reversed(range(len(before.chunks), len(self._weights.chunks))):
-            for param in self._weights.line.layout.chunks[chunk].params:
+            for param in self._weights.layout_ref.layout.chunks[chunk].params:
                 with contextlib.suppress(*NO_MEMORY):
                     self._params.tensors[param].data = self._own(param, dtypes[param])
             self._masters.forget(chunk)
             self._weights.forget(chunk)
         self._masters.forget(len(before.chunks))
         self._weights.forget(len(before.chunks))
-        self._weights.line.replace(before)
+        self._weights.layout_ref.replace(before)
 
     def _own(self, param: int, dtype: torch.dtype) -> torch.Tensor:
-        layout, tensor = self._weights.line.layout, self._params.tensors[param]
+        layout, tensor = self._weights.layout_ref.layout, self._params.tensors[param]
         own = tensor.detach().to(dtype, copy=True)
         if tensor.dtype != dtype:
             pieces = list(layout.pieces(param, self._group.rank if layout.num_shares > 1 else 0))
             if sum(piece.in_param.numel for piece in pieces) == tensor.numel():
-                own.copy_(self._forms[param].unflatten(torch.cat([self._masters.shard.piece(piece) for piece in pieces])))
+                own.copy_(self._formats[param].unflatten(torch.cat([self._masters.shard.piece(piece) for piece in pieces])))
         return own
 
     def release(self) -> None:

@@ -31,13 +31,13 @@ class ParamTracker:
     """
 
     def __init__(
-        self, model: nn.Module, params: Params, weights: FlatBuffer, forms: Sequence[ParamFormat], strangers: Collection[str]
+        self, model: nn.Module, params: Params, weights: FlatBuffer, formats: Sequence[ParamFormat], unmanaged: Collection[str]
     ) -> None:
         self._model = model
         self._params = params
         self._weights = weights
-        self._forms = forms
-        self._strangers = set(strangers)  # trainable parameters of the model that the user was told we leave alone
+        self._formats = formats
+        self._unmanaged = set(unmanaged)  # trainable parameters of the model that the user was told we leave alone
         self._members: set[int] = set()  # parameters that are the model's; others the optimizer alone knows
         self._places = KnownMemory()
         self._tables: list[tuple[dict[str, Any], list[Any]]] = []
@@ -86,7 +86,7 @@ class ParamTracker:
 
     def relocated(self) -> list[int]:
         """Parameters that do not lie where they were put."""
-        layout = self._weights.line.layout
+        layout = self._weights.layout_ref.layout
         for index in range(len(self._params.tensors)):
             if index not in self._places and layout.slots[index] is not None:
                 self._places.note(index, self._weights.slot(index) if layout.params[index].numel else None)
@@ -105,19 +105,19 @@ class ParamTracker:
         present = {id(param) for param in names.values()}
         known = self._params.index
         new = [name for name, param in names.items() if param.requires_grad and id(param) not in known]
-        new = [name for name in new if name not in self._strangers]
+        new = [name for name in new if name not in self._unmanaged]
         gone = [index for index in self._members if id(self._params.tensors[index]) not in present]
         # What is merely gone was removed on purpose; with something new in the model it may be what that replaces.
         self._replaced = sum(1 << index for index in gone if new or self._params.names[index] in names)
         if new and not self._replaced:
-            self._strangers.update(new)
+            self._unmanaged.update(new)
             logger.warning(
                 "Trainable parameters were attached after sharding and are not trained: %s. Give them to the optimizer with "
                 "add_param_group.", ", ".join(new),
             )  # fmt: skip
 
     def _place_of(self, index: int) -> torch.Tensor:
-        return self._forms[index].unflatten(self._weights.slot(index))
+        return self._formats[index].unflatten(self._weights.slot(index))
 
     def _fits(self, index: int) -> bool:
         tensor, place = self._params.tensors[index], self._place_of(index)

@@ -46,17 +46,17 @@ class _Round:
 class Reducer(Timed):
     def __init__(
         self,
-        line: LayoutRef,
-        forms: Sequence[ParamFormat],
+        layout_ref: LayoutRef,
+        formats: Sequence[ParamFormat],
         accelerator: Accelerator,
         staging: Staging,
         flight: InflightReductions,
     ) -> None:
         self.inflight = flight
         self.sent = 0  # rounds of the order since the last settling
-        self.order = tuple(range(len(line.layout.buckets)))
-        self.line = line
-        self._forms = forms
+        self.order = tuple(range(len(layout_ref.layout.buckets)))
+        self.layout_ref = layout_ref
+        self._formats = formats
         self._accelerator = accelerator
         self.staging = staging
         self._rounds: dict[int, _Round] = {}
@@ -70,11 +70,11 @@ class Reducer(Timed):
     def collect(self, param: int, grad: torch.Tensor, multiplier: float | None = None, apart: bool = False) -> None:
         """Copies a gradient into its slot; the caller may free it. `apart`: it is one of several that travel as their sum."""
         self.inflight.shard.check_resident()  # now, and not when the sum comes, which depends on the other ranks
-        form, parts = self._forms[param], self.line.layout.parts(param)
+        form, parts = self._formats[param], self.layout_ref.layout.parts(param)
         for index, in_bucket, in_param in parts:
             self._arrived.pop(index, None)
             self._arrived[index] = None
-            exact = multiplier is None and grad.dtype == self.line.dtype_of(index) and not apart
+            exact = multiplier is None and grad.dtype == self.layout_ref.dtype_of(index) and not apart
             target, fresh = self._target(index, param, exact)
             widens = not fresh and target.is_cpu and grad.dtype != target.dtype
             if len(parts) == 1 and not widens:  # as nearly always: no need to flatten it
@@ -93,16 +93,16 @@ class Reducer(Timed):
 
     def is_placed(self, param: int) -> bool:
         """Whether a parameter has a place in a bucket yet."""
-        return self.line.layout.slots[param] is not None
+        return self.layout_ref.layout.slots[param] is not None
 
     def accumulates_fp32(self, param: int) -> bool:
         """Whether several of its gradients can be added up here without being sent; see [Note: wide]."""
-        dtypes = (self.line.dtype_of(index) for index, *_ in self.line.layout.parts(param))
+        dtypes = (self.layout_ref.dtype_of(index) for index, *_ in self.layout_ref.layout.parts(param))
         return all(dtype != sum_dtype(dtype) for dtype in dtypes)
 
     def _target(self, index: int, param: int, exact: bool) -> tuple[torch.Tensor, bool]:
         """Where a gradient goes, and whether it is the first there; see [Note: wide]. `exact`: it can travel as it is."""
-        rounds, dtype = self._rounds, self.line.dtype_of(index)
+        rounds, dtype = self._rounds, self.layout_ref.dtype_of(index)
         is_first = index not in rounds or not rounds[index].filled >> param & 1
         if not (exact and is_first) and dtype != sum_dtype(dtype):
             rounds, dtype = self._fp32_rounds, sum_dtype(dtype)
@@ -117,8 +117,8 @@ class Reducer(Timed):
         return round_.buffer, fresh
 
     def _open(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        buffer = self.staging.borrow(self.line.layout.buckets[index].span.numel, dtype)
-        gaps = self.line.layout.gaps[index]
+        buffer = self.staging.borrow(self.layout_ref.layout.buckets[index].span.numel, dtype)
+        gaps = self.layout_ref.layout.gaps[index]
         # What lies between the slots is summed with everything else, and could be NaN from whoever had this memory before.
         if len(gaps) > _FEW_GAPS:
             buffer.zero_()
@@ -139,7 +139,7 @@ class Reducer(Timed):
         """Sends every round whose turn it is and that is full; see [Note: rounds]."""
         while self.order:
             index = self.order[self.sent % len(self.order)]
-            missing = self.line.layout.params_in[index]
+            missing = self.layout_ref.layout.params_in[index]
             if self._expected is not None:
                 missing &= self._expected
             round_ = self._rounds.get(index)
@@ -156,14 +156,14 @@ class Reducer(Timed):
 
     def _close(self, index: int, wide: bool = False) -> torch.Tensor:
         """The bucket's round, ready to be sent: zeros where nothing arrived."""
-        bucket, dtype = self.line.layout.buckets[index], self.line.dtype_of(index)
+        bucket, dtype = self.layout_ref.layout.buckets[index], self.layout_ref.dtype_of(index)
         round_ = (self._fp32_rounds if wide else self._rounds).pop(index, None)
         if round_ is None:
             return self.staging.borrow(bucket.span.numel, sum_dtype(dtype) if wide else dtype).zero_()
-        if len(self.line.layout.gaps[index]) <= _FEW_GAPS:
+        if len(self.layout_ref.layout.gaps[index]) <= _FEW_GAPS:
             for param in bucket.params:
                 if not round_.filled >> param & 1:
-                    for at, part, _ in self.line.layout.parts(param):
+                    for at, part, _ in self.layout_ref.layout.parts(param):
                         if at == index:
                             round_.buffer[part.start : part.stop].zero_()
         for stream in round_.producers:
@@ -222,7 +222,7 @@ class Reducer(Timed):
         """Takes over the agreed order of the buckets that hold what was `used`, and expects of this rank what it did last; a
         window in which nothing was used teaches nothing."""
         if used:
-            reached = {index for index, params in enumerate(self.line.layout.params_in) if params & used}
+            reached = {index for index, params in enumerate(self.layout_ref.layout.params_in) if params & used}
             first = [index for index in order if index in reached]
             self.order = (*first, *sorted(reached.difference(first)))
             self._expected = used_here
@@ -233,7 +233,7 @@ class Reducer(Timed):
     def restart(self) -> None:
         """Begins as at the first window: what was sent is lost, and what was learned not all ranks may have heard."""
         self.inflight.abandon()
-        self.order = tuple(range(len(self.line.layout.buckets)))
+        self.order = tuple(range(len(self.layout_ref.layout.buckets)))
         self.sent, self._expected = 0, None
         self._arrived.clear()
 
@@ -257,7 +257,7 @@ class Reducer(Timed):
 
     def drop_param(self, param: int) -> None:
         """Forgets what has not been sent of one parameter."""
-        for index, part, _ in self.line.layout.parts(param):
+        for index, part, _ in self.layout_ref.layout.parts(param):
             for rounds in (self._rounds, self._fp32_rounds):
                 if index in rounds:
                     rounds[index].buffer[part.start : part.stop].zero_()

@@ -21,7 +21,7 @@ from zero.plan.grad_scaling import Scaling
 from zero.runtime.kernels.sums import SumsByTorch
 from zero.runtime.profiling import Timed, stop
 
-_HARDLY_MORE = 1.25  # bytes than of the sum: buffers have the size of the largest bucket
+_MOST_OF_A_SUM = 1.25  # that deferring it may take in bytes: buffers have the size of the largest bucket
 _AHEAD = 2  # buckets that the host may have filled on a device before that has come to filling them
 
 
@@ -35,8 +35,8 @@ class _Round(NamedTuple):
 class InflightReductions(Timed):
     """Rounds on their way, first in, first out, and the shard that they end in.
 
-    `widest` is the dtype that wider buckets are rounded to before they are sent; None rounds none. With `looks` each is
-    searched for what is not finite, which in the sum is nobody's any more.
+    Buckets wider than `reduce_dtype` are rounded to it before they are sent; None rounds none. With `checks_finite` each is
+    searched for what is not finite: in the sum it is not known any more which rank that came from.
 
     [Note: ahead of the device]
     Where a device works by itself, the host has soon sent a whole backward that the device has hardly begun, and every bucket
@@ -48,24 +48,24 @@ class InflightReductions(Timed):
 
     def __init__(
         self,
-        line: LayoutRef,
+        layout_ref: LayoutRef,
         group: Group,
         staging: Staging,
         shard: GradientShard,
         scaling: Scaling,
-        widest: torch.dtype | None = None,
-        looks: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+        checks_finite: bool = False,
         sums: Sums | None = None,
     ) -> None:
         self.num_bytes = 0  # sent so far, by this rank
-        self._line = line
+        self._layout_ref = layout_ref
         self._scaling = scaling  # says what a sum is multiplied with when it is kept
-        self._reduce = group.all_reduce if line.layout.num_shares < group.size else group.reduce_scatter
+        self._reduce = group.all_reduce if layout_ref.layout.num_shares < group.size else group.reduce_scatter
         self._staging = staging
         self.shard = shard
-        self.checks_finite = looks
+        self.checks_finite = checks_finite
         self._greatest: torch.Tensor | None = None  # magnitude that was sent since the last `forget`, NaN included
-        self._widest = widest
+        self._reduce_dtype = reduce_dtype
         self.sums = sums or SumsByTorch()
         self._ranks = group.rank, group.size
         self._in_flight: deque[_Round] = deque()
@@ -101,9 +101,9 @@ class InflightReductions(Timed):
         self._greatest = None
 
     def _rounded(self, buffer: torch.Tensor) -> torch.Tensor:
-        if self._widest is None or buffer.dtype.itemsize <= self._widest.itemsize:
+        if self._reduce_dtype is None or buffer.dtype.itemsize <= self._reduce_dtype.itemsize:
             return buffer
-        narrow = self._staging.borrow(buffer.numel(), self._widest).copy_(buffer)
+        narrow = self._staging.borrow(buffer.numel(), self._reduce_dtype).copy_(buffer)
         self._staging.give_back(buffer)
         return narrow
 
@@ -137,14 +137,14 @@ class InflightReductions(Timed):
         dtype, (_, num_ranks) = buffer.dtype, self._ranks
         if not self.shard.can_defer(bucket) or not buffer.is_cpu:
             return False
-        if dtype != self._line.dtype_of(bucket):
+        if dtype != self._layout_ref.dtype_of(bucket):
             return self._defers_in_place(bucket, buffer, pending)
         if not self.sums.can_defer(dtype, num_ranks, pending.sum_dtype):
             return False
         rows = self._rows_of(pending)
         is_lent = any(share_memory(row, buffer) for row in rows)
         num_bytes = buffer.untyped_storage().nbytes() if is_lent else sum(row.nbytes for row in rows)
-        if num_bytes > _HARDLY_MORE * rows[0].numel() * pending.sum_dtype.itemsize:
+        if num_bytes > _MOST_OF_A_SUM * rows[0].numel() * pending.sum_dtype.itemsize:
             return False
         if not is_lent:
             self._staging.give_back(buffer)
@@ -156,7 +156,7 @@ class InflightReductions(Timed):
         """Puts the sum where this rank's own part of it was, which nobody else reads, if the step takes it from there: buffers
         in the dtype of sums are all there at one time, and shares that were made of them would come on top."""
         rank, num_ranks = self._ranks
-        is_whole = self._line.layout.num_shares < num_ranks  # so that others read all of it
+        is_whole = self._layout_ref.layout.num_shares < num_ranks  # so that others read all of it
         if is_whole or not self.sums.can_defer(buffer.dtype, 1, pending.sum_dtype):
             return False
         rows, own = self._rows_of(pending), buffer.view(num_ranks, -1)[rank]

@@ -20,8 +20,8 @@ from zero.runtime.profiling import Timed, stop
 class WeightPublisher(Timed):
     """Writes the weights, and nobody else does."""
 
-    def __init__(self, line: LayoutRef, params: Params, group: Group, weights: FlatBuffer, masters: Masters) -> None:
-        self._line = line
+    def __init__(self, layout_ref: LayoutRef, params: Params, group: Group, weights: FlatBuffer, masters: Masters) -> None:
+        self._layout_ref = layout_ref
         self._params = params
         self._group = group
         self._weights = weights
@@ -44,7 +44,7 @@ class WeightPublisher(Timed):
         while self._in_flight and self._in_flight[0].done():
             self._in_flight.popleft().wait()
         for bucket in (block.bucket for block in batch if block.is_last):
-            if self._line.layout.num_shares > 1:
+            if self._layout_ref.layout.num_shares > 1:
                 new = self._weights.bucket(bucket)
                 self.num_bytes += new.nbytes // self._group.size
                 self._in_flight.append(self._group.all_gather(new))

@@ -49,19 +49,19 @@ class Updater(Timed):
     def __init__(
         self,
         params: Params,
-        shares: ShardedGradOps,
+        grad_ops: ShardedGradOps,
         masters: Masters,
         inner: torch.optim.Optimizer,
-        rules: StepPolicy,
-        one_pass: FusedStep | None = None,
+        policy: StepPolicy,
+        fused_step: FusedStep | None = None,
     ) -> None:
-        self.policy = rules
+        self.policy = policy
         self.restore_kernels: Callable[[], None] = lambda: None  # gives the user's groups their settings again
         self._params = params
-        self._shares = shares
+        self._grad_ops = grad_ops
         self._masters = masters
         self._inner = inner
-        self._fused_step = one_pass
+        self._fused_step = fused_step
         self._places: dict[int, tuple[int, int]] = {}  # of each parameter in the user's groups, during this step
         self._members: dict[Block, list[Member]] = {}  # of blocks that are stepped in one pass, in their order
 
@@ -79,7 +79,7 @@ class Updater(Timed):
     def decide(self) -> StepDecision:
         """Finite or not, and how long: from the settled sums, with the same answer on every rank."""
         self.check(self._inner.param_groups)  # which belong to the user, who may have changed them
-        norm = self._shares.total_norm()
+        norm = self._grad_ops.total_norm()
         if not math.isfinite(norm) and self.policy.on_nonfinite != "propagate":
             if self.policy.on_nonfinite == "raise":
                 raise self.nonfinite(norm)
@@ -127,19 +127,19 @@ class Updater(Timed):
         for block in batch:
             self._masters.adopt(block)
             if coefficient != 1.0:
-                self._shares.multiply(block, coefficient)
+                self._grad_ops.multiply(block, coefficient)
         self._step_inner(batch, used)
         for block in batch:
             self._masters.publish(block)
 
-    def _step_fused(self, one_pass: FusedStep, block: Block, coefficient: float) -> None:
+    def _step_fused(self, fused_step: FusedStep, block: Block, coefficient: float) -> None:
         masters, weights, rounded, bucket = self._masters, None, None, block.bucket
         if masters.is_copy(block.bucket):
             weights, rounded = masters.weights_of(block), masters.rounded_of(block)
-        rows, factors = self._shares.shard.addends(bucket)
+        rows, factors = self._grad_ops.shard.addends(bucket)
         gradient = Gradient(rows, (*factors, coefficient))
-        one_pass.step(block, self._members.pop(block), masters.shard.share(bucket), gradient, weights, rounded)
-        self._shares.defer_scale(bucket, coefficient)
+        fused_step.step(block, self._members.pop(block), masters.shard.share(bucket), gradient, weights, rounded)
+        self._grad_ops.defer_scale(bucket, coefficient)
         if weights is not None:
             masters.compared(block)
         if rounded is not None:
@@ -151,7 +151,7 @@ class Updater(Timed):
         for block in batch:
             for piece, master in self._masters.in_block(block):
                 if used >> piece.param & 1 and piece.param in self._places:
-                    master.grad = self._shares.shard.piece(piece)
+                    master.grad = self._grad_ops.shard.piece(piece)
                     fed.append((self._places[piece.param], master))
         fed.sort(key=lambda member: member[0])
         try:
@@ -189,7 +189,7 @@ class Updater(Timed):
 
     def nonfinite(self, norm: float) -> NonFinite:
         """The error that names what is not finite, and where it came from. A collective."""
-        names, ranks = ", ".join(self._nonfinite_names()), ", ".join(map(str, self._shares.sources_of_nonfinite()))
+        names, ranks = ", ".join(self._nonfinite_names()), ", ".join(map(str, self._grad_ops.sources_of_nonfinite()))
         where = f"in {names}, from rank {ranks}" if ranks else f"in {names}"
         return NonFinite(
             f"A step was asked for, but the norm of the gradients is {norm}: {where}. Nothing was applied. Look at the loss "
@@ -197,7 +197,7 @@ class Updater(Timed):
         )
 
     def _nonfinite_names(self) -> list[str]:
-        norms = ((name, self._shares.norm(index, 2.0).item()) for index, name in enumerate(self._params.names))
+        norms = ((name, self._grad_ops.norm(index, 2.0).item()) for index, name in enumerate(self._params.names))
         return [name for name, norm in norms if not math.isfinite(norm)][:5]
 
 

@@ -21,7 +21,7 @@ class WindowSync:
         self,
         group: Group,
         params: Params,
-        line: LayoutRef,
+        layout_ref: LayoutRef,
         configuration: str,
         aliases: ParamTracker,
         settings: Callable[[], str],
@@ -32,7 +32,7 @@ class WindowSync:
         self.sync_count = 0
         self._group = group
         self._params = params
-        self._line = line
+        self._layout_ref = layout_ref
         self._configuration = configuration  # as text
         self._settings = settings  # of the optimizer's groups, as text
 
@@ -45,7 +45,7 @@ class WindowSync:
     def synchronize(self, local: Counts, order: Sequence[int], place: str) -> Agreement:
         """What follows from the counts of all ranks, of which these are this rank's, under the agreed `order` of rounds. Where
         this rank failed, `place` says where. A collective."""
-        layout = self._line.layout
+        layout = self._layout_ref.layout
         codec = Codec(len(layout.params), len(layout.buckets))
         counts = replace(
             local,
@@ -65,13 +65,13 @@ class WindowSync:
         return agree([codec.unpack(message) for message in messages], order, self._params.names, explain)
 
     def _built(self) -> bytes:
-        return _short_digest(f"{self._line.layout.digest} {self._configuration}")
+        return _short_digest(f"{self._layout_ref.layout.digest} {self._configuration}")
 
     def _explain(self, what: str, rank: int, place: str) -> str:
         """The first difference between rank 0 and another, or the place where that one failed; a collective."""
         if what == "failed":
             return exchange_texts(self._group, place)[rank]
-        specs = self._line.layout.params
+        specs = self._layout_ref.layout.params
         params = (f"parameter {spec.name} {spec.shape} {spec.dtype} in group {spec.group}" for spec in specs)
         mine = self._settings() if what == "settings" else "\n".join((self._configuration, *params))
         texts = exchange_texts(self._group, mine)

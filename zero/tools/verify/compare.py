@@ -232,7 +232,7 @@ class _Pair:
         """What this rank has of a parameter, with what it should be and how far that has moved."""
         plain, parts = self._plain, self._sharded.parts
         number = self._plain_number[index]
-        master, moved, form = plain.masters[number], plain.moved[number], parts.window.grad_ops.forms[index]
+        master, moved, form = plain.masters[number], plain.moved[number], parts.window.grad_ops.formats[index]
         state = plain.inner.state.get(master, {})
         yield "weight", parts.params.tensors[index], plain.weights[number], moved
         for piece, mine in parts.masters.of(index):
