@@ -1,0 +1,146 @@
+"""The cache of gathered weights: what it holds, what it frees first, and that it never holds more than it says."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero.memory.gathered import GatheredWeights
+from zero.memory.use_order import UseOrder
+
+
+class Gather:
+    """Arrives when it is waited for, and not before."""
+
+    def __init__(self, memory, value):
+        self.memory, self.value = memory, value
+
+    def wait(self):
+        self.memory.fill_(self.value)
+
+
+def weights_of(sizes, budget=0):
+    fetched = []
+
+    def fetch(index, memory):
+        memory.fill_(-1.0)
+        fetched.append(index)
+        return Gather(memory, float(index))
+
+    made = GatheredWeights(torch.device("cpu"), fetch, budget, poison=True)
+    for numel in sizes:
+        made.add_chunk(numel, torch.float32)
+    return made, fetched
+
+
+def use(weights, *indices):
+    with weights.using(indices) as chunks:
+        assert all(torch.equal(chunk.memory, torch.full((chunk.numel,), float(chunk.index))) for chunk in chunks)
+
+
+def window(weights, uses):
+    for indices in uses:
+        use(weights, *indices)
+    weights.end_window()
+
+
+OPERATORS = st.lists(st.sets(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=6, max_size=6), st.lists(OPERATORS, min_size=1, max_size=4), st.integers(0, 400))
+def test_whatever_is_used_is_whole_and_no_more_is_held_than_the_budget_or_an_operator_and_one_ahead(sizes, windows, budget):
+    weights, _ = weights_of(sizes, budget)
+    largest, most = 4 * max(sizes), 0
+    for uses in windows:
+        for indices in uses:
+            use(weights, *indices)
+            most = max(most, sum(4 * sizes[index] for index in indices))
+            held = sum(chunk.num_bytes for chunk in weights.chunks if chunk.memory is not None)
+            assert weights.num_bytes == held <= weights.peak_bytes <= max(budget, most + largest)
+        weights.end_window()
+        assert weights.num_bytes == 0
+
+
+def test_with_all_in_the_budget_each_chunk_is_fetched_once_a_window():
+    weights, fetched = weights_of([4] * 4, math.inf)
+    for _ in range(2):
+        window(weights, [[0], [1], [2], [3], [2], [1], [0]])
+    assert sorted(fetched) == sorted([0, 1, 2, 3] * 2)
+
+
+def test_the_second_window_fetches_ahead_what_the_first_one_used_next():
+    weights, fetched = weights_of([4] * 3, 32)
+    window(weights, [[0], [1], [2]])
+    del fetched[:]
+    use(weights, 0)
+    assert fetched == [0, 1]
+    use(weights, 1)
+    assert fetched == [0, 1, 2]
+    use(weights, 2)
+    assert fetched == [0, 1, 2]
+
+
+def test_of_what_is_held_the_chunk_whose_next_use_is_farthest_goes():
+    weights, fetched = weights_of([4] * 3, 32)
+    order = [[0], [1], [0], [2], [0], [1]]
+    window(weights, order)
+    del fetched[:]
+    for indices in order:
+        use(weights, *indices)
+    assert fetched.count(0) == 1  # it is always the next but one
+
+
+def test_a_wrong_guess_costs_one_fetch_and_the_next_window_knows_better():
+    weights, fetched = weights_of([4] * 4, 0)
+    window(weights, [[0], [1], [2]])
+    del fetched[:]
+    window(weights, [[0], [3], [2]])
+    assert fetched == [0, 1, 3, 2]
+    del fetched[:]
+    window(weights, [[0], [3], [2]])
+    assert fetched == [0, 3, 2]
+
+
+def test_a_fetch_that_fails_leaves_nothing_behind_and_may_be_tried_again():
+    weights, _ = weights_of([4, 4])
+    fetch, fails = weights._fetch, [True]
+
+    class Lost:
+        def wait(self):
+            raise ConnectionError("lost")
+
+    def sometimes(index, memory):
+        return Lost() if fails.pop() else fetch(index, memory)
+
+    weights._fetch = sometimes
+    with pytest.raises(ConnectionError):
+        use(weights, 0)
+    assert weights.num_bytes == 0 and not any(chunk.num_users for chunk in weights.chunks)
+    fails += [False]
+    use(weights, 0)
+
+
+def test_nothing_is_freed_under_an_operator_that_runs_in_another_thread():
+    weights, _ = weights_of([4] * 3)
+    with weights.using([0]) as [chunk]:
+        use(weights, 1)
+        use(weights, 2)
+        assert torch.equal(chunk.memory, torch.zeros(4))
+        with pytest.raises(AssertionError, match="chunk 0 is in use"):
+            weights.free_all()
+
+
+def test_uses_in_a_row_are_one_and_a_window_without_any_is_forgotten():
+    order = UseOrder()
+    for chunk in (0, 0, 1, 1, 0):
+        order.use(chunk)
+    order.end_window()
+    order.end_window()
+    order.use(0)
+    assert order.upcoming(2) == [1, 0]
+    assert order.distance(1) < order.distance(0) < order.distance(7)
+    order.use(1)
+    assert order.upcoming(2) == [0] and order.distance(0) < order.distance(1)

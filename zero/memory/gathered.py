@@ -1,0 +1,158 @@
+"""Whole weights for the length of an operator: a cache of gathered chunks within a budget of bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from zero.memory.use_order import UseOrder
+
+
+class Arrival(Protocol):
+    """A gather on its way."""
+
+    def wait(self) -> None:
+        """When this returns the values are there, on a device for whatever is issued to the current stream next."""
+
+
+Fetch = Callable[[int, torch.Tensor], Arrival]  # begins to fill memory with the values of a chunk
+
+
+@dataclass(eq=False)
+class GatheredChunk:
+    """A chunk of the weights: whole while it is gathered, and without memory otherwise."""
+
+    index: int
+    numel: int
+    dtype: torch.dtype
+    memory: torch.Tensor | None = None
+    arrival: Arrival | None = None  # of what was fetched and not waited for yet
+    num_users: int = 0  # operators that run on it
+    views: dict[int, torch.Tensor] = field(default_factory=dict)  # parameters in it, as their operators are given them
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class GatheredWeights:
+    """Gathers a chunk before an operator uses it, and frees chunks to stay within the budget.
+
+    What goes is the chunk whose next use is farthest, in the order that was learned from the last window; the next one of that
+    order is fetched ahead. In use at one time are at most the budget, or the chunks of one operator and one ahead if those are
+    more. So a budget of 0 is the least that a model can be trained with, and `math.inf` keeps all until the window ends.
+    """
+
+    def __init__(self, device: torch.device, fetch: Fetch, budget_bytes: float = 0.0, poison: bool = False) -> None:
+        self.chunks: list[GatheredChunk] = []
+        self.budget_bytes = budget_bytes
+        self.num_bytes = 0  # that are gathered now
+        self.peak_bytes = 0
+        self.num_fetches = 0
+        self.order = UseOrder()
+        self._device = device
+        self._fetch = fetch
+        self._poison = poison  # fill what is freed with NaN, so that a stale read shows
+        self._lock = threading.RLock()  # forward and backward run in threads of their own
+
+    def add_chunk(self, numel: int, dtype: torch.dtype) -> GatheredChunk:
+        self.chunks.append(GatheredChunk(len(self.chunks), numel, dtype))
+        return self.chunks[-1]
+
+    @contextlib.contextmanager
+    def using(self, indices: Collection[int]) -> Iterator[Sequence[GatheredChunk]]:
+        """These chunks, whole while an operator runs."""
+        chunks = self.acquire(indices)
+        try:
+            yield chunks
+        finally:
+            self.release(chunks)
+
+    def acquire(self, indices: Collection[int]) -> Sequence[GatheredChunk]:
+        """Gathers these chunks; they stay until they are released."""
+        chunks = [self.chunks[index] for index in dict.fromkeys(indices)]
+        with self._lock:
+            for chunk in chunks:
+                chunk.num_users += 1  # of all before any is fetched, which frees others
+            try:
+                for chunk in chunks:
+                    self.order.use(chunk.index)
+                    if chunk.memory is None:
+                        self._make_room(chunk.num_bytes)
+                        self._begin(chunk)
+                for chunk in chunks:
+                    self._arrive(chunk)
+                self._fetch_ahead()
+            except BaseException:
+                self.release(chunks)
+                raise
+        return chunks
+
+    def release(self, chunks: Sequence[GatheredChunk]) -> None:
+        with self._lock:
+            for chunk in chunks:
+                chunk.num_users -= 1
+
+    def free_all(self) -> None:
+        """Waits for what is on its way, and frees everything. No operator may be running."""
+        with self._lock:
+            for chunk in self.chunks:
+                assert not chunk.num_users, f"chunk {chunk.index} is in use"
+                if chunk.memory is not None:
+                    self._free(chunk)
+
+    def end_window(self) -> None:
+        """The weights get other values: nothing of the old ones stays."""
+        self.free_all()
+        self.order.end_window()
+
+    def _begin(self, chunk: GatheredChunk) -> None:
+        memory = torch.empty(chunk.numel, dtype=chunk.dtype, device=self._device)
+        chunk.arrival = self._fetch(chunk.index, memory)
+        chunk.memory = memory
+        self.num_fetches += 1
+        self.num_bytes += chunk.num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+    def _arrive(self, chunk: GatheredChunk) -> None:
+        if chunk.arrival is not None:
+            try:
+                chunk.arrival.wait()
+            except BaseException:
+                self._drop(chunk)  # what came of it is not whole
+                raise
+            chunk.arrival = None
+
+    def _fetch_ahead(self) -> None:
+        for index in self.order.upcoming(1):
+            following = self.chunks[index]
+            if following.memory is None:
+                self._make_room(following.num_bytes)
+                self._begin(following)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Frees chunks that no operator uses until what comes fits the budget, or nothing is left to free."""
+        if self.num_bytes + num_bytes <= self.budget_bytes or math.isinf(self.budget_bytes):
+            return
+        idle = [chunk for chunk in self.chunks if chunk.memory is not None and not chunk.num_users]
+        for chunk in sorted(idle, key=lambda chunk: -self.order.distance(chunk.index)):
+            self._free(chunk)
+            if self.num_bytes + num_bytes <= self.budget_bytes:
+                return
+
+    def _free(self, chunk: GatheredChunk) -> None:
+        self._arrive(chunk)  # memory that a gather still writes must not be another's
+        if self._poison and chunk.memory is not None:
+            chunk.memory.fill_(float("nan"))
+        self._drop(chunk)
+
+    def _drop(self, chunk: GatheredChunk) -> None:
+        chunk.memory, chunk.arrival = None, None
+        chunk.views.clear()
+        self.num_bytes -= chunk.num_bytes

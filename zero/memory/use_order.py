@@ -1,0 +1,55 @@
+"""In which order gathered weights are used: learned from the last window, so that the next one is known ahead."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+_NOT_IN_THIS_WINDOW = 1 << 40  # positions: farther than any use that is left in it
+_NEVER = 1 << 60
+
+
+class UseOrder:
+    """The uses of chunks, one after the other, and where in them this window is. Uses of one chunk in a row count as one.
+
+    A window repeats the last one as a rule. Where it does not, the position is found again at the next use that is known.
+    """
+
+    def __init__(self) -> None:
+        self._learned: list[int] = []  # chunks, as the last window used them
+        self._places: dict[int, list[int]] = {}  # of each in that
+        self._so_far: list[int] = []  # the same of this window
+        self._position = -1  # in what was learned, of the last use that is known
+        self._is_known = False  # whether the last use is
+
+    def use(self, chunk: int) -> None:
+        """This chunk is used now."""
+        if self._so_far and self._so_far[-1] == chunk:
+            return
+        self._so_far.append(chunk)
+        places = self._places.get(chunk, ())
+        index = bisect_right(places, self._position)
+        self._is_known = index < len(places)
+        if self._is_known:
+            self._position = places[index]
+
+    def upcoming(self, number: int) -> list[int]:
+        """The chunks that are used next, as far as is known: nothing is after a use that was not learned."""
+        if not self._is_known:
+            return []
+        return self._learned[self._position + 1 : self._position + 1 + number]
+
+    def distance(self, chunk: int) -> int:
+        """How far away the next use of a chunk is; what is not used again in this window is farther than what is."""
+        places = self._places.get(chunk)
+        if places is None:
+            return _NEVER
+        index = bisect_right(places, self._position)
+        return places[index] if index < len(places) else _NOT_IN_THIS_WINDOW + places[0]
+
+    def end_window(self) -> None:
+        """What was used so far is what the next window is expected to use. A window without any use teaches nothing."""
+        if self._so_far:
+            self._learned, self._places = self._so_far, {}
+            for place, chunk in enumerate(self._learned):
+                self._places.setdefault(chunk, []).append(place)
+        self._so_far, self._position, self._is_known = [], -1, False

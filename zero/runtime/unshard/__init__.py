@@ -1,0 +1,1 @@
+"""Weights that are gathered before an operator uses them, and freed after."""

@@ -1,0 +1,251 @@
+"""Parameters without memory, whose weights every operator is given whole.
+
+[Note: absent weights]
+A parameter whose weights are in shares stays the object that it is, with shape, dtype and device, and has no storage. So do
+all views of it: what autograd saves of a weight is a handle, and no memory. Below autograd, every operator that is given such
+a tensor comes to `_dispatch`, whether Python called it or C++ did in a backward; there the weights are gathered for as long
+as it runs. Nothing rests on modules, on hooks, or on an end of a backward: a weight cannot be read while it is not there.
+
+A *shadow* says where a tensor lies: it is on the meta device, with the size, stride and offset of the place in the chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zero.memory.gathered import GatheredChunk, GatheredWeights
+from zero.runtime.unshard.operators import Kind, operator_of
+
+_A_CLONE = "Use a clone of it."
+_CLOSE = "Call close() on the optimizer first."
+
+
+class AbsentState(Protocol):
+    """What all absent tensors of one training share."""
+
+    weights: GatheredWeights
+
+    def edited(self, chunk: GatheredChunk) -> None:
+        """Takes over what an operator of the user wrote to a gathered chunk."""
+
+
+class Absent(torch.Tensor):
+    """What absent parameters and their views have in common."""
+
+    state: AbsentState
+    chunk_index: int
+    param_index: int | None  # None: a view
+    label: str
+    shadow: torch.Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return _dispatch(func, args, kwargs or {})
+
+    def whole(self) -> torch.Tensor:
+        """A plain tensor with these values, in memory of its own."""
+        with torch.no_grad():
+            return self.detach().clone(memory_format=torch.preserve_format)
+
+    @property
+    def data(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if values is self:
+            return
+        if (values.shape, values.dtype) != (self.shape, self.dtype):
+            raise self.refusal(f"assign {tuple(values.shape)} {values.dtype} to .data of", _CLOSE)
+        with torch.no_grad():
+            self.detach().copy_(values)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.whole().numpy(force=force)
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        return self.whole().numpy().__array__(*args, **options)
+
+    def tolist(self) -> Any:
+        return self.whole().tolist()
+
+    def item(self) -> Any:
+        return self.whole().item()
+
+    def data_ptr(self) -> int:
+        raise self.refusal("take data_ptr() of", _A_CLONE)
+
+    def storage(self) -> Any:
+        raise self.refusal("take storage() of", _A_CLONE)
+
+    def untyped_storage(self) -> Any:
+        raise self.refusal("take untyped_storage() of", _A_CLONE)
+
+    def share_memory_(self) -> Any:
+        raise self.refusal("share the memory of", _A_CLONE)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise self.refusal("lend the memory of", _A_CLONE)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = plain = self._plain()
+        return plain
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.label}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def _plain(self) -> torch.Tensor:
+        return self.whole()
+
+    def refusal(self, what: str, remedy: str) -> RuntimeError:
+        return RuntimeError(f"Cannot {what} {self.label}: its weights are in shares, and it has no memory of its own. {remedy}")
+
+
+class AbsentParameter(Absent, nn.Parameter):
+    """A parameter whose weights are in shares."""
+
+    def _plain(self) -> torch.Tensor:
+        return nn.Parameter(self.whole(), self.requires_grad)
+
+
+class AbsentView(Absent):
+    """A view of one."""
+
+
+_ABSENT = frozenset((AbsentParameter, AbsentView))
+
+
+def make_absent_param(
+    state: AbsentState, chunk: int, param: int, label: str, shadow: torch.Tensor, device: torch.device, requires_grad: bool
+) -> AbsentParameter:
+    """A parameter without memory that lies where its shadow says."""
+    made: AbsentParameter = _without_memory(AbsentParameter, shadow, device, requires_grad)
+    made.state, made.chunk_index, made.param_index, made.label, made.shadow = state, chunk, param, label, shadow
+    return made
+
+
+def _make_view(of: Absent, shadow: torch.Tensor) -> AbsentView:
+    made: AbsentView = _without_memory(AbsentView, shadow, of.device, False)
+    made.state, made.chunk_index, made.param_index, made.label, made.shadow = of.state, of.chunk_index, None, of.label, shadow
+    return made
+
+
+def _without_memory(cls: type[Absent], shadow: torch.Tensor, device: torch.device, requires_grad: bool) -> Any:
+    made: Any = torch.Tensor._make_wrapper_subclass(
+        cls, shadow.shape, strides=shadow.stride(), storage_offset=shadow.storage_offset(), dtype=shadow.dtype, device=device,
+        requires_grad=requires_grad,
+    )  # fmt: skip
+    torch._C._set_throw_on_mutable_data_ptr(made)  # C++ code that takes its pointer is told, and would crash otherwise
+    return made
+
+
+# operators -------------------------------------------------------------------------------------------------------------
+
+
+def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    kind, written = operator_of(func)
+    absent = list(_absent_in((*args, *kwargs.values())))
+    if kind is Kind.VIEW:
+        return _view(func, args, kwargs, absent[0])
+    if kind is Kind.REFUSED:
+        return _set(func, absent[0], args)
+    with _gathered(absent) as chunks:
+        given: dict[int, Absent] = {}  # by id of the plain tensor that takes its place
+        plain_args = [_plain_of(value, chunks, given) for value in args]
+        plain_kwargs = {name: _plain_of(value, chunks, given) for name, value in kwargs.items()}
+        result = func(*plain_args, **plain_kwargs)
+        for name, position in written:
+            for tensor in _absent_in([kwargs.get(name) if position >= len(args) else args[position]]):
+                tensor.state.edited(chunks[tensor.state, tensor.chunk_index])
+        return _apart(result, list(chunks.values()), given)
+
+
+def _set(func: Any, tensor: Absent, args: Sequence[Any]) -> Any:
+    """`set_` to a tensor that fits, as torch's parametrizations do it, writes its values; it has no memory to be exchanged."""
+    source = args[1] if func is torch.ops.aten.set_.source_Tensor else None
+    if args[0] is not tensor or source is None or (source.shape, source.dtype) != (tensor.shape, tensor.dtype):
+        raise tensor.refusal(f"run {func} on", _CLOSE)
+    if source is not tensor:
+        _dispatch(torch.ops.aten.copy_.default, (tensor, source), {})
+    return tensor
+
+
+Chunks = dict[tuple[AbsentState, int], GatheredChunk]
+
+
+def _absent_in(values: Sequence[Any]) -> Iterator[Absent]:
+    for value in values:
+        if type(value) in _ABSENT:
+            yield value
+        elif type(value) in (list, tuple):
+            yield from (member for member in value if type(member) in _ABSENT)
+
+
+@contextlib.contextmanager
+def _gathered(absent: Sequence[Absent]) -> Iterator[Chunks]:
+    """The chunks of these tensors, which may belong to several trainings."""
+    states = dict.fromkeys(tensor.state for tensor in absent)
+    with contextlib.ExitStack() as stack:
+        found: Chunks = {}
+        for state in states:
+            indices = [tensor.chunk_index for tensor in absent if tensor.state is state]
+            found.update(((state, chunk.index), chunk) for chunk in stack.enter_context(state.weights.using(indices)))
+        yield found
+
+
+def _plain_of(value: Any, chunks: Chunks, given: dict[int, Absent]) -> Any:
+    """What the operator is given in place of an argument."""
+    if type(value) in (list, tuple):
+        return type(value)(_plain_of(member, chunks, given) for member in value)
+    if type(value) not in _ABSENT:
+        return value
+    chunk = chunks[value.state, value.chunk_index]
+    plain = None if value.param_index is None else chunk.views.get(value.param_index)
+    if plain is None:
+        shadow, memory = value.shadow, chunk.memory
+        assert memory is not None
+        memory = memory if memory.dtype == shadow.dtype else memory.view(shadow.dtype)
+        plain = memory.as_strided(shadow.shape, shadow.stride(), shadow.storage_offset())
+        if value.param_index is not None:
+            chunk.views[value.param_index] = plain
+    given[id(plain)] = value
+    return plain
+
+
+def _apart(result: Any, chunks: Sequence[GatheredChunk], given: Mapping[int, Absent]) -> Any:
+    """A result that is an argument is the absent one. One that lies in a gathered chunk, against its schema, is copied."""
+    if type(result) in (list, tuple):
+        return type(result)(_apart(member, chunks, given) for member in result)
+    if not isinstance(result, torch.Tensor):
+        return result
+    if id(result) in given:
+        return given[id(result)]
+    if type(result) is torch.Tensor and result.numel() and any(_lies_in(result, chunk) for chunk in chunks):
+        return result.clone()
+    return result
+
+
+def _lies_in(tensor: torch.Tensor, chunk: GatheredChunk) -> bool:
+    memory = chunk.memory
+    if memory is None or tensor.device != memory.device:
+        return False
+    return bool(tensor.untyped_storage()._cdata == memory.untyped_storage()._cdata)
+
+
+def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], of: Absent) -> Any:
+    """Views are made of shadows: nothing is gathered for them."""
+    made = func(*(value.shadow if type(value) in _ABSENT else value for value in args), **kwargs)
+    if isinstance(made, torch.Tensor):
+        return _make_view(of, made)
+    return type(made)(_make_view(of, one) for one in made)
