@@ -1,0 +1,154 @@
+"""Ranks that go different ways read the weights of one version, with no partner in their main thread."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from zero.comm.pulls import Pulls
+from zero.memory.versions import VersionedShares
+
+NUM_BUCKETS, SHARE = 5, 6
+
+
+class GlooWire:
+    """Over a process group of its own."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+        self._group = dist.new_group()
+
+    def send(self, values, rank, tag):
+        return self._group.send([values], rank, tag)
+
+    def receive(self, memory, rank, tag):
+        return self._group.recv([memory], rank, tag)
+
+    def receive_from_any(self, memory, tag):
+        return self._group.recv_anysource([memory], tag)
+
+
+def weights_at(bucket, rank, step, edits):
+    return torch.full((SHARE,), float(1000 * bucket + 100 * rank + 10 * step + edits))
+
+
+class Rank:
+    def __init__(self, rank, world):
+        self.rank, self.world = rank, world
+        self.shares = VersionedShares()
+        for bucket in range(NUM_BUCKETS):
+            self.shares.add(bucket, weights_at(bucket, rank, 0, 0))
+        self.pulls = Pulls(GlooWire(rank, world), self.shares.request)
+
+    def read(self, bucket):
+        step, edits = self.shares.version(bucket)
+        memory = torch.full((self.world * SHARE,), float("nan"))
+        memory.view(self.world, SHARE)[self.rank] = self.shares.newest(bucket)
+        return memory, self.pulls.begin(bucket, memory, step, edits), (step, edits)
+
+    def check(self, bucket, reading):
+        memory, pull, (step, edits) = reading
+        pull.wait()
+        assert torch.equal(memory, torch.cat([weights_at(bucket, rank, step, edits) for rank in range(self.world)]))
+
+    def edit(self, bucket):
+        step, edits = self.shares.version(bucket)
+        self.shares.edit(bucket, weights_at(bucket, self.rank, step, edits + 1))
+
+    def step(self):
+        dist.barrier()  # as a window that settles: nobody reads any more
+        self.shares.adopt_edits()
+        for bucket in range(NUM_BUCKETS):
+            step, _ = self.shares.version(bucket)
+            self.shares.published(bucket).copy_(weights_at(bucket, self.rank, step + 1, 0))
+        self.shares.publish()
+
+
+def diverge(rank, world, seed, num_windows):
+    """Every rank reads what it likes, as often as it likes, ahead or at once; all edit the same, at times of their own."""
+    torch.set_num_threads(1)
+    own, common = random.Random(f"{seed} {rank}"), random.Random(seed)
+    one = Rank(rank, world)
+    num_reads = 0
+    for _ in range(num_windows):
+        edited = [common.randrange(NUM_BUCKETS) for _ in range(common.randrange(3))]
+        collective = common.random() < 0.3
+        for bucket in [*edited, None]:
+            for _ in range(own.randrange(6)):
+                wanted = [own.randrange(NUM_BUCKETS) for _ in range(own.randint(1, 3))]
+                readings = [(bucket, one.read(bucket)) for bucket in wanted]
+                for reading in readings:
+                    one.check(*reading)
+                num_reads += len(readings)
+            if bucket is not None:
+                one.edit(bucket)
+        if collective:  # of the user's
+            dist.all_reduce(torch.ones(1))
+        one.step()
+    dist.barrier()
+    one.pulls.close()
+    return num_reads, one.pulls.num_pulled_bytes
+
+
+@pytest.mark.parametrize("num_runs", [2, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_go_different_ways_read_the_weights_of_one_version(world, num_runs):
+    for seed in range(num_runs):
+        found = ranks.run(world, diverge, seed, 25)
+        for num_reads, num_bytes in found:
+            assert num_bytes == num_reads * (world - 1) * SHARE * 4
+
+
+def read_while_the_owner_is_elsewhere(rank, world):
+    one = Rank(rank, world)
+    if rank == 0:
+        for _ in range(20):
+            one.check(0, one.read(0))
+    dist.barrier()  # where rank 1 sits meanwhile
+    one.pulls.close()
+
+
+def test_a_rank_answers_while_its_main_thread_sits_in_a_collective():
+    ranks.run(2, read_while_the_owner_is_elsewhere)
+
+
+def one_is_ahead(rank, world):
+    """Rank 0 reads what the others have not edited yet; until they do, rank 1 reads from all."""
+    one = Rank(rank, world)
+    if rank == 0:
+        one.edit(0)
+        ahead = one.read(0)
+    dist.barrier()
+    if rank == 1:
+        one.check(1, one.read(1))
+    dist.barrier()
+    if rank == 0:
+        one.check(0, ahead)
+    else:
+        one.edit(0)
+    dist.barrier()
+    one.pulls.close()
+
+
+def test_a_request_for_what_is_to_come_holds_up_no_other():
+    ranks.run(3, one_is_ahead)
+
+
+def test_versions_are_kept_until_the_step_and_answered_when_they_are_reached():
+    shares, answers = VersionedShares(), []
+    shares.request(0, 0, 0, lambda share: answers.append(("first", share.tolist())))
+    assert answers == []
+    shares.add(0, torch.zeros(2))
+    shares.request(0, 0, 1, lambda share: answers.append(("edited", share.tolist())))
+    shares.request(0, 1, 0, lambda share: answers.append(("stepped", share.tolist())))
+    assert answers == [("first", [0.0, 0.0])]
+    shares.edit(0, torch.ones(2))
+    assert answers[1:] == [("edited", [1.0, 1.0])] and shares.version(0) == (0, 1)
+    shares.request(0, 0, 0, lambda share: answers.append(("before", share.tolist())))
+    assert answers[2:] == [("before", [0.0, 0.0])]
+    shares.adopt_edits()
+    shares.published(0).add_(1.0)
+    shares.publish()
+    assert answers[3:] == [("stepped", [2.0, 2.0])] and shares.version(0) == (1, 0)

@@ -1,0 +1,124 @@
+"""Shares of other ranks, at any time: whatever the main thread of their owner is doing.
+
+[Note: pulls]
+Each rank has a thread that takes requests and answers them. It waits for nothing but requests: a version that its rank has not
+reached is answered later, by the thread that reaches it. So every request ends if its rank comes to that version, and no rank
+has to read anything for another one to come there. Ranks may take different branches, or sit in a collective of the user's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+
+_REQUEST_TAG, _FIRST_ANSWER_TAG, _LAST_ANSWER_TAG = 0, 1, 2**30
+_LEAVES = -1  # in place of a bucket: the rank requests nothing any more
+
+Answer = Callable[[torch.Tensor], None]
+# Calls an answer with the share of a bucket as of a step and a number of edits since: now, or when this rank has come there.
+Request = Callable[[int, int, int, Answer], None]
+
+
+class Message(Protocol):
+    """One that is being sent or received."""
+
+    def wait(self) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Wire(Protocol):
+    """Messages between two ranks, matched by tag. Threads may use it at the same time."""
+
+    rank: int
+    size: int
+
+    def send(self, values: torch.Tensor, rank: int, tag: int) -> Message: ...
+
+    def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Message: ...
+
+    def receive_from_any(self, memory: torch.Tensor, tag: int) -> Message: ...
+
+
+class Pull:
+    """A bucket on its way from all ranks."""
+
+    def __init__(self, messages: Sequence[Message], requests: Sequence[torch.Tensor]) -> None:
+        self._messages = messages
+        self._requests = requests  # kept until they were sent
+
+    def wait(self) -> None:
+        for message in self._messages:
+            message.wait()
+        self._messages = self._requests = ()
+
+
+class Pulls:
+    """Fetches buckets from all ranks, and gives them this rank's shares."""
+
+    def __init__(self, wire: Wire, request: Request) -> None:
+        self.num_pulled_bytes = 0
+        self._wire = wire
+        self._request = request
+        self._next_tag = _FIRST_ANSWER_TAG
+        self._answers: deque[tuple[Message, torch.Tensor]] = deque()  # on their way, with what they send
+        self._failure: Exception | None = None  # of the thread that answers
+        self._lock = threading.Lock()
+        self._others = [rank for rank in range(wire.size) if rank != wire.rank]
+        self._server = threading.Thread(target=self._serve, daemon=True, name="zero-pulls")
+        self._server.start()
+
+    def begin(self, bucket: int, memory: torch.Tensor, step: int, edits: int) -> Pull:
+        """Begins to fill the parts of other ranks in the memory of a bucket, as of a version."""
+        if self._failure is not None:
+            raise RuntimeError("Cannot fetch weights: this rank's thread that answers others has failed.") from self._failure
+        parts = memory.view(self._wire.size, -1)
+        messages: list[Message] = []
+        requests: list[torch.Tensor] = []
+        for rank in self._others:
+            with self._lock:
+                tag = self._next_tag
+                self._next_tag = tag + 1 if tag < _LAST_ANSWER_TAG else _FIRST_ANSWER_TAG
+            # What comes has a place before it is asked for.
+            messages.append(self._wire.receive(parts[rank], rank, tag))
+            requests.append(torch.tensor([self._wire.rank, bucket, step, edits, tag]))
+            messages.append(self._wire.send(requests[-1], rank, _REQUEST_TAG))
+            self.num_pulled_bytes += parts[rank].nbytes
+        return Pull(messages, requests)
+
+    def close(self) -> None:
+        """This rank requests nothing any more. It answers until all others have said the same, so this waits for them."""
+        farewell = torch.tensor([self._wire.rank, _LEAVES, 0, 0, 0])
+        for message in [self._wire.send(farewell, rank, _REQUEST_TAG) for rank in self._others]:
+            message.wait()
+        self._server.join()
+        while self._answers:
+            self._answers.popleft()[0].wait()
+
+    def _serve(self) -> None:
+        try:
+            self._answer_requests()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where this rank next fetches
+            self._failure = error
+
+    def _answer_requests(self) -> None:
+        num_left = len(self._others)
+        request = torch.empty(5, dtype=torch.int64)
+        while num_left:
+            self._wire.receive_from_any(request, _REQUEST_TAG).wait()
+            rank, bucket, step, edits, tag = request.tolist()
+            if bucket == _LEAVES:
+                num_left -= 1
+            else:
+                self._request(bucket, step, edits, partial(self._answer, rank, tag))
+
+    def _answer(self, rank: int, tag: int, share: torch.Tensor) -> None:
+        with self._lock:
+            while self._answers and self._answers[0][0].is_completed():
+                self._answers.popleft()
+            self._answers.append((self._wire.send(share, rank, tag), share))
