@@ -40,6 +40,7 @@ class Engine(Answers, Checkpoints):
         self.micro_steps = 0
         self._accumulation = Accumulation(self.config.accumulation or 1, self.config.count_micro_steps)
         parts.window.policy.counting = self._accumulation
+        parts.window.scaling.missing_divisor = self._accumulation.declared
         self._applied = False
         self._progress = Progress(self.config.report, optimizer)
         self._announce_boundary()
@@ -70,8 +71,9 @@ class Engine(Answers, Checkpoints):
     ) -> torch.Tensor:
         """Sends a micro-batch's loss backward, divided by the declared accumulation, and returns it so divided.
 
-        This is the only place that divides; `scale_wrt_gas=False` turns it off, and so does a `weight`, which is a
-        mean of its own. `options` are those of `torch.autograd.backward`. No rank waits for another in here.
+        `loss.backward()` divides too, as in DeepSpeed: its gradients are divided as they come. `scale_wrt_gas=False`
+        turns it off, and so does a `weight`, which is a mean of its own. `options` are those of
+        `torch.autograd.backward`. No rank waits for another in here.
         """
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
@@ -89,12 +91,9 @@ class Engine(Answers, Checkpoints):
         if divides and accumulation.declared != 1:
             loss = loss / accumulation.declared
         self._announce_boundary()  # the user may have cleared the gradients, and with them what the optimizer was told
-        with during("backward", window.clock):
+        with during("backward", window.clock), accumulation.engine_backward(divides), window.scaling.divided():
             self.optimizer.backward(loss, retain_graph=retain_graph, **options)
-        if self.config.report.tensorboard is not None:
-            accumulation.add(loss)
-        accumulation.backwards += 1
-        accumulation.divided |= divides
+        self._progress.add(loss)
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -114,7 +113,7 @@ class Engine(Answers, Checkpoints):
         """Steps on a window that is not full, dividing by the true number of its micro-batches; nothing where no rank has a
         gradient. A collective."""
         window = self.optimizer.parts.window
-        has_any = window.needs_sync or window.scaling.is_settled  # by a backward of the caller's own, which is not counted
+        has_any = window.needs_sync or window.scaling.is_settled  # by a `.grad` of the caller's own, for instance
         counts = self._exchange(self._accumulation.num_micro_batches, self._accumulation.divided, has_any)
         num_micro_batches = sum(count for count, _, _ in counts)
         if not num_micro_batches and not any(has_any for _, _, has_any in counts):
@@ -133,6 +132,7 @@ class Engine(Answers, Checkpoints):
         window and nothing came since."""
         self.optimizer.discard()
         self._accumulation.begin()
+        self._progress.forget()
         self._announce_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -142,7 +142,7 @@ class Engine(Answers, Checkpoints):
         self._announce_boundary()
 
     def _take_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
-        skipped, loss = self.optimizer.skipped_steps, self._accumulation.loss
+        skipped, num_micro_batches = self.optimizer.skipped_steps, self._accumulation.num_micro_batches
         try:
             with during("step", self.optimizer.parts.window.clock):
                 self.optimizer.step()
@@ -152,9 +152,11 @@ class Engine(Answers, Checkpoints):
         self._applied = self.optimizer.skipped_steps == skipped
         self.global_steps += 1
         if self.config.batch is not None:
-            self.global_samples += self.config.batch.global_samples
+            batch, counted = self.config.batch, self._accumulation.counted
+            samples = batch.global_samples if counted else batch.micro_samples * batch.world_size * num_micro_batches
+            self.global_samples += samples
         figures = {"skipped": self.skipped_steps, "lr": self.get_lr(), "mom": self.get_mom()}
-        self._progress.tell(self.global_steps, figures, loss)
+        self._progress.tell(self.global_steps, figures)
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -17,6 +19,7 @@ class Scaling:
     reduce: float = 1.0  # of the sum over ranks
     loss_scale: float = 1.0
     missing_loss_scale: float = 1.0  # the loss scale, while a backward runs without it
+    missing_divisor: float = 1.0  # the accumulation that an engine divides by, while a backward runs without it
     weight: float | None = None  # of the micro-batch to come, where micro-batches have any
     is_settled: bool = False  # sums are final, and what comes now is added to them
 
@@ -24,8 +27,18 @@ class Scaling:
     def multiplier(self) -> float | None:
         """Of the gradients to come; None for nothing."""
         if self.weight is None:
-            return None if self.missing_loss_scale == 1.0 else self.missing_loss_scale
-        return self.weight * self.missing_loss_scale
+            factor = self.missing_loss_scale / self.missing_divisor
+            return None if factor == 1.0 else factor
+        return self.weight * self.missing_loss_scale  # a mean over weights is divided by nothing else
+
+    @contextlib.contextmanager
+    def divided(self) -> Iterator[None]:
+        """While a backward runs whose loss was divided, or is not to be."""
+        divisor, self.missing_divisor = self.missing_divisor, 1.0
+        try:
+            yield
+        finally:
+            self.missing_divisor = divisor
 
     @property
     def accumulate_factor(self) -> float:

@@ -170,7 +170,7 @@ class Window(Timed):
         if not self.in_backward:
             self.in_backward, grads.is_complete = True, False  # some may have become trainable since the last one
             self.sync.tracker.check_model()
-            self.policy.backwards += 1
+            self.policy.note_backward(divides=self.scaling.weight is None)
             self.sync.set_phase("in a backward", self.location)
             torch.autograd.Variable._execution_engine.queue_callback(self._note_backward_end)
 
