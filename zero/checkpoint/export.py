@@ -151,7 +151,8 @@ class _Exporting:
         for group in training["groups"]:
             group["params"] = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-            state = {number: self._state(name, Path(scratch) / str(number)) for name, number in numbers.items()}
+            saved = {name: number for name, number in numbers.items() if name in self.manifest.parameters}
+            state = {number: self._state(name, Path(scratch) / str(number)) for name, number in saved.items()}
             beside = Path(scratch) / "whole"
             torch.save({"state": {n: s for n, s in state.items() if s}, "param_groups": training["groups"]}, beside)
             del state

@@ -10,20 +10,26 @@ from typing import Any
 from torch import nn
 
 from accelerators.launch import read_launch
+from zero.comm.group import Group
 from zero.config.schema import Batch, ZeroConfig
+from zero.engine.checkpoints import state_dict_of
 from zero.sharding.optimizer import ShardedOptimizer
 
 
-class Answers:
-    """Methods only: what they speak of belongs to the engine."""
+class ModelAnswers:
+    """What any engine says. Methods only: what they speak of belongs to the engine."""
 
     module: nn.Module
-    optimizer: ShardedOptimizer
 
     @property
     def config(self) -> ZeroConfig:
         """The effective configuration. No collective."""
-        return self.optimizer.config
+        raise NotImplementedError
+
+    @property
+    def group(self) -> Group:
+        """The ranks that train together."""
+        raise NotImplementedError
 
     # what it was told --------------------------------------------------------------------------------------------
 
@@ -61,30 +67,17 @@ class Answers:
     def bfloat16_enabled(self) -> bool:
         return self.config.dtype == "bfloat16"
 
-    def loss_scale(self) -> float:
-        """What the next loss is multiplied with; 1.0 where losses are not scaled."""
-        scale = self.optimizer.loss_scale
-        return 1.0 if scale is None else scale.value
-
-    def get_lr(self) -> list[Any]:
-        """The learning rate of each group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def get_mom(self) -> list[Any]:
-        """The momentum of each group: its betas where it has them."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
-
     # where it is -------------------------------------------------------------------------------------------------
 
     @property
     def global_rank(self) -> int:
         """This rank's number in the group that trains."""
-        return self.optimizer.group.rank
+        return self.group.rank
 
     @property
     def world_size(self) -> int:
         """Ranks in the group that trains."""
-        return self.optimizer.group.size
+        return self.group.size
 
     @property
     def local_rank(self) -> int:
@@ -93,9 +86,9 @@ class Answers:
 
     # the model's own answers -------------------------------------------------------------------------------------
 
-    def module_state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        state_dict: dict[str, Any] = self.module.state_dict(*arguments, **options)
-        return state_dict
+    def module_state_dict(self, *arguments: Any, exclude_frozen_parameters: bool = False, **options: Any) -> dict[str, Any]:
+        """The model's state dict, its weights in the dtype that they train in. No collective."""
+        return state_dict_of(self.module, *arguments, exclude_frozen=exclude_frozen_parameters, **options)
 
     def __getattr__(self, name: str) -> Any:
         """What an engine does not have is the model's; where the model answers with itself, the engine does."""
@@ -119,3 +112,32 @@ class Answers:
             return self if answer is self.module else answer
 
         return ask
+
+
+class Answers(ModelAnswers):
+    """What an engine with an optimizer says."""
+
+    optimizer: ShardedOptimizer
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The effective configuration. No collective."""
+        return self.optimizer.config
+
+    @property
+    def group(self) -> Group:
+        """The ranks that train together."""
+        return self.optimizer.group
+
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with; 1.0 where losses are not scaled."""
+        scale = self.optimizer.loss_scale
+        return 1.0 if scale is None else scale.value
+
+    def get_lr(self) -> list[Any]:
+        """The learning rate of each group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum of each group: its betas where it has them."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]

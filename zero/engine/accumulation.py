@@ -12,6 +12,7 @@ class Accumulation:
     def __init__(self, declared: int, counted: bool) -> None:
         self.declared = declared  # micro-steps that make a step
         self.counted = counted  # False: the window ends where the caller steps, whatever their number
+        self.coalescing = False  # inside coalesce_grad_reduction
         self._in_engine = False
         self.begin()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import gc
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Engine(Answers, Checkpoints):
     """
 
     def __init__(self, optimizer: ShardedOptimizer, lr_scheduler: Any = None, training_dataloader: Any = None) -> None:
-        parts = optimizer.parts
+        self._parts = parts = optimizer.parts
         self.module = optimizer.model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -40,7 +41,7 @@ class Engine(Answers, Checkpoints):
         self.micro_steps = 0
         self._accumulation = Accumulation(self.config.accumulation or 1, self.config.count_micro_steps)
         parts.window.policy.counting = self._accumulation
-        parts.window.scaling.missing_divisor = self._accumulation.declared
+        parts.window.scaling.divisor = self._accumulation.declared
         self._applied = False
         self._progress = Progress(self.config.report, optimizer)
         self._announce_boundary()
@@ -56,6 +57,8 @@ class Engine(Answers, Checkpoints):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward, with the casts and the autocast of the configuration. No collective."""
         window = self.optimizer.parts.window
+        if torch._C._current_graph_task_id() == -1:  # or else it is recomputed in a backward
+            window.scaling.expect_plain()
         window.sync.set_phase("in the forward")
         with during("forward", window.clock):
             outputs = run_forward(self.module, self.config, self.device, inputs, named)
@@ -96,10 +99,21 @@ class Engine(Answers, Checkpoints):
         self._progress.add(loss)
         return loss
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss, times the loss scale where there is one, for a `backward` of your own: `engine.scale(loss).backward()`.
+        Without it such a backward gives the same gradients, but those of fp16 weights may underflow. No collective."""
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            raise ValueError("Cannot scale: this is no tensor that a backward could start from. Pass a loss of this model.")
+        return self.optimizer.parts.loss_scaler.apply(loss)
+
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Counts a micro-step. At the end of a window also settles, clips, steps, clears the gradients and, unless the step
         was skipped, advances the scheduler with `lr_kwargs`. A collective at the end of a window, else none."""
         accumulation = self._accumulation
+        if accumulation.coalescing:
+            raise ValueError(
+                "Cannot step inside coalesce_grad_reduction(): gradients are reduced where the block ends. Step after it."
+            )
         if accumulation.at_end or not accumulation.counted:
             self._take_step(lr_kwargs)
         else:
@@ -185,6 +199,21 @@ class Engine(Answers, Checkpoints):
         """Gradients of backwards inside wait on this rank until the window is settled. No collective."""
         return self.optimizer.no_sync()
 
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Backwards inside wait on this rank, and are reduced together where the block ends; a step comes after it, one for
+        each block. A collective at the end, unless the block raises."""
+        accumulation = self._accumulation
+        if accumulation.coalescing:
+            raise ValueError("Cannot nest coalesce_grad_reduction(): one block makes one reduction. Use the outer one.")
+        accumulation.coalescing = True
+        try:
+            with self.optimizer.no_sync():
+                yield
+        finally:
+            accumulation.coalescing = False
+        self.settle()
+
     def weight(self, amount: float) -> None:
         """The next micro-batch counts `amount`, and the gradient becomes the mean over all weights. No collective."""
         self.optimizer.weight(amount)
@@ -256,6 +285,11 @@ class Engine(Answers, Checkpoints):
         """Moves back what `offload_states` moved. No collective."""
         self.optimizer.reload_states(non_blocking)
 
+    def empty_partition_cache(self) -> None:
+        """Gives memory that torch keeps for later back to the device. No collective."""
+        gc.collect()
+        self.optimizer.parts.accelerator.empty_cache()
+
     def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
         """Compiles the model in place, as `zero.compile` does. No collective."""
         compile(self, backend, **{**(compile_kwargs or {}), **options})
@@ -267,8 +301,9 @@ class Engine(Answers, Checkpoints):
 
     @property
     def counters(self) -> dict[str, int]:
-        """What the engine has counted; a checkpoint keeps it."""
-        return {name: getattr(self, name) for name in _COUNTERS}
+        """What the engine has counted up to the beginning of this window; a checkpoint keeps it."""
+        counted = {name: getattr(self, name) for name in _COUNTERS}
+        return {**counted, "micro_steps": self.micro_steps - self._accumulation.micro_steps}
 
     def restart(self, counters: Mapping[str, int]) -> None:
         """Counts on from there, at the beginning of a window."""
@@ -276,6 +311,11 @@ class Engine(Answers, Checkpoints):
             setattr(self, name, counters[name])
         self._accumulation.begin()
         self._announce_boundary()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the model is plain again."""
+        return self._parts.closed
 
     def close(self) -> None:
         """Makes the model plain again. No collective."""

@@ -333,6 +333,8 @@ class Window(Timed):
         self.grad_ops.clear()
         self.used = 0
         self.scaling.weight, self.scaling.is_settled = None, False
+        if torch._C._current_graph_task_id() == -1:  # or else the first backward of the new window runs already
+            self.scaling.expect_plain()
         self.policy.end_window()
 
     def _scan_grads(self) -> GradEdits:
