@@ -46,9 +46,7 @@ def read_deepspeed(source: str | os.PathLike[str] | Mapping[str, Any], implied: 
 
 def translate(source: str | os.PathLike[str] | Mapping[str, Any], implied: Implied | None = None) -> Reading:
     """As `read_deepspeed`, but hands the notices back and logs nothing. The caller's dict is only read."""
-    tree = _plain(source if isinstance(source, Mapping) else _parsed(source), "", 0)
-    if not isinstance(tree, dict):
-        raise ValueError(f"A DeepSpeed configuration is a block of keys, but {brief(tree)} was found. Write {{...}}.")
+    tree = read_tree(source)
     sorted_out = _Sorting()
     sorted_out.walk(tree, "", quiet=False)
     written = Written(sorted_out.used, implied or Implied())
@@ -56,6 +54,14 @@ def translate(source: str | os.PathLike[str] | Mapping[str, Any], implied: Impli
     if "gradient_clipping" not in written:
         notices.append("gradient_clipping: not given, so nothing is clipped; DeepSpeed 0.19.8 would clip at 1.0")
     return Reading(meaning(written, sorted_out.problems), tuple(notices))
+
+
+def read_tree(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """What is written, as plain blocks and values; nothing of it is looked at. The caller's dict is only read."""
+    tree = _plain(source if isinstance(source, Mapping) else _parsed(source), "", 0)
+    if not isinstance(tree, dict):
+        raise ValueError(f"A DeepSpeed configuration is a block of keys, but {brief(tree)} was found. Write {{...}}.")
+    return tree
 
 
 def _parsed(source: object) -> Any:
