@@ -124,13 +124,14 @@ def of_another_class(folder, zero):
     trainer.train()
     schedule = trainer.lr_scheduler
     made = type(getattr(schedule, "scheduler", schedule)).__name__, type(trainer.accelerator.sharded.inner).__name__
-    return *made, trainer.accelerator.sharded.config.as_dict(), [entry.get("learning_rate") for entry in trainer.state.log_history]
+    return *made, trainer.accelerator.sharded.config.as_dict()
 
 
 def test_any_trainer_becomes_a_sharded_one_and_builds_what_the_file_describes(tmp_path):
-    schedule = {"type": "WarmupDecayLR", "params": dict.fromkeys(("total_num_steps", "warmup_num_steps", "warmup_max_lr"), "auto")}
+    params = dict.fromkeys(("total_num_steps", "warmup_num_steps", "warmup_max_lr"), "auto")
+    schedule = {"type": "WarmupDecayLR", "params": params}
     zero = {**DEEPSPEED, "optimizer": {"type": "SGD", "params": {"lr": "auto"}}, "scheduler": schedule}
-    made, inner, config, _ = one_process(f"{HERE}:of_another_class", str(tmp_path), zero)
+    made, inner, config = one_process(f"{HERE}:of_another_class", str(tmp_path), zero)
     assert (made, inner) == ("Schedule", "SGD")
     assert (config["stage"], config["kernels"], config["dtype"]) == (2, "fused", None)
 
