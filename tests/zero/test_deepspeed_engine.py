@@ -11,7 +11,7 @@ from torch import nn
 import zero
 from tests.zoo.case import mlp, real_mlp, real_numbers
 from zero.comm.loopback import run_ranks, solo
-from zero.config.schema import LossScale, ZeroConfig
+from zero.config.schema import Batch, LossScale, ZeroConfig
 from zero.engine.engine import Engine
 from zero.sharding.optimizer import ShardedOptimizer, shard
 
@@ -397,12 +397,67 @@ def test_without_an_optimizer_an_engine_runs_forward(stage, tmp_path, caplog):
     assert engine(real_numbers((2, 4)).bfloat16()).dtype == torch.bfloat16
     assert engine.train_micro_batch_size_per_gpu() == 3 and engine.bfloat16_enabled() and engine.loss_scale() == 1.0
     assert engine.eval() is engine and not engine.training and (engine.global_rank, engine.world_size) == (0, 1)
-    for call in ("backward", "step", "scale", "save_checkpoint", "load_checkpoint"):
+    for call in ("backward", "step", "scale", "save_checkpoint"):
         with pytest.raises(ValueError, match="this engine has no optimizer"):
             getattr(engine, call)(None)
     assert engine.save_16bit_model(tmp_path)
     assert set(torch.load(tmp_path / "pytorch_model.bin", weights_only=True)) == set(mlp().state_dict())
     engine.destroy()
+
+
+def test_an_engine_for_forward_only_takes_the_weights_of_a_checkpoint(tmp_path):
+    trained = engine_of(solo(), dtype="bfloat16")
+    trained.backward(loss_of(trained, 0))
+    trained.step()
+    trained.save_checkpoint(tmp_path, client_state={"epoch": 3})
+    engine, *_ = zero.initialize(model=mlp(), config={"bf16": {"enabled": True}})
+    assert engine.load_checkpoint(tmp_path / "none") == (None, None)
+    path, state = engine.load_checkpoint(tmp_path, load_module_only=True)
+    assert path.endswith("global_step1") and state == {"epoch": 3}
+    assert same(weights(engine.module), weights(trained.module))
+    engine.destroy()
+
+
+def test_the_batch_size_changes_between_two_windows():
+    def train(engine, sizes):
+        for number, size in enumerate(sizes):
+            engine.set_train_batch_size(size)
+            for micro in range(engine.gradient_accumulation_steps()):
+                engine.backward(loss_of(engine, (number, micro)))
+                engine.step()
+        return weights(engine.module)
+
+    batch = Batch.of(micro_samples=2, accumulation=1, world_size=1)
+    engine = engine_of(solo(), batch=batch)
+    found = train(engine, [2, 8, 4])
+    assert (engine.train_batch_size(), engine.gradient_accumulation_steps(), engine.global_steps) == (4, 2, 3)
+    assert engine.global_samples == 14
+    plain = mlp()
+    inner = sgd(plain)
+    for number, count in enumerate([1, 4, 2]):
+        for micro in range(count):
+            (loss_of(plain, (number, micro)) / count).backward()
+        inner.step()
+        inner.zero_grad()
+    for one, other in zip(found, plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=1e-5, atol=1e-5)
+    engine.set_train_micro_batch_size(3)
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (6, 3)
+    with pytest.raises(ValueError, match="not a multiple"):
+        engine.set_train_batch_size(7)
+    engine.backward(loss_of(engine, 9))
+    with pytest.raises(ValueError, match="in the middle of an accumulation"):
+        engine.set_train_batch_size(3)
+
+
+def test_a_loader_of_a_dataset_is_this_ranks_part():
+    def program(group):
+        engine = engine_of(group, batch=Batch.of(micro_samples=2, world_size=group.size))
+        batches = [batch.tolist() for batch in engine.deepspeed_io(list(range(8)), route="eval")]
+        whole = [batch.tolist() for batch in engine.deepspeed_io(list(range(3)), batch_size=3, data_sampler=[2, 0, 1])]
+        return batches, whole
+
+    assert run_ranks(2, program) == [([[0, 2], [4, 6]], [[2, 0, 1]]), ([[1, 3], [5, 7]], [[2, 0, 1]])]
 
 
 def test_a_schedule_says_the_momentum_that_it_moves():

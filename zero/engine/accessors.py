@@ -12,7 +12,9 @@ from torch import nn
 from accelerators.launch import read_launch
 from zero.comm.group import Group
 from zero.config.schema import Batch, ZeroConfig
+from zero.engine.accumulation import Accumulation
 from zero.engine.checkpoints import state_dict_of
+from zero.engine.loading import loader_of
 from zero.sharding.optimizer import ShardedOptimizer
 
 
@@ -33,6 +35,11 @@ class ModelAnswers:
 
     # what it was told --------------------------------------------------------------------------------------------
 
+    @property
+    def batch(self) -> Batch | None:
+        """How many samples make a step; None where the configuration does not say."""
+        return self.config.batch
+
     def train_batch_size(self) -> int:
         """Samples that make a step, over all ranks."""
         return self._batch("train_batch_size").global_samples
@@ -42,13 +49,37 @@ class ModelAnswers:
         return self._batch("train_micro_batch_size_per_gpu").micro_samples
 
     def _batch(self, asked: str) -> Batch:
-        if self.config.batch is None:
+        if self.batch is None:
             raise ValueError(f"{asked}() was asked for, but the configuration gives no batch sizes. Write {asked} in it.")
-        return self.config.batch
+        return self.batch
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-steps that make a step."""
         return self.config.accumulation or 1
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader of this rank's part of a dataset, in micro-batches unless `batch_size` says otherwise; not shuffled for the
+        routes "eval" and "predict". No collective."""
+        return loader_of(
+            dataset,
+            self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
+            self.group,
+            shuffle=route == "train",
+            sampler=data_sampler,
+            pin_memory=pin_memory,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            drop_last=self.config.drop_last,
+        )
 
     def gradient_clipping(self) -> float:
         """The norm that gradients are clipped to; 0.0 for no clipping."""
@@ -118,6 +149,8 @@ class Answers(ModelAnswers):
     """What an engine with an optimizer says."""
 
     optimizer: ShardedOptimizer
+    _accumulation: Accumulation
+    _sizes: Batch | None
 
     @property
     def config(self) -> ZeroConfig:
@@ -128,6 +161,37 @@ class Answers(ModelAnswers):
     def group(self) -> Group:
         """The ranks that train together."""
         return self.optimizer.group
+
+    @property
+    def batch(self) -> Batch | None:
+        """How many samples make a step now; None where the configuration does not say."""
+        return self._sizes
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps that make a step."""
+        return self._accumulation.declared
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """From the next window on so many samples make a step: in more or fewer micro-steps of the same size. All ranks call
+        it alike, between two windows. No collective."""
+        now = self._batch("set_train_batch_size")
+        self._resize(Batch.of(global_samples=train_batch_size, micro_samples=now.micro_samples, world_size=now.world_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """From the next window on a micro-step has so many samples, and a step as many micro-steps as before. No collective."""
+        now = self._batch("set_train_micro_batch_size")
+        self._resize(Batch.of(micro_samples=micro_batch_size, accumulation=now.accumulation, world_size=now.world_size))
+
+    def _resize(self, batch: Batch) -> None:
+        if self._accumulation.num_micro_batches:
+            raise ValueError(
+                "Cannot change the batch size in the middle of an accumulation: its gradients were divided for another. Call "
+                "it after a step, or after discard()."
+            )
+        self._sizes = batch
+        self._accumulation.declared = batch.accumulation
+        self.optimizer.parts.window.scaling.divisor = batch.accumulation
+        self.optimizer.set_gradient_accumulation_boundary(self._accumulation.at_end)
 
     def loss_scale(self) -> float:
         """What the next loss is multiplied with; 1.0 where losses are not scaled."""

@@ -107,14 +107,16 @@ class Checkpoints:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: Any = None,
     ) -> tuple[str | None, Any]:
         """Takes a checkpoint in, and gives its path and the client state; `(None, None)` where there is none yet and no tag was
-        given. A collective."""
+        given. What does not match is refused whatever `load_module_strict` says: export the checkpoint, and load what fits
+        into the model before it is sharded. A collective."""
         about = snapshot_of(self, None)
-        if not load_module_strict:
+        if custom_load_fn is not None:
             raise ValueError(
-                "load_checkpoint(load_module_strict=False) was asked for, but what is matched by half cannot go on as it was. "
-                "Export the checkpoint, and load what fits into the model before it is sharded."
+                "Cannot use custom_load_fn: weights are loaded as shares. Export the checkpoint, and load it into the model "
+                "before it is sharded."
             )
         finish_saving(self.optimizer)  # or the first one, which is still being written, would not be there
         tag = None if tag is None else str(tag)

@@ -39,6 +39,7 @@ class Engine(Answers, Checkpoints):
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
+        self._sizes = self.config.batch
         self._accumulation = Accumulation(self.config.accumulation or 1, self.config.count_micro_steps)
         parts.window.policy.counting = self._accumulation
         parts.window.scaling.divisor = self._accumulation.declared
@@ -165,8 +166,8 @@ class Engine(Answers, Checkpoints):
             self._accumulation.begin()  # whatever became of the step, its window is over
         self._applied = self.optimizer.skipped_steps == skipped
         self.global_steps += 1
-        if self.config.batch is not None:
-            batch, counted = self.config.batch, self._accumulation.counted
+        if self.batch is not None:
+            batch, counted = self.batch, self._accumulation.counted
             samples = batch.global_samples if counted else batch.micro_samples * batch.world_size * num_micro_batches
             self.global_samples += samples
         figures = {"skipped": self.skipped_steps, "lr": self.get_lr(), "mom": self.get_mom()}

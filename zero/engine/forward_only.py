@@ -9,6 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from zero.checkpoint.export import read_weights
+from zero.checkpoint.folder import Folder
+from zero.comm.exchange import all_or_none
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.engine.accessors import ModelAnswers
@@ -80,9 +83,20 @@ class ForwardEngine(ModelAnswers):
         """Refused: there are weights alone."""
         self._refuse("save a checkpoint", "save_16bit_model writes the weights. To train, pass")
 
-    def load_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: there are weights alone."""
-        self._refuse("load a checkpoint", "Export its weights (python -m zero export) and load these. To train, pass")
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True, **_: Any
+    ) -> tuple[str | None, Any]:
+        """Takes the weights and buffers of a checkpoint, and gives its path and the client state; `(None, None)` where there is
+        none yet and no tag was given. A collective."""
+
+        def read() -> tuple[str | None, Any]:
+            if tag is None and Folder.at(load_dir).latest() is None:
+                return None, None
+            path, weights, extra = read_weights(load_dir, None if tag is None else str(tag))
+            self.module.load_state_dict(weights, strict=load_module_strict)
+            return str(path), extra
+
+        return all_or_none(self.group, "A load", read)
 
     def _refuse(self, what: str, instead: str = "Pass") -> NoReturn:
         raise ValueError(f"Cannot {what}: this engine has no optimizer. {instead} optimizer=, or write one in config.")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 
 import accelerators
 from accelerators import Accelerator
@@ -21,6 +21,7 @@ from zero.config.schema import ZeroConfig
 from zero.config.supported import check_supported
 from zero.engine.engine import Engine
 from zero.engine.forward_only import ForwardEngine
+from zero.engine.loading import loader_of
 from zero.engine.optimizers import check_known, given_optimizer, has_fused, own_optimizer
 from zero.memory.formats import dtype_name
 from zero.optim.schedules import build_schedule
@@ -269,14 +270,6 @@ def _loader(training_data: Any, config: ZeroConfig, collate_fn: Callable[..., An
         raise ValueError(
             "initialize(training_data=...) was asked for, but no batch size is known. Write train_micro_batch_size_per_gpu."
         )
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(training_data, IterableDataset):
-        sampler = DistributedSampler(training_data, num_replicas=group.size, rank=group.rank)
-    elif group.size > 1:
-        raise ValueError(
-            f"initialize(training_data=...) was given an IterableDataset, of which each of {group.size} ranks would get all. "
-            "Let it give each rank its part, and pass a DataLoader of it."
-        )
-    return DataLoader(
-        training_data, batch_size=config.batch.micro_samples, sampler=sampler, collate_fn=collate_fn, drop_last=config.drop_last
+    return loader_of(
+        training_data, config.batch.micro_samples, group, collate_fn=collate_fn, drop_last=config.drop_last
     )

@@ -18,6 +18,7 @@ from tests.zoo.case import mlp, real_mlp, real_numbers
 from zero.compat.deepspeed.absent import ABSENT
 from zero.compat.deepspeed.accelerator import get_accelerator, set_accelerator
 from zero.compat.deepspeed.pipe import PipelineModule
+from zero.compat.deepspeed.runtime.zero import offload_config
 from zero.compat.deepspeed.utils import (
     RepeatingLoader,
     log_dist,
@@ -28,6 +29,7 @@ from zero.compat.deepspeed.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
     safe_update_full_grad_vectorized,
+    zero_to_fp32,
 )
 
 FILE = {
@@ -280,6 +282,31 @@ def test_its_adams_and_schedules_are_torchs_with_its_arguments():
     assert optimizer.param_groups[0]["lr"] == 0.5
     with pytest.raises(ValueError, match="Load its state_dict"):
         schedules.WarmupLR(optimizer, last_batch_iteration=3)
+
+
+def test_whole_weights_come_out_of_a_checkpoint(engine, tmp_path):
+    engine.save_checkpoint(tmp_path)
+    expected = {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
+    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(real_mlp(), tmp_path)
+    assert all(torch.equal(param, expected[name]) for name, param in model.named_parameters())
+    for safe, name in ((False, "pytorch_model.bin"), (True, "model.safetensors")):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out", safe_serialization=safe)
+        assert (tmp_path / "out" / name).is_file()
+    with pytest.raises(ValueError, match="exclude_frozen_parameters=True"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
+
+
+def test_states_are_offloaded_by_deepspeeds_names(engine):
+    kinds, where = offload_config.OffloadStateTypeEnum, offload_config.OffloadDeviceEnum
+    backward(engine)
+    engine.step()
+    engine.offload_states(include=list(kinds), device=where.cpu, pin_memory=False)
+    engine.reload_states()
+    backward(engine, 1)
+    engine.step()
+    assert engine.global_steps == 2
 
 
 def test_a_loader_repeats_and_lines_are_logged(caplog):
