@@ -450,6 +450,29 @@ def test_the_batch_size_changes_between_two_windows():
         engine.set_train_batch_size(3)
 
 
+def test_an_engine_says_what_its_file_says():
+    engine, *_ = zero.initialize(
+        model=mlp(),
+        config={
+            **FILE,
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 3,
+            "managed_gradient_accumulation": False,
+            "dataloader_drop_last": True,
+            "scheduler": {"type": "WarmupLR", "params": {}},
+            "fp16": {"enabled": True, "initial_scale_power": 3},
+            "steps_per_print": 7,
+            "memory_breakdown": True,
+        },
+    )
+    assert [say() for say in engine.get_batch_info()] == [6, 2, 3]
+    assert not engine.managed_gradient_accumulation() and engine.dataloader_drop_last()
+    assert (engine.optimizer_name(), engine.scheduler_name(), engine.steps_per_print()) == ("adamw", "WarmupLR", 7)
+    assert engine.memory_breakdown() and not engine.wall_clock_breakdown() and not engine.torch_autocast_enabled()
+    assert (engine.dynamic_loss_scale(), engine.initial_dynamic_scale(), engine.loss_scale()) == (True, 8.0, 8.0)
+    engine.destroy()
+
+
 def test_a_loader_of_a_dataset_is_this_ranks_part():
     def program(group):
         engine = engine_of(group, batch=Batch.of(micro_samples=2, world_size=group.size))

@@ -3,6 +3,7 @@
 `python -m tests.zero.test_deepspeed_json` writes the golden texts anew.
 """
 
+import base64
 import copy
 import json
 import logging
@@ -262,7 +263,7 @@ def test_every_used_key_with_one_letter_missing_is_refused():
         ({"fp16": {"enabled": True, "hysteresis": 0}}, "hysteresis must be at least 1"),
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale must be above 0"),
         ({"fp16": {"enabled": True, "initial_scale_power": 128}}, "from 0 to 127"),
-        ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "Raise initial or lower minimum"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "fp16.min_loss_scale is 8. Raise the one"),
         ({"fp16": {"enabled": "yes"}}, "takes true or false"),
         ({"gradient_clipping": -1.0}, "at least 0"),
         ({"gradient_clipping": "1.0"}, "takes a number"),
@@ -319,7 +320,7 @@ def test_numbers_of_a_loss_scale_that_is_off_or_fixed_are_not_judged():
         ("auto", 4, None, (16, 4, 1)),
         (32.0, 4.0, None, (32, 4, 2)),
         (32, 4, 3, "make 48"),
-        (33, 4, None, "not a multiple"),
+        (33, 4, None, "train_batch_size=33 .* not a multiple of train_micro_batch_size_per_gpu=4"),
         (32, "auto", None, 'train_micro_batch_size_per_gpu is "auto"'),
         ("auto", "auto", 2, 'train_micro_batch_size_per_gpu is "auto"'),
         (None, 4, "auto", 'gradient_accumulation_steps is "auto"'),
@@ -467,7 +468,7 @@ def test_a_file_that_is_no_plain_json_object_is_refused_where_it_breaks(tmp_path
 
 def test_a_file_that_cannot_be_read_is_refused_with_its_name(tmp_path):
     (tmp_path / "bytes.json").write_bytes(b'{"a": "\xff"}')
-    for path, words in ((tmp_path / "none.json", "cannot be opened"), (tmp_path, "cannot be opened"),
+    for path, words in ((tmp_path / "none.json", "there is no such file"), (tmp_path, "cannot be opened"),
                         (tmp_path / "bytes.json", "not UTF-8"), ("a\0b", "null")):
         with pytest.raises(ValueError, match=words):
             translate(path)
@@ -652,6 +653,14 @@ def test_a_file_may_be_hjson(text, tmp_path):
     assert (config.batch.micro_samples, config.accumulation) == (4, 2)
     assert config.optimizer.kwargs["betas"] == (0.9, 0.95) and config.optimizer.kwargs["lr"] == 1e-3
     assert config.report.tensorboard == str(pathlib.Path("a # b", "it's this one, all of it"))
+
+
+def test_a_text_that_is_no_path_may_be_a_configuration_in_base64():
+    text = base64.urlsafe_b64encode(json.dumps({"steps_per_print": 11}).encode()).decode()
+    assert translate(text).config.report.every_steps == 11
+    for wrong in ("no_such_file", base64.urlsafe_b64encode(b"something else").decode()):
+        with pytest.raises(ValueError, match=r"there is no such file\. Give the path"):
+            translate(wrong)
 
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

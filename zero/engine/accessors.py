@@ -81,6 +81,50 @@ class ModelAnswers:
             drop_last=self.config.drop_last,
         )
 
+    def get_batch_info(self) -> tuple[Any, Any, Any]:
+        """The methods that say the batch sizes: of a step, of a micro-step, and how many of these make a step."""
+        return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether `step` counts micro-steps."""
+        return self.config.count_micro_steps
+
+    def dataloader_drop_last(self) -> bool:
+        """Whether a loader leaves out the last, smaller batch."""
+        return self.config.drop_last
+
+    def optimizer_name(self) -> str | None:
+        """What the configuration calls its optimizer, in small letters; None where it describes none."""
+        return None if self.config.optimizer is None else self.config.optimizer.kind.lower()
+
+    def scheduler_name(self) -> str | None:
+        """What the configuration calls its schedule; None where it describes none."""
+        return None if self.config.schedule is None else self.config.schedule.kind
+
+    def steps_per_print(self) -> int | None:
+        """After how many steps a line is logged."""
+        return self.config.report.every_steps
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether the times of a step are logged."""
+        return self.config.report.wall_clock
+
+    def memory_breakdown(self) -> bool:
+        """Whether memory is logged."""
+        return self.config.report.memory
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether a loss scale moves."""
+        return self.config.loss_scale is not None and self.config.loss_scale.dynamic
+
+    def initial_dynamic_scale(self) -> float:
+        """What the loss scale starts at; 1.0 where losses are not scaled."""
+        return 1.0 if self.config.loss_scale is None else self.config.loss_scale.initial
+
+    def torch_autocast_enabled(self) -> bool:
+        """Whether the engine calls the model under autocast."""
+        return self.config.autocast is not None
+
     def gradient_clipping(self) -> float:
         """The norm that gradients are clipped to; 0.0 for no clipping."""
         return self.config.clip or 0.0

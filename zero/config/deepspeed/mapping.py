@@ -134,13 +134,18 @@ def _loss_scale(written: Written, dtype: str | None, autocast: str | None) -> Lo
     fixed = written.real("fp16.loss_scale", 0.0)
     if fixed:
         return LossScale(dynamic=False, initial=fixed)
+    initial = 2.0 ** written.whole("fp16.initial_scale_power", 16, least=0, most=_MAX_SCALE_POWER)
+    minimum = written.real("fp16.min_loss_scale", 1.0, zero_too=False)
+    if initial < minimum:
+        raise ValueError(f"fp16.initial_scale_power makes the loss scale start at {initial:g}, but fp16.min_loss_scale is "
+                         f"{minimum:g}. Raise the one, or lower the other.")
     return LossScale(
-        initial=2.0 ** written.whole("fp16.initial_scale_power", 16, least=0, most=_MAX_SCALE_POWER),
+        initial=initial,
         window=written.whole("fp16.loss_scale_window", 1000, least=1),
         hysteresis=written.whole("fp16.hysteresis", 2, least=1),
         refill_hysteresis=written.flag("fp16.consecutive_hysteresis"),
         cooldown=1,  # DeepSpeed's window is one finite step longer at the start and after an overflow
-        minimum=written.real("fp16.min_loss_scale", 1.0, zero_too=False),
+        minimum=minimum,
     )
 
 
@@ -182,7 +187,13 @@ def _batch(written: Written) -> tuple[int | None, Batch | None]:
             written.note_unanswered(keys[name])
     if sizes["global_samples"] is None and sizes["micro_samples"] is None:
         return sizes["accumulation"], None
-    batch = Batch.of(**sizes, world_size=written.implied.world_size)
+    try:
+        batch = Batch.of(**sizes, world_size=written.implied.world_size)
+    except ValueError as error:
+        words = str(error)
+        for name, path in keys.items():
+            words = words.replace(name, path)
+        raise ValueError(words) from None
     return batch.accumulation, batch
 
 

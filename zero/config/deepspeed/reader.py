@@ -9,6 +9,7 @@ is false.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import math
@@ -72,6 +73,11 @@ def _parsed(source: object) -> Any:
     try:
         with open(source, encoding="utf-8-sig") as file:
             text = file.read()
+    except FileNotFoundError as error:
+        encoded = _from_base64(source)
+        if encoded is None:
+            raise ValueError(f"{name} there is no such file. Give the path of a JSON file, or a dict.") from error
+        text = encoded
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} byte {error.start} is not UTF-8. Save the file as UTF-8.") from error
     except (OSError, ValueError) as error:
@@ -84,6 +90,15 @@ def _parsed(source: object) -> Any:
                          "Repair it there.") from error
     except RecursionError:
         raise ValueError(f"{name} its blocks are nested without end. Flatten it.") from None
+
+
+def _from_base64(source: str | os.PathLike[str]) -> str | None:
+    """The block that a text stands for which is no path: launchers hand configurations on in base64."""
+    try:
+        text = base64.b64decode(os.fsencode(source), altchars=b"-_", validate=True).decode()
+    except ValueError:
+        return None
+    return text if text.lstrip().startswith("{") else None
 
 
 def _decoded(text: str) -> Any:
