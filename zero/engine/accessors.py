@@ -50,7 +50,7 @@ class ModelAnswers:
 
     def _batch(self, asked: str) -> Batch:
         if self.batch is None:
-            raise ValueError(f"{asked}() was asked for, but the configuration gives no batch sizes. Write {asked} in it.")
+            raise ValueError(f"Cannot answer {asked}(): the configuration gives no batch sizes. Write {asked} in it.")
         return self.batch
 
     def gradient_accumulation_steps(self) -> int:

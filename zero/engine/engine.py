@@ -81,14 +81,14 @@ class Engine(Answers, Checkpoints):
         """
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
-                f"engine.backward was asked for, but a {type(loss).__name__} was found where a loss should be. Pass the tensor "
-                "that the model's outputs were computed to."
+                f"Cannot send a {type(loss).__name__} backward: engine.backward takes a loss. Pass the tensor that the model's "
+                "outputs were computed to."
             )
         accumulation, window = self._accumulation, self.optimizer.parts.window
         is_weighted = window.scaling.weight is not None
         if window.local.weights and not is_weighted:
             raise ValueError(
-                "engine.backward was asked for without a weight, but other micro-batches of this window have one. Call "
+                "Cannot use engine.backward without a weight: other micro-batches of this window have one. Call "
                 "engine.weight(n) before each of them, or before none."
             )
         divides = scale_wrt_gas and not is_weighted
@@ -185,8 +185,8 @@ class Engine(Answers, Checkpoints):
         """Says whether this micro-step is the last of its window; it overrides the count until the next step. No collective."""
         if not self._accumulation.counted:
             raise ValueError(
-                f"set_gradient_accumulation_boundary({is_boundary}) was asked for, but micro-steps are not counted "
-                "(managed_gradient_accumulation is false): every step ends a window. Call step where it should end."
+                f"Cannot use set_gradient_accumulation_boundary({is_boundary}): micro-steps are not counted "
+                "(managed_gradient_accumulation is false), and every step ends a window. Call step where it should end."
             )
         self._accumulation.override = bool(is_boundary)
         self._announce_boundary()

@@ -64,27 +64,27 @@ def initialize(
     """
     source = _the_config(args, config, config_params)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"initialize(model={model!r}) was asked for, but a model is needed. Pass an nn.Module as model=.")
+        raise ValueError(f"Cannot initialize(model={model!r}): a model is needed. Pass an nn.Module as model=.")
     if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
         raise ValueError(
             f"Cannot initialize {type(model).__name__}: it is a PipelineModule, and pipeline parallelism is not served. Make "
             "one nn.Module of its layers, such as an nn.Sequential, which every rank has whole."
         )
     if mpu is not None:
-        raise ValueError("initialize(mpu=...) was asked for, but ranks do not split a model among them here. Leave mpu out.")
+        raise ValueError("Cannot initialize(mpu=...): ranks do not split a model among them here. Leave mpu out.")
     if mesh_param:
         raise ValueError(
-            f"initialize(mesh_param={mesh_param!r}) was asked for, but ranks do not split a sequence among them here. "
+            f"Cannot initialize(mesh_param={mesh_param!r}): ranks do not split a sequence among them here. "
             "Leave mesh_param out."
         )
     launched = os.environ.get("MASTER_PORT")
     if str(distributed_port) not in (str(DISTRIBUTED_PORT), launched):
         raise ValueError(
-            f"initialize(distributed_port={distributed_port!r}) was asked for, but ranks meet where their launcher says "
+            f"Cannot initialize(distributed_port={distributed_port!r}): ranks meet where their launcher says "
             f"(MASTER_PORT is {launched or 'not set'}). Set MASTER_PORT, and leave distributed_port out."
         )
     if collate_fn is not None and (training_data is None or isinstance(training_data, DataLoader)):
-        raise ValueError("initialize(collate_fn=...) was asked for, but there is no dataset to collate. Pass training_data=.")
+        raise ValueError("Cannot initialize(collate_fn=...): there is no dataset to collate. Pass training_data=.")
     accelerator = accelerators.current()
     from zero.comm.connect import connect  # torch.distributed is not imported before somebody trains
 
@@ -268,7 +268,7 @@ def _loader(training_data: Any, config: ZeroConfig, collate_fn: Callable[..., An
         return training_data
     if config.batch is None:
         raise ValueError(
-            "initialize(training_data=...) was asked for, but no batch size is known. Write train_micro_batch_size_per_gpu."
+            "Cannot initialize(training_data=...): no batch size is known. Write train_micro_batch_size_per_gpu."
         )
     return loader_of(
         training_data, config.batch.micro_samples, group, collate_fn=collate_fn, drop_last=config.drop_last

@@ -69,7 +69,7 @@ def _parsed(source: object) -> Any:
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"A DeepSpeed configuration was asked for as {brief(source)}, a {type(source).__name__}. "
                         "Give a dict or the path of a JSON file.")
-    name = f"The DeepSpeed configuration {brief(os.fspath(source))} was asked for, but"
+    name = f"Cannot read the DeepSpeed configuration {brief(os.fspath(source))}:"
     try:
         with open(source, encoding="utf-8-sig") as file:
             text = file.read()
