@@ -30,7 +30,7 @@ from zero.sharding.optimizer import ShardedOptimizer
 
 logger = logging.getLogger("zero")
 
-_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()  # the last one of each model
+_engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # the last one of a model, by its id
 
 DISTRIBUTED_PORT = 29500  # DeepSpeed's default, with which a call asks for nothing
 
@@ -132,7 +132,7 @@ def _build(
     sharded.parts.owns_group = True
     try:
         engine = Engine(sharded, _scheduler(lr_scheduler, config, sharded), loader)
-        _engines[model] = weakref.ref(engine)
+        _engines[id(model)] = engine
     except BaseException:
         sharded.close()
         raise
@@ -154,7 +154,7 @@ def _forward_only(
 
 def _close_last(model: nn.Module) -> None:
     """Makes a model plain that another engine trains."""
-    engine = _engines[model]() if model in _engines else None
+    engine = _engines.get(id(model))  # which keeps its model, so that no other one has that id
     if engine is not None and not engine.is_closed:
         logger.warning(
             "This %s has an engine already, which is closed now: the state of its optimizer is gone. Keep one engine, or call "
