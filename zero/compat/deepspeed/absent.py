@@ -27,6 +27,7 @@ ABSENT: dict[str, str] = {
     "replace_transformer_layer": "use the model's own layers, or torch.compile",
     "set_autotp_mode": _NO_TENSOR_PARALLEL,
     "tp_model_init": _NO_TENSOR_PARALLEL,
+    "MoE": "write the layer of experts in torch; every rank has all experts, and their gradients are sharded like any other",
     # utils
     "groups": _NO_TENSOR_PARALLEL,
     "safe_get_local_fp32_param": _STAGE_3,
