@@ -21,7 +21,7 @@ FLOORS = (
     {"runtime", "setup", "checkpoint"},
     {"sharding", "graph"},
     {"engine"},
-    {"tools", "integrations"},
+    {"tools", "integrations", "compat"},
     {"", "__main__"},  # the front door
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -30,7 +30,10 @@ RUNTIME_FLOORS = ({"profiling"}, {"kernels"}, {"params"}, {"reduce", "sync", "un
 RUNTIME_FLOOR_OF = {room: floor for floor, rooms in enumerate(RUNTIME_FLOORS) for room in rooms}
 
 NAMES_SPOKEN_IN_ONE_PLACE = {
-    "torch.distributed": r"(zero/(comm/torch_group|tools/launch|checkpoint/\w+)|accelerators/simulated/(group|work))\.py",
+    # zero/compat/deepspeed/comm.py hands torch.distributed's own functions on, as deepspeed.comm does
+    "torch.distributed": (
+        r"(zero/(comm/torch_group|tools/launch|checkpoint/\w+|compat/deepspeed/comm)|accelerators/simulated/(group|work))\.py"
+    ),
     "torch.cuda": r"accelerators/backends/cuda\.py",
 }
 NO_TORCH = r"zero/(plan|config)/.*|zero/errors\.py"

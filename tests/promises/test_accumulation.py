@@ -102,12 +102,12 @@ def fixed_global_batch(declared: int, stage: int, entry: str) -> Any:
 
 @pytest.mark.promise("A02")
 @pytest.mark.parametrize("stage", STAGES)
-def test_only_the_engines_backward_divides_by_the_declared_accumulation(stage):
+def test_a_backward_under_an_engine_divides_by_the_declared_accumulation_unless_told_not_to(stage):
     whole = fixed_global_batch(1, stage, "engine")[0]
     for declared in (2, 8):
-        assert fixed_global_batch(declared, stage, "engine") == pytest.approx([whole] * 2, rel=1e-5)
-        for entry in ("undivided", "loss"):
-            assert fixed_global_batch(declared, stage, entry) == pytest.approx([whole * declared] * 2, rel=1e-5)
+        for entry in ("engine", "loss"):
+            assert fixed_global_batch(declared, stage, entry) == pytest.approx([whole] * 2, rel=1e-5)
+        assert fixed_global_batch(declared, stage, "undivided") == pytest.approx([whole * declared] * 2, rel=1e-5)
 
 
 @pytest.mark.promise("A03")
@@ -355,7 +355,7 @@ def test_every_clearing_at_every_point_of_a_window_clears_everything(stage, who,
             if not to_none and point:
                 assert all(not optimizer.whole_grad(p).any() for p in model.parameters())
             micro_step(model, group.rank, group.size, 2)
-            return [optimizer.whole_grad(p) for p in model.parameters()]
+            return [accumulation * optimizer.whole_grad(p) for p in model.parameters()]  # an engine divides
 
         with poison():
             for grads in on_loopback(2, mlp, program):

@@ -1055,8 +1055,9 @@ def test_an_engine_without_a_checkpoint_begins_anew_and_says_so(tmp_path, caplog
         assert "There is no checkpoint" in caplog.text
         with pytest.raises(FileNotFoundError, match="no folder of that name"):
             engine.load_checkpoint(tmp_path, "a")
-        with pytest.raises(ValueError, match="load_module_strict=False"):
-            engine.load_checkpoint(tmp_path, load_module_strict=False)
+        assert engine.load_checkpoint(tmp_path, load_module_strict=False) == (None, None)
+        with pytest.raises(ValueError, match="Cannot use custom_load_fn"):
+            engine.load_checkpoint(tmp_path, custom_load_fn=print)
 
 
 def test_an_engine_loads_the_module_alone_or_without_the_optimizer_or_the_schedule(tmp_path):

@@ -3,6 +3,7 @@
 `python -m tests.zero.test_deepspeed_json` writes the golden texts anew.
 """
 
+import base64
 import copy
 import json
 import logging
@@ -15,10 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 
 from zero.__main__ import main
-from zero.config.deepspeed.keys import ALIASES, AUTO, BLOCKS, HARMLESS, KNOWN, OFF, REFUSED, SWITCHES, USED
-from zero.config.deepspeed.mapping import Implied
+from zero.config.deepspeed.hjson import Hjson
+from zero.config.deepspeed.keys import ALIASES, AUTO, BLOCKS, HARMLESS, KNOWN, OFF, OWN, REFUSED, SWITCHES, USED
 from zero.config.deepspeed.reader import read_deepspeed, translate
+from zero.config.deepspeed.written import Implied
 from zero.config.schema import DEFAULT_BUCKET_BYTES
+from zero.config.supported import check_supported
 
 DATA = pathlib.Path(__file__).parent.parent / "data" / "deepspeed"
 FILES = sorted(DATA.glob("*.json"))
@@ -74,6 +77,7 @@ def test_every_documented_key_is_used_or_harmless_or_refused_and_never_two_of_th
     documented = (DATA / "documented_keys.txt").read_text().split()
     assert len(documented) > 300
     assert {path: fate(path) for path in documented if len(fate(path)) != 1} == {}
+    assert not set(OWN) & set(documented)
     assert len(KNOWN) == len(USED) + len(HARMLESS) + len(REFUSED)
     assert all(why and why[0] != " " for why in [*HARMLESS.values(), *REFUSED.values()])
 
@@ -100,8 +104,6 @@ CHANGES = {
     "scheduler.params": ({"scheduler": {"type": "WarmupLR"}}, {"warmup_num_steps": 7}),
     "communication_data_type": ({}, "bf16"),
     "gradient_allreduce_op": ({}, "sum"),
-    "prescale_gradients": ({}, True),
-    "gradient_predivide_factor": ({}, 2.0),
     "gradient_clipping": ({}, 0.5),
     "fp16.enabled": ({}, True),
     "fp16.auto_cast": (HALF, True),
@@ -115,7 +117,8 @@ CHANGES = {
     "bf16.check_grad_overflow": ({"bf16": {"enabled": True}}, False),
     "torch_autocast.enabled": ({}, True),
     "torch_autocast.dtype": ({"torch_autocast": {"enabled": True}}, "float16"),
-    "data_types.grad_accum_dtype": ({}, "bf16"),
+    "data_types.buffer_dtype": ({}, "bf16"),
+    "data_types.keep_in_fp32_modules": ({}, ["norm"]),
     "data_types.param_dtype": ({}, "bf16"),
     "zero_optimization.stage": ({}, 2),
     "zero_optimization.reduce_bucket_size": ({}, 1000),
@@ -131,6 +134,7 @@ CHANGES = {
     "tensorboard.enabled": ({}, True),
     "tensorboard.output_path": ({"tensorboard": {"enabled": True}}, "logs"),
     "tensorboard.job_name": ({"tensorboard": {"enabled": True}}, "tuned"),
+    "zero_accelerators.masters": ({}, "rounded"),
 }
 
 
@@ -259,22 +263,21 @@ def test_every_used_key_with_one_letter_missing_is_refused():
         ({"fp16": {"enabled": True, "hysteresis": 0}}, "hysteresis must be at least 1"),
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale must be above 0"),
         ({"fp16": {"enabled": True, "initial_scale_power": 128}}, "from 0 to 127"),
-        ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "Raise initial or lower minimum"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "fp16.min_loss_scale is 8. Raise the one"),
         ({"fp16": {"enabled": "yes"}}, "takes true or false"),
         ({"gradient_clipping": -1.0}, "at least 0"),
         ({"gradient_clipping": "1.0"}, "takes a number"),
         ({"communication_data_type": "int8"}, "must be one of fp32, fp16, bf16"),
         ({"gradient_allreduce_op": "avg"}, "must be one of mean, sum"),
-        ({"gradient_allreduce_op": "sum", "gradient_predivide_factor": 2}, "divides nothing"),
-        ({"gradient_predivide_factor": 0}, "above 0"),
-        ({"prescale_gradients": True, "gradient_predivide_factor": 2}, "one number only"),
-        ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}, "16-bit already"),
+        ({"data_types": {"keep_in_fp32_modules": "norm"}}, "takes a list of names"),
+        ({"zero_accelerators": {"masters": "wide"}}, "must be one of exact, rounded"),
+        ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}, r"torch_autocast.enabled and bf16.enabled .*16-bit"),
         ({"optimizer": {"params": {"lr": 1}}}, "Give optimizer.type too"),
         ({"scheduler": {"params": {"lr": 1}}}, "Give scheduler.type too"),
         ({"optimizer": {"type": "Lamb"}}, "needs whole tensors"),
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, "Write gradient_clipping instead"),
         ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}, "bias_correction"),
-        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": 1}}}, "takes true or false"),
+        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": 2}}}, "takes true or false"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, "is a block of settings"),
         ({"optimizer": ["AdamW"]}, "is a block of keys"),
         ({"scheduler": {"type": "CosineAnnealingLR"}}, "none has that name"),
@@ -317,9 +320,9 @@ def test_numbers_of_a_loss_scale_that_is_off_or_fixed_are_not_judged():
         ("auto", 4, None, (16, 4, 1)),
         (32.0, 4.0, None, (32, 4, 2)),
         (32, 4, 3, "make 48"),
-        (33, 4, None, "not a multiple"),
+        (33, 4, None, "train_batch_size=33 .* not a multiple of train_micro_batch_size_per_gpu=4"),
         (32, "auto", None, 'train_micro_batch_size_per_gpu is "auto"'),
-        ("auto", "auto", 2, 'train_batch_size is "auto"'),
+        ("auto", "auto", 2, 'train_micro_batch_size_per_gpu is "auto"'),
         (None, 4, "auto", 'gradient_accumulation_steps is "auto"'),
         ("auto", 4, "auto", 'gradient_accumulation_steps is "auto"'),
         (0, 4, None, "at least 1"),
@@ -443,11 +446,14 @@ def test_later_changes_of_the_callers_dict_do_not_reach_the_configuration():
         ('{"gradient_clipping": -Infinity}', "given as -Infinity"),
         ('{"gradient_clipping": 1e999}', "not finite"),
         ('{"gradient_clipping": ' + "9" * 5000 + "}", "A number of 5000 digits"),
-        ('{"stage": 2,}', "line 1, column"),
-        ('{\n  // a comment\n  "steps_per_print": 1}', "line 2, column 3 is not JSON"),
         ("", "line 1, column 1"),
         ("[1]", "is a block of keys"),
-        ("null", "is a block of keys"),
+        ("null", "a colon is missing after the key 'null'"),
+        ('{"steps_per_print": 1', "'}' is missing"),
+        ('{"steps_per_print": 1 "dump_state": true}', "column 21 .* a comma is missing in this line"),
+        ('{"steps_per_print": 1}}', "something follows"),
+        ('{"dump_state: true}', "the closing quote is missing"),
+        ("{steps_per_print: }", "a value is missing"),
         ("[" * 100_000, "nested without end"),
         ('{"a":' * 50 + "1" + "}" * 50, "blocks deep"),
     ],
@@ -462,7 +468,7 @@ def test_a_file_that_is_no_plain_json_object_is_refused_where_it_breaks(tmp_path
 
 def test_a_file_that_cannot_be_read_is_refused_with_its_name(tmp_path):
     (tmp_path / "bytes.json").write_bytes(b'{"a": "\xff"}')
-    for path, words in ((tmp_path / "none.json", "cannot be opened"), (tmp_path, "cannot be opened"),
+    for path, words in ((tmp_path / "none.json", "there is no such file"), (tmp_path, "cannot be opened"),
                         (tmp_path / "bytes.json", "not UTF-8"), ("a\0b", "null")):
         with pytest.raises(ValueError, match=words):
             translate(path)
@@ -589,12 +595,107 @@ def test_the_command_prints_json_that_holds_the_same(capsys):
 def test_the_command_takes_what_the_call_would_imply(capsys):
     file = str(DATA / "hugging_face_fine_tune.json")
     assert main(["config", file]) == 1
-    assert 'is "auto"' in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "train_micro_batch_size_per_gpu (micro_samples), gradient_accumulation_steps (accumulation)" in said
+    line = f"python -m zero config {file} --implied dtype=... --implied micro_samples=... --implied accumulation=... "
+    assert line in said
     implied = ["micro_samples=8", "accumulation=2", "clip=1.0", "dtype=bfloat16"]
     assert main(["config", file, *(word for item in implied for word in ("--implied", item))]) == 0
     assert "dtype = bfloat16" in capsys.readouterr().out
     assert main(["config", file, "--implied", "learning=3"]) == 2
     assert "takes NAME=VALUE" in capsys.readouterr().err
+
+
+def test_the_command_takes_two_numbers_for_betas(capsys, tmp_path):
+    file = tmp_path / "betas.json"
+    file.write_text('{"optimizer": {"type": "Adam", "params": {"betas": "auto"}}}')
+    for betas in ("0.8,0.99", "[0.8, 0.99]"):
+        assert main(["config", str(file), "--implied", f"betas={betas}"]) == 0
+        assert "betas = 0.8, 0.99" in capsys.readouterr().out
+
+
+def test_all_problems_of_a_file_are_told_in_one_answer_the_stage_first():
+    tree = {"gradient_clip": 1.0, "optimizer": {"type": "Adam", "params": {"lr": "auto", "eps": "auto", "lrr": 1}},
+            "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "gradient_clipping": -1,
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_type": "cubic"}}}
+    with pytest.raises(ValueError) as caught:
+        translate(tree)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "Cannot use the DeepSpeed configuration: it has 7 problems."
+    found = ["stage was set to 3", "'gradient_clip'", "offload_param.device", "'lrr'", "gradient_clipping must", "warmup_type",
+             "optimizer.params.lr (lr), optimizer.params.eps (eps), scheduler.params.warmup_num_steps (warmup_steps)"]
+    assert all(words in line for words, line in zip(found, lines[1:], strict=True)), lines
+
+
+HJSON = """
+# as people write it
+{
+  train_micro_batch_size_per_gpu: 4  // no quotes
+  'gradient_accumulation_steps': 2,
+  /* over
+     lines */
+  optimizer: {
+    type: AdamW
+    params: {lr: 1e-3, betas: [0.9, 0.95,], "eps": 1e-8,}
+  }
+  "tensorboard": {enabled: true, output_path: "a # b"
+    job_name: it's this one, all of it
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("text", [HJSON, HJSON[HJSON.index("{") + 1 : HJSON.rindex("}")]], ids=["braces", "no braces"])
+def test_a_file_may_be_hjson(text, tmp_path):
+    path = tmp_path / "config.hjson"
+    path.write_text(text)
+    config = translate(path).config
+    assert (config.batch.micro_samples, config.accumulation) == (4, 2)
+    assert config.optimizer.kwargs["betas"] == (0.9, 0.95) and config.optimizer.kwargs["lr"] == 1e-3
+    assert config.report.tensorboard == str(pathlib.Path("a # b", "it's this one, all of it"))
+
+
+def test_a_text_that_is_no_path_may_be_a_configuration_in_base64():
+    text = base64.urlsafe_b64encode(json.dumps({"steps_per_print": 11}).encode()).decode()
+    assert translate(text).config.report.every_steps == 11
+    for wrong in ("no_such_file", base64.urlsafe_b64encode(b"something else").decode()):
+        with pytest.raises(ValueError, match=r"there is no such file\. Give the path"):
+            translate(wrong)
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+                    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.text(), JSON, max_size=4), st.sampled_from([None, 2]))
+def test_whatever_is_json_is_read_as_json(tree, indent):
+    assert Hjson(json.dumps(tree, indent=indent), dict, json.loads).read() == tree
+
+
+@pytest.mark.parametrize("on", [True, 1])
+def test_one_and_zero_stand_for_true_and_false(on):
+    assert translate({"zero_allow_untested_optimizer": on}).config.elementwise is True
+    assert translate({"zero_allow_untested_optimizer": 1 - on}).config.elementwise is None
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"gradient_allreduce_op": "sum", "prescale_gradients": True},
+        {"gradient_allreduce_op": "sum", "gradient_predivide_factor": 2.0},
+        {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+    ],
+)
+def test_what_asks_for_narrower_sums_or_states_is_served_in_float32_and_told(tree):
+    reading = translate(tree)
+    check_supported(reading.config)
+    told = "\n".join(reading.notices)
+    assert "float32" in told and "predivide" not in told.replace("gradient_predivide_factor", "")
+    assert reading.config.reduce == tree.get("gradient_allreduce_op", "mean")
+    assert len(translate({"data_types": {"grad_accum_dtype": "fp32"}, "prescale_gradients": False}).notices) == 1
 
 
 def test_the_command_refuses_a_file_with_the_reason_on_stderr(capsys):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+import zero
 from tests.zoo.case import filled, mlp, real_mlp, real_numbers, whole_loss, whole_numbers
 from zero.comm.loopback import run_ranks, solo
-from zero.config.schema import LossScale, Report, ZeroConfig
+from zero.config.schema import Batch, LossScale, Report, ZeroConfig
 from zero.engine.engine import Engine
 from zero.runtime.profiling import STOPS
 from zero.sharding.optimizer import ShardedOptimizer
@@ -123,7 +124,6 @@ def own_backward(group, stage, accumulation, how, **fields):
 
 HOWS = {
     "engine": lambda engine, loss: engine.backward(loss),
-    "undivided": lambda engine, loss: engine.backward(loss, scale_wrt_gas=False),
     "loss": lambda engine, loss: loss.backward(),
     "gradient": lambda engine, loss: loss.expand(2).backward(gradient=torch.full_like(loss, 0.5).expand(2)),
 }
@@ -135,11 +135,11 @@ SCALED = {"dtype": "float16", "loss_scale": LossScale(dynamic=False, initial=8.0
 @pytest.mark.promise("K11")
 @pytest.mark.parametrize("fields", [{}, SCALED], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_of_the_callers_own_gives_the_same_and_never_divides(stage, fields):
-    for accumulation, pairs in {1: ("engine", "loss", "gradient"), 2: ("undivided", "loss", "gradient")}.items():
+def test_a_backward_of_the_callers_own_gives_the_same_and_divides_as_the_engines_does(stage, fields):
+    for accumulation in (1, 2):
         runs = [
             run_ranks(2, lambda group, how=HOWS[name], count=accumulation: own_backward(group, stage, count, how, **fields))
-            for name in pairs
+            for name in ("engine", "loss", "gradient")
         ]
         for run in runs[1:]:
             assert all(same_bits(one, other) for one, other in zip(run, runs[0], strict=True))
@@ -333,14 +333,65 @@ def test_a_window_that_is_not_full_is_flushed_discarded_or_stepped(stage, end):
         assert same_bits(found, weights(plain.model))
 
 
-def test_flush_steps_on_a_backward_of_the_callers_own():
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_flush_divides_by_the_true_number_of_backwards_of_the_callers_own(num_micro_batches):
     engine, plain = engine_of(solo(), accumulation=4), Plain(1)
-    linear_loss(engine.module, 0, 0, 1).backward()
-    linear_loss(plain.model, 0, 0, 1).backward()
+    for micro in range(num_micro_batches):
+        linear_loss(engine.module, 0, micro, 1).backward()
+        if micro + 1 < num_micro_batches:
+            engine.step()
+        plain.backward(micro, divisor=num_micro_batches)
     engine.flush()
-    plain.optimizer.step()
+    plain.step()
     assert same_bits(weights(engine.module), weights(plain.model))
     assert engine.global_steps == 1
+
+
+def test_a_backward_of_the_callers_own_with_a_weight_is_divided_by_the_weights_alone():
+    def train(how):
+        engine = engine_of(solo(), accumulation=2)
+        for micro in range(2):
+            engine.weight(micro + 1)
+            how(engine, linear_loss(engine, 0, micro, 1))
+            engine.step()
+        return weights(engine.module)
+
+    assert same_bits(train(HOWS["engine"]), train(HOWS["loss"]))
+
+
+def test_without_an_engine_a_declared_accumulation_divides_nothing():
+    model, plain = mlp(), Plain(1)
+    optimizer = zero.shard(model, sgd(model), stage=2, accumulation=2, group=solo())
+    for micro in range(2):
+        linear_loss(model, 0, micro, 1).backward()
+        plain.backward(micro)
+    optimizer.step()
+    plain.step()
+    assert same_bits(weights(model), weights(plain.model))
+
+
+def test_a_backward_that_failed_is_followed_by_backwards_that_divide_as_ever():
+    engine, plain = engine_of(solo(), accumulation=2), Plain(1)
+    with pytest.raises(RuntimeError):
+        engine.backward(torch.zeros(2, requires_grad=True).exp())  # no scalar
+    for micro in range(2):
+        linear_loss(engine, 0, micro, 1).backward()
+        engine.step()
+        plain.backward(micro, divisor=2)
+    plain.step()
+    assert same_bits(weights(engine.module), weights(plain.model))
+
+
+@pytest.mark.parametrize("how", ["engine", "loss"])
+def test_samples_are_counted_by_the_backwards_where_the_caller_ends_the_windows(how):
+    batch = Batch.of(micro_samples=2, accumulation=4, world_size=1)
+    engine, found = engine_of(solo(), batch=batch, count_micro_steps=False), []
+    for num_backwards in (1, 3, 4):
+        for micro in range(num_backwards):
+            HOWS[how](engine, linear_loss(engine, 0, micro, 1))
+        engine.step()
+        found.append(engine.global_samples)
+    assert found == [2, 8, 16]
 
 
 def test_flush_counts_the_micro_batches_of_all_ranks_and_does_nothing_without_any():

@@ -59,6 +59,25 @@ def export(
         lines.close()
 
 
+def read_weights(directory: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, dict[str, Any], Any]:
+    """Where a checkpoint lies, its weights with their exact values and its buffers as a state dict of the plain model, and what
+    was saved as `extra`. No collective."""
+    folder = Folder.at(directory).find(tag)
+    manifest = read_manifest(folder)
+    for number in range(len(manifest.files)):
+        check_file(folder, manifest, number, lambda _: None)
+    lines = Lines(folder, manifest)
+    try:
+        found: dict[str, Any] = {name: lines.whole(name, VALUE) for name in manifest.parameters}
+        found.update({name: lines.buffer(name) for name in manifest.buffers})
+        found.update({alias: found[name] for alias, name in manifest.aliases.items()})
+        modules = values.decode(manifest.training, lines.extra)["modules"]
+        found.update({f"{name}._extra_state" if name else "_extra_state": state for name, state in modules.items()})
+        return folder, found, values.decode(manifest.extra, lines.extra)
+    finally:
+        lines.close()
+
+
 def _check_asked(out: Path, shard_bytes: int | None, dtype: torch.dtype | None) -> None:
     if shard_bytes is not None and shard_bytes < 1:
         raise ValueError(f"An export with shard_bytes={shard_bytes} was asked for, but a file has bytes. Pass 1 or more.")
@@ -151,7 +170,8 @@ class _Exporting:
         for group in training["groups"]:
             group["params"] = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-            state = {number: self._state(name, Path(scratch) / str(number)) for name, number in numbers.items()}
+            saved = {name: number for name, number in numbers.items() if name in self.manifest.parameters}
+            state = {number: self._state(name, Path(scratch) / str(number)) for name, number in saved.items()}
             beside = Path(scratch) / "whole"
             torch.save({"state": {n: s for n, s in state.items() if s}, "param_groups": training["groups"]}, beside)
             del state

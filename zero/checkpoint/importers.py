@@ -196,7 +196,13 @@ def _scale_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
     scaler = state.get("loss_scaler")
     if not state.get("dynamic_loss_scale") or scaler is None:
         return None
-    return {"value": float(scaler.cur_scale), "good_steps": 0, "patience": None, "stuck": 0}
+    good_steps = scaler.cur_iter - scaler.last_overflow_iter - 2  # the first one after an overflow does not count
+    return {
+        "value": float(scaler.cur_scale),
+        "good_steps": None if good_steps < 0 else good_steps % scaler.scale_window,
+        "patience": scaler.cur_hysteresis,
+        "stuck": 0,
+    }
 
 
 # plain torch's ----------------------------------------------------------------------------------------------------------

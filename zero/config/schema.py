@@ -47,6 +47,7 @@ class LossScale(ConfigModel):
     window: Count = 1000
     hysteresis: Count = 2
     refill_hysteresis: bool = False
+    cooldown: Annotated[int, Field(ge=0)] = 0  # finite steps at the start and after an overflow that the window does not count
     minimum: Positive = 1.0
     max_skips: Count = 100
 
@@ -220,6 +221,9 @@ class ZeroConfig(ConfigModel):
     stage: Annotated[int, Field(ge=0, le=2)]
     dtype: Dtype | None = None
     keep_fp32: Names = ()
+    masters: Literal["exact", "rounded"] = "exact"  # from the weights before they were cast, or after
+    buffer_dtype: Dtype | None = None  # what floating buffers are cast to
+    keep_fp32_buffers: Names | None = None  # those that are not; None: what the model lists itself, as transformers' do
     autocast: Half | None = None
     cast_inputs: bool = False
     offload: Annotated[Offload | None, BeforeValidator(_offload)] = None

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 
-from zero.config.schema import LossScale, Report, ZeroConfig
+from zero.config.schema import Report, ZeroConfig
 
 logger = logging.getLogger("zero")
 
 
 def check_supported(config: ZeroConfig) -> None:
     """Refuses what no part of the runtime does yet, before anything is built."""
-    scale = config.loss_scale or LossScale()
     rules = (
         (config.accumulation_dtype != "float32", f"accumulation_dtype={config.accumulation_dtype!r}",
          "gradients are always added up in float32"),
-        (scale.refill_hysteresis, "refill_hysteresis", "hysteresis is refilled when the scale grows and not before"),
     )  # fmt: skip
     _refuse(rules, "Take it out of the configuration.")
     for reason in _without_effect(config):

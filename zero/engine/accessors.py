@@ -10,22 +10,35 @@ from typing import Any
 from torch import nn
 
 from accelerators.launch import read_launch
+from zero.comm.group import Group
 from zero.config.schema import Batch, ZeroConfig
+from zero.engine.accumulation import Accumulation
+from zero.engine.checkpoints import state_dict_of
+from zero.engine.loading import loader_of
 from zero.sharding.optimizer import ShardedOptimizer
 
 
-class Answers:
-    """Methods only: what they speak of belongs to the engine."""
+class ModelAnswers:
+    """What any engine says. Methods only: what they speak of belongs to the engine."""
 
     module: nn.Module
-    optimizer: ShardedOptimizer
 
     @property
     def config(self) -> ZeroConfig:
         """The effective configuration. No collective."""
-        return self.optimizer.config
+        raise NotImplementedError
+
+    @property
+    def group(self) -> Group:
+        """The ranks that train together."""
+        raise NotImplementedError
 
     # what it was told --------------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> Batch | None:
+        """How many samples make a step; None where the configuration does not say."""
+        return self.config.batch
 
     def train_batch_size(self) -> int:
         """Samples that make a step, over all ranks."""
@@ -36,13 +49,81 @@ class Answers:
         return self._batch("train_micro_batch_size_per_gpu").micro_samples
 
     def _batch(self, asked: str) -> Batch:
-        if self.config.batch is None:
-            raise ValueError(f"{asked}() was asked for, but the configuration gives no batch sizes. Write {asked} in it.")
-        return self.config.batch
+        if self.batch is None:
+            raise ValueError(f"Cannot answer {asked}(): the configuration gives no batch sizes. Write {asked} in it.")
+        return self.batch
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-steps that make a step."""
         return self.config.accumulation or 1
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader of this rank's part of a dataset, in micro-batches unless `batch_size` says otherwise; not shuffled for the
+        routes "eval" and "predict". No collective."""
+        return loader_of(
+            dataset,
+            self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
+            self.group,
+            shuffle=route == "train",
+            sampler=data_sampler,
+            pin_memory=pin_memory,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            drop_last=self.config.drop_last,
+        )
+
+    def get_batch_info(self) -> tuple[Any, Any, Any]:
+        """The methods that say the batch sizes: of a step, of a micro-step, and how many of these make a step."""
+        return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether `step` counts micro-steps."""
+        return self.config.count_micro_steps
+
+    def dataloader_drop_last(self) -> bool:
+        """Whether a loader leaves out the last, smaller batch."""
+        return self.config.drop_last
+
+    def optimizer_name(self) -> str | None:
+        """What the configuration calls its optimizer, in small letters; None where it describes none."""
+        return None if self.config.optimizer is None else self.config.optimizer.kind.lower()
+
+    def scheduler_name(self) -> str | None:
+        """What the configuration calls its schedule; None where it describes none."""
+        return None if self.config.schedule is None else self.config.schedule.kind
+
+    def steps_per_print(self) -> int | None:
+        """After how many steps a line is logged."""
+        return self.config.report.every_steps
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether the times of a step are logged."""
+        return self.config.report.wall_clock
+
+    def memory_breakdown(self) -> bool:
+        """Whether memory is logged."""
+        return self.config.report.memory
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether a loss scale moves."""
+        return self.config.loss_scale is not None and self.config.loss_scale.dynamic
+
+    def initial_dynamic_scale(self) -> float:
+        """What the loss scale starts at; 1.0 where losses are not scaled."""
+        return 1.0 if self.config.loss_scale is None else self.config.loss_scale.initial
+
+    def torch_autocast_enabled(self) -> bool:
+        """Whether the engine calls the model under autocast."""
+        return self.config.autocast is not None
 
     def gradient_clipping(self) -> float:
         """The norm that gradients are clipped to; 0.0 for no clipping."""
@@ -61,30 +142,17 @@ class Answers:
     def bfloat16_enabled(self) -> bool:
         return self.config.dtype == "bfloat16"
 
-    def loss_scale(self) -> float:
-        """What the next loss is multiplied with; 1.0 where losses are not scaled."""
-        scale = self.optimizer.loss_scale
-        return 1.0 if scale is None else scale.value
-
-    def get_lr(self) -> list[Any]:
-        """The learning rate of each group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def get_mom(self) -> list[Any]:
-        """The momentum of each group: its betas where it has them."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
-
     # where it is -------------------------------------------------------------------------------------------------
 
     @property
     def global_rank(self) -> int:
         """This rank's number in the group that trains."""
-        return self.optimizer.group.rank
+        return self.group.rank
 
     @property
     def world_size(self) -> int:
         """Ranks in the group that trains."""
-        return self.optimizer.group.size
+        return self.group.size
 
     @property
     def local_rank(self) -> int:
@@ -93,9 +161,9 @@ class Answers:
 
     # the model's own answers -------------------------------------------------------------------------------------
 
-    def module_state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        state_dict: dict[str, Any] = self.module.state_dict(*arguments, **options)
-        return state_dict
+    def module_state_dict(self, *arguments: Any, exclude_frozen_parameters: bool = False, **options: Any) -> dict[str, Any]:
+        """The model's state dict, its weights in the dtype that they train in. No collective."""
+        return state_dict_of(self.module, *arguments, exclude_frozen=exclude_frozen_parameters, **options)
 
     def __getattr__(self, name: str) -> Any:
         """What an engine does not have is the model's; where the model answers with itself, the engine does."""
@@ -119,3 +187,65 @@ class Answers:
             return self if answer is self.module else answer
 
         return ask
+
+
+class Answers(ModelAnswers):
+    """What an engine with an optimizer says."""
+
+    optimizer: ShardedOptimizer
+    _accumulation: Accumulation
+    _sizes: Batch | None
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The effective configuration. No collective."""
+        return self.optimizer.config
+
+    @property
+    def group(self) -> Group:
+        """The ranks that train together."""
+        return self.optimizer.group
+
+    @property
+    def batch(self) -> Batch | None:
+        """How many samples make a step now; None where the configuration does not say."""
+        return self._sizes
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps that make a step."""
+        return self._accumulation.declared
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """From the next window on so many samples make a step: in more or fewer micro-steps of the same size. All ranks call
+        it alike, between two windows. No collective."""
+        now = self._batch("set_train_batch_size")
+        self._resize(Batch.of(global_samples=train_batch_size, micro_samples=now.micro_samples, world_size=now.world_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """From the next window on a micro-step has so many samples, and a step as many micro-steps as before. No collective."""
+        now = self._batch("set_train_micro_batch_size")
+        self._resize(Batch.of(micro_samples=micro_batch_size, accumulation=now.accumulation, world_size=now.world_size))
+
+    def _resize(self, batch: Batch) -> None:
+        if self._accumulation.num_micro_batches:
+            raise ValueError(
+                "Cannot change the batch size in the middle of an accumulation: its gradients were divided for another. Call "
+                "it after a step, or after discard()."
+            )
+        self._sizes = batch
+        self._accumulation.declared = batch.accumulation
+        self.optimizer.parts.window.scaling.divisor = batch.accumulation
+        self.optimizer.set_gradient_accumulation_boundary(self._accumulation.at_end)
+
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with; 1.0 where losses are not scaled."""
+        scale = self.optimizer.loss_scale
+        return 1.0 if scale is None else scale.value
+
+    def get_lr(self) -> list[Any]:
+        """The learning rate of each group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum of each group: its betas where it has them."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]

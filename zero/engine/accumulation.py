@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
 
-import torch
 
-
-@dataclass
 class Accumulation:
     """How far a window of micro-steps is, and where it ends."""
 
-    declared: int  # micro-steps that make a step
-    counted: bool  # False: the window ends where the caller steps, whatever their number
-    override: bool | None = None  # the caller's own word, until the window ends
-    micro_steps: int = 0  # of this window
-    backwards: int = 0  # since the last micro-step
-    divided: bool = False  # whether the gradients of this window carry the declared divisor
-    loss: torch.Tensor | None = None  # the sum of what this rank sent backward in this window, where somebody wants to know
+    def __init__(self, declared: int, counted: bool) -> None:
+        self.declared = declared  # micro-steps that make a step
+        self.counted = counted  # False: the window ends where the caller steps, whatever their number
+        self.coalescing = False  # inside coalesce_grad_reduction
+        self._in_engine = False
+        self.begin()
+
+    def begin(self) -> None:
+        self.override: bool | None = None  # the caller's own word, until the window ends
+        self.micro_steps = 0  # of this window
+        self.divided = False  # whether the gradients of this window carry the declared divisor
+        self._backwards = self._own_backwards = 0  # since the last micro-step, by the engine and by the caller
 
     @property
     def at_end(self) -> bool:
@@ -27,16 +30,28 @@ class Accumulation:
 
     @property
     def num_micro_batches(self) -> int:
-        """A micro-step may have several backwards; those that no micro-step has counted yet are one each."""
-        return self.micro_steps + self.backwards
+        """A micro-step may have several backwards. Of those that no micro-step has counted yet, each of the engine's is a
+        micro-batch; where steps are counted, the caller's own are one together."""
+        own = min(self._own_backwards, 1) if self.counted else self._own_backwards
+        return self.micro_steps + self._backwards + own
 
-    def add(self, loss: torch.Tensor) -> None:
-        loss = loss.detach().float().sum()
-        self.loss = loss if self.loss is None else self.loss + loss
+    @contextlib.contextmanager
+    def engine_backward(self, divides: bool) -> Iterator[None]:
+        """While the engine runs a backward."""
+        self._in_engine = True
+        try:
+            yield
+        finally:
+            self._in_engine = False
+        self._backwards += 1
+        self.divided |= divides
+
+    def note_backward(self, divides: bool) -> None:
+        """Some backward reached a first parameter."""
+        if not self._in_engine:
+            self._own_backwards += 1
+            self.divided |= divides
 
     def count(self) -> None:
         self.micro_steps += 1
-        self.backwards = 0
-
-    def begin(self) -> None:
-        self.override, self.micro_steps, self.backwards, self.divided, self.loss = None, 0, 0, False, None
+        self._backwards = self._own_backwards = 0

@@ -5,9 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
 from zero.comm.exchange import all_or_none, require_same_args
+from zero.comm.group import Group
 from zero.sharding.load import latest, load_from
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.save import save
@@ -16,9 +22,50 @@ from zero.sharding.snapshot import finish_saving, snapshot_of
 logger = logging.getLogger("zero")
 
 
+def state_dict_of(module: nn.Module, *arguments: Any, exclude_frozen: bool, **options: Any) -> dict[str, Any]:
+    """A module's state dict, without what is not trained if that is to be left out."""
+    state_dict: dict[str, Any] = module.state_dict(*arguments, **options)
+    prefix = options.get("prefix", "")
+    frozen = {prefix + name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
+    for name in frozen & state_dict.keys() if exclude_frozen else ():
+        del state_dict[name]
+    return state_dict
+
+
+def write_weights(group: Group, path: Path, module: nn.Module, exclude_frozen: bool) -> bool:
+    """Writes a module's state dict on rank 0, whole or not at all. A collective."""
+
+    def write() -> None:
+        if group.rank:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        copies: dict[Any, torch.Tensor] = {}  # what is one tensor under several names stays one
+        whole = {}
+        for name, value in state_dict_of(module, exclude_frozen=exclude_frozen).items():
+            if isinstance(value, torch.Tensor):
+                memory = value.data_ptr(), value.dtype, value.shape, value.stride()
+                if memory not in copies:
+                    copies[memory] = value.detach().cpu().clone()
+                value = copies[memory]
+            whole[name] = value
+        beside = path.with_name(f".{path.name}.saving")
+        try:
+            if path.suffix == ".safetensors":
+                save_file({name: value.clone() for name, value in whole.items()}, beside, {"format": "pt"})
+            else:
+                torch.save(whole, beside)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    all_or_none(group, f"Saving {path.name}", write)
+    return True
+
+
 class Checkpoints:
     """Methods only: what they save belongs to the engine."""
 
+    module: nn.Module
     optimizer: ShardedOptimizer
 
     def save_checkpoint(
@@ -27,12 +74,30 @@ class Checkpoints:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
         **options: Any,
     ) -> bool:
-        """As `zero.save`, with its other options; `client_state` is rank 0's. A collective."""
-        extra = dict(client_state or {})
-        save(save_dir, self, None if tag is None else str(tag), extra, is_latest=save_latest, **options)  # type: ignore[arg-type]
+        """As `zero.save`, with its other options; `client_state` is rank 0's. In the middle of an accumulation the state after
+        the last step is saved, and a load begins that window anew. A collective."""
+        engine: Any = self
+        if engine.in_window:
+            logger.warning(
+                "A checkpoint is saved in the middle of an accumulation: the gradients of this window are not in it. After a "
+                "load, send its micro-batches backward again."
+            )
+        options = {"is_latest": save_latest, "exclude_frozen": exclude_frozen_parameters, "mid_window": True, **options}
+        save(save_dir, engine, None if tag is None else str(tag), dict(client_state or {}), **options)
         return True
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the model's state dict, in the dtype that it trains in, for plain torch: safetensors where the name ends so,
+        else with torch.save. Rank 0 writes; a collective."""
+        return write_weights(self.optimizer.group, Path(save_dir) / save_filename, self.module, exclude_frozen_parameters)
 
     def load_checkpoint(
         self,
@@ -42,14 +107,16 @@ class Checkpoints:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: Any = None,
     ) -> tuple[str | None, Any]:
         """Takes a checkpoint in, and gives its path and the client state; `(None, None)` where there is none yet and no tag was
-        given. A collective."""
+        given. What does not match is refused whatever `load_module_strict` says: export the checkpoint, and load what fits
+        into the model before it is sharded. A collective."""
         about = snapshot_of(self, None)
-        if not load_module_strict:
+        if custom_load_fn is not None:
             raise ValueError(
-                "load_checkpoint(load_module_strict=False) was asked for, but what is matched by half cannot go on as it was. "
-                "Export the checkpoint, and load what fits into the model before it is sharded."
+                "Cannot use custom_load_fn: weights are loaded as shares. Export the checkpoint, and load it into the model "
+                "before it is sharded."
             )
         finish_saving(self.optimizer)  # or the first one, which is still being written, would not be there
         tag = None if tag is None else str(tag)

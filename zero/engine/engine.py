@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import gc
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Engine(Answers, Checkpoints):
     """
 
     def __init__(self, optimizer: ShardedOptimizer, lr_scheduler: Any = None, training_dataloader: Any = None) -> None:
-        parts = optimizer.parts
+        self._parts = parts = optimizer.parts
         self.module = optimizer.model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -38,8 +39,10 @@ class Engine(Answers, Checkpoints):
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
+        self._sizes = self.config.batch
         self._accumulation = Accumulation(self.config.accumulation or 1, self.config.count_micro_steps)
         parts.window.policy.counting = self._accumulation
+        parts.window.scaling.divisor = self._accumulation.declared
         self._applied = False
         self._progress = Progress(self.config.report, optimizer)
         self._announce_boundary()
@@ -55,6 +58,8 @@ class Engine(Answers, Checkpoints):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward, with the casts and the autocast of the configuration. No collective."""
         window = self.optimizer.parts.window
+        if torch._C._current_graph_task_id() == -1:  # or else it is recomputed in a backward
+            window.scaling.expect_plain()
         window.sync.set_phase("in the forward")
         with during("forward", window.clock):
             outputs = run_forward(self.module, self.config, self.device, inputs, named)
@@ -70,37 +75,46 @@ class Engine(Answers, Checkpoints):
     ) -> torch.Tensor:
         """Sends a micro-batch's loss backward, divided by the declared accumulation, and returns it so divided.
 
-        This is the only place that divides; `scale_wrt_gas=False` turns it off, and so does a `weight`, which is a
-        mean of its own. `options` are those of `torch.autograd.backward`. No rank waits for another in here.
+        `loss.backward()` divides too, as in DeepSpeed: its gradients are divided as they come. `scale_wrt_gas=False`
+        turns it off, and so does a `weight`, which is a mean of its own. `options` are those of
+        `torch.autograd.backward`. No rank waits for another in here.
         """
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
-                f"engine.backward was asked for, but a {type(loss).__name__} was found where a loss should be. Pass the tensor "
-                "that the model's outputs were computed to."
+                f"Cannot send a {type(loss).__name__} backward: engine.backward takes a loss. Pass the tensor that the model's "
+                "outputs were computed to."
             )
         accumulation, window = self._accumulation, self.optimizer.parts.window
         is_weighted = window.scaling.weight is not None
         if window.local.weights and not is_weighted:
             raise ValueError(
-                "engine.backward was asked for without a weight, but other micro-batches of this window have one. Call "
+                "Cannot use engine.backward without a weight: other micro-batches of this window have one. Call "
                 "engine.weight(n) before each of them, or before none."
             )
         divides = scale_wrt_gas and not is_weighted
         if divides and accumulation.declared != 1:
             loss = loss / accumulation.declared
         self._announce_boundary()  # the user may have cleared the gradients, and with them what the optimizer was told
-        with during("backward", window.clock):
+        with during("backward", window.clock), accumulation.engine_backward(divides), window.scaling.divided():
             self.optimizer.backward(loss, retain_graph=retain_graph, **options)
-        if self.config.report.tensorboard is not None:
-            accumulation.add(loss)
-        accumulation.backwards += 1
-        accumulation.divided |= divides
+        self._progress.add(loss)
         return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss, times the loss scale where there is one, for a `backward` of your own: `engine.scale(loss).backward()`.
+        Without it such a backward gives the same gradients, but those of fp16 weights may underflow. No collective."""
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            raise ValueError("Cannot scale: this is no tensor that a backward could start from. Pass a loss of this model.")
+        return self.optimizer.parts.loss_scaler.apply(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Counts a micro-step. At the end of a window also settles, clips, steps, clears the gradients and, unless the step
         was skipped, advances the scheduler with `lr_kwargs`. A collective at the end of a window, else none."""
         accumulation = self._accumulation
+        if accumulation.coalescing:
+            raise ValueError(
+                "Cannot step inside coalesce_grad_reduction(): gradients are reduced where the block ends. Step after it."
+            )
         if accumulation.at_end or not accumulation.counted:
             self._take_step(lr_kwargs)
         else:
@@ -114,7 +128,7 @@ class Engine(Answers, Checkpoints):
         """Steps on a window that is not full, dividing by the true number of its micro-batches; nothing where no rank has a
         gradient. A collective."""
         window = self.optimizer.parts.window
-        has_any = window.needs_sync or window.scaling.is_settled  # by a backward of the caller's own, which is not counted
+        has_any = window.needs_sync or window.scaling.is_settled  # by a `.grad` of the caller's own, for instance
         counts = self._exchange(self._accumulation.num_micro_batches, self._accumulation.divided, has_any)
         num_micro_batches = sum(count for count, _, _ in counts)
         if not num_micro_batches and not any(has_any for _, _, has_any in counts):
@@ -133,6 +147,7 @@ class Engine(Answers, Checkpoints):
         window and nothing came since."""
         self.optimizer.discard()
         self._accumulation.begin()
+        self._progress.forget()
         self._announce_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -142,7 +157,7 @@ class Engine(Answers, Checkpoints):
         self._announce_boundary()
 
     def _take_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
-        skipped, loss = self.optimizer.skipped_steps, self._accumulation.loss
+        skipped, num_micro_batches = self.optimizer.skipped_steps, self._accumulation.num_micro_batches
         try:
             with during("step", self.optimizer.parts.window.clock):
                 self.optimizer.step()
@@ -151,10 +166,12 @@ class Engine(Answers, Checkpoints):
             self._accumulation.begin()  # whatever became of the step, its window is over
         self._applied = self.optimizer.skipped_steps == skipped
         self.global_steps += 1
-        if self.config.batch is not None:
-            self.global_samples += self.config.batch.global_samples
+        if self.batch is not None:
+            batch, counted = self.batch, self._accumulation.counted
+            samples = batch.global_samples if counted else batch.micro_samples * batch.world_size * num_micro_batches
+            self.global_samples += samples
         figures = {"skipped": self.skipped_steps, "lr": self.get_lr(), "mom": self.get_mom()}
-        self._progress.tell(self.global_steps, figures, loss)
+        self._progress.tell(self.global_steps, figures)
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
@@ -168,8 +185,8 @@ class Engine(Answers, Checkpoints):
         """Says whether this micro-step is the last of its window; it overrides the count until the next step. No collective."""
         if not self._accumulation.counted:
             raise ValueError(
-                f"set_gradient_accumulation_boundary({is_boundary}) was asked for, but micro-steps are not counted "
-                "(managed_gradient_accumulation is false): every step ends a window. Call step where it should end."
+                f"Cannot use set_gradient_accumulation_boundary({is_boundary}): micro-steps are not counted "
+                "(managed_gradient_accumulation is false), and every step ends a window. Call step where it should end."
             )
         self._accumulation.override = bool(is_boundary)
         self._announce_boundary()
@@ -182,6 +199,21 @@ class Engine(Answers, Checkpoints):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Gradients of backwards inside wait on this rank until the window is settled. No collective."""
         return self.optimizer.no_sync()
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Backwards inside wait on this rank, and are reduced together where the block ends; a step comes after it, one for
+        each block. A collective at the end, unless the block raises."""
+        accumulation = self._accumulation
+        if accumulation.coalescing:
+            raise ValueError("Cannot nest coalesce_grad_reduction(): one block makes one reduction. Use the outer one.")
+        accumulation.coalescing = True
+        try:
+            with self.optimizer.no_sync():
+                yield
+        finally:
+            accumulation.coalescing = False
+        self.settle()
 
     def weight(self, amount: float) -> None:
         """The next micro-batch counts `amount`, and the gradient becomes the mean over all weights. No collective."""
@@ -254,6 +286,11 @@ class Engine(Answers, Checkpoints):
         """Moves back what `offload_states` moved. No collective."""
         self.optimizer.reload_states(non_blocking)
 
+    def empty_partition_cache(self) -> None:
+        """Gives memory that torch keeps for later back to the device. No collective."""
+        gc.collect()
+        self.optimizer.parts.accelerator.empty_cache()
+
     def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
         """Compiles the model in place, as `zero.compile` does. No collective."""
         compile(self, backend, **{**(compile_kwargs or {}), **options})
@@ -265,8 +302,9 @@ class Engine(Answers, Checkpoints):
 
     @property
     def counters(self) -> dict[str, int]:
-        """What the engine has counted; a checkpoint keeps it."""
-        return {name: getattr(self, name) for name in _COUNTERS}
+        """What the engine has counted up to the beginning of this window; a checkpoint keeps it."""
+        counted = {name: getattr(self, name) for name in _COUNTERS}
+        return {**counted, "micro_steps": self.micro_steps - self._accumulation.micro_steps}
 
     def restart(self, counters: Mapping[str, int]) -> None:
         """Counts on from there, at the beginning of a window."""
@@ -274,6 +312,11 @@ class Engine(Answers, Checkpoints):
             setattr(self, name, counters[name])
         self._accumulation.begin()
         self._announce_boundary()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the model is plain again."""
+        return self._parts.closed
 
     def close(self) -> None:
         """Makes the model plain again. No collective."""

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 
 import accelerators
 from accelerators import Accelerator
 from zero.comm.group import Group, TimeLimits
-from zero.config.deepspeed.mapping import Implied
 from zero.config.deepspeed.reader import read_deepspeed
-from zero.config.schema import OptimizerSpec, ZeroConfig
+from zero.config.deepspeed.written import Implied
+from zero.config.schema import ZeroConfig
 from zero.config.supported import check_supported
 from zero.engine.engine import Engine
+from zero.engine.forward_only import ForwardEngine
+from zero.engine.loading import loader_of
+from zero.engine.optimizers import check_known, given_optimizer, has_fused, own_optimizer
 from zero.memory.formats import dtype_name
-from zero.optim.lion import Lion
 from zero.optim.schedules import build_schedule
-from zero.optim.skip_dynamo import skip_dynamo_import
-from zero.runtime.kernels.select import check_kernels
 from zero.sharding.metrics import board_writer
 from zero.sharding.optimizer import ShardedOptimizer
 
 logger = logging.getLogger("zero")
+
+_engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # the last one of a model, by its id
 
 DISTRIBUTED_PORT = 29500  # DeepSpeed's default, with which a call asks for nothing
 
@@ -48,7 +51,7 @@ def initialize(
     config: Source | None = None,
     mesh_param: Any = None,
     config_params: Source | None = None,
-) -> tuple[Engine, ShardedOptimizer, Any, Any]:
+) -> tuple[Any, Any, Any, Any]:
     """The engine, its optimizer, a loader of this rank's samples and the scheduler; the last two may be None. A collective.
 
     `config` is the path of a DeepSpeed file, such a dict, or a `ZeroConfig`; `args.deepspeed_config` and
@@ -56,26 +59,32 @@ def initialize(
     before the one in the configuration, and so does a scheduler, or a function that makes one from the optimizer.
     `training_data` is a dataset, of which each rank gets its own part, or a DataLoader to be used as it is. A
     process group that a launcher asks for is started unless there is one, or `dist_init_required=False` says that
-    there should be one by now. The arguments are those of DeepSpeed 0.19.8, in its order.
+    there should be one by now. Without any optimizer the engine is one for forward only, and the optimizer is None.
+    A second call with a model closes its first engine. The arguments are those of DeepSpeed 0.19.8, in its order.
     """
     source = _the_config(args, config, config_params)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"initialize(model={model!r}) was asked for, but a model is needed. Pass an nn.Module as model=.")
+        raise ValueError(f"Cannot initialize(model={model!r}): a model is needed. Pass an nn.Module as model=.")
+    if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
+        raise ValueError(
+            f"Cannot initialize {type(model).__name__}: it is a PipelineModule, and pipeline parallelism is not served. Make "
+            "one nn.Module of its layers, such as an nn.Sequential, which every rank has whole."
+        )
     if mpu is not None:
-        raise ValueError("initialize(mpu=...) was asked for, but ranks do not split a model among them here. Leave mpu out.")
+        raise ValueError("Cannot initialize(mpu=...): ranks do not split a model among them here. Leave mpu out.")
     if mesh_param:
         raise ValueError(
-            f"initialize(mesh_param={mesh_param!r}) was asked for, but ranks do not split a sequence among them here. "
+            f"Cannot initialize(mesh_param={mesh_param!r}): ranks do not split a sequence among them here. "
             "Leave mesh_param out."
         )
     launched = os.environ.get("MASTER_PORT")
     if str(distributed_port) not in (str(DISTRIBUTED_PORT), launched):
         raise ValueError(
-            f"initialize(distributed_port={distributed_port!r}) was asked for, but ranks meet where their launcher says "
+            f"Cannot initialize(distributed_port={distributed_port!r}): ranks meet where their launcher says "
             f"(MASTER_PORT is {launched or 'not set'}). Set MASTER_PORT, and leave distributed_port out."
         )
     if collate_fn is not None and (training_data is None or isinstance(training_data, DataLoader)):
-        raise ValueError("initialize(collate_fn=...) was asked for, but there is no dataset to collate. Pass training_data=.")
+        raise ValueError("Cannot initialize(collate_fn=...): there is no dataset to collate. Pass training_data=.")
     accelerator = accelerators.current()
     from zero.comm.connect import connect  # torch.distributed is not imported before somebody trains
 
@@ -99,17 +108,22 @@ def _build(
     source: Source,
     accelerator: Accelerator,
     group: Group,
-) -> tuple[Engine, ShardedOptimizer, Any, Any]:
+) -> tuple[Any, Any, Any, Any]:
     params = list(model.parameters() if model_parameters is None else model_parameters)
     given = None if optimizer is None else given_optimizer(optimizer, params)
     read = read_config(source, _implied(model, given, training_data, group.size))
     config = effective(read, given, lr_scheduler, accelerator)
     check_supported(config)
+    if given is not None and not isinstance(source, ZeroConfig):
+        check_known(given, config)
     if config.report.tensorboard is not None:
         board_writer()  # raises where it is not installed
     loader = _loader(training_data, config, collate_fn, group)
+    if given is None and config.optimizer is None:
+        return _forward_only(model, config, lr_scheduler, loader, accelerator, group)
     inner = own_optimizer(config, params) if given is None else given
     _check_belonging(inner, params if model_parameters is not None else (), lr_scheduler)
+    _close_last(model)
     move(model, accelerator.device())
     from zero.comm.connect import sharing  # torch.distributed is not imported before somebody trains
 
@@ -118,12 +132,35 @@ def _build(
     sharded.parts.owns_group = True
     try:
         engine = Engine(sharded, _scheduler(lr_scheduler, config, sharded), loader)
+        _engines[id(model)] = engine
     except BaseException:
         sharded.close()
         raise
     if group.rank == 0:
         logger.info("rank 0: the effective configuration\n%s", sharded.parts.config.text())
     return engine, sharded, loader, engine.lr_scheduler
+
+
+def _forward_only(
+    model: nn.Module, config: ZeroConfig, lr_scheduler: Any, loader: Any, accelerator: Accelerator, group: Group
+) -> tuple[ForwardEngine, None, Any, None]:
+    if lr_scheduler is not None:
+        raise ValueError("Cannot use lr_scheduler: there is no optimizer. Pass optimizer=, or write one in config.")
+    _close_last(model)
+    move(model, accelerator.device())
+    logger.warning("There is no optimizer, neither in the call nor in the configuration: this engine only runs forward.")
+    return ForwardEngine(model, config, group, loader), None, loader, None
+
+
+def _close_last(model: nn.Module) -> None:
+    """Makes a model plain that another engine trains."""
+    engine = _engines.get(id(model))  # which keeps its model, so that no other one has that id
+    if engine is not None and not engine.is_closed:
+        logger.warning(
+            "This %s has an engine already, which is closed now: the state of its optimizer is gone. Keep one engine, or call "
+            "engine.destroy() before another initialize.", type(model).__name__,
+        )  # fmt: skip
+        engine.close()
 
 
 def move(model: nn.Module, device: torch.device) -> None:
@@ -189,50 +226,12 @@ def effective(
     if given is not None:
         own = "fused" if all(group.get("fused") for group in given.param_groups) else "torch"
         changes = {"optimizer": None, "kernels": "compiled" if config.kernels == "compiled" else own}
-    elif config.optimizer is None:
-        raise ValueError("Training was asked for, but there is no optimizer. Pass optimizer=, or write one in config.")
-    elif config.kernels == "fused" and not _has_fused(config.optimizer, accelerator):
+    elif config.optimizer is not None and config.kernels == "fused" and not has_fused(config.optimizer, accelerator):
         logger.warning("torch has no fused %s for %s; its plain kernel steps", config.optimizer.kind, accelerator.name)
         changes = {"kernels": "torch"}
     if lr_scheduler is not None:
         changes["schedule"] = None
     return config.model_copy(update=changes)
-
-
-def _has_fused(spec: OptimizerSpec, accelerator: Accelerator) -> bool:
-    """Whether torch's fused kernel of that optimizer runs on the device."""
-    with skip_dynamo_import():
-        example = _class_of(spec)([nn.Parameter(torch.zeros(1))], **spec.kwargs)
-    try:
-        check_kernels(example, "fused", accelerator.device())
-    except ValueError:
-        return False
-    return True
-
-
-def _class_of(spec: OptimizerSpec) -> Callable[..., torch.optim.Optimizer]:
-    found: Callable[..., torch.optim.Optimizer] = Lion if spec.kind == "Lion" else getattr(torch.optim, spec.kind)
-    return found
-
-
-def own_optimizer(config: ZeroConfig, params: list[Any]) -> torch.optim.Optimizer:
-    """The optimizer that the configuration describes."""
-    assert config.optimizer is not None
-    more = {"fused": True} if config.kernels == "fused" else {}
-    with skip_dynamo_import():
-        return _class_of(config.optimizer)(params, **config.optimizer.kwargs, **more)
-
-
-def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:
-    """The optimizer that was passed, or that the function which was passed makes."""
-    with skip_dynamo_import():
-        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer) else optimizer(params)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer={optimizer!r} was passed, which is or gives a {type(made).__name__}. Pass a torch.optim.Optimizer, "
-            "or a function that makes one from the parameters."
-        )
-    return made
 
 
 def _check_belonging(inner: torch.optim.Optimizer, params: Iterable[Any], lr_scheduler: Any) -> None:
@@ -269,16 +268,8 @@ def _loader(training_data: Any, config: ZeroConfig, collate_fn: Callable[..., An
         return training_data
     if config.batch is None:
         raise ValueError(
-            "initialize(training_data=...) was asked for, but no batch size is known. Write train_micro_batch_size_per_gpu."
+            "Cannot initialize(training_data=...): no batch size is known. Write train_micro_batch_size_per_gpu."
         )
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(training_data, IterableDataset):
-        sampler = DistributedSampler(training_data, num_replicas=group.size, rank=group.rank)
-    elif group.size > 1:
-        raise ValueError(
-            f"initialize(training_data=...) was given an IterableDataset, of which each of {group.size} ranks would get all. "
-            "Let it give each rank its part, and pass a DataLoader of it."
-        )
-    return DataLoader(
-        training_data, batch_size=config.batch.micro_samples, sampler=sampler, collate_fn=collate_fn, drop_last=config.drop_last
+    return loader_of(
+        training_data, config.batch.micro_samples, group, collate_fn=collate_fn, drop_last=config.drop_last
     )

@@ -25,9 +25,21 @@ class Progress:
         writes = report.tensorboard is not None and self._rank == 0
         self._records = MetricsWriter(None, optimizer, report.tensorboard) if writes else None
         self._told: dict[str, float] = {}  # milliseconds, when the last line was written
+        self._loss: torch.Tensor | None = None  # the sum of what this rank sent backward since the last step
 
-    def tell(self, step: int, figures: dict[str, object], loss: torch.Tensor | None) -> None:
+    def add(self, loss: torch.Tensor) -> None:
+        """Adds up the loss of a step, where it is to be recorded."""
+        if self._report.tensorboard is not None:
+            loss = loss.detach().float().sum()
+            self._loss = loss if self._loss is None else self._loss + loss
+
+    def forget(self) -> None:
+        """The losses since the last step are those of a window that was thrown away."""
+        self._loss = None
+
+    def tell(self, step: int, figures: dict[str, object]) -> None:
         """One line, where it is time for one: after so many steps, or each where only times or memory were asked for."""
+        loss, self._loss = self._loss, None
         if self._records is not None:
             self._records.write(**({} if loss is None else {"loss": loss.item()}))
         every = self._report.every_steps or (1 if self._report.wall_clock or self._report.memory else None)

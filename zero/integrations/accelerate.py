@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.config.deepspeed.written import Implied
 from zero.engine.initialize import move
+from zero.integrations.options import Framework, Given, read_options
 from zero.plan.stages import stage_of
 from zero.runtime.grads.ownership import window_of
 from zero.sharding.load import load
@@ -37,13 +39,20 @@ _FOLDER, _TAG = "zero", "state"  # in what save_state writes
 
 
 class ShardedAccelerator(Accelerator):
-    """An Accelerator for one model and its optimizer; `zero` has the options of `zero.shard`, `stage` at least."""
+    """An Accelerator for one model and its optimizer; `zero` has the options of `zero.shard`, `stage` at least, or is a
+    DeepSpeed configuration: a dict, or the path of a file."""
 
     _optimizers: list[Any]  # as accelerate has prepared them
 
-    def __init__(self, *args: Any, zero: Mapping[str, Any], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, zero: Given, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._begin(zero)
+        self._begin(read_options(zero, self._framework()).shard)
+
+    def _framework(self) -> Framework:
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(self.mixed_precision, "float32")
+        implied = Implied(world_size=self.num_processes, accumulation=self.gradient_accumulation_steps, dtype=dtype)
+        words = {"accumulation": "gradient_accumulation_steps", "dtype": "mixed_precision"}
+        return Framework("accelerate", implied, words)
 
     @classmethod
     def of(cls, accelerator: Accelerator, zero: Mapping[str, Any]) -> ShardedAccelerator:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from zero.config.deepspeed.written import Implied
+from zero.integrations.options import Framework, Given, read_options
 from zero.plan.stages import stage_of
 from zero.sharding.load import load
 from zero.sharding.optimizer import ShardedOptimizer, shard
@@ -40,18 +42,19 @@ DDPStrategy: Any = _ddp_strategy()
 
 
 class ShardedStrategy(DDPStrategy):
-    """Starts ranks as DDPStrategy does, whose other arguments it takes; `zero` has the options of `zero.shard`."""
+    """Starts ranks as DDPStrategy does, whose other arguments it takes; `zero` has the options of `zero.shard`, or is a
+    DeepSpeed configuration: a dict, or the path of a file, which is read when a fit begins."""
 
     optimizers: list[Any]
 
-    def __init__(self, *args: Any, zero: Mapping[str, Any], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, zero: Given, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if zero.get("dtype") in ("float16", torch.float16):
+        if isinstance(zero, Mapping) and zero.get("dtype") in ("float16", torch.float16):
             raise ValueError(
                 "Sharding under Lightning was asked for with dtype='float16', but Lightning sends the loss backward itself, "
                 "without a loss scale for such weights. Use precision='16-mixed', or dtype='bfloat16'."
             )
-        self.zero = dict(zero)
+        self.zero = zero
         self._shares: Path | None = None  # of the checkpoint that is being loaded
 
     @property
@@ -71,7 +74,20 @@ class ShardedStrategy(DDPStrategy):
                 f"configure_optimizers gave {len(self.optimizers)} optimizers, but one is sharded for one model. Return one, "
                 "with a parameter group for each part of the model that has its own settings."
             )
-        self.optimizers = [shard(self.lightning_module, self.optimizers[0], **self.zero)]
+        options = read_options(self.zero, self._framework(trainer)).shard
+        self.optimizers = [shard(self.lightning_module, self.optimizers[0], **options)]
+
+    def _framework(self, trainer: Any) -> Framework:
+        precision = str(trainer.precision)
+        dtype = "bfloat16" if precision.startswith("bf16") else "float16" if precision.startswith("16") else "float32"
+        implied = Implied(
+            world_size=self.world_size,
+            accumulation=trainer.accumulate_grad_batches,
+            clip=float(trainer.gradient_clip_val or 0.0),
+            dtype=dtype,
+        )
+        words = {"accumulation": "accumulate_grad_batches", "clip": "gradient_clip_val", "dtype": "precision"}
+        return Framework("Lightning", implied, words)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -8,11 +8,14 @@ Everything else is the Trainer's own: accumulation, clipping, schedules, precisi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zero.config.deepspeed.written import Implied
+from zero.engine.optimizers import own_optimizer
 from zero.integrations.accelerate import ShardedAccelerator
+from zero.integrations.options import Framework, Given, Options, read_options
+from zero.optim.schedules import build_schedule
 from zero.sharding.load import load
 from zero.sharding.save import save
 
@@ -33,14 +36,62 @@ class Sharding:
 
     accelerator: Any
     args: Any
+    model: Any
+    optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, *args: Any, zero: Mapping[str, Any], **kwargs: Any) -> None:
-        self._zero = dict(zero)  # before the Trainer makes its accelerator
+    def __init__(self, *args: Any, zero: Given, **kwargs: Any) -> None:
+        self._zero = zero  # before the Trainer makes its accelerator
         super().__init__(*args, **kwargs)
+
+    def _options(self, num_training_steps: int | None = None) -> Options:
+        """What `zero` says, with the Trainer's arguments for its "auto"."""
+        args = self.args
+        total = num_training_steps or max(args.max_steps, 1)
+        implied = Implied(
+            world_size=args.world_size,
+            global_samples=args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps,
+            micro_samples=args.per_device_train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            dtype="bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
+            clip=float(args.max_grad_norm or 0.0),
+            lr=args.learning_rate,
+            weight_decay=args.weight_decay,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            warmup_steps=max(args.get_warmup_steps(total), 1),
+            total_steps=total,
+        )
+        words = {
+            "clip": "max_grad_norm",
+            "accumulation": "gradient_accumulation_steps",
+            "micro_samples": "per_device_train_batch_size",
+            "global_samples": "per_device_train_batch_size x ranks x gradient_accumulation_steps",
+            "dtype": "the Trainer's precision",
+        }
+        return read_options(self._zero, Framework("the Trainer", implied, words, builds=True))
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer of a DeepSpeed configuration that has one; else the Trainer's."""
+        config = self._options().config
+        if self.optimizer is None and config is not None and config.optimizer is not None:
+            self.optimizer = own_optimizer(config, [param for param in self.model.parameters() if param.requires_grad])
+        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule of a DeepSpeed configuration that has one; else the Trainer's."""
+        config = self._options(num_training_steps).config
+        if self.lr_scheduler is None and config is not None and config.schedule is not None:
+            self.lr_scheduler = build_schedule(config.schedule, self.optimizer if optimizer is None else optimizer)
+        return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's accelerator, made to shard what it prepares."""
+        if self.args.deepspeed:
+            raise ValueError(
+                "Cannot shard under TrainingArguments(deepspeed=...): that trains with DeepSpeed itself. Leave it out, and "
+                "pass its configuration to the trainer as zero=."
+            )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self.args.n_gpu > 1:
             raise ValueError(
@@ -52,7 +103,7 @@ class Sharding:
                 "auto_find_batch_size was asked for, but ranks that fail at different times cannot begin again together. "
                 "Set per_device_train_batch_size."
             )
-        ShardedAccelerator.of(self.accelerator, self._zero)
+        ShardedAccelerator.of(self.accelerator, self._options().shard)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(Path(output_dir) / _FOLDER, self.accelerator.sharded, _TAG, scheduler=self.lr_scheduler)
@@ -65,4 +116,5 @@ class Sharding:
 
 
 class ShardedTrainer(Sharding, Trainer):
-    """A Trainer that takes `zero`, the options of `zero.shard`, `stage` at least, as one more keyword."""
+    """A Trainer that takes `zero` as one more keyword: the options of `zero.shard`, `stage` at least, or a DeepSpeed
+    configuration, a dict or the path of a file."""

@@ -20,15 +20,19 @@ class Masters:
     """This rank's shares in the dtype of sums, cut into parameters.
 
     Where the weights have that dtype themselves and are in the same memory, a master is a view of them and costs
-    nothing. Otherwise it is their exact value, of which the weight is the rounded copy.
+    nothing. Otherwise it is their exact value, of which the weight is the rounded copy; with `rounded` it starts from
+    that copy.
     """
 
-    def __init__(self, layout_ref: LayoutRef, rank: int, weights: FlatBuffer, shard: Shard) -> None:
+    def __init__(
+        self, layout_ref: LayoutRef, rank: int, weights: FlatBuffer, shard: Shard, rounded: bool = False
+    ) -> None:
         self.shard = shard
         self.pieces: dict[int, list[tuple[Piece, torch.nn.Parameter]]] = {}  # by parameter
         self._in_block: dict[Block, list[tuple[Piece, torch.nn.Parameter]]] = {}
         self.layout_ref = layout_ref
         self.rank = rank
+        self._rounded_at_start = rounded
         self._weights = weights
         self._fetched: dict[int, tuple[Transfer, torch.Tensor]] = {}  # weights in their masters' home, or on their way to it
         self._rounded: dict[int, torch.Tensor] = {}  # new weights there, by bucket, while its blocks are stepped
@@ -39,6 +43,8 @@ class Masters:
         it is `source` itself, which may be had if it is `given`."""
         share, kept = self._weights.share(bucket, self.rank), False
         if self.is_copy(bucket):
+            if self._rounded_at_start:
+                source, given = share, False
             dtype = sum_dtype(self.layout_ref.dtype_of(bucket))
             kept = given and source.dtype == dtype and self.shard.home_of(bucket).holds(source)
             share = source if kept else self.shard.allocate(bucket).copy_(source)

@@ -36,6 +36,12 @@ class Schedule(LRScheduler):
         return [self._rate(self.last_epoch, float(base), settings)
                 for base, settings in zip(self.base_lrs, self._groups, strict=True)]
 
+    def get_mom(self) -> list[Any] | None:
+        """The betas of each group, or its momentum, where this schedule moves them; else None."""
+        if not self._momentum:
+            return None
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
     def state_dict(self) -> dict[str, Any]:
         """Where the schedule stands. What it is lies in the configuration."""
         return {"last_epoch": self.last_epoch, "base_lrs": [float(base) for base in self.base_lrs]}

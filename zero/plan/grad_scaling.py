@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -16,16 +18,47 @@ class Scaling:
 
     reduce: float = 1.0  # of the sum over ranks
     loss_scale: float = 1.0
-    missing_loss_scale: float = 1.0  # the loss scale, while a backward runs without it
+    divisor: float = 1.0  # the accumulation that an engine divides by
+    is_scaled: bool = False  # the backward that runs was sent from a loss that carries the loss scale
+    is_divided: bool = False  # or was divided, or is not to be
     weight: float | None = None  # of the micro-batch to come, where micro-batches have any
     is_settled: bool = False  # sums are final, and what comes now is added to them
 
     @property
     def multiplier(self) -> float | None:
         """Of the gradients to come; None for nothing."""
-        if self.weight is None:
-            return None if self.missing_loss_scale == 1.0 else self.missing_loss_scale
-        return self.weight * self.missing_loss_scale
+        missing = 1.0 if self.is_scaled else self.loss_scale
+        if self.weight is not None:
+            return self.weight * missing
+        factor = missing / self.missing_divisor
+        return None if factor == 1.0 else factor
+
+    @property
+    def missing_divisor(self) -> float:
+        """What is left to divide by; a mean over weights is divided by nothing else."""
+        return 1.0 if self.is_divided or self.weight is not None else self.divisor
+
+    @contextlib.contextmanager
+    def divided(self) -> Iterator[None]:
+        """While a backward runs whose loss was divided, or is not to be."""
+        before, self.is_divided = self.is_divided, True
+        try:
+            yield
+        finally:
+            self.is_divided = before
+
+    @contextlib.contextmanager
+    def scaled(self) -> Iterator[None]:
+        """While a backward runs whose loss carries the loss scale."""
+        before, self.is_scaled = self.is_scaled, True
+        try:
+            yield
+        finally:
+            self.is_scaled = before
+
+    def expect_plain(self) -> None:
+        """The backward to come carries nothing."""
+        self.is_scaled = self.is_divided = False
 
     @property
     def accumulate_factor(self) -> float:

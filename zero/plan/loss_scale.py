@@ -11,7 +11,9 @@ from typing import Any
 class LossScale:
     """A scale and the rule by which it changes; `window=None` keeps it as it is.
 
-    An overflow first uses up `hysteresis`, then divides the scale; `window` finite steps in a row multiply it.
+    An overflow first uses up `hysteresis`, then divides the scale; `window` finite steps in a row multiply it, of which
+    the first `cooldown` at the start and after an overflow do not count. What was used up of `hysteresis` comes back when
+    the scale grows, with `refill` at every finite step.
     """
 
     value: float = 2.0**16
@@ -19,7 +21,9 @@ class LossScale:
     factor: float = 2.0
     hysteresis: int = 2
     minimum: float = 1.0
-    good_steps: int = 0
+    cooldown: int = 0
+    refill: bool = False
+    good_steps: int | None = None  # finite steps that count; None stands for the start, and for what follows an overflow
     patience: int | None = None  # overflows still forgiven; None stands for all of `hysteresis`
     stuck: int = 0  # overflows in a row that the scale could not answer by falling
 
@@ -29,12 +33,13 @@ class LossScale:
             "window" if self.window is not None and self.window < 1 else
             "factor" if not 1 < self.factor < float("inf") else
             "hysteresis" if self.hysteresis < 1 else
-            "minimum" if not 0 < self.minimum < float("inf") else None
+            "minimum" if not 0 < self.minimum < float("inf") else
+            "cooldown" if self.cooldown < 0 else None
         )  # fmt: skip
         if wrong is not None:
             raise ValueError(
                 f"A loss scale with {wrong}={getattr(self, wrong)} was asked for. The value and minimum must be positive and "
-                "finite, the factor above 1, window and hysteresis at least 1."
+                "finite, the factor above 1, window and hysteresis at least 1, cooldown at least 0."
             )
 
     @property
@@ -59,11 +64,11 @@ class LossScale:
         if self.window is None:
             return self
         if finite:
-            good = self.good_steps + 1
+            good = (-self.cooldown if self.good_steps is None else self.good_steps) + 1
             if good < self.window:
-                return replace(self, good_steps=good)
+                return replace(self, good_steps=good, patience=None if self.refill else self.patience)
             return replace(self, value=self.value * self.factor, good_steps=0, patience=None)
         patience = (self.hysteresis if self.patience is None else self.patience) - 1
         if patience > 0:
-            return replace(self, good_steps=0, patience=patience)
-        return replace(self, value=max(self.value / self.factor, self.minimum), good_steps=0, patience=0)
+            return replace(self, good_steps=None, patience=patience)
+        return replace(self, value=max(self.value / self.factor, self.minimum), good_steps=None, patience=0)

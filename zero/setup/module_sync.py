@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import torch
 from torch import nn
@@ -53,6 +54,28 @@ def cast_frozen(model: nn.Module, config: ZeroConfig) -> None:
     for param in model.parameters():
         if config.dtype is not None and param.is_floating_point() and id(param) not in islands and not param.requires_grad:
             param.data = param.data.to(DTYPES[config.dtype])
+
+
+def cast_buffers(model: nn.Module, config: ZeroConfig) -> None:
+    """Casts floating buffers to `buffer_dtype`, but for those that stay in fp32."""
+    if config.buffer_dtype is None:
+        return
+    kept = re.compile("|".join(_kept_buffers(model, config.keep_fp32_buffers)) or "(?!)")
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(torch.float32 if kept.search(name) else DTYPES[config.buffer_dtype])
+
+
+def _kept_buffers(model: nn.Module, patterns: tuple[str, ...] | None) -> list[str]:
+    """Patterns that match anywhere in a name; those of a module's own list, which transformers' models have, below it."""
+    if patterns is not None:
+        return [pattern.replace("*", ".*") for pattern in patterns]
+    found = []
+    for prefix, module in model.named_modules():
+        for pattern in getattr(module, "_keep_in_fp32_modules_strict", None) or ():
+            within = f"^{re.escape(prefix)}\\..*" if prefix else ""
+            found.append(within + pattern.replace("*", ".*"))
+    return found
 
 
 def _broadcast_bits(group: Group, tensor: torch.Tensor) -> None:

@@ -41,7 +41,7 @@ from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.step.updater import StepPolicy, Updater
 from zero.runtime.sync.exchange import WindowSync
 from zero.setup.consistency import settings_of
-from zero.setup.module_sync import cast_frozen, sync_module_states
+from zero.setup.module_sync import cast_buffers, cast_frozen, sync_module_states
 from zero.setup.param_selection import ManagedParams
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
 from zero.sharding.loss_scaler import LossScaler
@@ -91,7 +91,8 @@ def _assemble(
     chosen, layout, place, memory_guard = plan.params, plan.layout, plan.place, plan.memory_guard
     layout_ref, formats = LayoutRef(layout), [ParamFormat.of(tensor) for tensor in chosen.tensors]
     params, weights = Params(chosen.tensors, chosen.names), FlatBuffer(layout_ref)
-    masters = Masters(layout_ref, group.rank if layout.num_shares > 1 else 0, weights, Shard(layout_ref, memory_guard.homes))
+    rank, shard = group.rank if layout.num_shares > 1 else 0, Shard(layout_ref, memory_guard.homes)
+    masters = Masters(layout_ref, rank, weights, shard, rounded=config.masters == "rounded")
     placer = ParamPlacer(params, formats, weights, masters, group, place)
     latent, dtypes = chosen.frozen, {index: tensor.dtype for index, tensor in enumerate(chosen.tensors)}
     hooks = GradHooks(params)
@@ -146,6 +147,7 @@ def _assemble(
 
     def open_(window: Window) -> None:
         cast_frozen(model, config)
+        cast_buffers(model, config)
         window.grads.register()  # when every parameter has the dtype that it will keep
         for index, tensor in enumerate(chosen.tensors):
             hooks.attach(index, tensor, window.before_grad, window.grad_ready)

@@ -118,14 +118,16 @@ class _Loading:
         here = [*about.named.parameters, *about.named.buffers, *about.named.aliases]
         self._wrappers = num_wrappers(here), num_wrappers(there)
         self._plain: dict[str, dict[str, Any]] = {}  # by parameter
-        self.training: dict[str, Any] = {}
+        self.training = values.decode(manifest.training, lines.extra)
         self.extra: Any = None
+        self._left_out = set(self.training.get("left_out", ()))
 
     def check(self, files: Collection[int]) -> None:
         """Raises unless everything that the model has is in the checkpoint, and everything that is in it has a place; of its
         files this rank looks at some."""
         self._lines.check(files)
-        wrong = self._differing("", self._tensors(), self._manifest.parameters)
+        there = {name: tensor for name, tensor in self._tensors().items() if not self._stays(name)}
+        wrong = self._differing("", there, self._manifest.parameters)
         wrong += self._differing("buffer ", self._about.named.buffers, self._manifest.buffers)
         if wrong:
             more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
@@ -146,7 +148,6 @@ class _Loading:
 
     def read_plain(self) -> None:
         """Reads what is no tensor of a parameter, and raises unless the optimizer is the one whose state was saved."""
-        self.training = values.decode(self._manifest.training, self._lines.extra)
         self.extra = values.decode(self._manifest.extra, self._lines.extra)
         lacking = _TRAINING - self.training.keys()
         if lacking:
@@ -230,12 +231,16 @@ class _Loading:
         total = sum(tensor.numel() for tensor in parts.params.tensors)
         with ProgressBar("loading", total, parts.group.rank == 0, "elements") as bar:
             for index, name in enumerate(about.managed):
+                if self._stays(name):
+                    continue
                 if lies_nowhere(parts, index):
                     self._fill_whole(name, parts.params.tensors[index])
                 else:
                     self._fill_pieces(index, name)
                 bar.advance(parts.params.tensors[index].numel())
         for name, param in about.unmanaged():
+            if self._stays(name):
+                continue
             param.copy_(self._lines.whole(self._source(name), VALUE))
         for name, buffer in about.named.buffers.items():
             buffer.copy_(self._lines.buffer(self._source(name)))
@@ -283,13 +288,20 @@ class _Loading:
         parts.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
         parts.mid_update = False
 
+    def _stays(self, name: str) -> bool:
+        """Whether a parameter was left out of the checkpoint, and keeps its value here: it is not trained here either."""
+        about = self._about
+        if self._source(name) not in self._left_out:
+            return False
+        return name not in about.managed or lies_nowhere(about.parts, about.managed.index(name))
+
     def _tensors(self) -> dict[str, torch.Tensor]:
         managed = zip(self._about.managed, self._about.parts.params.tensors, strict=True)
         return {**self._about.named.parameters, **dict(managed)}
 
     def _had_master(self, name: str) -> bool:
-        stored = self._manifest.parameters[self._source(name)]
-        return stored.value_dtype != stored.dtype
+        stored = self._manifest.parameters.get(self._source(name))
+        return stored is not None and stored.value_dtype != stored.dtype
 
     def _source(self, name: str) -> str:
         """What a parameter or buffer is stored by: in other wrappers, and of tied ones another name may have been the first."""

@@ -38,7 +38,14 @@ class LossScaler:
         self.scale = None
         if given is not None:
             window = given.window if given.dynamic else None
-            self.scale = LossScale(given.initial, window, hysteresis=given.hysteresis, minimum=given.minimum)
+            self.scale = LossScale(
+                given.initial,
+                window,
+                hysteresis=given.hysteresis,
+                minimum=given.minimum,
+                cooldown=given.cooldown,
+                refill=given.refill_hysteresis,
+            )
 
     @property
     def scale(self) -> LossScale | None:
@@ -48,19 +55,33 @@ class LossScaler:
     def scale(self, scale: LossScale | None) -> None:
         """Sums are divided by it as they are kept; gradients of a backward without it are multiplied first."""
         self._scale = scale
-        self._scaling.loss_scale = self._scaling.missing_loss_scale = 1.0 if scale is None else scale.value
+        self._scaling.loss_scale = 1.0 if scale is None else scale.value
+
+    def apply(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss for a backward of the caller's own, whose gradients are then known to carry the scale."""
+        if self._scale is None:
+            return loss
+        scaled = loss.float() * self._scale.value
+        if scaled.requires_grad:
+            scaled.register_hook(self._note_scaled)  # type: ignore[no-untyped-call]
+        return scaled
+
+    def _note_scaled(self, grad: torch.Tensor) -> torch.Tensor:
+        """A backward begins that carries the scale. It is divided here, where that overflows nothing. Where it raises, its end
+        is not called; a new window or forward is."""
+        scaling = self._scaling
+        grad = grad / scaling.missing_divisor
+        scaling.is_scaled = scaling.is_divided = True
+        torch.autograd.Variable._execution_engine.queue_callback(scaling.expect_plain)
+        return grad
 
     @contextlib.contextmanager
     def scaled(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
         """The loss to send backward."""
-        before = self._scaling.missing_loss_scale
         if self._scale is not None:
-            self._scaling.missing_loss_scale = 1.0
             loss = loss.float() * self._scale.value  # in fp32, since it may be beyond what fp16 can hold
-        try:
+        with self._scaling.scaled():
             yield loss
-        finally:
-            self._scaling.missing_loss_scale = before
 
     def update(self, is_finite: bool) -> None:
         """A step was applied, or skipped because something was not finite."""

@@ -19,6 +19,7 @@ from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.plan.loss_scale import LossScale
 from zero.setup.consistency import check_weights
 from zero.sharding.build import build
+from zero.sharding.live import remember
 from zero.sharding.loss_scaler import loaded_scale, with_loss_scale
 from zero.sharding.optimizer_state import load_state, whole_state, whole_state_dict
 from zero.sharding.recovery import rebuild
@@ -55,6 +56,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.model = model
         self.group = parts.group
         self._parts = parts
+        remember(self)
         self._release = weakref.finalize(self, parts.release_anywhere)
         self._release.atexit = False
         self.skipped_steps = 0

@@ -32,6 +32,8 @@ def save(
     async_save: bool = False,
     keep_last: int | None = None,
     is_latest: bool = True,
+    exclude_frozen: bool = False,
+    mid_window: bool = False,
 ) -> PendingSave:
     """Writes a checkpoint of the training that `target` does into `directory`, which all ranks see. A collective.
 
@@ -40,17 +42,20 @@ def save(
     tuples, sets and dicts of them. With `async_save` the state is copied to the host and written on a thread; `wait()` of
     what is returned, or the next save or load, says whether that went well. With `keep_last=n` older checkpoints than
     the n newest go, once this one is complete; unless `is_latest` it is loaded by its tag alone. A directory is one training's.
+    With `exclude_frozen` parameters that are not trained are left out, and a load leaves the model's own as they are. In the
+    middle of an accumulation nothing is saved, unless `mid_window` says that its gradients may be left out.
     """
     about = snapshot_of(target, scheduler)
+    if exclude_frozen:
+        about.leave_out_frozen()
     optimizer, parts = about.optimizer, about.parts
     finish_saving(optimizer)
     tag = f"global_step{about.step}" if tag is None else tag
     folder, kept, rest = all_or_none(
-        parts.group, "A save", lambda: _checked(directory, tag, extra, keep_last, about, parts.group.rank == 0)
+        parts.group, "A save", lambda: _checked(directory, tag, extra, keep_last, about, mid_window)
     )
-    require_same_args(
-        parts.group, "A save", tag=tag, keep_last=keep_last, async_save=bool(async_save), is_latest=bool(is_latest)
-    )
+    flags = {"async_save": bool(async_save), "is_latest": bool(is_latest), "exclude_frozen": bool(exclude_frozen)}
+    require_same_args(parts.group, "A save", tag=tag, keep_last=keep_last, **flags)
     place = _meet_in(folder, tag, parts.group)
     writer = Writer(folder, tag, place, parts.group.rank, parts.group.size, parts.config.timeout_s)
     plan = Plan(about.outlines(), rest, keep_last, is_latest)
@@ -110,14 +115,14 @@ def _clear(place: Path | None, group: Group) -> None:
 
 
 def _checked(
-    directory: Any, tag: str, extra: Any, keep_last: int | None, about: TrainingSnapshot, is_first: bool
+    directory: Any, tag: str, extra: Any, keep_last: int | None, about: TrainingSnapshot, mid_window: bool
 ) -> tuple[Folder, dict[str, torch.Tensor], Manifest]:
     """All that can be said before anything is written; gives the tensors of `extra`, and a manifest without parameters."""
     folder = Folder.at(directory)
     check_tag(tag)
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ValueError(f"Cannot save with keep_last={keep_last!r}: the new checkpoint is always kept. Pass 1 or more.")
-    about.check()
+    about.check(mid_window)
     kept: dict[str, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> str:
@@ -125,7 +130,7 @@ def _checked(
         kept[key] = tensor
         return key
 
-    if not is_first:
+    if about.parts.group.rank:
         return folder, {}, Manifest((), {}, {})
     coded = {}
     for name, value in (("extra", extra), ("training", about.training())):
@@ -135,4 +140,4 @@ def _checked(
         if wrong is not None:
             raise ValueError(f"Cannot save {wrong}: it would come back as another. Store something else.")
     buffers = {name: Buffer(tuple(buffer.shape), dtype_name(buffer.dtype)) for name, buffer in about.named.buffers.items()}
-    return folder, kept, Manifest((), {}, buffers, about.named.aliases, coded["training"], coded["extra"])
+    return folder, kept, Manifest((), {}, buffers, about.aliases(), coded["training"], coded["extra"])

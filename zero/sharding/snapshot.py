@@ -72,22 +72,32 @@ class TrainingSnapshot:
         own = {id(param): name for name, param in self.named.parameters.items()}
         params = self.parts.params
         self.managed = [own.get(id(tensor), name) for name, tensor in zip(params.names, params.tensors, strict=True)]
+        self.left_out: set[str] = set()  # parameters that are not saved
+
+    def leave_out_frozen(self) -> None:
+        """Does without parameters that are not trained and have no master."""
+        placed = {name for index, name in enumerate(self.managed) if not lies_nowhere(self.parts, index)}
+        frozen = {name for name, param in self.named.parameters.items() if not param.requires_grad}
+        self.left_out = frozen - placed
 
     @property
     def step(self) -> int:
         return self.parts.window.sync.step if self.engine is None else self.engine.global_steps
 
     def unmanaged(self) -> list[tuple[str, nn.Parameter]]:
-        managed = set(self.managed)
-        return [(name, param) for name, param in self.named.parameters.items() if name not in managed]
+        others = self.left_out.union(self.managed)
+        return [(name, param) for name, param in self.named.parameters.items() if name not in others]
 
-    def check(self) -> None:
-        """Raises where a window is open: its gradients would be lost."""
+    def aliases(self) -> dict[str, str]:
+        return {alias: name for alias, name in self.named.aliases.items() if name not in self.left_out}
+
+    def check(self, mid_window: bool = False) -> None:
+        """Raises where a window is open, as its gradients would be lost, unless that is told to be right."""
         parts, window = self.parts, self.parts.window
         parts.offloader.check("save")
         parts.window.check_cleared()
         pending = window.needs_sync or (window.scaling.is_settled and window.phase is not Phase.STEPPED)
-        if pending or (self.engine is not None and self.engine.in_window):
+        if not mid_window and (pending or (self.engine is not None and self.engine.in_window)):
             raise ValueError(
                 "A save was asked for in the middle of an accumulation, but gradients that no step has used yet are not saved. "
                 "Save after step, or throw them away with discard()."
@@ -120,6 +130,7 @@ class TrainingSnapshot:
             "modules": {name: module.get_extra_state() for name, module in self.named.modules.items()},
             "config": parts.config.model_dump(),
             "ranks": parts.group.size,  # whose random numbers are there
+            "left_out": sorted(self.left_out),
         }
 
     def outlines(self) -> dict[str, Outline]:
@@ -129,7 +140,7 @@ class TrainingSnapshot:
         for index, (name, tensor) in enumerate(zip(self.managed, self.parts.params.tensors, strict=True)):
             value = tensor.dtype if lies_nowhere(self.parts, index) else sum_dtype(tensor.dtype)
             found[name] = _outline(tensor, formats[index].order, value)
-        return found
+        return {name: outline for name, outline in found.items() if name not in self.left_out}
 
 
 def _outline(tensor: torch.Tensor, order: tuple[int, ...] | None, value: torch.dtype) -> Outline:
@@ -143,6 +154,8 @@ def _cargo(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bo
     cargo = ShardPayload(Part(), {})
     elsewhere = set(parts.window.sync.tracker.relocated())
     for index, name in enumerate(about.managed):
+        if name in about.left_out:
+            continue
         if not lies_nowhere(parts, index):
             for piece, master in parts.masters.of(index):
                 if _is_ours(parts, piece):

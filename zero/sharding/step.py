@@ -80,6 +80,6 @@ def _check_used(params: Params, used: int) -> None:
     idle = [name for index, (name, tensor) in named if tensor.requires_grad and not used >> index & 1]
     if idle:
         raise ValueError(
-            f"Cannot step with on_unused='raise': no rank had a gradient for {', '.join(idle[:5])} "
-            f"({len(idle)} such parameters). Nothing was applied. Use them in the loss, freeze them, or omit on_unused."
+            f"Cannot step: no rank had a gradient for {', '.join(idle[:5])} ({len(idle)} such parameters), and the "
+            "configuration refuses parameters that are not used. Nothing was applied. Use them in the loss, or freeze them."
         )

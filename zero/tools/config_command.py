@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+from collections.abc import Iterable
 from typing import Any
 
 from zero.tools.cli import DONE, NO, Subparsers, add_command, complain, tell
@@ -26,6 +28,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     # Imported here: pydantic is for those who ask for a configuration, not for every subcommand.
     from zero.config.deepspeed.reader import translate
+    from zero.config.deepspeed.written import ConfigProblems
     from zero.config.schema import ZeroConfig
 
     implied = _implied(args)
@@ -37,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(error.__cause__, OSError):  # there is nothing that could be refused
             raise
         complain(error)
+        if isinstance(error, ConfigProblems):
+            _suggest(args, error.unanswered.values())
         return NO
     text = config.text()
     if notices:
@@ -45,10 +50,20 @@ def run(args: argparse.Namespace) -> int:
     return DONE
 
 
+def _suggest(args: argparse.Namespace, names: Iterable[str | None]) -> None:
+    """The line to type for what is "auto"."""
+    answers = [name for name in dict.fromkeys(names) if name is not None]
+    if answers:
+        given = [f"--world-size {args.world_size}"] if args.world_size != 1 else []
+        given += [f"--implied {shlex.quote(answer)}" for answer in args.implied]
+        given += [f"--implied {name}=..." for name in answers]
+        complain(f"To see it with values for these: python -m zero config {shlex.quote(args.file)} {' '.join(given)}")
+
+
 def _implied(args: argparse.Namespace) -> Any:
     from dataclasses import fields
 
-    from zero.config.deepspeed.mapping import Implied
+    from zero.config.deepspeed.written import Implied
     from zero.config.registry import did_you_mean
 
     known = {field.name for field in fields(Implied)}
@@ -59,7 +74,7 @@ def _implied(args: argparse.Namespace) -> Any:
             raise ValueError(f"--implied {given!r} was given, but it takes NAME=VALUE with one of {', '.join(sorted(known))}."
                              f"{did_you_mean(name, known) or ' Write it that way.'}")
         try:
-            values[name] = json.loads(text)
+            values[name] = tuple(json.loads(f"[{text.strip('[]')}]")) if name == "betas" else json.loads(text)
         except json.JSONDecodeError:
             values[name] = text
     return Implied(**values)

@@ -57,6 +57,20 @@ def test_the_loop_accumulates_clips_schedules_and_saves_as_one_process_does_and_
             assert torch.equal(again[rank][1][name], weight), name
 
 
+def of_a_file(folder):
+    from zero.integrations.accelerate import ShardedAccelerator
+
+    tree = {"gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 1}}
+    found = ShardedAccelerator(zero=tree, cpu=True, gradient_accumulation_steps=4).zero
+    with pytest.raises(ValueError, match="gradient_accumulation_steps makes it 4"):
+        ShardedAccelerator(zero={"gradient_accumulation_steps": 2}, cpu=True, gradient_accumulation_steps=4)
+    return found["stage"], found.get("dtype")
+
+
+def test_a_deepspeed_configuration_gives_the_options(tmp_path):
+    assert one_process(f"{HERE}:of_a_file", str(tmp_path)) == (1, None)
+
+
 def test_the_example_runs_as_a_program(tmp_path):
     assert_runs_as_a_program("accelerate_loop", tmp_path)
 

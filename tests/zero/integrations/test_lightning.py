@@ -61,6 +61,12 @@ def plain_loop():
     return plain_training(Regression(), joint_losses, clip=0.1, schedule=schedule)
 
 
+def test_a_deepspeed_configuration_shards_as_the_options_do(tmp_path):
+    tree = {"gradient_clipping": "auto", "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
+    found = both_ranks(f"{HERE}:fitted", str(tmp_path), tree, epochs=1)
+    assert len(found[0][0]) == 4 and all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+
+
 def test_a_fit_accumulates_clips_schedules_and_saves_as_one_process_does_and_resumes_bit_by_bit(tmp_path):
     found = both_ranks(f"{HERE}:fitted", str(tmp_path / "all"), {"stage": 2})
     assert_same_training(means_of_pairs(found), *one_process(f"{HERE}:plain_loop"))

@@ -1,5 +1,6 @@
 """Hugging Face models, in a plain loop and under transformers' Trainer, on two ranks as in one process on the joint batch."""
 
+import json
 import re
 from importlib.util import find_spec
 
@@ -85,6 +86,56 @@ def test_the_trainer_accumulates_clips_schedules_and_saves_as_it_does_alone_and_
     assert [entry["loss"] for entry in again[0][0]] == [entry["loss"] for entry in found[0][0]]
 
 
+# As people have it for the Trainer: most of it is left to the Trainer's arguments.
+DEEPSPEED = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+}
+
+
+def test_a_deepspeed_file_shards_as_the_options_do_with_the_trainers_arguments_for_its_auto(alone, tmp_path):
+    _, logged, weights = alone
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    found = both_ranks(f"{HERE}:trained", str(tmp_path / "out"), {"zero": str(tmp_path / "ds.json")})
+    assert_same_run(found, logged, weights)
+
+
+def of_another_class(folder, zero):
+    """A sharded Trainer of another class than Trainer, and what it made."""
+    from transformers import LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from examples.transformers_trainer import CONFIG, Tokens
+    from zero.integrations.transformers import ShardedTrainer
+
+    class MyTrainer(ShardedTrainer, Seq2SeqTrainer):
+        """As docs/integrations.md says."""
+
+    arguments = Seq2SeqTrainingArguments(
+        folder, use_cpu=True, report_to=[], max_steps=4, warmup_steps=2, learning_rate=0.01, max_grad_norm=0.5,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = MyTrainer(LlamaForCausalLM(CONFIG), arguments, train_dataset=Tokens(64), zero=zero)
+    trainer.train()
+    schedule = trainer.lr_scheduler
+    made = type(getattr(schedule, "scheduler", schedule)).__name__, type(trainer.accelerator.sharded.inner).__name__
+    return *made, trainer.accelerator.sharded.config.as_dict()
+
+
+def test_any_trainer_becomes_a_sharded_one_and_builds_what_the_file_describes(tmp_path):
+    params = dict.fromkeys(("total_num_steps", "warmup_num_steps", "warmup_max_lr"), "auto")
+    schedule = {"type": "WarmupDecayLR", "params": params}
+    zero = {**DEEPSPEED, "optimizer": {"type": "SGD", "params": {"lr": "auto"}}, "scheduler": schedule}
+    made, inner, config = one_process(f"{HERE}:of_another_class", str(tmp_path), zero)
+    assert (made, inner) == ("Schedule", "SGD")
+    assert (config["stage"], config["kernels"], config["dtype"]) == (2, "fused", None)
+
+
 def test_a_checkpoint_of_a_trainer_that_did_not_shard_goes_on_at_any_stage(alone, tmp_path):
     folder, logged, weights = alone
     checkpoint = str(folder / "checkpoint-2")
@@ -125,7 +176,8 @@ def refused(folder):
     from zero.integrations.transformers import ShardedTrainer
 
     said = []
-    for options, zero in (({"auto_find_batch_size": True}, {"stage": 2}), ({}, {"stage": 2, "dtype": "float16"})):
+    clips = {"gradient_clipping": 0.25, "zero_optimization": {"stage": 2}}
+    for options, zero in (({"auto_find_batch_size": True}, {"stage": 2}), ({}, {"stage": 2, "dtype": "float16"}), ({}, clips)):
         arguments = TrainingArguments(folder, use_cpu=True, report_to=[], **options)
         with pytest.raises(ValueError) as error:
             ShardedTrainer(LlamaForCausalLM(CONFIG), arguments, zero=zero)
@@ -134,7 +186,8 @@ def refused(folder):
 
 
 def test_what_the_trainer_cannot_have_is_refused(tmp_path):
-    batch, dtype = one_process(f"{HERE}:refused", str(tmp_path))
+    batch, dtype, clip = one_process(f"{HERE}:refused", str(tmp_path))
     assert re.fullmatch(r"auto_find_batch_size was asked for, but .* Set per_device_train_batch_size\.", batch)
     assert re.fullmatch(r".* asked for with dtype='float16', but accelerate would not hear of skipped steps, .* Use .*", dtype)
+    assert "gradient_clipping is 0.25, but max_grad_norm makes it 1.0" in clip
     assert not list(tmp_path.iterdir())

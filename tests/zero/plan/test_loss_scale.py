@@ -1,13 +1,17 @@
 """The loss scale follows the rule that the oracle has, and says when it is stuck."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracle import DynamicScale
+from zero.config.deepspeed.reader import read_deepspeed
 from zero.plan.grad_scaling import Scaling
 from zero.plan.loss_scale import LossScale
 from zero.plan.stages import STAGES, stage_of
+from zero.sharding.loss_scaler import LossScaler
 
 unhurried = settings(deadline=None)  # other work may have the core
 steps = st.lists(st.booleans(), max_size=60)
@@ -22,6 +26,35 @@ def test_it_moves_as_the_oracle_says(outcomes, window, hysteresis, start):
         ours = ours.after(finite)
         oracle.update(finite)
         assert ours.value == oracle.scale
+
+
+# What the dynamic scaler of DeepSpeed 0.19.8 has after each step, from 1024; "x" is an overflow.
+DEEPSPEED = [
+    (2, 1, False, ".........", "10 10 11 11 12 12 13 13 14"),
+    (2, 1, False, "x.....x..x...", "9 9 9 10 10 11 10 10 10 9 9 9 10"),
+    (3, 2, False, "x....x.x....x....xx....", "10 10 10 10 11 11 11 10 10 10 10 11 11 11 11 11 12 12 11 11 11 11 12"),
+    (3, 2, True, "x....x.x....x....xx....", "10 10 10 10 11 11 11 11 11 11 11 12 12 12 12 12 13 13 12 12 12 12 13"),
+    (1, 3, False, "xxxx..x...xx..", "10 10 9 8 8 9 9 9 10 11 11 11 11 12"),
+    (
+        4,
+        2,
+        False,
+        ".xx..x.x.x...x...xx.....x....x.....x...x",
+        "10 10 9 9 9 8 8 7 7 6 6 6 6 5 5 5 5 4 3 3 3 3 3 4 4 4 4 4 4 3 3 3 3 3 4 4 4 4 4 3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("window", "hysteresis", "consecutive", "outcomes", "powers"), DEEPSPEED)
+def test_a_deepspeed_file_gives_deepspeeds_scales_step_by_step(window, hysteresis, consecutive, outcomes, powers):
+    fp16 = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": window, "hysteresis": hysteresis}
+    config = read_deepspeed({"fp16": {**fp16, "consecutive_hysteresis": consecutive}})
+    scaler, found = LossScaler(config, Scaling()), []
+    for outcome in outcomes:
+        scaler.update(outcome == ".")
+        scaler.scale = scaler.scale.at(scaler.scale.progress)  # as a load does
+        found.append(math.log2(scaler.scale.value))
+    assert found == [int(power) for power in powers.split()]
 
 
 @unhurried
@@ -46,7 +79,16 @@ def test_it_does_not_fall_below_its_minimum_and_counts_that():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"value": 0.0}, {"value": float("inf")}, {"window": 0}, {"factor": 1.0}, {"hysteresis": 0}, {"minimum": 0.0}]
+    "wrong",
+    [
+        {"value": 0.0},
+        {"value": float("inf")},
+        {"window": 0},
+        {"factor": 1.0},
+        {"hysteresis": 0},
+        {"minimum": 0.0},
+        {"cooldown": -1},
+    ],
 )
 def test_a_rule_that_cannot_be_is_refused_by_name(wrong):
     with pytest.raises(ValueError, match=f"A loss scale with {next(iter(wrong))}="):
@@ -76,8 +118,12 @@ def test_weights_of_nothing_give_nothing():
 
 def test_gradients_are_multiplied_only_where_they_must_be():
     assert Scaling().multiplier is None
-    assert Scaling(missing_loss_scale=8.0).multiplier == 8.0
-    assert Scaling(weight=3.0, missing_loss_scale=2.0).multiplier == 6.0
+    assert Scaling(loss_scale=8.0).multiplier == 8.0
+    assert Scaling(loss_scale=8.0, is_scaled=True).multiplier is None
+    assert Scaling(weight=3.0, loss_scale=2.0).multiplier == 6.0
+    assert Scaling(divisor=4.0, loss_scale=2.0).multiplier == 0.5
+    assert Scaling(divisor=4.0, is_divided=True).multiplier is None
+    assert Scaling(divisor=4.0, weight=3.0).multiplier == 3.0
     assert Scaling(weight=0.0).multiplier == 0.0
 
 

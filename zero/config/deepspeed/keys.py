@@ -11,7 +11,11 @@ def _each(block: str, names: str, why: str) -> dict[str, str]:
     return {f"{block}.{name}": why for name in names.split()}
 
 
+# Options of ours that DeepSpeed has no word for.
+OWN: dict[str, str] = {"zero_accelerators.masters": "masters"}
+
 USED: dict[str, str] = {
+    **OWN,
     "train_batch_size": "batch.global_samples",
     "train_micro_batch_size_per_gpu": "batch.micro_samples",
     "gradient_accumulation_steps": "accumulation",
@@ -23,8 +27,6 @@ USED: dict[str, str] = {
     "scheduler.params": "schedule.settings",
     "communication_data_type": "reduce_dtype",
     "gradient_allreduce_op": "reduce",
-    "prescale_gradients": "predivide",
-    "gradient_predivide_factor": "predivide",
     "gradient_clipping": "clip",
     "fp16.enabled": "dtype",
     "fp16.auto_cast": "cast_inputs",
@@ -38,7 +40,8 @@ USED: dict[str, str] = {
     "bf16.check_grad_overflow": "on_nonfinite",
     "torch_autocast.enabled": "autocast",
     "torch_autocast.dtype": "autocast",
-    "data_types.grad_accum_dtype": "accumulation_dtype",
+    "data_types.buffer_dtype": "buffer_dtype",
+    "data_types.keep_in_fp32_modules": "keep_fp32_buffers",
     "data_types.param_dtype": "dtype",
     "zero_optimization.stage": "stage",
     "zero_optimization.reduce_bucket_size": "bucket_bytes",
@@ -82,6 +85,8 @@ _DISK = "belongs to offload to disk"
 _NO_MONITOR = "nobody is written to but TensorBoard; zero.MetricsWriter writes a line of JSON a step"
 _NO_PROFILER = "nothing is profiled by configuration; use torch.profiler"
 _OWN_CHECKPOINTS = "checkpoints are written in a format of our own"
+_WIDE = ("masters, gradient sums and optimizer state are float32 all the same, which is more exact and takes up to twice "
+         "their memory; offload_optimizer moves it to the host")
 _RECOMPUTE = "recomputation is chosen in the model, with torch.utils.checkpoint"
 
 HARMLESS: dict[str, str] = {
@@ -108,7 +113,12 @@ HARMLESS: dict[str, str] = {
     **_each("zero_optimization.offload_param", "nvme_path buffer_count buffer_size max_in_cpu pin_memory", _STAGE_3),
     "bf16.immediate_grad_update": "every gradient is collected as soon as it is ready",
     "torch_autocast.lower_precision_safe_modules": "gradients are summed in fp32 whatever the module",
-    "data_types.keep_in_fp32_modules": "buffers always keep their dtype",
+    "data_types.grad_accum_dtype": "gradients are always added up in float32, which loses nothing to a narrower type",
+    **dict.fromkeys(("prescale_gradients", "gradient_predivide_factor"), "sums are taken in float32, so nothing overflows "
+                    "before it is divided; the result is the same mean or sum"),
+    "bf16.bf16_master_weights_and_grads": _WIDE,
+    "bf16.bf16_optimizer_states": _WIDE,
+    "fp16.fp16_master_weights_and_grads": _WIDE,
     "optimizer.legacy_fusion": "kernels are chosen by the optimizer's own settings",
     "zero_force_ds_cpu_optimizer": "the step on the host is the torch optimizer's own",
     "disable_allgather": _ONE_WAY,
@@ -136,7 +146,6 @@ HARMLESS: dict[str, str] = {
 _MODEL_PARALLEL = "parameters are sharded over data-parallel ranks only"
 _FEWER_BITS = "it changes the numbers, and sharded training is to equal plain training"
 _GONE = "DeepSpeed 0.19.8 has removed it as well"
-_NO_NARROW_STATE = "masters and optimizer state are fp32"
 
 REFUSED: dict[str, str] = {
     **_each("zero_optimization", "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
@@ -147,9 +156,6 @@ REFUSED: dict[str, str] = {
     "zero_optimization.cpu_offload_param": "weights stay on the accelerator before stage 3",
     "zero_optimization.offload_optimizer.super_offload": "it needs stage 3",
     **_each("zero_optimization", "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param", _GONE),
-    "fp16.fp16_master_weights_and_grads": _NO_NARROW_STATE,
-    **_each("bf16", "bf16_master_weights_and_grads bf16_optimizer_states", _NO_NARROW_STATE),
-    "data_types.buffer_dtype": "buffers keep their dtype; cast them yourself before the call",
     "checkpoint.load_universal": "checkpoints are loaded by any number of ranks directly; DeepSpeed's own are not read yet",
     "checkpoint.use_node_local_storage": "a checkpoint is one place that all ranks see",
     "datastates_ckpt": "checkpoints are written in a format of our own",
@@ -181,6 +187,15 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue",
                      "sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning",
                      "progressive_layer_drop"), _GONE),
+}
+
+# Values with which a key without effect asks for what is done anyway, so that nothing is said of it.
+QUIET: dict[str, tuple[object, ...]] = {
+    "data_types.grad_accum_dtype": ("fp32", "float32"),
+    "prescale_gradients": (False,),
+    "gradient_predivide_factor": (1, 1.0),
+    **dict.fromkeys(("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", "fp16.fp16_master_weights_and_grads"),
+                    (False,)),
 }
 
 # Values with which a refused key asks for nothing, beside false, null and an empty block.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from zero.config.deepspeed.keys import AUTO
-from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical, did_you_mean, real, whole
+from zero.config.deepspeed.written import Written, flag
+from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical
 from zero.config.schema import (
     DEFAULT_BUCKET_BYTES,
     Batch,
@@ -24,7 +23,6 @@ from zero.config.schema import (
     ZeroConfig,
 )
 
-T = TypeVar("T")
 # The largest power of two that is a finite fp32 number.
 _MAX_SCALE_POWER = 127
 _HALVES: dict[str, Half] = {
@@ -39,133 +37,61 @@ _WIRE_DTYPES = {name: _DTYPES[name] for name in ("fp32", "fp16", "bf16")}
 _ITEM_BYTES = {None: 4, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
-@dataclass(frozen=True)
-class Implied:
-    """What the rest of the call says; it answers the keys that are "auto". None: the call says nothing about it."""
-
-    world_size: int = 1
-    global_samples: int | None = None
-    micro_samples: int | None = None
-    accumulation: int | None = None
-    dtype: str | None = None
-    clip: float | None = None
-    bucket_numel: int | None = DEFAULT_BUCKET_BYTES // 4
-    lr: float | None = None
-    weight_decay: float | None = None
-    betas: tuple[float, float] | None = None
-    eps: float | None = None
-    warmup_min_lr: float | None = 0.0
-    warmup_steps: int | None = None
-    total_steps: int | None = None
-
-
-class Written:
-    """The used keys that were written, by path, each checked when it is asked for. null counts as not written."""
-
-    def __init__(self, values: Mapping[str, Any], implied: Implied) -> None:
-        self._values = {path: value for path, value in values.items() if value is not None}
-        self.implied = implied
-
-    def __contains__(self, path: str) -> bool:
-        return path in self._values
-
-    def value(self, path: str) -> Any:
-        """What was written, or what the call implies for "auto"."""
-        return self.resolved(path, self._values[path])
-
-    def resolved(self, path: str, value: Any) -> Any:
-        if value != "auto":
-            return value
-        answer = getattr(self.implied, AUTO[path]) if path in AUTO else None
-        if answer is None:
-            raise ValueError(f'{path} is "auto", but nothing in the call implies a value for it. Write the value.')
-        return answer
-
-    def answered(self, path: str) -> bool:
-        """Whether there is a value: one was written, or "auto" and the call implies one."""
-        return path in self and (self._values[path] != "auto" or getattr(self.implied, AUTO[path], None) is not None)
-
-    def flag(self, path: str, default: bool = False) -> bool:
-        if path not in self:
-            return default
-        value = self.value(path)
-        if not isinstance(value, bool):
-            raise ValueError(f"{path} takes true or false, but {brief(value)} was found. Write true or false.")
-        return value
-
-    def mode(self, path: str, dtype: str) -> bool:
-        """Whether a precision block is on; "auto" is answered by the dtype that the call implies."""
-        if path in self and self._values[path] == "auto":
-            return bool(self.value(path) == dtype)
-        return self.flag(path)
-
-    def whole(self, path: str, default: int, least: int, most: int | None = None) -> int:
-        number = whole(path, self.value(path)) if path in self else default
-        if number < least or (most is not None and number > most):
-            limits = f"at least {least}" if most is None else f"from {least} to {most}"
-            raise ValueError(f"{path} must be {limits}, but {brief(number)} was found. Write another whole number.")
-        return number
-
-    def size(self, path: str) -> int | None:
-        return self.whole(path, 1, least=1) if path in self else None
-
-    def real(self, path: str, default: float, *, zero_too: bool = True) -> float:
-        number = real(path, self.value(path)) if path in self else default
-        if number < 0 or (number == 0 and not zero_too):
-            raise ValueError(f"{path} must be {'at least' if zero_too else 'above'} 0, but {brief(number)} was found. "
-                             "Write a larger number.")
-        return number
-
-    def choice(self, path: str, choices: Mapping[str, T], default: T) -> T:
-        if path not in self:
-            return default
-        value = self.value(path)
-        if not isinstance(value, str) or value.lower() not in choices:
-            raise ValueError(f"{path} must be one of {', '.join(choices)}, but {brief(value)} was found."
-                             f"{did_you_mean(value, choices) or ' Write one of them.'}")
-        return choices[value.lower()]
-
-    def params(self, path: str) -> dict[str, Any]:
-        block = self._values.get(path, {})
-        if not isinstance(block, dict):
-            raise ValueError(f"{path} is a block of settings, but {brief(block)} was found. Write {{...}}.")
-        return {name: self.resolved(f"{path}.{name}", value) for name, value in block.items()}
+def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
+    """The configuration that the written keys ask for; each key is read in exactly one place below. All problems are raised
+    together: the stage, which decides about others, then those found before, then the rest."""
+    tried = written.tried
+    stage = tried(_stage, 0)
+    written.problems += problems
+    dtype = tried(_dtype, None)
+    autocast = tried(_autocast, None)
+    if autocast is not None and dtype is not None:
+        block = "fp16" if dtype == "float16" else "bf16"
+        written.problems.append(
+            f"torch_autocast.enabled and {block}.enabled are both true, but weights that are 16-bit already need no autocast. "
+            "Turn one of them off."
+        )
+    no_optimizer: tuple[OptimizerSpec | None, Kernels] = (None, "torch")
+    no_batch: tuple[int | None, Batch | None] = (None, None)
+    optimizer, kernels = tried(_optimizer, no_optimizer)
+    accumulation, batch = tried(_batch, no_batch)
+    clip = tried(lambda _: written.real("gradient_clipping", 0.0), 0.0)
+    scale = tried(lambda _: _loss_scale(written, dtype, autocast), None)
+    checks = tried(lambda _: written.flag("bf16.check_grad_overflow", True), True) and dtype == "bfloat16"
+    leaves = tried(lambda _: written.flag("zero_optimization.ignore_unused_parameters", True), True)
+    settings: dict[str, Any] = {
+        "stage": stage,
+        "dtype": dtype,
+        "masters": tried(_masters, "exact"),
+        "buffer_dtype": tried(lambda _: written.choice("data_types.buffer_dtype", _DTYPES, None), None),
+        "keep_fp32_buffers": tried(lambda _: written.names("data_types.keep_in_fp32_modules"), None),
+        "autocast": autocast,
+        "cast_inputs": tried(lambda _: dtype == "float16" and written.flag("fp16.auto_cast"), False),
+        "offload": tried(_offload, None),
+        "bucket_bytes": tried(lambda _: _bucket_bytes(written, dtype), DEFAULT_BUCKET_BYTES),
+        "reduce": tried(_reduce, "mean"),
+        "reduce_dtype": tried(lambda _: written.choice("communication_data_type", _WIRE_DTYPES, None), None),
+        "clip": clip or None,
+        "accumulation": accumulation,
+        "count_micro_steps": tried(lambda _: written.flag("managed_gradient_accumulation", True), True),
+        "on_nonfinite": "skip" if scale is not None or checks else "propagate",
+        "on_unused": "leave" if leaves else "raise",
+        "kernels": kernels,
+        "elementwise": tried(lambda _: written.flag("zero_allow_untested_optimizer"), False) or None,
+        "drop_last": tried(lambda _: written.flag("dataloader_drop_last"), False),
+        "batch": batch,
+        "loss_scale": scale,
+        "optimizer": optimizer,
+        "schedule": tried(_schedule, None),
+        "report": tried(_report, Report()),
+    }
+    written.check()
+    return ZeroConfig(**settings)
 
 
-def meaning(written: Written) -> ZeroConfig:
-    """The configuration that the written keys ask for; each key is read in exactly one place below."""
-    dtype = _dtype(written)
-    autocast = _autocast(written)
-    optimizer, kernels = _optimizer(written)
-    accumulation, batch = _batch(written)
-    clip = written.real("gradient_clipping", 0.0)
-    scale = _loss_scale(written, dtype, autocast)
-    checks = written.flag("bf16.check_grad_overflow", True) and dtype == "bfloat16"
-    return ZeroConfig(
-        stage=_stage(written),
-        dtype=dtype,
-        autocast=autocast,
-        cast_inputs=dtype == "float16" and written.flag("fp16.auto_cast"),
-        offload=_offload(written),
-        bucket_bytes=_bucket_bytes(written, dtype),
-        reduce=_reduce(written),
-        reduce_dtype=written.choice("communication_data_type", _WIRE_DTYPES, None),
-        accumulation_dtype=written.choice("data_types.grad_accum_dtype", _DTYPES, "float32"),
-        predivide=_predivide(written),
-        clip=clip or None,
-        accumulation=accumulation,
-        count_micro_steps=written.flag("managed_gradient_accumulation", True),
-        on_nonfinite="skip" if scale is not None or checks else "propagate",
-        on_unused="leave" if written.flag("zero_optimization.ignore_unused_parameters", True) else "raise",
-        kernels=kernels,
-        elementwise=written.flag("zero_allow_untested_optimizer") or None,
-        drop_last=written.flag("dataloader_drop_last"),
-        batch=batch,
-        loss_scale=scale,
-        optimizer=optimizer,
-        schedule=_schedule(written),
-        report=_report(written),
-    )
+def _masters(written: Written) -> Literal["exact", "rounded"]:
+    choices: dict[str, Literal["exact", "rounded"]] = {"exact": "exact", "rounded": "rounded"}
+    return written.choice("zero_accelerators.masters", choices, "exact")
 
 
 def _stage(written: Written) -> int:
@@ -208,12 +134,18 @@ def _loss_scale(written: Written, dtype: str | None, autocast: str | None) -> Lo
     fixed = written.real("fp16.loss_scale", 0.0)
     if fixed:
         return LossScale(dynamic=False, initial=fixed)
+    initial = 2.0 ** written.whole("fp16.initial_scale_power", 16, least=0, most=_MAX_SCALE_POWER)
+    minimum = written.real("fp16.min_loss_scale", 1.0, zero_too=False)
+    if initial < minimum:
+        raise ValueError(f"fp16.initial_scale_power makes the loss scale start at {initial:g}, but fp16.min_loss_scale is "
+                         f"{minimum:g}. Raise the one, or lower the other.")
     return LossScale(
-        initial=2.0 ** written.whole("fp16.initial_scale_power", 16, least=0, most=_MAX_SCALE_POWER),
+        initial=initial,
         window=written.whole("fp16.loss_scale_window", 1000, least=1),
         hysteresis=written.whole("fp16.hysteresis", 2, least=1),
         refill_hysteresis=written.flag("fp16.consecutive_hysteresis"),
-        minimum=written.real("fp16.min_loss_scale", 1.0, zero_too=False),
+        cooldown=1,  # DeepSpeed's window is one finite step longer at the start and after an overflow
+        minimum=minimum,
     )
 
 
@@ -238,29 +170,30 @@ def _bucket_bytes(written: Written, dtype: str | None) -> int:
     return written.whole(path, 1, least=1) * _ITEM_BYTES[dtype]
 
 
-def _predivide(written: Written) -> float | Literal["world"]:
-    path = "gradient_predivide_factor"
-    factor = written.real(path, 1.0, zero_too=False)
-    if not written.flag("prescale_gradients"):
-        return factor
-    if factor != 1.0:
-        raise ValueError(f"prescale_gradients and {path}={factor:g} were both given, but gradients are divided beforehand by "
-                         "one number only. Keep one of them.")
-    return "world"
-
-
 def _batch(written: Written) -> tuple[int | None, Batch | None]:
     keys = {"global_samples": "train_batch_size", "micro_samples": "train_micro_batch_size_per_gpu",
             "accumulation": "gradient_accumulation_steps"}
-    follows_from = {"global_samples": {"micro_samples"}, "micro_samples": {"global_samples", "accumulation"},
-                    "accumulation": {"global_samples", "micro_samples"}}
     sizes = {name: written.size(path) if written.answered(path) else None for name, path in keys.items()}
-    for name, path in keys.items():
-        if path in written and sizes[name] is None and any(sizes[other] is None for other in follows_from[name]):
-            written.value(path)  # An "auto" that neither the call nor the other sizes answer: this names it.
+    known = {name for name, size in sizes.items() if size is not None}
+    needed = []  # an "auto" that neither the call nor the other sizes answer
+    if not {"global_samples", "accumulation"} <= known:
+        needed.append("micro_samples")
+    if not {"global_samples", "micro_samples"} <= known:
+        needed.append("accumulation")
+    if keys["micro_samples"] not in written:
+        needed.append("global_samples")
+    for name in needed:
+        if sizes[name] is None and keys[name] in written:
+            written.note_unanswered(keys[name])
     if sizes["global_samples"] is None and sizes["micro_samples"] is None:
         return sizes["accumulation"], None
-    batch = Batch.of(**sizes, world_size=written.implied.world_size)
+    try:
+        batch = Batch.of(**sizes, world_size=written.implied.world_size)
+    except ValueError as error:
+        words = str(error)
+        for name, path in keys.items():
+            words = words.replace(name, path)
+        raise ValueError(words) from None
     return batch.accumulation, batch
 
 
@@ -278,7 +211,7 @@ def _optimizer(written: Written) -> tuple[OptimizerSpec | None, Kernels]:
     if kind in ("Adam", "AdamW"):
         kind, plain_kernel = _adam(kind, params)
     for name in ("fp32_optimizer_states", "bias_correction", "set_grad_none"):
-        if params.pop(name, True) is not True:
+        if not flag(f"optimizer.params.{name}", params.pop(name, True)):
             raise ValueError(f"optimizer.params.{name} was set to something other than true, which is not served. Take it out.")
     spec = OptimizerSpec.of(kind, params)
     fused = kind in FUSED_IN_TORCH and not plain_kernel and spec.kwargs["foreach"] is None
@@ -287,10 +220,8 @@ def _optimizer(written: Written) -> tuple[OptimizerSpec | None, Kernels]:
 
 def _adam(kind: str, params: dict[str, Any]) -> tuple[str, bool]:
     """DeepSpeed's Adam is AdamW unless told otherwise; whether torch's plain kernel was asked for."""
-    flags = {"torch_adam": params.pop("torch_adam", False), "adam_w_mode": params.pop("adam_w_mode", True)}
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"optimizer.params.{name} takes true or false, but {brief(value)} was found. Write true or false.")
+    given = {"torch_adam": params.pop("torch_adam", False), "adam_w_mode": params.pop("adam_w_mode", True)}
+    flags = {name: flag(f"optimizer.params.{name}", value) for name, value in given.items()}
     kind = "AdamW" if kind == "AdamW" or flags["adam_w_mode"] else "Adam"
     if flags["torch_adam"] and kind == "AdamW":
         # torch's own class brings its own default; DeepSpeed's decays nothing unless asked.

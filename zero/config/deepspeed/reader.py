@@ -9,6 +9,7 @@ is false.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import math
@@ -17,8 +18,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from zero.config.deepspeed.keys import ALIASES, BLOCKS, HARMLESS, KNOWN, OFF, REFUSED, SWITCHES, USED
-from zero.config.deepspeed.mapping import Implied, Written, meaning
+from zero.config.deepspeed.hjson import Hjson
+from zero.config.deepspeed.keys import ALIASES, BLOCKS, HARMLESS, KNOWN, OFF, QUIET, REFUSED, SWITCHES, USED
+from zero.config.deepspeed.mapping import meaning
+from zero.config.deepspeed.written import Implied, Written
 from zero.config.registry import brief, did_you_mean
 from zero.config.schema import ZeroConfig
 
@@ -44,36 +47,63 @@ def read_deepspeed(source: str | os.PathLike[str] | Mapping[str, Any], implied: 
 
 def translate(source: str | os.PathLike[str] | Mapping[str, Any], implied: Implied | None = None) -> Reading:
     """As `read_deepspeed`, but hands the notices back and logs nothing. The caller's dict is only read."""
-    tree = _plain(source if isinstance(source, Mapping) else _parsed(source), "", 0)
+    tree = read_tree(source)
     sorted_out = _Sorting()
     sorted_out.walk(tree, "", quiet=False)
     written = Written(sorted_out.used, implied or Implied())
     notices = [f"{path}: {why}" for path, why in sorted_out.harmless.items()]
     if "gradient_clipping" not in written:
         notices.append("gradient_clipping: not given, so nothing is clipped; DeepSpeed 0.19.8 would clip at 1.0")
-    return Reading(meaning(written), tuple(notices))
+    return Reading(meaning(written, sorted_out.problems), tuple(notices))
+
+
+def read_tree(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """What is written, as plain blocks and values; nothing of it is looked at. The caller's dict is only read."""
+    tree = _plain(source if isinstance(source, Mapping) else _parsed(source), "", 0)
+    if not isinstance(tree, dict):
+        raise ValueError(f"A DeepSpeed configuration is a block of keys, but {brief(tree)} was found. Write {{...}}.")
+    return tree
 
 
 def _parsed(source: object) -> Any:
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"A DeepSpeed configuration was asked for as {brief(source)}, a {type(source).__name__}. "
                         "Give a dict or the path of a JSON file.")
-    name = f"The DeepSpeed configuration {brief(os.fspath(source))} was asked for, but"
+    name = f"Cannot read the DeepSpeed configuration {brief(os.fspath(source))}:"
     try:
         with open(source, encoding="utf-8-sig") as file:
             text = file.read()
+    except FileNotFoundError as error:
+        encoded = _from_base64(source)
+        if encoded is None:
+            raise ValueError(f"{name} there is no such file. Give the path of a JSON file, or a dict.") from error
+        text = encoded
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} byte {error.start} is not UTF-8. Save the file as UTF-8.") from error
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"{name} it cannot be opened ({why}). Give the path of a JSON file, or a dict.") from error
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant, parse_int=_whole_number)
+        return Hjson(text, _without_duplicates, _decoded).read()
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name} line {error.lineno}, column {error.colno} is not JSON: {error.msg}. Repair it there; "
-                         "comments and trailing commas are not JSON.") from error
+        raise ValueError(f"{name} line {error.lineno}, column {error.colno} is neither JSON nor Hjson: {error.msg}. "
+                         "Repair it there.") from error
     except RecursionError:
         raise ValueError(f"{name} its blocks are nested without end. Flatten it.") from None
+
+
+def _from_base64(source: str | os.PathLike[str]) -> str | None:
+    """The block that a text stands for which is no path: launchers hand configurations on in base64."""
+    try:
+        text = base64.b64decode(os.fsencode(source), altchars=b"-_", validate=True).decode()
+    except ValueError:
+        return None
+    return text if text.lstrip().startswith("{") else None
+
+
+def _decoded(text: str) -> Any:
+    """A number, or one of JSON's words."""
+    return json.loads(text, parse_constant=_no_constant, parse_int=_whole_number)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -126,36 +156,39 @@ def _plain(value: Any, path: str, depth: int) -> Any:
 
 
 class _Sorting:
-    """Sorts what was written into used and harmless, by path; a refused or unknown key ends it."""
+    """Sorts what was written into used and harmless, by path; of a refused or unknown key it notes why."""
 
     def __init__(self) -> None:
+        self.problems: list[str] = []
         self.used: dict[str, Any] = {}
         self.harmless: dict[str, str] = {}
 
-    def walk(self, block: Any, prefix: str, quiet: bool) -> None:
-        if not isinstance(block, dict):
-            place = prefix.rstrip(".") or "A DeepSpeed configuration"
-            raise ValueError(f"{place} is a block of keys, but {brief(block)} was found. Write {{...}}.")
+    def walk(self, block: dict[str, Any], prefix: str, quiet: bool) -> None:
         for old, new in ALIASES.items():
             if old in block and new in block and not prefix:
-                raise ValueError(f"{old!r} and {new!r} were both given, but they are two spellings of one block. Keep {new!r}.")
+                self.problems.append(
+                    f"{old!r} and {new!r} were both given, but they are two spellings of one block. Keep {new!r}."
+                )
         for key, value in block.items():
             path = ALIASES.get(prefix + key, prefix + key)
             if path == "zero_optimization" and isinstance(value, bool):
                 value = {"stage": int(value)}
-            if path in BLOCKS:
+            if path in BLOCKS and isinstance(value, dict):
+                self.walk(value, path + ".", quiet or _asks_for_nothing(path, value))
+            elif path in BLOCKS:
                 if value is not None:
-                    self.walk(value, path + ".", quiet or _asks_for_nothing(path, value))
+                    self.problems.append(f"{path} is a block of keys, but {brief(value)} was found. Write {{...}}.")
             elif path not in KNOWN:
-                raise ValueError(_unknown(path))
+                self.problems.append(_unknown(path))
             elif path in USED:
                 self.used[path] = value
             elif quiet or value is None or value == {}:
                 continue
             elif path in HARMLESS:
-                self.harmless[path] = HARMLESS[path]
+                if not any(type(value) is type(off) and value == off for off in QUIET.get(path, ())):
+                    self.harmless[path] = HARMLESS[path]
             elif not _asks_for_nothing(path, value):
-                raise ValueError(f"{path} was set to {brief(value)}, which is not served: {REFUSED[path]}. Take it out.")
+                self.problems.append(f"{path} was set to {brief(value)}, which is not served: {REFUSED[path]}. Take it out.")
 
 
 def _asks_for_nothing(path: str, value: Any) -> bool:

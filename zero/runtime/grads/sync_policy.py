@@ -14,6 +14,8 @@ class Counting(Protocol):
 
     def begin(self) -> None: ...
 
+    def note_backward(self, divides: bool) -> None: ...
+
 
 class SyncPolicy:
     """Counts the backwards of a window against the declared accumulation."""
@@ -39,6 +41,12 @@ class SyncPolicy:
         if self.override is not None:
             return self.override
         return self.accumulation is None or self.backwards >= self.accumulation
+
+    def note_backward(self, divides: bool) -> None:
+        """A backward reached its first parameter; `divides`: it is divided by the accumulation where an engine counts."""
+        self.backwards += 1
+        if self.counting is not None:
+            self.counting.note_backward(divides)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

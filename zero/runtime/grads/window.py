@@ -170,7 +170,7 @@ class Window(Timed):
         if not self.in_backward:
             self.in_backward, grads.is_complete = True, False  # some may have become trainable since the last one
             self.sync.tracker.check_model()
-            self.policy.backwards += 1
+            self.policy.note_backward(divides=self.scaling.weight is None)
             self.sync.set_phase("in a backward", self.location)
             torch.autograd.Variable._execution_engine.queue_callback(self._note_backward_end)
 
@@ -333,6 +333,8 @@ class Window(Timed):
         self.grad_ops.clear()
         self.used = 0
         self.scaling.weight, self.scaling.is_settled = None, False
+        if torch._C._current_graph_task_id() == -1:  # or else the first backward of the new window runs already
+            self.scaling.expect_plain()
         self.policy.end_window()
 
     def _scan_grads(self) -> GradEdits:

@@ -121,7 +121,8 @@ def build(options: Options, stage: int) -> Engine:
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, options.steps))
 
-    return initialize(model=model, config=config, lr_scheduler=schedule)[0]
+    engine: Engine = initialize(model=model, config=config, lr_scheduler=schedule)[0]
+    return engine
 
 
 def _rate(step: int, steps: int) -> float:

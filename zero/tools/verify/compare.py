@@ -20,11 +20,12 @@ from torch import nn
 import accelerators
 from zero.comm.exchange import exchange_texts
 from zero.comm.group import Group
-from zero.config.deepspeed.mapping import Implied
+from zero.config.deepspeed.written import Implied
 from zero.config.schema import Report, ZeroConfig
 from zero.config.supported import check_supported
 from zero.engine.engine import Engine
-from zero.engine.initialize import Source, effective, given_optimizer, move, own_optimizer, read_config
+from zero.engine.initialize import Source, effective, move, read_config
+from zero.engine.optimizers import given_optimizer, own_optimizer
 from zero.memory.formats import bytes_of, dtype_name, sum_dtype
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.tools.verify.reference import PlainRun, callable_of
@@ -126,6 +127,8 @@ class _Subject:
         own, given = copy.deepcopy((model, optimizer if is_made else None))
         example = given if is_made or optimizer is None else given_optimizer(optimizer, list(own.parameters()))
         config = effective(read_config(source, Implied(world_size=group.size)), example, None, accelerator)
+        if example is None and config.optimizer is None:
+            raise ValueError("Cannot verify a training without an optimizer. Pass optimizer=, or write one in config.")
         config = config.model_copy(update={"report": Report()})  # what is tried here is no part of the training's own log
         check_supported(config)
         move(own, accelerator.device())

@@ -1,0 +1,1 @@
+"""Accelerators made of what other libraries have."""

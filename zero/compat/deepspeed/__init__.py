@@ -1,0 +1,39 @@
+"""DeepSpeed's names for what its users' scripts import: `import zero.compat.deepspeed as deepspeed` is the whole change.
+
+They are those of DeepSpeed 0.19.8, and nothing of it is imported. What is not here raises where it is used, and says what to
+write instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero.compat.deepspeed import checkpointing as checkpointing
+from zero.compat.deepspeed import comm as comm
+from zero.compat.deepspeed import moe as moe
+from zero.compat.deepspeed import ops as ops
+from zero.compat.deepspeed import pipe as pipe
+from zero.compat.deepspeed import runtime as runtime
+from zero.compat.deepspeed import utils as utils
+from zero.compat.deepspeed import zero as zero
+from zero.compat.deepspeed.absent import ABSENT, absent
+from zero.compat.deepspeed.accelerator import get_accelerator as get_accelerator
+from zero.compat.deepspeed.accelerator import set_accelerator as set_accelerator
+from zero.compat.deepspeed.arguments import add_config_arguments as add_config_arguments
+from zero.compat.deepspeed.comm import init_distributed as init_distributed
+from zero.compat.deepspeed.utils import log_dist as log_dist
+from zero.compat.deepspeed.utils import logger as logger
+from zero.engine.engine import Engine as DeepSpeedEngine
+from zero.engine.initialize import initialize as initialize
+from zero.sharding.optimizer import ShardedOptimizer as DeepSpeedOptimizer
+
+__all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer", "add_config_arguments", "get_accelerator", "init_distributed", "initialize",
+           "log_dist", "logger", "set_accelerator"]  # fmt: skip
+
+__version__ = "0.19.8"  # whose names these are
+
+
+def __getattr__(name: str) -> Any:
+    if name in ABSENT:
+        return absent(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. docs/from-deepspeed.md has what it is called here.")

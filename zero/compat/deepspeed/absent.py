@@ -1,0 +1,65 @@
+"""What of DeepSpeed is not here, with what to write instead. A script may import it, and is told when it uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_PIPELINE = "make one nn.Module of the layers, such as an nn.Sequential, which every rank has whole"
+_NO_INFERENCE = "there is no inference engine; call the model, or initialize it without an optimizer to run forward"
+_NO_TENSOR_PARALLEL = "parameters are sharded over data-parallel ranks only"
+_STAGE_3 = "it belongs to stage 3; at stages 0 to 2 use the safe_get_full_... and safe_set_full_... function of the same kind"
+
+ABSENT: dict[str, str] = {
+    "DeepSpeedConfig": "python -m zero config prints what a file means; zero.ZeroConfig is the configuration itself",
+    "DeepSpeedHybridEngine": _NO_INFERENCE,
+    "DeepSpeedInferenceConfig": _NO_INFERENCE,
+    "DeepSpeedTransformerConfig": "use the model's own layers, or torch.compile",
+    "DeepSpeedTransformerLayer": "use the model's own layers, or torch.compile",
+    "InferenceEngine": _NO_INFERENCE,
+    "OnDevice": 'build the model under torch.device("meta"), or where it is to be',
+    "PipelineEngine": _PIPELINE,
+    "PipelineModule": _PIPELINE,
+    "LayerSpec": _PIPELINE,
+    "TiedLayerSpec": _PIPELINE,
+    "add_tuning_arguments": "write the scheduler in the configuration, or pass lr_scheduler=",
+    "default_inference_config": _NO_INFERENCE,
+    "init_inference": _NO_INFERENCE,
+    "replace_transformer_layer": "use the model's own layers, or torch.compile",
+    "set_autotp_mode": _NO_TENSOR_PARALLEL,
+    "tp_model_init": _NO_TENSOR_PARALLEL,
+    "MoE": "write the layer of experts in torch; every rank has all experts, and their gradients are sharded like any other",
+    # utils
+    "groups": _NO_TENSOR_PARALLEL,
+    "safe_get_local_fp32_param": _STAGE_3,
+    "safe_get_local_grad": _STAGE_3,
+    "safe_get_local_optimizer_state": _STAGE_3,
+    "safe_set_local_fp32_param": _STAGE_3,
+    "safe_set_local_grad": _STAGE_3,
+    "safe_set_local_optimizer_state": _STAGE_3,
+    "set_z3_leaf_modules": "it belongs to stage 3; leave it out, as weights are whole",
+    "unset_z3_leaf_modules": "it belongs to stage 3; leave it out, as weights are whole",
+    # zero
+    "TiledLinear": "use nn.Linear: weights are whole before stage 3",
+    # comm
+    "log_summary": "use torch.profiler: nothing is measured by configuration",
+    "initialize_mesh_device": _NO_TENSOR_PARALLEL,
+    # checkpointing
+    "get_cuda_rng_tracker": "torch.utils.checkpoint restores random numbers by itself (preserve_rng_state)",
+    "model_parallel_cuda_manual_seed": "seed with torch.manual_seed: ranks do not split a model",
+    "model_parallel_reconfigure_tp_seed": "seed with torch.manual_seed: ranks do not split a model",
+}
+
+
+class Absent:
+    """Stands for something that is not here: it can be imported, and raises where it is called or made."""
+
+    instead: str
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError(f"Cannot use {type(self).__name__} of DeepSpeed: it is not here. {self.instead}.")
+
+
+def absent(name: str) -> type[Absent]:
+    """The class that stands for it."""
+    instead = ABSENT[name]
+    return type(name, (Absent,), {"instead": instead[0].upper() + instead[1:], "__module__": __name__})

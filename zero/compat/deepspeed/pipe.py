@@ -1,0 +1,9 @@
+"""`deepspeed.pipe`: there is no pipeline here, and what a script imports from it says so when it is used."""
+
+from __future__ import annotations
+
+from zero.compat.deepspeed.absent import absent
+
+LayerSpec = absent("LayerSpec")
+PipelineModule = absent("PipelineModule")
+TiedLayerSpec = absent("TiedLayerSpec")

@@ -1,0 +1,123 @@
+"""An engine without an optimizer: the model as a configuration wants it, for forward only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from zero.checkpoint.export import read_weights
+from zero.checkpoint.folder import Folder
+from zero.comm.exchange import all_or_none
+from zero.comm.group import Group
+from zero.config.schema import ZeroConfig
+from zero.engine.accessors import ModelAnswers
+from zero.engine.checkpoints import write_weights
+from zero.engine.forward import run_forward
+from zero.memory.formats import DTYPES
+from zero.setup.module_sync import cast_buffers, sync_module_states
+from zero.setup.param_selection import ManagedParams, fp32_islands
+
+_NOTHING = ManagedParams([], [], [], [], [], [])
+
+
+class ForwardEngine(ModelAnswers):
+    """A model with rank 0's values on all ranks, in the dtype of the configuration. Constructing is a collective."""
+
+    optimizer: None = None
+    lr_scheduler: None = None
+    global_steps = global_samples = micro_steps = skipped_steps = 0
+
+    def __init__(self, model: nn.Module, config: ZeroConfig, group: Group, training_dataloader: Any = None) -> None:
+        self.module = model
+        self.training_dataloader = training_dataloader
+        self._config = config
+        self._group = group
+        sync_module_states(model, _NOTHING, group)
+        if config.dtype is not None:
+            kept = fp32_islands(model, config.keep_fp32)
+            for param in model.parameters():
+                if param.is_floating_point() and id(param) not in kept:
+                    param.data = param.data.to(DTYPES[config.dtype])
+        cast_buffers(model, config)
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The effective configuration. No collective."""
+        return self._config
+
+    @property
+    def group(self) -> Group:
+        """The ranks that have the model."""
+        return self._group
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is. No collective."""
+        return next((param.device for param in self.module.parameters()), torch.device("cpu"))
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model's forward, with the casts and the autocast of the configuration. No collective."""
+        return run_forward(self.module, self.config, self.device, inputs, named)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """As calling the engine."""
+        return self(*inputs, **named)
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused."""
+        self._refuse("send a loss backward")
+
+    def step(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused."""
+        self._refuse("step")
+
+    def scale(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused."""
+        self._refuse("scale a loss")
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: there are weights alone."""
+        self._refuse("save a checkpoint", "save_16bit_model writes the weights. To train, pass")
+
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True, **_: Any
+    ) -> tuple[str | None, Any]:
+        """Takes the weights and buffers of a checkpoint, and gives its path and the client state; `(None, None)` where there is
+        none yet and no tag was given. A collective."""
+
+        def read() -> tuple[str | None, Any]:
+            if tag is None and Folder.at(load_dir).latest() is None:
+                return None, None
+            path, weights, extra = read_weights(load_dir, None if tag is None else str(tag))
+            self.module.load_state_dict(weights, strict=load_module_strict)
+            return str(path), extra
+
+        return all_or_none(self.group, "A load", read)
+
+    def _refuse(self, what: str, instead: str = "Pass") -> NoReturn:
+        raise ValueError(f"Cannot {what}: this engine has no optimizer. {instead} optimizer=, or write one in config.")
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the model's state dict; as of an engine that trains. A collective."""
+        return write_weights(self.group, Path(save_dir) / save_filename, self.module, exclude_frozen_parameters)
+
+    def loss_scale(self) -> float:
+        """1.0: nothing is scaled."""
+        return 1.0
+
+    def close(self) -> None:
+        """Leaves the group of ranks; the model stays as it is. No collective."""
+        self._group.close()
+
+    def destroy(self) -> None:
+        """As `close`."""
+        self.close()

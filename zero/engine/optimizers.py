@@ -1,0 +1,88 @@
+"""Which optimizer trains: the one that was passed, the one that the configuration describes, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerators import Accelerator
+from zero.config.schema import OptimizerSpec, ZeroConfig
+from zero.optim.lion import Lion
+from zero.optim.skip_dynamo import skip_dynamo_import
+from zero.optim.traits import ELEMENTWISE
+from zero.runtime.kernels.select import check_kernels
+
+# DeepSpeed's own Adams, told by name. They compute what torch's do, with kernels for whole memory that a share has no use for.
+_THEIRS = "deepspeed.ops.adam"
+_ADAMS = {"FusedAdam", "DeepSpeedCPUAdam"}
+
+
+def has_fused(spec: OptimizerSpec, accelerator: Accelerator) -> bool:
+    """Whether torch's fused kernel of that optimizer runs on the device."""
+    with skip_dynamo_import():
+        example = _class_of(spec)([nn.Parameter(torch.zeros(1))], **spec.kwargs)
+    try:
+        check_kernels(example, "fused", accelerator.device())
+    except ValueError:
+        return False
+    return True
+
+
+def _class_of(spec: OptimizerSpec) -> Callable[..., torch.optim.Optimizer]:
+    found: Callable[..., torch.optim.Optimizer] = Lion if spec.kind == "Lion" else getattr(torch.optim, spec.kind)
+    return found
+
+
+def own_optimizer(config: ZeroConfig, params: list[Any]) -> torch.optim.Optimizer:
+    """The optimizer that the configuration describes."""
+    assert config.optimizer is not None
+    more = {"fused": True} if config.kernels == "fused" else {}
+    with skip_dynamo_import():
+        return _class_of(config.optimizer)(params, **config.optimizer.kwargs, **more)
+
+
+def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:
+    """The optimizer that was passed, or that the function which was passed makes; torch's for an Adam of DeepSpeed's own."""
+    with skip_dynamo_import():
+        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer) else optimizer(params)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer={optimizer!r} was passed, which is or gives a {type(made).__name__}. Pass a torch.optim.Optimizer, "
+            "or a function that makes one from the parameters."
+        )
+    if not is_deepspeeds_adam(made):
+        return made
+    with skip_dynamo_import():
+        return _adam_of(made)
+
+
+def _adam_of(theirs: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """torch's Adam or AdamW in place of one of DeepSpeed's, with its groups: a schedule made on the one drives the other."""
+    kind = type(theirs).__name__
+    if theirs.state:
+        raise ValueError(f"Cannot use this {kind}: it has stepped already. Pass a new one, and load a checkpoint into it.")
+    if not all(group.get("bias_correction", True) for group in theirs.param_groups):
+        raise ValueError(f"Cannot use this {kind}: bias_correction=False is not served. Make it without.")
+    is_decoupled = getattr(theirs, "adam_w_mode", True)
+    made = (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(theirs.param_groups)
+    made.param_groups = theirs.param_groups
+    theirs._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
+    return made
+
+
+def is_deepspeeds_adam(optimizer: torch.optim.Optimizer) -> bool:
+    return any(base.__module__.startswith(_THEIRS) and base.__name__ in _ADAMS for base in type(optimizer).__mro__)
+
+
+def check_known(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> None:
+    """Refuses, in the words of a DeepSpeed file, an optimizer that is not known to treat every element by itself."""
+    kind = type(optimizer)
+    if kind not in ELEMENTWISE and not config.elementwise:
+        raise ValueError(
+            f"Cannot shard {kind.__module__}.{kind.__qualname__}: it is not known to treat every element by itself. If it "
+            'does, write "zero_allow_untested_optimizer": true in the configuration; or use one of '
+            f"{', '.join(known.__name__ for known in ELEMENTWISE)}."
+        )

@@ -1,0 +1,99 @@
+"""What `zero=` may be: the options of `zero.shard`, or a DeepSpeed configuration, its "auto" answered by the framework."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero.config.deepspeed.reader import read_deepspeed, read_tree
+from zero.config.deepspeed.written import Implied
+from zero.config.schema import ZeroConfig
+
+Given = Mapping[str, Any] | str | os.PathLike[str]
+
+# Settings of a configuration that are options of `zero.shard` under a framework, which does the rest itself. A step that is not
+# finite is left to the framework too: it would not hear of one that was skipped.
+_SHARDED = (
+    "masters", "buffer_dtype", "keep_fp32_buffers", "offload", "bucket_bytes", "reduce", "reduce_dtype", "on_unused",
+    "elementwise",
+)  # fmt: skip
+# What a framework decides, by the key that DeepSpeed has for it, and the field of what the call implies.
+_DECIDED = {
+    "gradient_clipping": "clip",
+    "gradient_accumulation_steps": "accumulation",
+    "train_micro_batch_size_per_gpu": "micro_samples",
+    "train_batch_size": "global_samples",
+}
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What the arguments of a framework imply, and what these arguments are called, by the field of `Implied`."""
+
+    name: str
+    implied: Implied
+    words: Mapping[str, str] = field(default_factory=dict)
+    builds: bool = False  # an optimizer and a schedule that the configuration describes
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options for `zero.shard`, and the configuration that they come from; None where they were given as they are."""
+
+    shard: dict[str, Any]
+    config: ZeroConfig | None = None
+
+
+def read_options(given: Given, framework: Framework) -> Options:
+    """A mapping with a stage has options; any other, and a path, is a DeepSpeed configuration. What it says and the framework
+    says otherwise is refused."""
+    if isinstance(given, Mapping) and "stage" in given:
+        return Options(dict(given))
+    tree, implied = read_tree(given), framework.implied
+    for path, name in _DECIDED.items():
+        if tree.get(path) == "auto" and getattr(implied, name) is None:
+            del tree[path]  # the loop decides, and nobody else asks
+    config = read_deepspeed(tree, implied)
+    wrong = [*_differing(tree, config, framework), *_not_built(tree, config, framework)]
+    if wrong:
+        raise ValueError(f"Cannot use this DeepSpeed configuration under {framework.name}: {'; '.join(wrong)}.")
+    options = {"stage": config.stage, **{name: getattr(config, name) for name in _SHARDED}}
+    if config.dtype == "bfloat16":
+        options["dtype"] = config.dtype
+    if implied.clip is None:
+        options["clip"] = config.clip
+    if config.optimizer is not None:
+        options["kernels"] = config.kernels
+    return Options(options, config)
+
+
+def _differing(tree: Mapping[str, Any], config: ZeroConfig, framework: Framework) -> list[str]:
+    implied, batch = framework.implied, config.batch
+    own = {
+        "clip": config.clip or 0.0,
+        "accumulation": config.accumulation,
+        "micro_samples": None if batch is None else batch.micro_samples,
+        "global_samples": None if batch is None else batch.global_samples,
+    }
+    found = []
+    for path, name in _DECIDED.items():
+        value, decided = own[name], getattr(implied, name)
+        if tree.get(path) is not None and decided is not None and value != decided:
+            word = framework.words.get(name, name)
+            found.append(f'{path} is {value}, but {word} makes it {decided} (write "auto", or change one of them)')
+    if config.dtype == "float16" and implied.dtype != "float16":
+        word = framework.words.get("dtype", "its precision")
+        found.append(f"fp16.enabled is true, which is the framework's to do (set {word} to fp16)")
+    if config.autocast is not None:
+        word = framework.words.get("dtype", "its precision")
+        found.append(f"torch_autocast.enabled is true, but autocast is the framework's (set {word} instead)")
+    return found
+
+
+def _not_built(tree: Mapping[str, Any], config: ZeroConfig, framework: Framework) -> list[str]:
+    if framework.builds:
+        return []
+    blocks = {"optimizer": config.optimizer, "scheduler": config.schedule}
+    return [f"it has the block {name!r}, but the loop makes its own (take it out)" for name, spec in blocks.items() if spec]

@@ -1,0 +1,23 @@
+"""Which sharded optimizer a parameter has, for those who hold the parameter alone."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+_live: weakref.WeakSet[Any] = weakref.WeakSet()  # sharded optimizers; those that were closed too
+
+
+def remember(optimizer: Any) -> None:
+    """Takes note of a sharded optimizer, which is kept alive by its owner alone."""
+    _live.add(optimizer)
+
+
+def optimizer_of(param: nn.Parameter) -> Any:
+    """The sharded optimizer that manages a parameter; None where there is none. No collective."""
+    for optimizer in list(_live):
+        if not optimizer._parts.closed and id(param) in optimizer._parts.params.index:
+            return optimizer
+    return None

@@ -1,0 +1,95 @@
+"""Exact values, gradients and moments of one parameter: read whole on every rank, or written from a whole tensor that every
+rank passes alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from zero.memory.formats import sum_dtype
+from zero.plan.layout import Piece
+from zero.sharding.optimizer import ShardedOptimizer
+from zero.sharding.optimizer_state import lies_nowhere
+
+
+@torch.no_grad()
+def whole_master(optimizer: ShardedOptimizer, param: nn.Parameter) -> torch.Tensor:
+    """The exact value of a weight, in the dtype of sums; edits of the weight are in it. A collective."""
+    parts, index = optimizer.parts, optimizer._index(param)
+    parts.offloader.check("reading a master")
+    dtype = sum_dtype(param.dtype)
+    if lies_nowhere(parts, index) or index in parts.window.sync.tracker.relocated():
+        return param.detach().to(dtype, copy=True)
+    parts.adopt()
+    return parts.window.grad_ops.whole(index, parts.masters.shard.piece, dtype)
+
+
+@torch.no_grad()
+def set_master(optimizer: ShardedOptimizer, param: nn.Parameter, value: torch.Tensor) -> None:
+    """Sets the exact value, and the weight to its rounded value. No collective."""
+    parts, index = optimizer.parts, optimizer._index(param)
+    parts.offloader.check("writing a master")
+    _check_shape(param, value, "value")
+    parts.window.sync.tracker.copy_back()  # or what lies elsewhere would be taken in later, over this
+    param.copy_(value)
+    if not lies_nowhere(parts, index):
+        _fill(optimizer, index, value, lambda _, master: master)
+
+
+@torch.no_grad()
+def set_state(optimizer: ShardedOptimizer, param: nn.Parameter, key: str, value: torch.Tensor) -> None:
+    """Sets one moment of a parameter. No collective."""
+    parts, index = optimizer.parts, optimizer._index(param)
+    parts.offloader.check("writing optimizer state", "moments", "weights")
+    _check_shape(param, value, f"state {key!r}")
+    state = optimizer.inner.state
+
+    def entry(_: Piece, master: torch.Tensor) -> torch.Tensor:
+        found = state.get(master, {}).get(key)
+        if not isinstance(found, torch.Tensor) or found.shape != master.shape:
+            raise ValueError(
+                f"Cannot set state {key!r} of {parts.params.names[index]}: the optimizer keeps no such moment of it yet. Step "
+                "once before, and use one of its own keys."
+            )
+        return found
+
+    _fill(optimizer, index, value, entry)
+
+
+def whole_grad(optimizer: ShardedOptimizer, param: nn.Parameter) -> torch.Tensor | None:
+    """The global gradient in the dtype of sums; None where no rank had one. A collective."""
+    rounded = optimizer.whole_grad(param)
+    if rounded is None or rounded.dtype == sum_dtype(rounded.dtype):
+        return rounded
+    grad_ops, index = optimizer.parts.window.grad_ops, optimizer._index(param)
+    return grad_ops.whole(index, grad_ops.shard.piece, sum_dtype(param.dtype))
+
+
+@torch.no_grad()
+def set_grad(optimizer: ShardedOptimizer, param: nn.Parameter, value: torch.Tensor) -> None:
+    """Sets the global gradient of a parameter that has one. A collective."""
+    optimizer.settle()
+    _check_shape(param, value, "gradient")
+    if param.grad is None:
+        name = optimizer.parts.params.names[optimizer._index(param)]
+        raise ValueError(f"Cannot set the gradient of {name}: no rank has one. Send a loss backward before.")
+    param.grad.copy_(value)
+
+
+def _fill(
+    optimizer: ShardedOptimizer, index: int, value: torch.Tensor, target: Callable[[Piece, torch.Tensor], torch.Tensor]
+) -> None:
+    parts = optimizer.parts
+    line = parts.window.grad_ops.formats[index].flatten(value.detach())
+    for piece, master in parts.masters.of(index):
+        target(piece, master).copy_(line[piece.in_param.start : piece.in_param.stop])
+
+
+def _check_shape(param: nn.Parameter, value: torch.Tensor, what: str) -> None:
+    if tuple(value.shape) != tuple(param.shape):
+        raise ValueError(
+            f"Cannot set the {what} of a parameter of shape {tuple(param.shape)} from a tensor of shape {tuple(value.shape)}. "
+            "Pass a whole one."
+        )
