@@ -39,15 +39,13 @@ def write_weights(group: Group, path: Path, module: nn.Module, exclude_frozen: b
         if group.rank:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        copies: dict[Any, torch.Tensor] = {}  # what is one tensor under several names stays one
-        whole = {}
-        for name, value in state_dict_of(module, exclude_frozen=exclude_frozen).items():
+        copies: dict[int, torch.Tensor] = {}  # by id: what is one tensor under several names stays one
+        whole = state_dict_of(module, exclude_frozen=exclude_frozen, keep_vars=True)
+        for name, value in whole.items():
             if isinstance(value, torch.Tensor):
-                memory = value.data_ptr(), value.dtype, value.shape, value.stride()
-                if memory not in copies:
-                    copies[memory] = value.detach().cpu().clone()
-                value = copies[memory]
-            whole[name] = value
+                if id(value) not in copies:
+                    copies[id(value)] = value.detach().cpu().clone()
+                whole[name] = copies[id(value)]
         beside = path.with_name(f".{path.name}.saving")
         try:
             if path.suffix == ".safetensors":
