@@ -20,6 +20,7 @@ from accelerators.choice import Selected
 from accelerators.interface import Accelerator
 from accelerators.memory import format_bytes, memory_cap
 from accelerators.registry import Candidate
+from accelerators.staged.backend import NAME as STAGED
 
 COMPILERS = ("c++", "g++", "clang++", "cl", "icpx")
 
@@ -99,6 +100,7 @@ def missing_from(accelerator: Accelerator) -> list[str]:
         "resettable peak memory": reading.peak is not None and reading.peak_since != "last reset",
         "streams": not accelerator.is_synchronous and accelerator.new_stream() == accelerator.current_stream(),
         "pinned host memory": not accelerator.is_synchronous and not accelerator.can_pin,
+        "collectives of its own": accelerator.communication_backend == STAGED,
         "bf16": not accelerator.supports(torch.bfloat16),
         "fp64": not accelerator.supports(torch.float64),
     }

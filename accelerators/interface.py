@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from accelerators.memory import MemoryReading, memory_cap
+from accelerators.staged.backend import backend_for
 from accelerators.streams import Event, InOrderEvent, InOrderStream, Stream
 
 logger = logging.getLogger("accelerators")
@@ -40,7 +41,6 @@ class Accelerator:
     """
 
     name: str = ""
-    communication_backend: str = "gloo"  # what torch.distributed should use; gloo carries host tensors on every machine
     visible_devices_variable: str | None = None  # the environment variable that hides devices from a process
     compile_backend: str = "aot_eager"  # what torch.compile may use; eager kernels where no compiler serves the device
 
@@ -51,6 +51,12 @@ class Accelerator:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+    @cached_property
+    def communication_backend(self) -> str:
+        """What torch.distributed should use: the backend that it has for this device, found out once, or "staged", which goes
+        through the host and serves every device. A subclass may name one as a class attribute."""
+        return backend_for(self)
 
     # which device ------------------------------------------------------------------------------------------------
 
@@ -112,6 +118,11 @@ class Accelerator:
         """True where work is done when the call that issued it returns, so that nothing need ever be waited for."""
         can_wait = hasattr(self.module, "synchronize") or self._is_torch_accelerator()
         return self._streams is None and not can_wait
+
+    @property
+    def has_streams(self) -> bool:
+        """True where streams and events order the device's work; elsewhere one queue does."""
+        return self._streams is not None
 
     def synchronize(self, index: int | None = None) -> None:
         """Waits until all work issued to a device is done."""
@@ -219,7 +230,7 @@ class Accelerator:
 
     def forget_answers(self) -> None:
         """What the device was asked once, it is asked again when next needed."""
-        for answer in ("can_pin", "_dtype_answers"):
+        for answer in ("can_pin", "communication_backend", "_dtype_answers"):
             vars(self).pop(answer, None)
 
     # how torch is asked ------------------------------------------------------------------------------------------

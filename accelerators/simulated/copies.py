@@ -8,6 +8,10 @@ host memory as pinned.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+
 import torch
 
 from accelerators.simulated import backward, pinned
@@ -19,6 +23,23 @@ from accelerators.simulated.settings import settings
 from accelerators.simulated.storage import Block, block_of, host_view, is_sim
 
 _NAME = "aten::copy_"
+
+
+class _Thread(threading.local):
+    is_carrying = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def carrying() -> Iterator[None]:
+    """The copies inside belong to a collective, whose uses of device memory were recorded when it was called."""
+    _thread.is_carrying = True
+    try:
+        yield
+    finally:
+        _thread.is_carrying = False
 
 
 class End:
@@ -40,6 +61,8 @@ class End:
         return self.block.history if self.block is not None else self.watched
 
     def use(self, writes: bool, access: Access) -> None:
+        if self.on_device and _thread.is_carrying:
+            return
         if settings.races and self.history is not None and self.tensor.numel():
             self.history.use(*byte_range(self.tensor), writes, access)
 
@@ -105,7 +128,7 @@ def _copy_with_host(start: End, end: End, non_blocking: bool) -> None:
 
 
 def _issue(lane: Lane, start: End, end: End) -> None:
-    if backward.side_lanes_used():
+    if backward.side_lanes_used() and not _thread.is_carrying:
         backward.note(lane)
     access = lane.issue(_NAME, here())
     start.use(False, access)

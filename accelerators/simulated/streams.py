@@ -143,9 +143,10 @@ class Event:
 
     def query(self) -> bool:
         """Whether the stream has come here. Put-off work gets on with it when asked, so polling comes to an end."""
-        if self._task is not None and not self._task.done:
-            lanes.run_to(self._task.lane.pending[0])
-            return False
+        with lanes.lock:
+            if self._task is not None and not self._task.done:
+                lanes.run_to(self._task.lane.pending[0])
+                return False
         if self._lane is not None:
             lanes.wait_host(self._lane, self._clock)
         return True

@@ -102,7 +102,8 @@ def test_several_devices_have_a_line_of_memory_each_and_what_they_lack_is_said(t
     assert "1.00 GiB / 8.00 GiB" in out and "2.00 GiB / 8.00 GiB" in out
     assert command.main(["--json"]) == 0
     dev = next(row for row in json.loads(capsys.readouterr().out)["candidates"] if row["name"] == "dev")
-    assert dev["missing"] == ["peak memory", "streams", "pinned host memory", "bf16", "fp64"]
+    assert dev["missing"] == ["peak memory", "streams", "pinned host memory", "collectives of its own", "bf16", "fp64"]
+    assert dev["communication_backend"] == "staged"
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, OSError])
