@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -26,11 +26,9 @@ logger = logging.getLogger("accelerators")
 FLOATING_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # What the functions of a device module are called in torch.accelerator, newest name first.
-_GENERIC_NAMES = {
-    "current_device": ("current_device_index", "current_device_idx"),
-    "set_device": ("set_device_index", "set_device_idx"),
-    "mem_get_info": ("get_memory_info",),
-}
+_GENERIC_NAMES = {"current_device": ("current_device_index", "current_device_idx"),
+                  "set_device": ("set_device_index", "set_device_idx"), "mem_get_info": ("get_memory_info",)}  # fmt: skip
+_ABSENT = object()  # the answer to a question that nobody could be asked
 
 
 class Accelerator:
@@ -54,8 +52,8 @@ class Accelerator:
 
     @cached_property
     def communication_backend(self) -> str:
-        """What torch.distributed should use: the backend that it has for this device, found out once, or "staged", which goes
-        through the host and serves every device. A subclass may name one as a class attribute."""
+        """What torch.distributed should use: a backend that it has for this device, else "staged", which serves every device
+        through the host. Found out once; a subclass may name one as a class attribute."""
         return backend_for(self)
 
     # which device ------------------------------------------------------------------------------------------------
@@ -102,10 +100,16 @@ class Accelerator:
         reserved = self._ask("memory_reserved", index)
         if free is not None and reserved is not None and allocated is not None:
             free += reserved - allocated  # what torch's own cache holds can be had at once
-        return MemoryReading(total, free, allocated, self._ask("max_memory_allocated", index))
+        return MemoryReading(total, free, allocated, self._ask("max_memory_allocated", index), self._peak_since(index))
 
     def reset_peak_memory(self, index: int | None = None) -> None:
-        self._ask("reset_peak_memory_stats", self._index(index))
+        """Begins a new peak. Where the device cannot, `peak_since` stays at "process start"."""
+        index = self._index(index)
+        if self._ask("reset_peak_memory_stats", index, default=_ABSENT) is not _ABSENT:
+            self._peaks_reset.add(index)
+
+    def _peak_since(self, index: int) -> Literal["last reset", "process start"]:
+        return "last reset" if index in self._peaks_reset else "process start"
 
     def empty_cache(self) -> None:
         """Gives memory that torch keeps for later back to the device."""
@@ -230,7 +234,7 @@ class Accelerator:
 
     def forget_answers(self) -> None:
         """What the device was asked once, it is asked again when next needed."""
-        for answer in ("can_pin", "communication_backend", "_dtype_answers"):
+        for answer in ("can_pin", "communication_backend", "_peaks_reset", "_dtype_answers"):
             vars(self).pop(answer, None)
 
     # how torch is asked ------------------------------------------------------------------------------------------
@@ -308,6 +312,10 @@ class Accelerator:
     @cached_property
     def _in_order_streams(self) -> dict[int, InOrderStream]:
         return {}
+
+    @cached_property
+    def _peaks_reset(self) -> set[int]:
+        return set()
 
     @cached_property
     def _dtype_answers(self) -> dict[torch.dtype, bool]:

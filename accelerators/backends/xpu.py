@@ -51,7 +51,7 @@ class XpuAccelerator(Accelerator):
             # The driver of some integrated GPUs does not tell how much is free.
             total = torch.xpu.get_device_properties(index).total_memory
             allocated, peak = torch.xpu.memory_allocated(index), torch.xpu.max_memory_allocated(index)
-            return MemoryReading(total, None, allocated, peak)
+            return MemoryReading(total, None, allocated, peak, self._peak_since(index))
 
 
 def extension_problem(extension_version: str, torch_version: str, is_gpu_build: bool) -> str | None:

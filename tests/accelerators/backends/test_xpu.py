@@ -173,4 +173,6 @@ def test_a_driver_that_does_not_tell_free_memory_is_no_error(monkeypatch):
     give_torch(monkeypatch, xpu=fake_device_module(1, **functions))
     for name, function in functions.items():
         monkeypatch.setattr(torch.xpu, name, function, raising=False)
-    assert XpuAccelerator().memory() == MemoryReading(total=100, available=None, allocated=10, peak=20)
+    assert XpuAccelerator().memory() == MemoryReading(
+        total=100, available=None, allocated=10, peak=20, peak_since="process start"
+    )
