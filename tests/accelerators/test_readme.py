@@ -66,7 +66,7 @@ assert average.shape == model.weight.shape and average.abs().sum() > 0
 saved = torch.load("weight.pt")["weight"]
 assert saved.untyped_storage().nbytes() == saved.nbytes == model.weight.untyped_storage().nbytes()
 """
-    before = "assert not optimizer.state[model.weight]\nassert model.weight.untyped_storage().nbytes() > model.weight.nbytes\n"
+    before = 'assert not optimizer.state[model.weight]\nassert model.weight.untyped_storage().nbytes() > model.weight.nbytes\n'
     (tmp_path / "train.py").write_text(block("first program") + before + block("whole state") + checks)
     run("train.py", cwd=tmp_path)
 
