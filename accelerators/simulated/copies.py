@@ -128,7 +128,7 @@ def _copy_with_host(start: End, end: End, non_blocking: bool) -> None:
 
 
 def _issue(lane: Lane, start: End, end: End) -> None:
-    if backward.side_lanes_used() and not _thread.is_carrying:
+    if backward.side_lanes_used():
         backward.note(lane)
     access = lane.issue(_NAME, here())
     start.use(False, access)
