@@ -54,7 +54,8 @@ class AcceleratorContract:
             MemoryReading: [it.memory(), it.memory(it.current_index())],
         }
         for kind, values in answers.items():
-            assert [type(value) for value in values] == [kind] * len(values)
+            wrong = f"Override what gives one of {values}, so that each is a {kind.__name__} and of no subclass"
+            assert [type(value) for value in values] == [kind] * len(values), wrong
         assert it.visible_devices_variable is None or type(it.visible_devices_variable) is str
         for figure in ("total", "available", "allocated", "peak"):
             assert type(getattr(it.memory(), figure)) in (int, type(None)), figure

@@ -8,10 +8,6 @@ host memory as pinned.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
-
 import torch
 
 from accelerators.simulated import backward, pinned
@@ -21,25 +17,9 @@ from accelerators.simulated.place import here
 from accelerators.simulated.race import Access, History, byte_range
 from accelerators.simulated.settings import settings
 from accelerators.simulated.storage import Block, block_of, host_view, is_sim
+from accelerators.simulated.waits import is_carrying
 
 _NAME = "aten::copy_"
-
-
-class _Thread(threading.local):
-    is_carrying = False
-
-
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def carrying() -> Iterator[None]:
-    """The copies inside belong to a collective, whose uses of device memory were recorded when it was called."""
-    _thread.is_carrying = True
-    try:
-        yield
-    finally:
-        _thread.is_carrying = False
 
 
 class End:
@@ -61,7 +41,7 @@ class End:
         return self.block.history if self.block is not None else self.watched
 
     def use(self, writes: bool, access: Access) -> None:
-        if self.on_device and _thread.is_carrying:
+        if self.on_device and is_carrying():
             return
         if settings.races and self.history is not None and self.tensor.numel():
             self.history.use(*byte_range(self.tensor), writes, access)

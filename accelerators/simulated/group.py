@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from accelerators import choice
-from accelerators.simulated.copies import End, carrying
+from accelerators.simulated.copies import End
 from accelerators.simulated.current import current_lane
 from accelerators.simulated.lanes import Lane, lanes
 from accelerators.simulated.place import here
 from accelerators.simulated.settings import settings
 from accelerators.simulated.streams import lane_of
 from accelerators.simulated.torch_private import NAME
+from accelerators.simulated.waits import carrying
 from accelerators.staged import backend
 from accelerators.staged.exchange import Exchange, Queues, Transfer
 from accelerators.staged.group import StagedGroup
@@ -49,6 +50,14 @@ class SimulatedGroup(StagedGroup):
             for tensor in transfer.writes:
                 End(tensor, non_blocking=True).use(True, access)
 
+    def shutdown(self) -> None:
+        self._pipeline.close()
+        for queues in self._queues.values():  # nothing of it writes any more, and the host knows
+            lane = lane_of(queues.incoming)
+            with lanes.lock:
+                lanes.wait_host(lane, lane.snapshot())
+        super().shutdown()
+
     def _exchange(self, *arguments: Any) -> Exchange:
         return SimulatedExchange(*arguments)
 
@@ -70,6 +79,13 @@ class SimulatedGroup(StagedGroup):
 
 
 class SimulatedExchange(Exchange):
+    def _abandon(self) -> None:
+        super()._abandon()
+        if self._queues.incoming is not None:
+            lane = lane_of(self._queues.incoming)
+            with carrying(), lanes.lock:
+                lanes.wait_host(lane, lane.snapshot())
+
     @contextlib.contextmanager
     def _in_stream(self, stream: Any) -> Iterator[bool]:
         with carrying(), super()._in_stream(stream) as is_async:

@@ -61,6 +61,7 @@ class Exchange:
         self.work: StagedWork | None = work
         self.finished = work.finished
         self._arrival: Any = None
+        self._failed = False
         self._queues, self._transfer = queues, transfer
         self._reads = [flat(tensor) for tensor in transfer.reads]
         self._writes = [flat(tensor) for tensor in transfer.writes]
@@ -80,8 +81,9 @@ class Exchange:
     def wait_for(self, earlier: Exchange) -> None:
         """What is copied out from now on comes after the results of an earlier collective."""
         earlier.finished.wait()
-        if earlier._arrival is not None and self._queues.outgoing is not None:
-            self._queues.outgoing.wait_event(earlier._arrival)
+        with self._in_stream(self._queues.outgoing) as is_async:
+            if is_async and earlier._arrival is not None:
+                self._queues.outgoing.wait_event(earlier._arrival)
 
     def starts(self) -> range:
         """Where the chunks begin, counted in elements of a row. The same on all ranks."""
@@ -95,12 +97,11 @@ class Exchange:
 
     def copy_out(self, buffer: Buffer, start: int) -> Chunk:
         """The chunk that begins at `start`, in host memory once this returns."""
-        reads, writes = self._cut(self._reads, start), [] if self._transfer.in_place else self._cut(self._writes, start)
-        sizes = [row.numel() for row in (*reads, *writes)]
-        host = buffer.take(self.device, sum(sizes) * self._dtype.itemsize).view(self._dtype)
-        rows = list(torch.split(host, sizes)) if sizes else []
-        sent = sum(sizes[: len(reads)])
         with self._in_stream(self._queues.outgoing) as is_async:
+            reads, writes = self._cut(self._reads, start), [] if self._transfer.in_place else self._cut(self._writes, start)
+            sizes = [row.numel() for row in (*reads, *writes)]
+            host = buffer.take(self.device, sum(sizes) * self._dtype.itemsize).view(self._dtype)
+            rows = list(torch.split(host, sizes)) if sizes else []
             if is_async:
                 self._queues.outgoing.wait_event(self._ready)
             for source, target in zip(reads, rows, strict=False):
@@ -110,6 +111,7 @@ class Exchange:
                 copied = self.device.new_event()
                 copied.record(self._queues.outgoing)
                 copied.synchronize()
+        sent = sum(sizes[: len(reads)])
         if self._transfer.in_place:
             return Chunk(host, rows, host, rows)
         return Chunk(host[:sent], rows[: len(reads)], host[sent:], rows[len(reads) :])
@@ -134,8 +136,15 @@ class Exchange:
                 self._arrival = landed
 
     def fail(self, error: BaseException) -> None:
+        self._failed = True
         if self.work is not None:
             self.work.fail(error)
+
+    def _abandon(self) -> None:
+        """The program gives its tensors up when it hears of a failure, so no copy may be under way then."""
+        if self._arrival is not None:
+            with on_index(self.device, self.index), contextlib.suppress(RuntimeError):  # of a device that failed as well
+                self._arrival.synchronize()
 
     def finish(self) -> None:
         """Tells the caller, and forgets the tensors before, so that no thread keeps their memory."""
@@ -143,6 +152,8 @@ class Exchange:
         self._reads, self._writes = [], []
         self._transfer = Transfer((), (), _ended)
         assert work is not None
+        if self._failed:
+            self._abandon()
         if self._arrival is not None:
             work.arrive(self.device, self.index, self._arrival)
         work.finish()

@@ -66,6 +66,7 @@ class StagedWork(_Work):  # type: ignore[misc]
         return self._result
 
     def get_future(self) -> Any:
+        """Waits first: a future of torch knows nothing of the streams of every device."""
         self.wait()
         future: Any = torch.futures.Future()
         future.set_result(self._result)

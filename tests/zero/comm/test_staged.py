@@ -40,6 +40,7 @@ def stripped(*lacking):
         yield it
         if "synchronize" not in lacking:
             it.synchronize()
+        it.set_index(0)  # as the process was before
 
 
 @contextlib.contextmanager
