@@ -6,7 +6,7 @@ the result. Collectives keep the order in which they were called, those on host 
 gloo's collectives by their order.
 
 A failure ends the group, as the ranks no longer agree on how many chunks were sent: the collective that failed and all later
-ones raise it.
+ones raise it. Where one on host tensors fails, it is gloo that knows what can go on.
 """
 
 from __future__ import annotations
@@ -78,24 +78,24 @@ class Pipeline:
                 f"Cannot run a collective in process {os.getpid()}: its group belongs to process {self._process}, from which "
                 "this one was forked. Make a group in this process."
             )
-        if self._closed:
-            raise RuntimeError("Cannot run a collective: its group was destroyed. Make another group.")
         with self._starting:
+            if self._closed:
+                raise RuntimeError("Cannot run a collective: its group was destroyed. Make another group.")
             if not self._threads:
                 loops = {"staged-send": self._send, "staged-receive": self._receive}
                 self._threads = [threading.Thread(target=loop, name=name, daemon=True) for name, loop in loops.items()]
                 for thread in self._threads:
                     thread.start()
                 _open.add(self)
-        self._jobs.put(job)
+            self._jobs.put(job)
 
     def close(self) -> None:
         """Ends the threads. What has come lands; what has not fails, and is waited for no longer."""
         with self._starting:
             was_closed, self._closed = self._closed, True
+            self._jobs.put(None)
         if was_closed or self._process != os.getpid():
             return
-        self._jobs.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_CLOSE_S)
@@ -106,7 +106,8 @@ class Pipeline:
     def _send(self) -> None:
         while (job := self._jobs.get()) is not None:
             error = attempt(job, partial(self._start, job))
-            self._failed_to_send = self._failed_to_send or error
+            if isinstance(job, Exchange):
+                self._failed_to_send = self._failed_to_send or error
             self._under_way.put(Part(job, is_last=True))
             del job  # or it would stay until the next one
         self._under_way.put(None)
@@ -144,7 +145,8 @@ class Pipeline:
         while (part := self._under_way.get()) is not None:
             if not part.is_last:
                 error = attempt(part.job, partial(self._land, part))
-                self._failed_to_land = self._failed_to_land or error
+                if isinstance(part.job, Exchange):
+                    self._failed_to_land = self._failed_to_land or error
             else:
                 part.job.finish()
             del part

@@ -10,9 +10,8 @@ from torch._C import _distributed_c10d as c10d  # the options of collectives are
 
 ReduceOp: Any = dist.ReduceOp  # Any: torch's stubs say it is an enum, which it is not
 
-_DTYPES = frozenset(
-    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
-)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_DTYPES = frozenset((*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool))
 _OPS = (
     *(ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX),
     *(ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR),
@@ -28,7 +27,7 @@ def check_sum(name: str, op: Any, dtype: torch.dtype) -> None:
     """Raises before anything is sent: a collective that fails later ends the group."""
     if op is None:
         raise ValueError(f"Cannot run {name}: gloo, which carries it, has no such operation. Use SUM and scale the result.")
-    if dtype not in _DTYPES:
+    if dtype not in _DTYPES or (dtype == torch.bool and op is ReduceOp.AVG):
         raise TypeError(f"Cannot run {name}: gloo, which carries it, adds no {dtype}. Convert the tensor first.")
 
 

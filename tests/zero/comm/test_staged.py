@@ -184,11 +184,15 @@ def as_torch_calls_them(rank, world):
                 r"Cannot run a collective: a tensor is not contiguous\. Call",
                 lambda: dist.all_reduce(matrix.t(), group=group),
             ),
-            (TypeError, r"adds no torch.bool\. Convert", lambda: dist.all_reduce(flags[0], group=group)),
+            (TypeError, r"adds no torch.int16\. Convert", lambda: dist.all_reduce(flags[0].short(), group=group)),
         ]
+        dist.all_reduce(flags[0], op=dist.ReduceOp.MAX, group=group)
+        assert not flags[0].any().item()
         for kind, text, call in refused:
             with pytest.raises(kind, match=text):
                 call()
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(2, dtype=torch.int16), group=group)  # refused by gloo, and nothing was sent
         with torch.inference_mode():
             y = full(1.0)
             dist.all_reduce(y, group=group)
