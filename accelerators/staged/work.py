@@ -95,7 +95,7 @@ class PointToPoint(StagedWork):
 
 
 class Then:
-    """A work of gloo, and what is to be done with its output."""
+    """A work of gloo, and what is done with its output."""
 
     def __init__(self, carried: Any, act: Callable[[], None]) -> None:
         self._carried, self._act = carried, act

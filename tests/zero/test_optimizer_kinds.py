@@ -16,8 +16,7 @@ OPTIM = torch.optim
 
 
 class ScheduleFree(OPTIM.Optimizer):
-    """SGD without a schedule: gradients are taken at y, which `train` and `step` set; the weights to use are x, set by `eval`.
-    """
+    """SGD without a schedule: gradients are taken at y, which `train` and `step` set; `eval` sets x, the weights to use."""
 
     def __init__(self, params, lr=0.1, beta=0.5):
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
