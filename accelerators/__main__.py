@@ -19,7 +19,8 @@ from accelerators import choice
 from accelerators.choice import Selected
 from accelerators.interface import Accelerator
 from accelerators.memory import format_bytes, memory_cap
-from accelerators.registry import Candidate
+from accelerators.registry import FROM_TORCH, Candidate
+from accelerators.staged.backend import NAME as STAGED
 
 COMPILERS = ("c++", "g++", "clang++", "cl", "icpx")
 
@@ -99,6 +100,7 @@ def missing_from(accelerator: Accelerator) -> list[str]:
         "resettable peak memory": reading.peak is not None and reading.peak_since != "last reset",
         "streams": not accelerator.is_synchronous and accelerator.new_stream() == accelerator.current_stream(),
         "pinned host memory": not accelerator.is_synchronous and not accelerator.can_pin,
+        "collectives of its own": accelerator.communication_backend == STAGED,
         "bf16": not accelerator.supports(torch.bfloat16),
         "fp64": not accelerator.supports(torch.float64),
     }
@@ -138,6 +140,9 @@ def print_table(report: dict[str, Any]) -> None:
         table.add_row(*cells, style=style)
     console.print(table)
     print_line = partial(console.print, soft_wrap=True)
+    for row in report["candidates"]:
+        if row["origin"] == FROM_TORCH:
+            print_line(f"\n{row['name']}: known to torch; ACCELERATOR={row['name']} takes it")
     print_line(f"\n* {report['chosen']} is used: {escape(report['why'])}. Set ACCELERATOR to choose another.")
     missing = ", ".join(report["missing"]) or "nothing"
     print_line(f"torch {report['torch']} on {report['platform']}, missing here: {missing}")

@@ -11,7 +11,7 @@ from typing import TypeVar, overload
 
 from accelerators.backends import BUILT_IN
 from accelerators.interface import Accelerator
-from accelerators.registry import Candidate, Factory, Registration, Registry
+from accelerators.registry import FROM_TORCH, Candidate, Factory, Registration, Registry, named_by_torch
 from accelerators.selection import Request, check, choose, choose_index, parse_request, requested_by
 
 logger = logging.getLogger("accelerators")
@@ -47,7 +47,7 @@ class Selection:
         if self.chosen is None:
             request = requested_by(os.environ)
             if request is None:
-                self.chosen = self._take(choose(self.registry), None, "the usable one of highest priority")
+                self.chosen = self._take_best()
             else:
                 self.chosen = self._take_requested(request)
         return self.chosen
@@ -72,6 +72,20 @@ class Selection:
             self.chosen = before
             if inside.index_before is not None:
                 inside.accelerator.set_index(inside.index_before)
+
+    def _take_best(self) -> Selected:
+        best, named = choose(self.registry), named_by_torch()
+        if named is not None and best.name == named and best.origin == FROM_TORCH:
+            return self._take(best, None, "the accelerator that torch names")
+        taken = self._take(best, None, "the usable one of highest priority")
+        if named is not None and taken.accelerator.name == "cpu":
+            other = self.registry.find(named)
+            reason = other.reason or "it is taken on request only"
+            logger.warning(
+                "Accelerator %s is used although torch names %s: %s. Set ACCELERATOR=%s to use that one, or ACCELERATOR=%s.",
+                *(taken.name, named, reason, named, taken.name),
+            )
+        return taken
 
     def _take_wanted(self, wanted: str | Accelerator) -> Selected:
         if isinstance(wanted, str):

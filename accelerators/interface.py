@@ -13,11 +13,12 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from accelerators.memory import MemoryReading, memory_cap
+from accelerators.staged.backend import backend_for
 from accelerators.streams import Event, InOrderEvent, InOrderStream, Stream
 
 logger = logging.getLogger("accelerators")
@@ -25,11 +26,9 @@ logger = logging.getLogger("accelerators")
 FLOATING_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # What the functions of a device module are called in torch.accelerator, newest name first.
-_GENERIC_NAMES = {
-    "current_device": ("current_device_index", "current_device_idx"),
-    "set_device": ("set_device_index", "set_device_idx"),
-    "mem_get_info": ("get_memory_info",),
-}
+_GENERIC_NAMES = {"current_device": ("current_device_index", "current_device_idx"),
+                  "set_device": ("set_device_index", "set_device_idx"), "mem_get_info": ("get_memory_info",)}  # fmt: skip
+_ABSENT = object()  # the answer to a question that nobody could be asked
 
 
 class Accelerator:
@@ -40,7 +39,6 @@ class Accelerator:
     """
 
     name: str = ""
-    communication_backend: str = "gloo"  # what torch.distributed should use; gloo carries host tensors on every machine
     visible_devices_variable: str | None = None  # the environment variable that hides devices from a process
     compile_backend: str = "aot_eager"  # what torch.compile may use; eager kernels where no compiler serves the device
 
@@ -51,6 +49,12 @@ class Accelerator:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+    @cached_property
+    def communication_backend(self) -> str:
+        """What torch.distributed should use: a backend that it has for this device, else "staged", which serves every device
+        through the host. Found out once; a subclass may name one as a class attribute."""
+        return backend_for(self)
 
     # which device ------------------------------------------------------------------------------------------------
 
@@ -96,10 +100,16 @@ class Accelerator:
         reserved = self._ask("memory_reserved", index)
         if free is not None and reserved is not None and allocated is not None:
             free += reserved - allocated  # what torch's own cache holds can be had at once
-        return MemoryReading(total, free, allocated, self._ask("max_memory_allocated", index))
+        return MemoryReading(total, free, allocated, self._ask("max_memory_allocated", index), self._peak_since(index))
 
     def reset_peak_memory(self, index: int | None = None) -> None:
-        self._ask("reset_peak_memory_stats", self._index(index))
+        """Begins a new peak. Where the device cannot, `peak_since` stays at "process start"."""
+        index = self._index(index)
+        if self._ask("reset_peak_memory_stats", index, default=_ABSENT) is not _ABSENT:
+            self._peaks_reset.add(index)
+
+    def _peak_since(self, index: int) -> Literal["last reset", "process start"]:
+        return "last reset" if index in self._peaks_reset else "process start"
 
     def empty_cache(self) -> None:
         """Gives memory that torch keeps for later back to the device."""
@@ -112,6 +122,11 @@ class Accelerator:
         """True where work is done when the call that issued it returns, so that nothing need ever be waited for."""
         can_wait = hasattr(self.module, "synchronize") or self._is_torch_accelerator()
         return self._streams is None and not can_wait
+
+    @property
+    def has_streams(self) -> bool:
+        """True where streams and events order the device's work; elsewhere one queue does."""
+        return self._streams is not None
 
     def synchronize(self, index: int | None = None) -> None:
         """Waits until all work issued to a device is done."""
@@ -219,7 +234,7 @@ class Accelerator:
 
     def forget_answers(self) -> None:
         """What the device was asked once, it is asked again when next needed."""
-        for answer in ("can_pin", "_dtype_answers"):
+        for answer in ("can_pin", "communication_backend", "_peaks_reset", "_dtype_answers"):
             vars(self).pop(answer, None)
 
     # how torch is asked ------------------------------------------------------------------------------------------
@@ -297,6 +312,10 @@ class Accelerator:
     @cached_property
     def _in_order_streams(self) -> dict[int, InOrderStream]:
         return {}
+
+    @cached_property
+    def _peaks_reset(self) -> set[int]:
+        return set()
 
     @cached_property
     def _dtype_answers(self) -> dict[torch.dtype, bool]:

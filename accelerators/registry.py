@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata, util
 
 import torch
@@ -20,6 +21,9 @@ logger = logging.getLogger("accelerators")
 
 Factory = Callable[[], Accelerator]
 FindEntryPoints = Callable[..., Iterable[metadata.EntryPoint]]
+
+FROM_TORCH = "torch"  # the origin of a device that torch knows and nobody registered
+_FROM_TORCH_PRIORITY = 20  # above the CPU, below what was registered
 
 # An installed package offers its accelerator in one of these groups; which one says whether it may be taken unasked.
 ENTRY_POINT_GROUPS = {"accelerators": 40, "accelerators.on_request": -1}
@@ -149,8 +153,12 @@ class Registry:
         self._entry_points_read = False
 
     def __iter__(self) -> Iterator[Candidate]:
-        """Every candidate, highest priority first; equal ones by name, so that the order is the same on all ranks."""
+        """Every candidate, highest priority first; equal ones by name, so that the order is the same on all ranks. The device
+        that torch names is one of them, also where nobody registered it."""
         self._read_entry_points()
+        named = named_by_torch()
+        if named is not None and named not in self._candidates:
+            self.add(_of_torch(named))
         return iter(sorted(self._candidates.values(), key=lambda candidate: (-candidate.priority, candidate.name)))
 
     def add(self, registration: Registration) -> None:
@@ -160,7 +168,7 @@ class Registry:
                 f"Registering accelerator '{registration.name}' from {registration.origin} was asked for, "
                 "but a name is one word. Use torch's name of the device."
             )
-        if there is None:
+        if there is None or there.origin == FROM_TORCH:
             self._candidates[registration.name] = Candidate(registration)
         elif not there.registration.is_same_as(registration):
             raise ValueError(
@@ -173,7 +181,7 @@ class Registry:
         if name not in self._candidates:
             self._read_entry_points()
         if name not in self._candidates and _torch_has_device(name):
-            self.add(Registration(name, lambda: Accelerator(name), origin="torch"))
+            self.add(_of_torch(name))
         if name not in self._candidates:
             near = difflib.get_close_matches(name, self._candidates, n=1, cutoff=0.6)
             hint = f" Did you mean '{near[0]}'?" if near else " Register your own with accelerators.register."
@@ -193,6 +201,22 @@ class Registry:
                 except ValueError as error:
                     logger.warning("%s", error)
         self._entry_points_read = True  # last: a thread that comes here meanwhile reads them too, and misses none
+
+
+def named_by_torch() -> str | None:
+    """The type of accelerator that torch says this machine has; None where it has none, or says that it cannot be used."""
+    named = torch.accelerator.current_accelerator()
+    if named is None:
+        return None
+    try:
+        is_available = getattr(torch.get_device_module(named), "is_available", None)
+    except RuntimeError:  # without a module it cannot be used either, and then its row says why
+        return named.type
+    return named.type if is_available is None or is_available() else None
+
+
+def _of_torch(name: str) -> Registration:
+    return Registration(name, partial(Accelerator, name), _FROM_TORCH_PRIORITY, FROM_TORCH)
 
 
 def _import_path(factory: Factory | str) -> str:

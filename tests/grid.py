@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from accelerators.simulated.capabilities import CAPABILITIES
 from tests.oracle import DynamicScale, StaticScale
 from tests.zoo import CASES
 
@@ -85,7 +86,7 @@ class Point:
 
 def can_be(point: Point) -> bool:
     case = CASES[point.case]
-    lacking = point.device.removeprefix("sim-")
+    lacking = point.device.removeprefix("sim-").split(",")
     return (
         point.dtype in case.dtypes
         and point.world >= case.needs_world
@@ -93,8 +94,8 @@ def can_be(point: Point) -> bool:
         and (point.device == "cpu" or not case.host_only)
         # on the host there is nowhere to go; tests/promises/test_offload_bits.py sees to it that it changes no bit there
         and (point.device != "cpu" or point.offload == "none")
-        and lacking != point.dtype
-        and lacking not in case.needs
+        and point.dtype not in lacking
+        and not set(lacking) & set(case.needs)
     )
 
 
@@ -144,6 +145,21 @@ def spot_checks() -> list[Point]:
         for index, (world, case, lack) in enumerate(chosen)
     ]
     return [point for point in points if can_be(point)]
+
+
+def without_group(full: bool = False) -> list[Point]:
+    """Points on devices that torch.distributed has no backend for, one for each other thing that they may lack: in the night at
+    each stage, with all homes; in the day one for each, and each stage with each home where nothing else is lacking."""
+    homes, points = ("none", "half", "all"), []
+    for index, lack in enumerate(("group", *(f"group,{other}" for other in CAPABILITIES if other != "group"))):
+        every = list(itertools.product((0, 1, 2), homes))
+        for number, (stage, home) in enumerate(every if full or lack == "group" else [every[index % 9]]):
+            dtype = ("fp32", "bf16", "fp16")[(index + number) % 3]
+            dtype = "fp32" if dtype in lack else dtype
+            case = "clipped_by_the_two_norm" if index % 2 else "two_layers"
+            points.append(Point(stage, 2, dtype, "tiny", "plain", f"sim-{lack}", case, home))
+    assert all(map(can_be, points))
+    return points
 
 
 # Pairs and triples are tuples of (axis, value), in the order of the axes.

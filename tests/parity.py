@@ -162,7 +162,7 @@ def _device(name: str) -> Iterator[str]:
 
     simulated.bring_up()
     simulated.configure(order="random:1" if name == "sim:random" else "late")
-    lacking = [name.removeprefix("sim-")] if name.startswith("sim-") else []
+    lacking = name.removeprefix("sim-").split(",") if name.startswith("sim-") else []
     with simulated.without(*lacking):
         yield "sim:0"
         torch.accelerator.synchronize() if "synchronize" not in lacking else None

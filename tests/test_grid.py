@@ -98,4 +98,4 @@ def test_only_fp16_scales_the_loss(points):
 
 def test_the_devices_lack_what_the_simulated_device_can_lack():
     capabilities = pytest.importorskip("accelerators.simulated.capabilities").CAPABILITIES
-    assert set(grid.LACKS) | set(grid.UNNOTICED) == set(capabilities)
+    assert {"group"} | set(grid.LACKS) | set(grid.UNNOTICED) == set(capabilities)  # without_group has the first

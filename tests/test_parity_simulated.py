@@ -22,3 +22,9 @@ def test_simulated_devices_equal_the_oracle(points, device):
 def test_what_nobody_asks_a_device_for_may_be_missing():
     failures = parity.run(point for point in grid.spot_checks() if point.world == 2)
     assert not failures, str(failures)
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)], ids=["day", "night"])
+def test_a_device_without_a_group_of_its_own_equals_the_oracle_whatever_else_it_lacks(full):
+    failures = parity.run(grid.without_group(full))
+    assert not failures, str(failures)

@@ -14,6 +14,7 @@ from accelerators.memory import MemoryReading
 
 class CpuAccelerator(Accelerator):
     name = "cpu"
+    communication_backend = "gloo"
     compile_backend = "inductor"
     is_synchronous = True
     can_pin = False  # every page of it is host memory already

@@ -23,7 +23,9 @@ class XpuAccelerator(Accelerator):
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
-        self.communication_backend = communication_backend(torch.__version__, torch.version.xpu, sys.platform)
+        native = communication_backend(torch.__version__, torch.version.xpu, sys.platform)
+        if native is not None:
+            self.communication_backend = native
 
     def unavailable_reason(self) -> str | None:
         reason = super().unavailable_reason()
@@ -49,7 +51,7 @@ class XpuAccelerator(Accelerator):
             # The driver of some integrated GPUs does not tell how much is free.
             total = torch.xpu.get_device_properties(index).total_memory
             allocated, peak = torch.xpu.memory_allocated(index), torch.xpu.max_memory_allocated(index)
-            return MemoryReading(total, None, allocated, peak)
+            return MemoryReading(total, None, allocated, peak, self._peak_since(index))
 
 
 def extension_problem(extension_version: str, torch_version: str, is_gpu_build: bool) -> str | None:
@@ -67,11 +69,11 @@ def has_gpu_library(spec: ModuleSpec) -> bool:
     return any(next(Path(folder).glob("*/*intel-ext-pt-gpu*"), None) for folder in spec.submodule_search_locations or ())
 
 
-def communication_backend(torch_version: str, xpu_version: str | None, platform: str) -> str:
-    """xccl where torch has it built in, ccl where Intel's bindings are installed, gloo elsewhere."""
+def communication_backend(torch_version: str, xpu_version: str | None, platform: str) -> str | None:
+    """xccl where torch has it built in, ccl where Intel's bindings are installed; None elsewhere."""
     if xpu_version is not None and platform == "linux" and _minor(torch_version) >= (2, 8):
         return "xccl"
-    return "ccl" if util.find_spec(ONECCL_BINDINGS) is not None else "gloo"
+    return "ccl" if util.find_spec(ONECCL_BINDINGS) is not None else None
 
 
 def _minor(version: str) -> tuple[int, int]:

@@ -38,13 +38,12 @@ first used.
 | 5     | current.py       | the current device and lane of a thread                                                      |
 | 6     | storage.py       | the memory of the devices, and the tensors on it                                             |
 | 6     | streams.py       | `torch.sim.Stream` and `torch.sim.Event`                                                     |
-| 6     | work.py          | a collective on its way                                                                      |
 | 7     | calls.py         | one call of an operator: its arguments as the host takes them, its results as device tensors |
 | 7     | copies.py        | copies between devices, and between device and host                                          |
 | 7     | module.py        | `torch.sim`                                                                                  |
 | 7     | saving.py        | new storages for `torch.save`, `torch.load` and `copy.deepcopy`                              |
 | 8     | operators.py     | runs every operator that has no kernel of its own                                            |
-| 8     | group.py         | the process group: collectives through the host, over gloo                                   |
+| 8     | group.py         | the process group, an instance of the staged one, and what it tells the race detector        |
 | 9     | kernels.py       | the operators that have a kernel of their own, as a table                                    |
 | 10    | start.py         | registers all of it with torch, once a process                                               |
 | 11    | accelerator.py   | the device as an `Accelerator`                                                               |

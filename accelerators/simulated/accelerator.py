@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from types import ModuleType
 
 from accelerators.interface import Accelerator
@@ -14,7 +15,6 @@ class SimulatedAccelerator(Accelerator):
     """`torch.device("sim")`. The device comes up at the first call that needs it; asking whether it could does not."""
 
     name = "sim"
-    communication_backend = "staged"  # accelerators.simulated.group: through the host, over gloo
     visible_devices_variable = "SIM_VISIBLE_DEVICES"
     compile_backend = "aot_eager"
     # Torch's generic streams of a device written in Python are empty shells: without torch.sim.Stream there are none.
@@ -28,6 +28,12 @@ class SimulatedAccelerator(Accelerator):
         except ValueError as error:
             return str(error)
         return why_not() or (None if num_devices else "SIM_DEVICES and SIM_VISIBLE_DEVICES leave no device")
+
+    @cached_property
+    def communication_backend(self) -> str:
+        """The device's own where it has one, which torch knows once the device is up."""
+        bring_up()
+        return super().communication_backend
 
     @property
     def module(self) -> ModuleType | None:

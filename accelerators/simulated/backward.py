@@ -48,9 +48,9 @@ def expect_side_lanes() -> None:
 
 def note(lane: Lane) -> None:
     """Called for every operator, once side streams are in use."""
-    if torch_private.graph_task() == -1:
-        _forward.last_issuer[lane.index] = lane
     sequence = torch_private.next_sequence_number()
+    if torch_private.graph_task() == -1 and sequence:  # 0: a thread that never made a node, so no backward of it will come
+        _forward.last_issuer[lane.index] = lane
     if sequence == _thread.sequence:
         return  # no node was made for this operator
     _thread.sequence = sequence

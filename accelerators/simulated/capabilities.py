@@ -18,6 +18,7 @@ CAPABILITIES = {
     "rng": "torch.sim.get_rng_state, set_rng_state and manual_seed; random numbers come from the host's generator",
     "synchronize": "torch.sim.synchronize",
     "record_stream": "Tensor.record_stream; calling it raises",
+    "group": "a process group of its own; torch.distributed has no backend for the device",
     "avg": "ReduceOp.AVG in collectives",
     "reduce_scatter": "reduce_scatter in collectives, in every form",
     "coalesced": "coalesced collectives",

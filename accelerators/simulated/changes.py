@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from accelerators import choice
-from accelerators.simulated import storage
+from accelerators.simulated import group, storage, torch_private
 from accelerators.simulated.capabilities import parse_capabilities
 from accelerators.simulated.lanes import lanes
 from accelerators.simulated.settings import parse_order, settings
@@ -54,4 +54,6 @@ def without(*capabilities: str) -> Iterator[None]:
 def _forget_answers() -> None:
     """What was found out about the device while it could do more, or less, is asked anew."""
     storage.forget_prototypes()
+    if torch_private.has_process_groups():
+        group.register()
     choice.get("sim").forget_answers()

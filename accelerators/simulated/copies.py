@@ -17,6 +17,7 @@ from accelerators.simulated.place import here
 from accelerators.simulated.race import Access, History, byte_range
 from accelerators.simulated.settings import settings
 from accelerators.simulated.storage import Block, block_of, host_view, is_sim
+from accelerators.simulated.waits import is_carrying
 
 _NAME = "aten::copy_"
 
@@ -40,6 +41,8 @@ class End:
         return self.block.history if self.block is not None else self.watched
 
     def use(self, writes: bool, access: Access) -> None:
+        if self.on_device and is_carrying():
+            return
         if settings.races and self.history is not None and self.tensor.numel():
             self.history.use(*byte_range(self.tensor), writes, access)
 

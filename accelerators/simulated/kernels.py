@@ -43,7 +43,8 @@ def _new(
     tensor = adopt(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), index)
     if settings.races:
         # No operator ran, yet the memory is this stream's: another one that uses it must come after this.
-        operators.remember_new(tensor, current_lane(index).issue("aten::empty", here()))
+        with lanes.lock:  # a lane's count may be another thread's too
+            operators.remember_new(tensor, current_lane(index).issue("aten::empty", here()))
     return tensor
 
 

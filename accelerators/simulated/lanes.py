@@ -50,12 +50,11 @@ host = Host()
 class Task:
     """Put-off work, or a wait for some."""
 
-    __slots__ = ("action", "after", "done", "has_come", "lane", "reads", "writes")
+    __slots__ = ("action", "after", "done", "lane", "reads", "writes")
 
     def __init__(
         self, lane: Lane, action: Callable[[], object] | None, reads: Memories, writes: Memories, after: Task | None = None
     ) -> None:
-        self.has_come: Callable[[], bool] | None = None  # of work that needs other processes: whether they did their part
         self.lane = lane
         self.action = action
         self.reads = reads
@@ -172,17 +171,9 @@ class Lanes:
 
     # running
 
-    def put_off(
-        self,
-        lane: Lane,
-        action: Callable[[], object],
-        reads: Memories,
-        writes: Memories,
-        has_come: Callable[[], bool] | None = None,
-    ) -> Task:
+    def put_off(self, lane: Lane, action: Callable[[], object], reads: Memories, writes: Memories) -> Task:
         """Queues work. It runs at once where nothing is to be put off."""
         task = Task(lane, action, reads, writes)
-        task.has_come = has_come
         lane.pending.append(task)
         if settings.order == "eager":
             self.run_to(task)
@@ -244,12 +235,11 @@ class Lanes:
         if task.action is not None:
             with torch_private.below_autograd(), torch_private.excluding(torch_private.WATCH_KEY):
                 task.action()
-        task.action = task.after = task.has_come = None  # lets go of the memory
+        task.action = task.after = None  # lets go of the memory
 
     def _move_on(self) -> None:
         while self._random.random() < 0.5:
-            # What another process has yet to send is not waited for here: the host would wait, where only the lane should.
-            busy = [lane for lane in self.of(None) if lane.pending and _could_run(lane.pending[0])]
+            busy = [lane for lane in self.of(None) if lane.pending]
             if not busy:
                 return
             self._run_first(self._random.choice(busy))
@@ -274,25 +264,6 @@ def _collect(lane: Lane, reads: Memories, writes: Memories) -> list[Task]:
             if task is last:
                 break
     return found
-
-
-def _could_run(task: Task) -> bool:
-    """Whether nothing of it, or of what comes before it on other lanes, is still to come from another process."""
-    seen: set[int] = set()
-    tasks = [task]
-    while tasks:
-        one = tasks.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if one.has_come is not None and not one.has_come():
-            return False
-        if one.after is not None and not one.after.done and id(one.after) not in seen:
-            for earlier in one.after.lane.pending:
-                tasks.append(earlier)
-                if earlier is one.after:
-                    break
-    return True
 
 
 def merge(clock: dict[int, int], other: dict[int, int]) -> None:

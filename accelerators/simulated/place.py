@@ -12,7 +12,12 @@ from accelerators.simulated import torch_private
 
 Place = tuple[str, int]  # a file and a line, or the name of a backward node and 0
 
-_OURS = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_OURS = (
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    _HERE + os.sep,
+    os.path.join(os.path.dirname(_HERE), "staged") + os.sep,
+)
 _WRAPPERS = ("contextlib.py", "functools.py", "typing_extensions.py")  # between torch's functions and who called them
 _is_ours: dict[CodeType, bool] = {}
 

@@ -62,10 +62,11 @@ class Stream(torch.Stream):
     def query(self) -> bool:
         """Whether everything issued so far is done. Put-off work gets on with it when asked, so polling comes to an end."""
         lane = self.lane
-        if lane.pending:
-            lanes.run_to(lane.pending[0])
-            return False
-        lanes.wait_host(lane, lane.snapshot())
+        with lanes.lock:
+            if lane.pending:
+                lanes.run_to(lane.pending[0])
+                return False
+            lanes.wait_host(lane, lane.snapshot())
         return True
 
     def wait_stream(self, stream: torch.Stream) -> None:
@@ -143,9 +144,10 @@ class Event:
 
     def query(self) -> bool:
         """Whether the stream has come here. Put-off work gets on with it when asked, so polling comes to an end."""
-        if self._task is not None and not self._task.done:
-            lanes.run_to(self._task.lane.pending[0])
-            return False
+        with lanes.lock:
+            if self._task is not None and not self._task.done:
+                lanes.run_to(self._task.lane.pending[0])
+                return False
         if self._lane is not None:
             lanes.wait_host(self._lane, self._clock)
         return True
@@ -164,14 +166,16 @@ class Event:
 
 
 def synchronize_lane(lane: Lane) -> None:
-    lanes.run_lane(lane)
-    lanes.wait_host(lane, lane.snapshot())
+    with lanes.lock:
+        lanes.run_lane(lane)
+        lanes.wait_host(lane, lane.snapshot())
     pinned.watch_this_thread()
 
 
 def synchronize_device(index: int) -> None:
-    lanes.run_all(index)
-    for lane in lanes.of(index):
-        if lane.count:
-            lanes.wait_host(lane, lane.snapshot())
+    with lanes.lock:
+        lanes.run_all(index)
+        for lane in lanes.of(index):
+            if lane.count:
+                lanes.wait_host(lane, lane.snapshot())
     pinned.watch_this_thread()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,14 +18,34 @@ class Wait(NamedTuple):
     place: str
 
 
+class _Thread(threading.local):
+    is_carrying = False
+
+
+_thread = _Thread()
 _records: list[list[Wait]] = []
 
 
 def note(waiter: str, awaited: str) -> None:
-    if _records:
+    if _records and not _thread.is_carrying:
         wait = Wait(waiter, awaited, describe(here()))
         for record in _records:
             record.append(wait)
+
+
+def is_carrying() -> bool:
+    """Whether this thread does the work of a collective, which no program waits for by itself."""
+    return _thread.is_carrying
+
+
+@contextlib.contextmanager
+def carrying() -> Iterator[None]:
+    """The work inside is that of a collective whose uses of device memory were recorded when it was called."""
+    _thread.is_carrying = True
+    try:
+        yield
+    finally:
+        _thread.is_carrying = False
 
 
 @contextlib.contextmanager

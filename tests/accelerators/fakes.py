@@ -32,7 +32,7 @@ def give_torch(monkeypatch: pytest.MonkeyPatch, **modules: SimpleNamespace | Non
     real = torch.get_device_module
 
     def get_device_module(device: Any = None) -> Any:
-        name = str(device).partition(":")[0]
+        name = getattr(device, "type", str(device).partition(":")[0])
         if name not in modules:
             return real(device)
         if modules[name] is None:
@@ -56,3 +56,9 @@ def install_plugin(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
     module.__spec__ = machinery.ModuleSpec(name, None)
     monkeypatch.setitem(sys.modules, name, module)
     return module
+
+
+def name_accelerator(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+    """Torch says that this is the machine's accelerator."""
+    named = None if name is None else SimpleNamespace(type=name)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: named)

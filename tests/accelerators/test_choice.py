@@ -1,6 +1,7 @@
 """The process's one choice, and the front door to it."""
 
 import logging
+import re
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ from accelerators import choice
 from accelerators.backends.cpu import CpuAccelerator
 from accelerators.choice import Selection
 from accelerators.registry import Registration, Registry
-from tests.accelerators.fakes import fake_device_module, give_torch
+from tests.accelerators.fakes import fake_device_module, give_torch, name_accelerator
 
 
 class Other(CpuAccelerator):
@@ -181,3 +182,57 @@ def test_the_front_door_names_what_it_has():
         assert getattr(accelerators, name).__name__ == name
     with pytest.raises(AttributeError, match=r"has no attribute 'curent'\. It has: Accelerator,"):
         _ = accelerators.curent
+
+
+def test_a_device_that_only_torch_knows_is_chosen_where_torch_names_it(front_door, monkeypatch, caplog):
+    give_torch(monkeypatch, acme=fake_device_module(1))
+    name_accelerator(monkeypatch, "acme")
+    with caplog.at_level(logging.INFO, "accelerators"):
+        assert type(front_door.current()) is accelerators.Accelerator
+    assert (front_door.current().name, choice.chosen().why) == ("acme", "the accelerator that torch names")
+    assert "Accelerator acme: the accelerator that torch names" in caplog.text
+
+
+def test_what_is_registered_goes_before_the_row_that_torch_gives(front_door, monkeypatch):
+    give_torch(monkeypatch, acme=fake_device_module(1))
+    name_accelerator(monkeypatch, "acme")
+    assert {row.name: row.origin for row in front_door.candidates()}["acme"] == "torch"
+
+    class Acme(accelerators.Accelerator):
+        name = "acme"
+
+    front_door.register("acme", Acme)
+    assert type(front_door.current()) is Acme
+
+
+@pytest.mark.parametrize(
+    ("module", "named", "reason"),
+    [
+        (fake_device_module(2), "dev", "it is taken on request only"),
+        (fake_device_module(0, is_available=lambda: True), "acme", r"torch\.acme has 0 devices \(torch .*\)"),
+    ],
+    ids=["on request", "without devices"],
+)
+def test_the_host_is_not_taken_in_silence_where_torch_names_another(front_door, monkeypatch, caplog, module, named, reason):
+    give_torch(monkeypatch, **{named: module})
+    name_accelerator(monkeypatch, named)
+    assert front_door.current().name == "cpu"
+    [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    text = f"Accelerator cpu is used although torch names {named}: {reason}. Set ACCELERATOR={named} to use that one, or .*cpu"
+    assert re.fullmatch(text + r"\.", warning.getMessage())
+
+
+@pytest.mark.parametrize("named", [None, "acme"])
+def test_nothing_is_said_where_torch_names_no_accelerator_that_is_there(front_door, monkeypatch, caplog, named):
+    give_torch(monkeypatch, acme=fake_device_module(0))
+    name_accelerator(monkeypatch, named)
+    assert front_door.current().name == "cpu"
+    monkeypatch.setenv("ACCELERATOR", "cpu")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_request_for_the_host_is_not_questioned(front_door, monkeypatch, caplog):
+    name_accelerator(monkeypatch, "dev")
+    monkeypatch.setenv("ACCELERATOR", "cpu")
+    assert front_door.current().name == "cpu"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -75,12 +75,22 @@ def test_a_device_that_was_in_use_before_a_fork_is_refused_with_a_clear_reason(g
 def test_the_module_goes_before_torch_accelerator_and_that_before_the_default(give, generic):
     generic(memory_allocated=lambda index: 1, max_memory_allocated=lambda index: 2, get_memory_info=lambda index: (30, 40))
     it = give(fake_device_module(1, memory_allocated=lambda index: 10))
-    assert it.memory() == MemoryReading(total=40, available=30, allocated=10, peak=2)
+    assert it.memory() == MemoryReading(total=40, available=30, allocated=10, peak=2, peak_since="process start")
 
 
 def test_memory_that_torch_keeps_for_later_is_available(give):
     functions = {"mem_get_info": lambda i: (100, 1000), "memory_allocated": lambda i: 300, "memory_reserved": lambda i: 500}
     assert give(fake_device_module(1, **functions)).memory().available == 300
+
+
+def test_a_peak_that_the_module_cannot_reset_is_since_process_start(give):
+    counters = {"memory_allocated": lambda i: 10, "max_memory_allocated": lambda i: 20}
+    it = give(fake_device_module(2, **counters))
+    it.reset_peak_memory()
+    assert it.memory().peak_since == "process start"
+    it = give(fake_device_module(2, **counters, reset_peak_memory_stats=lambda i: None))
+    it.reset_peak_memory(1)
+    assert (it.memory(0).peak_since, it.memory(1).peak_since) == ("process start", "last reset")
 
 
 def refuse(error):
@@ -95,7 +105,7 @@ def refuse(error):
 def test_what_torch_accelerator_does_not_have_for_the_device_is_none_and_no_error(give, generic, error):
     generic(memory_allocated=refuse(error), get_memory_info=refuse(error), empty_cache=refuse(error))
     it = give(fake_device_module(1))
-    assert it.memory() == MemoryReading(None, None, None, None)
+    assert it.memory() == MemoryReading(None, None, None, None, "process start")
     it.empty_cache()
     it.reset_peak_memory()
     it.synchronize()

@@ -14,7 +14,7 @@ from accelerators import choice
 from accelerators.backends import BUILT_IN
 from accelerators.choice import Selection
 from accelerators.registry import Registration, Registry
-from tests.accelerators.fakes import fake_device_module, give_torch
+from tests.accelerators.fakes import fake_device_module, give_torch, name_accelerator
 
 
 def run(*arguments, **environment):
@@ -102,7 +102,19 @@ def test_several_devices_have_a_line_of_memory_each_and_what_they_lack_is_said(t
     assert "1.00 GiB / 8.00 GiB" in out and "2.00 GiB / 8.00 GiB" in out
     assert command.main(["--json"]) == 0
     dev = next(row for row in json.loads(capsys.readouterr().out)["candidates"] if row["name"] == "dev")
-    assert dev["missing"] == ["peak memory", "streams", "pinned host memory", "bf16", "fp64"]
+    assert dev["missing"] == ["peak memory", "streams", "pinned host memory", "collectives of its own", "bf16", "fp64"]
+    assert dev["communication_backend"] == "staged"
+
+
+def test_a_device_that_only_torch_knows_is_shown_with_the_words_that_take_it(table, monkeypatch, capsys):
+    give_torch(monkeypatch, acme=fake_device_module(1))
+    name_accelerator(monkeypatch, "acme")
+    monkeypatch.setenv("ACCELERATOR", "cpu")
+    assert command.main([]) == 0
+    out = capsys.readouterr().out
+    assert "\nacme: known to torch; ACCELERATOR=acme takes it\n" in out
+    [row] = [line.split() for line in out.splitlines() if line.strip().startswith("acme ")]
+    assert "staged" in row
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, OSError])

@@ -42,6 +42,7 @@ LIES = {
     "def manual_seed(self, seed): pass": "test_a_seed_decides_the_numbers_of_host_and_device",
     "def set_rng_state(self, states, index=None): pass": "test_the_random_state_comes_back_on_host_and_device",
     "def pin(self, tensor): return tensor.clone()": "test_pinned_memory_is_pinned_and_the_same_numbers",
+    "communication_backend = 'none_of_it'": "test_two_ranks_add_gather_and_exchange",
 }  # fmt: skip
 
 LYING = """
@@ -81,3 +82,22 @@ def test_every_lie_is_found_by_the_test_that_is_there_for_it(tmp_path):
     report = run(tmp_path, LYING + "\n".join(classes), "-rf", "--tb=no", *tests)
     for lie, test in zip(LIES, tests, strict=True):
         assert f"FAILED {test}" in report, f"no test found {lie!r}\n{report}"
+
+
+def test_a_failing_check_says_what_to_override(tmp_path):
+    lies = """
+class Lie(CpuAccelerator):
+    def read_memory(self, index): r = super().read_memory(0); return replace(r, available=r.total + 1)
+    def _check_index(self, index): return int(index)
+    communication_backend = "no_such_backend"
+class TestLie(AcceleratorContract):
+    accelerator = Lie
+"""
+    checks = (
+        *("test_a_reading_agrees_with_itself", "test_an_index_of_another_type_is_refused"),
+        "test_two_ranks_add_gather_and_exchange",
+    )
+    report = run(tmp_path, LYING + lies, *(f"test_by_an_author.py::TestLie::{check}" for check in checks))
+    for members in ("read_memory", "_check_index", "communication_backend"):
+        assert f"Override {members} in your subclass of accelerators.Accelerator." in report, report
+    assert "no_such_backend" in report

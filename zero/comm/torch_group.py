@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from accelerators import Accelerator
+from accelerators.staged.backend import is_staged
 from zero.comm.group import Pending, TimeLimits
 from zero.comm.health import shutdown
 from zero.comm.health.monitor import RankMonitor
@@ -113,6 +114,7 @@ class TorchGroup:
         self.size = dist.get_world_size(base)
         self._ranks = dist.get_process_group_ranks(base)
         self._backend = accelerator.communication_backend
+        self._host_waits = self._backend == "gloo" or is_staged(self._backend)  # in turns; elsewhere a stream waits
         self._limits = limits
         self._lost: str | None = None
         self._connect()
@@ -145,7 +147,7 @@ class TorchGroup:
         """Those for the first step, and those for later."""
         patient = _Wires(self._new_group(self._backend, limits.first_s), self._new_group("gloo", limits.first_s))
         # What a native backend has begun can be called off, and its groups are expensive: one serves for both.
-        tensors = self._new_group("gloo", limits.later_s) if self.carries_host_tensors else patient.tensors
+        tensors = self._new_group(self._backend, limits.later_s) if self._host_waits else patient.tensors
         return patient, _Wires(tensors, self._new_group("gloo", limits.later_s))
 
     def _new_group(self, backend: str, limit_s: float) -> Any:
@@ -177,7 +179,6 @@ class TorchGroup:
 
     @property
     def carries_host_tensors(self) -> bool:
-        """Then waiting for one can be broken off and taken up again; elsewhere it is a stream that waits."""
         return self._backend == "gloo"
 
     def _take_kept(self) -> tuple[_Wires, _Wires] | None:
@@ -257,7 +258,7 @@ class TorchGroup:
 
     def wait_for(self, work: Any) -> None:
         """Until the output of a collective on tensors can be used on the current stream."""
-        self._guarded((lambda: self._in_turns(work)) if self.carries_host_tensors else work.wait)
+        self._guarded((lambda: self._in_turns(work)) if self._host_waits else work.wait)
 
     def begin(self, call: Callable[[float, object], Any]) -> Any:
         limit_s = self._limits.first_s if self._wires is self._patient else self._limits.later_s

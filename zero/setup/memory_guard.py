@@ -15,7 +15,7 @@ from zero.config.schema import Offload
 from zero.memory.flatten import Place
 from zero.memory.homes.registry import Homes
 from zero.memory.shard import LayoutRef
-from zero.optim.traits import ELEMENTWISE, num_moments
+from zero.optim.traits import known_kind, num_moments
 from zero.plan.budget import budget_of
 from zero.plan.layout import ITEM_BYTES, FlatLayout
 
@@ -94,7 +94,7 @@ class MemoryGuard:
             )
 
     def _needed(self, layout: FlatLayout) -> int:
-        by_blocks = type(self._optimizer) in ELEMENTWISE
+        by_blocks = known_kind(self._optimizer) is not None
         moments, in_lines = num_moments(self._optimizer), self._contiguous_moments
         return budget_of(layout, num_moments=moments, by_blocks=by_blocks, in_lines=in_lines).host_peak
 

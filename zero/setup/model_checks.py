@@ -9,7 +9,7 @@ from torch import nn
 
 from accelerators import Accelerator
 from zero.memory.formats import DTYPES, overlapping
-from zero.optim.traits import ELEMENTWISE, WHOLE_TENSOR
+from zero.optim.traits import ELEMENTWISE, WHOLE_TENSOR, is_quantised_in_blocks, known_kind
 
 
 def check_model(model: nn.Module) -> None:
@@ -53,7 +53,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer, elementwise: bool | None) 
             f"Sharding with {kind.__name__} was asked for, but {whole} looks at whole tensors, and each rank would give it a "
             "share of them. Use an optimizer that treats every element by itself, such as AdamW."
         )
-    if kind not in ELEMENTWISE and not elementwise:
+    if is_quantised_in_blocks(optimizer):
+        raise ValueError(
+            f"Cannot shard {kind.__name__}: its state is quantised in blocks, which share a scale and would be cut between "
+            "ranks, so it is not element-wise. Use one with state in full precision, such as AdamW, and offload it."
+        )
+    if any(group.get("differentiable") for group in (optimizer.defaults, *optimizer.param_groups)):
+        raise ValueError(
+            f"Cannot shard {kind.__name__} with differentiable=True: a sharded step is not recorded by autograd. Leave it out."
+        )
+    if known_kind(optimizer) is None and not elementwise:
         known = ", ".join(known.__name__ for known in ELEMENTWISE)
         raise ValueError(
             f"Sharding with {kind.__module__}.{kind.__qualname__} was asked for, which is not known to treat every element by "
@@ -102,6 +111,16 @@ def check_settings_on_host(optimizer: torch.optim.Optimizer, ratios: Mapping[int
             raise ValueError(
                 f"{asked} with ratio={ratios[index]} torch's loops for devices would round one part of a parameter's eta, "
                 "those for the host another, and no one value could be saved. Make the optimizer with foreach=False."
+            )
+
+
+def check_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses what torch would find out in the first step on the host."""
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("capturable"):
+            raise ValueError(
+                f"Cannot shard {type(optimizer).__name__} on the host: group {index} has capturable=True, which steps on an "
+                "accelerator alone. Leave it out."
             )
 
 

@@ -19,6 +19,7 @@ from zero.plan.stages import stage_of
 from zero.setup.consistency import verify_same_setup
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import (
+    check_capturable,
     check_dtypes,
     check_groups,
     check_model,
@@ -58,6 +59,8 @@ def check_params_and_settings(model: nn.Module, optimizer: torch.optim.Optimizer
     check_views(model, params.names, params.tensors)
     check_dtypes(accelerators.get(device_of(params).type), set(params.dtypes))
     check_settings_on_host(optimizer, dict(zip(params.groups, params.offload, strict=True)))
+    if device_of(params).type == "cpu":
+        check_capturable(optimizer)
 
 
 def prepare(

@@ -21,6 +21,7 @@ from zero.setup.consistency import check_weights
 from zero.sharding.build import build
 from zero.sharding.live import remember
 from zero.sharding.loss_scaler import loaded_scale, with_loss_scale
+from zero.sharding.modes import give_modes
 from zero.sharding.optimizer_state import load_state, whole_state, whole_state_dict
 from zero.sharding.recovery import rebuild
 from zero.sharding.state import ShardingState, check_original
@@ -59,6 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         remember(self)
         self._release = weakref.finalize(self, parts.release_anywhere)
         self._release.atexit = False
+        give_modes(self, inner)
         self.skipped_steps = 0
         self.grad_norm: float | None = None  # of the last window that was judged by its norm
 

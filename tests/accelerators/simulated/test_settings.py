@@ -138,7 +138,7 @@ import torch
 print(it.name, it.device(), it.device_count(), it.memory().total, torch.accelerator.device_count(), it.communication_backend)
 """
     environment = {"ACCELERATOR": "sim:1", "SIM_DEVICES": "3", "SIM_VISIBLE_DEVICES": "0,2", "SIM_MEMORY": "3MiB"}
-    assert python(code, **environment) == f"sim sim:1 2 {3 << 20} 2 staged"
+    assert python(code, **environment) == f"sim sim:1 2 {3 << 20} 2 simccl"
 
 
 @needs_the_device

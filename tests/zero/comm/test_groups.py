@@ -135,7 +135,7 @@ def test_with_nccl_a_rank_gathers_from_its_own_share_and_gets_as_much_of_the_sum
     group = object.__new__(torch_group.TorchGroup)
     monkeypatch.setattr(torch_group.TorchGroup, "_is_over", False)
     ours = {"_wires": SimpleNamespace(tensors=None), "_lost": None, "_watch": RankMonitor(None, 1, 3, False)}
-    vars(group).update(rank=1, size=3, _backend="nccl", **ours)
+    vars(group).update(rank=1, size=3, _backend="nccl", _host_waits=False, **ours)
     bucket = torch.arange(12.0)
     assert group.all_gather(bucket).wait() is bucket
     summed = group.reduce_scatter(bucket, torch.float32).wait()

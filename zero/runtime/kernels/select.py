@@ -11,7 +11,7 @@ from torch import nn
 
 from zero.memory.formats import DTYPES, sum_dtype
 from zero.optim.skip_dynamo import skip_dynamo_import
-from zero.optim.traits import _ADAMS, KERNELS
+from zero.optim.traits import _ADAMS, KERNELS, known_kind
 from zero.plan.layout import ParamSpec
 from zero.runtime.kernels.adam_kernels import CompiledAdam, FusedAdam
 from zero.runtime.kernels.adam_step import FusedStep, StepDtypes
@@ -33,7 +33,7 @@ def check_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch.
 
 
 def has_fused_step(optimizer: torch.optim.Optimizer, kernels: str) -> bool:
-    return kernels != "torch" and type(optimizer) in _ADAMS
+    return kernels != "torch" and known_kind(optimizer) in _ADAMS
 
 
 def fused_step_of(optimizer: torch.optim.Optimizer, kernels: str) -> FusedStep | None:
@@ -44,7 +44,7 @@ def fused_step_of(optimizer: torch.optim.Optimizer, kernels: str) -> FusedStep |
 
 
 def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
-    kind: Any = type(optimizer)
+    kind: Any = known_kind(optimizer) or type(optimizer)
     if "fused" not in optimizer.defaults:
         return f"{kind.__name__} has no fused kernel"
     param = nn.Parameter(torch.zeros(1, device=device))
@@ -59,7 +59,7 @@ def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> st
 
 
 def _why_not_compiled(optimizer: torch.optim.Optimizer, on_host: bool) -> str | None:
-    if type(optimizer) not in _ADAMS:
+    if known_kind(optimizer) not in _ADAMS:
         return f"only Adam and AdamW have a compiled step, and not {type(optimizer).__name__}"
     if not on_host:
         return "it is compiled for the host, where nothing is stepped here: nothing is offloaded"

@@ -13,6 +13,7 @@ from torch import nn
 
 from zero.errors import NonFinite
 from zero.memory.masters import Masters
+from zero.optim.traits import known_kind
 from zero.plan.layout import Block
 from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.runtime.kernels.adam_step import FusedStep, Gradient, Member
@@ -94,7 +95,7 @@ class Updater(Timed):
         index, groups = self._params.index, self._inner.param_groups
         held = [((number, at), id(p)) for number, group in enumerate(groups) for at, p in enumerate(group["params"])]
         self._places = {index[param]: place for place, param in held if param in index}
-        if type(self._inner) in self.policy.by_blocks and not _has_step_of_its_own(self._inner):
+        if known_kind(self._inner) in self.policy.by_blocks and not _has_step_of_its_own(self._inner):
             return [(block,) for block in blocks]
         return [blocks]
 
@@ -173,6 +174,19 @@ class Updater(Timed):
         finally:
             for group, params in zip(groups, kept, strict=True):
                 group["params"] = params
+
+    @contextlib.contextmanager
+    def all_masters(self) -> Iterator[None]:
+        """The user's groups hold the masters of all parameters, for what looks at each of them outside of a step."""
+        self.batches([])
+        held = [
+            (self._places[piece.param], master)
+            for pieces in self._masters.pieces.values()
+            for piece, master in pieces
+            if piece.param in self._places
+        ]
+        with self._in_groups(sorted(held, key=lambda member: member[0])):
+            yield
 
     def forget_moments(self) -> None:
         """Of what is about to be loaded, so that there is no memory for both."""

@@ -1,0 +1,283 @@
+"""Which optimizers are known, which are refused, and those that have modes."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tests import ranks
+from tests.devices import needs_sim
+from zero.comm.loopback import run_ranks, solo
+from zero.optim.traits import known_kind
+from zero.sharding.optimizer import shard
+
+OPTIM = torch.optim
+
+
+class ScheduleFree(OPTIM.Optimizer):
+    """SGD without a schedule: gradients are taken at y, which `train` and `step` set; `eval` sets x, the weights to use."""
+
+    def __init__(self, params, lr=0.1, beta=0.5):
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
+
+    @torch.no_grad()
+    def eval(self):
+        for group in self.param_groups:
+            if group["train_mode"]:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], 1 - 1 / group["beta"])
+                group["train_mode"] = False
+
+    @torch.no_grad()
+    def train(self):
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], 1 - group["beta"])
+                group["train_mode"] = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("Not in train mode!")
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"])
+                p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+def model():
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def weights(made):
+    return torch.cat([parameter.detach().flatten().clone() for parameter in made.parameters()])
+
+
+def trajectory(made, optimizer, modes):
+    """The weights after each step, in `eval` mode and back in `train` mode. Every rank has the same batch, so that sums of
+    gradients and their halves are exact."""
+    found = []
+    modes.train()
+    for step in range(4):
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(step)).to(next(made.parameters()).dtype)
+        made(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2:
+            modes.eval()
+            found.append(weights(made))
+            modes.train()
+        found.append(weights(made))
+    return found
+
+
+@pytest.mark.parametrize("called_on", ["the sharded one", "the one that was sharded"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_weights_of_each_mode_are_published_as_in_plain_torch(stage, called_on):
+    def program(group):
+        made = models[group.rank]
+        inner = ScheduleFree(made.parameters())
+        optimizer = shard(made, inner, stage=stage, group=group, elementwise=True, bucket_bytes=64)
+        found = trajectory(made, optimizer, optimizer if called_on == "the sharded one" else inner)
+        optimizer.close()
+        return found
+
+    plain = model()
+    optimizer = ScheduleFree(plain.parameters())
+    expected = trajectory(plain, optimizer, optimizer)
+    assert not torch.equal(expected[1], expected[2])  # modes are other weights
+    models = [model() for _ in range(2)]
+    for found in run_ranks(2, program, 20.0):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_modes_of_weights_in_bf16_are_those_of_their_masters():
+    def program(group):
+        made = models[group.rank]
+        optimizer = shard(made, ScheduleFree(made.parameters()), stage=2, dtype="bfloat16", group=group, elementwise=True)
+        optimizer.train()
+        made(torch.ones(2, 5, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.eval()
+        masters = {name: entry["z"] for name, entry in optimizer.state_dict()["state"].items()}
+        return {name: parameter.detach().clone() for name, parameter in made.named_parameters()}, masters
+
+    models = [model() for _ in range(2)]
+    (one, masters), (other, _) = run_ranks(2, program, 20.0)
+    for name, value in one.items():
+        assert torch.equal(value, other[name])
+        # after one step x is z
+        assert torch.equal(value.float(), masters[name].to(torch.bfloat16).float())
+
+
+def train_on_a_device(rank, world):
+    import accelerators
+    from accelerators import simulated
+
+    simulated.bring_up()
+    found = []
+    with accelerators.using("sim"):
+        for offload in (None, "cpu"):
+            made = model().to("sim")
+            options = {"stage": 2, "elementwise": True, "offload": offload, "bucket_bytes": 64}
+            optimizer = shard(made, ScheduleFree(made.parameters()), **options)
+            optimizer.train()
+            made(torch.ones(2, 5, device="sim")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(weights(made).cpu())
+            optimizer.eval()
+            found.append(weights(made).cpu())
+            optimizer.close()
+    return found
+
+
+@needs_sim
+def test_modes_of_masters_on_the_host_reach_the_weights_on_the_device():
+    for here, in_eval, offloaded, offloaded_in_eval in ranks.run(2, train_on_a_device, apart="sim"):
+        assert torch.equal(here, offloaded) and torch.equal(in_eval, offloaded_in_eval)
+
+
+def test_an_edit_of_the_weights_is_not_lost_when_the_mode_changes():
+    made = model()
+    optimizer = shard(made, ScheduleFree(made.parameters()), stage=2, dtype="bfloat16", group=solo(), elementwise=True)
+    with torch.no_grad():
+        made[0].weight.fill_(0.5)
+    optimizer.eval()
+    optimizer.train()
+    assert (made[0].weight == 0.5).all()
+
+
+def test_a_graph_from_before_a_mode_changed_is_refused_as_in_plain_torch():
+    made = model()
+    optimizer = shard(made, ScheduleFree(made.parameters()), stage=2, group=solo(), elementwise=True)
+    optimizer.train()
+    loss = made(torch.ones(2, 5)).sum()
+    optimizer.eval()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_optimizer_without_modes_gets_none_and_a_closed_one_is_plain():
+    made = model()
+    optimizer = shard(made, OPTIM.SGD(made.parameters(), lr=0.1), stage=2, group=solo())
+    assert not hasattr(optimizer, "train") and not hasattr(optimizer, "eval")
+    optimizer.close()
+    made = model()
+    inner = ScheduleFree(made.parameters())
+    optimizer = shard(made, inner, stage=2, group=solo(), elementwise=True)
+    optimizer.close()
+    inner.train()
+    assert inner.param_groups[0]["train_mode"] is True
+
+
+# subclasses ---------------------------------------------------------------------------------------------------------------
+
+
+class Empty(OPTIM.Adam):
+    pass
+
+
+class WithDefaults(OPTIM.AdamW):
+    """Says more, and does the same."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.05, weight_decay=0.3)
+
+
+class FurtherDown(Empty):
+    def describe(self):
+        return "a method that no step calls"
+
+
+class OwnStep(OPTIM.Adam):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class OwnGroups(OPTIM.Adam):
+    def _init_group(self, *arguments):
+        return super()._init_group(*arguments)
+
+
+@pytest.mark.parametrize(("kind", "known"), [(Empty, OPTIM.Adam), (WithDefaults, OPTIM.AdamW), (FurtherDown, OPTIM.Adam)])
+@pytest.mark.parametrize("is_first", [True, False], ids=["torch wraps the step of the class", "its parent's is wrapped"])
+def test_a_subclass_that_changes_nothing_is_served_as_its_parent(kind, known, is_first):
+    kind = type(kind.__name__, (kind,), {}) if is_first else kind
+    made, plain = model(), model()
+    optimizer, reference = kind(made.parameters()), known(plain.parameters(), **(LIKE_IT if known is OPTIM.AdamW else {}))
+    assert known_kind(optimizer) is known
+    sharded = shard(made, optimizer, stage=2, group=solo())
+    for _ in range(2):
+        for one, stepping in ((made, sharded), (plain, reference)):
+            one(torch.ones(2, 5)).square().mean().backward()
+            stepping.step()
+            stepping.zero_grad()
+    assert torch.equal(weights(made), weights(plain))
+
+
+LIKE_IT = {"lr": 0.05, "weight_decay": 0.3}
+
+
+@pytest.mark.parametrize("kind", [OwnStep, OwnGroups])
+def test_a_subclass_that_overrides_what_a_step_does_is_not(kind):
+    made = model()
+    optimizer = kind(made.parameters())
+    assert known_kind(optimizer) is None
+    with pytest.raises(
+        ValueError, match=rf"{kind.__name__} was asked for, which is not known to treat every element by itself"
+    ):
+        shard(made, optimizer, stage=2, group=solo())
+
+
+# refused ------------------------------------------------------------------------------------------------------------------
+
+
+class Adam8bit(OPTIM.SGD):
+    """Called as those are whose state is quantised."""
+
+
+class WithBits(OPTIM.SGD):
+    """As bitsandbytes says it of an optimizer that has both."""
+
+    def __init__(self, params, bits):
+        super().__init__(params)
+        self.args = type("Args", (), {"optim_bits": bits})()
+
+
+@pytest.mark.parametrize("make", [Adam8bit, lambda params: WithBits(params, 8)], ids=["by its name", "by its setting"])
+def test_an_optimizer_whose_state_is_quantised_in_blocks_is_refused_for_that_reason(make):
+    made = model()
+    with pytest.raises(ValueError, match=r"Cannot shard \w+: its state is quantised in blocks.* not element-wise\. Use"):
+        shard(made, make(made.parameters()), stage=2, group=solo(), elementwise=True)
+    shard(made, WithBits(made.parameters(), 32), stage=2, group=solo(), elementwise=True).close()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"differentiable": True}, "Cannot shard Adam with differentiable=True: a sharded step is not recorded by autograd."),
+        (
+            {"capturable": True},
+            "Cannot shard Adam on the host: group 0 has capturable=True, which steps on an accelerator alone.",
+        ),
+    ],
+    ids=["differentiable", "capturable"],
+)
+def test_settings_that_no_sharded_step_on_the_host_can_have_are_refused_before_anything_changes(options, text):
+    made = model()
+    before = [parameter.data_ptr() for parameter in made.parameters()]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        shard(made, OPTIM.Adam(made.parameters(), **options), stage=2, group=solo())
+    assert [parameter.data_ptr() for parameter in made.parameters()] == before

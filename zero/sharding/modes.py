@@ -1,0 +1,55 @@
+"""Optimizers with modes: `train()` and `eval()` write other weights, as those without a schedule have it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from zero.comm.exchange import exchange_about, run_on_all
+from zero.sharding.state import ShardingState
+
+MODES = ("train", "eval")
+
+
+def give_modes(sharded: Any, inner: torch.optim.Optimizer) -> None:
+    """Gives a sharded optimizer the modes of the one that it was made from; both objects do the same until the training is
+    closed. Where there are no modes it gets none, as libraries look whether an optimizer has any."""
+    for mode in MODES:
+        own: Callable[..., Any] | None = getattr(type(inner), mode, None)
+        if callable(own):
+            switch = partial(_switch, weakref.ref(sharded), own, inner, mode)
+            setattr(sharded, mode, switch)
+            setattr(inner, mode, switch)
+
+
+def _switch(sharded: weakref.ref[Any], own: Callable[..., Any], inner: torch.optim.Optimizer, mode: str) -> Any:
+    """Changes the mode on all ranks, and publishes the weights that the optimizer sets. A collective."""
+    found = sharded()
+    if found is None or found._parts.closed:
+        return own(inner)
+    return switch_mode(found.parts, mode, partial(own, inner))
+
+
+@torch.no_grad()
+def switch_mode(state: ShardingState, mode: str, act: Callable[[], Any]) -> Any:
+    """Lets `act` write the masters, and publishes them. Edits of the weights are adopted before. A collective."""
+    what = f"optimizer.{mode}"
+    state.offloader.check(what)
+    exchange_about(state.group, what, b"")
+    layout, sync = state.layout_ref.layout, state.window.sync
+    blocks = [block for bucket in range(len(layout.buckets)) for block in layout.blocks(bucket)]
+    sync.set_phase(f"in {what}")
+    sync.tracker.copy_back()
+    state.adopt()
+    with state.updater.all_masters():
+        result = run_on_all(state.group, act)
+    for block in blocks:
+        state.masters.publish(block)
+    state.publisher.send(blocks)
+    state.publisher.wait(sum(1 << param for param, slot in enumerate(layout.slots) if slot is not None))
+    sync.set_phase("before a backward")
+    return result
