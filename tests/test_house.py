@@ -30,15 +30,9 @@ RUNTIME_FLOORS = ({"profiling"}, {"kernels"}, {"params"}, {"reduce", "sync", "un
 RUNTIME_FLOOR_OF = {room: floor for floor, rooms in enumerate(RUNTIME_FLOORS) for room in rooms}
 
 NAMES_SPOKEN_IN_ONE_PLACE = {
-<<<<<<< HEAD
     # zero/compat/deepspeed/comm.py hands torch.distributed's own functions on, as deepspeed.comm does
-    "torch.distributed": (
-        r"(zero/(comm/torch_group|tools/launch|checkpoint/\w+|compat/deepspeed/comm)|accelerators/simulated/(group|work))\.py"
-    ),
-=======
-    "torch.distributed": r"(zero/(comm/torch_group|tools/launch|checkpoint/\w+)|"
+    "torch.distributed": r"(zero/(comm/torch_group|tools/launch|checkpoint/\w+|compat/deepspeed/comm)|"
     r"accelerators/(staged/\w+|contract/ranks|simulated/group))\.py",
->>>>>>> devices
     "torch.cuda": r"accelerators/backends/cuda\.py",
 }
 NO_TORCH = r"zero/(plan|config)/.*|zero/errors\.py"
