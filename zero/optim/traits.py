@@ -73,9 +73,13 @@ def _changes_nothing(kind: type) -> bool:
     return all(not hasattr(above, name) or (name == "step" and _bare(vars(kind)[name]) is _bare(above.step)) for name in added)
 
 
+_TORCHS_WRAPPER = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+
+
 def _bare(step: Any) -> Any:
-    """Without the wrapper that torch puts around it in each class when the first object is made."""
-    while getattr(step, "hooked", False):
+    """Without the wrapper that torch puts around it in each class when the first object is made. A step of the user's own that
+    was made with functools.wraps carries the marks of that wrapper, and is known by where its code is."""
+    while getattr(step, "hooked", False) and step.__code__.co_filename == _TORCHS_WRAPPER:
         step = step.__wrapped__
     return step
 
