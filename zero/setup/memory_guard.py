@@ -40,9 +40,8 @@ class MemoryGuard:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise type(error)(
-                f"{asked} was asked for, but memory ran out. {self._shortage(layout_ref.layout)} ({error})"
-            ) from error
+            what = asked[0].lower() + asked[1:]
+            raise type(error)(f"Cannot allocate memory for {what}: {self._shortage(layout_ref.layout)} ({error})") from error
 
     def _shortage(self, layout: FlatLayout) -> str:
         reading = self._place.accelerator.memory(self._place.device.index)
