@@ -1,15 +1,15 @@
 """Shares of other ranks, at any time: whatever the main thread of their owner is doing.
 
 [Note: pulls]
-Each rank has a thread that takes requests and answers them. It waits for nothing but requests: a version that its rank has not
-reached is answered later, by the thread that reaches it. So every request ends if its rank comes to that version, and no rank
+Each rank has a thread that takes requests and one that sends answers. The first waits for nothing but requests: a version that
+its rank has not reached is answered when it is reached. So every request ends if its rank comes to that version, and no rank
 has to read anything for another one to come there. Ranks may take different branches, or sit in a collective of the user's.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -28,8 +28,6 @@ class Message(Protocol):
     """One that is being sent or received."""
 
     def wait(self) -> object: ...
-
-    def is_completed(self) -> bool: ...
 
 
 class Wire(Protocol):
@@ -66,12 +64,14 @@ class Pulls:
         self._wire = wire
         self._request = request
         self._next_tag = _FIRST_ANSWER_TAG
-        self._answers: deque[tuple[Message, torch.Tensor]] = deque()  # on their way, with what they send
-        self._failure: Exception | None = None  # of the thread that answers
+        self._answers: queue.SimpleQueue[tuple[torch.Tensor, int, int] | None] = queue.SimpleQueue()  # to be sent; None ends it
+        self._failure: Exception | None = None  # of a thread that answers
         self._lock = threading.Lock()
         self._others = [rank for rank in range(wire.size) if rank != wire.rank]
-        self._server = threading.Thread(target=self._serve, daemon=True, name="zero-pulls")
-        self._server.start()
+        works = (self._take_requests, self._send_answers) if self._others else ()
+        self._threads = [threading.Thread(target=self._run, args=(work,), daemon=True, name="zero-pulls") for work in works]
+        for thread in self._threads:
+            thread.start()
 
     def begin(self, bucket: int, memory: torch.Tensor, step: int, edits: int) -> Pull:
         """Begins to fill the parts of other ranks in the memory of a bucket, as of a version."""
@@ -96,17 +96,16 @@ class Pulls:
         farewell = torch.tensor([self._wire.rank, _LEAVES, 0, 0, 0])
         for message in [self._wire.send(farewell, rank, _REQUEST_TAG) for rank in self._others]:
             message.wait()
-        self._server.join()
-        while self._answers:
-            self._answers.popleft()[0].wait()
+        for thread in self._threads:
+            thread.join()
 
-    def _serve(self) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            self._answer_requests()
+            work()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where this rank next fetches
             self._failure = error
 
-    def _answer_requests(self) -> None:
+    def _take_requests(self) -> None:
         num_left = len(self._others)
         request = torch.empty(5, dtype=torch.int64)
         while num_left:
@@ -116,9 +115,13 @@ class Pulls:
                 num_left -= 1
             else:
                 self._request(bucket, step, edits, partial(self._answer, rank, tag))
+        self._answers.put(None)
 
     def _answer(self, rank: int, tag: int, share: torch.Tensor) -> None:
-        with self._lock:
-            while self._answers and self._answers[0][0].is_completed():
-                self._answers.popleft()
-            self._answers.append((self._wire.send(share, rank, tag), share))
+        self._answers.put((share, rank, tag))
+
+    def _send_answers(self) -> None:
+        """One after the other: a rank that requests a share has a place for it already. A share is kept until it was sent."""
+        while (answer := self._answers.get()) is not None:
+            share, rank, tag = answer
+            self._wire.send(share, rank, tag).wait()

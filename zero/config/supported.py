@@ -38,7 +38,7 @@ def check_plain_loop(config: ZeroConfig) -> None:
 def _refuse(rules: tuple[tuple[bool, str, str], ...], remedy: str) -> None:
     for asked, what, why in rules:
         if asked:
-            raise ValueError(f"{what} was asked for, but it is not served here: {why}. {remedy}")
+            raise ValueError(f"Cannot use {what}: it is not served here: {why}. {remedy}")
 
 
 def _without_effect(config: ZeroConfig) -> list[str]:

@@ -12,8 +12,9 @@ import torch
 import accelerators
 from accelerators.backends.cpu import CpuAccelerator
 from accelerators.compat.deepspeed import adapt
-from accelerators.simulated import SimulatedAccelerator, bring_up
+from accelerators.simulated import bring_up
 from accelerators.testing import AcceleratorContract
+from tests.devices import needs_sim
 
 INSIDE = "TEST_ADAPTED_CONTRACT"
 
@@ -160,9 +161,8 @@ if os.environ.get(INSIDE):
         accelerator = lambda: adapt(Chip())  # noqa: E731
 
 
+@needs_sim
 def test_an_adapted_device_with_streams_keeps_the_contract():
-    if (reason := SimulatedAccelerator().unavailable_reason()) is not None:
-        pytest.skip(reason)
     command = [sys.executable, "-m", "pytest", "-q", "-rsfE", "-p", "no:cacheprovider", f"{__file__}::TestAdaptedChip"]
     environment = {**os.environ, INSIDE: "1", "SIM_MEMORY": "1GiB", "SIM_DEVICES": "2"}
     root = Path(__file__).parents[3]
