@@ -130,7 +130,7 @@ def test_what_is_not_finite_in_the_padding_skips_nothing(stage, world):
         shard_of_masters = optimizer.parts.masters.shard
         for chunk, gaps in [(b.chunk, g) for b, g in zip(*bucket_gaps(optimizer), strict=True)]:
             for start, stop in gaps:
-                optimizer.parts.placer._weights.chunks[chunk][start:stop] = math.nan
+                optimizer.parts.placer.weights.chunks[chunk][start:stop] = math.nan
         assert any(share.isnan().any() for share in shard_of_masters.present()) or world == 3
         backward(optimizer, model(factors_of(model, group.rank, 0)))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -108,7 +108,7 @@ def test_after_each_of_ten_steps_every_weight_is_its_masters_rounded_value(stage
             one_step(model, optimizer, group.rank, step)
             for bucket in range(len(optimizer.parts.layout_ref.layout.buckets)):
                 rank = group.rank if stage else 0
-                share = optimizer.parts.placer._weights.share(bucket, rank)
+                share = optimizer.parts.placer.weights.share(bucket, rank)
                 assert torch.equal(share, optimizer.parts.masters.shard.share(bucket).to(share.dtype))
             before = weights(model)
             masters = optimizer.state_dict()["masters"]

@@ -121,7 +121,7 @@ def test_padding_is_never_seen_by_the_optimizer_in_norms_or_in_what_is_saved(sta
         assert {name: tuple(entries["sum"].shape) for name, entries in saved.items()} == {
             name: tuple(parameter.shape) for name, parameter in model.named_parameters()
         }
-        chunks, layout = optimizer.parts.placer._weights.chunks, optimizer.parts.layout_ref.layout
+        chunks, layout = optimizer.parts.placer.weights.chunks, optimizer.parts.layout_ref.layout
         for bucket, gaps in zip(layout.buckets, layout.gaps, strict=True):
             for gap in gaps:
                 start = bucket.span.start

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import queue
 from collections.abc import Callable
 
 import torch
 
-from zero.comm.group import Pending
-from zero.comm.results import CompletedResult, SingleRankResult, sum_in_rank_order
+from zero.comm.group import ANYONES, Message, Pending, Wire
+from zero.comm.results import SENT, CompletedResult, SingleRankResult, sum_in_rank_order
 
 
 class _Sent:
@@ -22,6 +24,40 @@ class _Sent:
 
     def wait(self) -> torch.Tensor:
         return self._finish()
+
+
+class _Echo:
+    """A message that this rank receives because it has sent it: the others do the same."""
+
+    def __init__(self, sent: queue.SimpleQueue[torch.Tensor], memory: torch.Tensor) -> None:
+        self._sent = sent
+        self._memory = memory
+
+    def wait(self) -> None:
+        self._memory.copy_(self._sent.get())
+
+
+class _FakeWire:
+    rank = 0
+    limit_s = math.inf
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._sent: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+
+    def send(self, values: torch.Tensor, rank: int, tag: int) -> Message:
+        if tag == ANYONES:
+            self._sent.put(values.clone())
+        return SENT
+
+    def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Message:
+        memory.zero_()
+        return SENT
+
+    def receive_from_any(self, memory: torch.Tensor) -> Message:
+        return _Echo(self._sent, memory)
+
+    def close(self) -> None: ...
 
 
 class FakeGroup:
@@ -64,6 +100,9 @@ class FakeGroup:
 
     def is_read(self, buffer: torch.Tensor) -> bool:
         return True
+
+    def new_wire(self) -> Wire:
+        return _FakeWire(self.size)
 
     # Nobody is there to be told, waited for or lost.
 

@@ -41,6 +41,35 @@ class SharedHostMemory(Protocol):
         """Gives the system what of `staging` is not lent."""
 
 
+ANYONES = 0  # the tag of messages that are received from any rank
+
+
+class Message(Protocol):
+    """Numbers that are being sent to one other rank, or received from it."""
+
+    def wait(self) -> object:
+        """When this returns their memory may be used again."""
+
+
+class Wire(Protocol):
+    """Messages between two ranks, in host memory, matched by tag. Threads may use it at the same time."""
+
+    rank: int
+    size: int
+    limit_s: float  # how long a rank waits for another one
+
+    def send(self, values: torch.Tensor, rank: int, tag: int) -> Message: ...
+
+    def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Message:
+        """What waits for this one is lost with the group where the other rank does not come within its time limit."""
+
+    def receive_from_any(self, memory: torch.Tensor) -> Message:
+        """One with the tag ANYONES, from whichever rank. Without a time limit, and whatever becomes of the group."""
+
+    def close(self) -> None:
+        """Every message was received."""
+
+
 class Group(Protocol):
     """The ranks that train together.
 
@@ -74,6 +103,9 @@ class Group(Protocol):
 
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         """Every rank's message, by rank, of any length; waits for all ranks, with a time limit."""
+
+    def new_wire(self) -> Wire:
+        """For messages of two ranks, beside the collectives. A collective."""
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that this group can send without copying it first. It may be written again when `is_read` says so."""

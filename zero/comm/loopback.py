@@ -8,14 +8,16 @@ here serve host tensors only.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from zero.comm.group import Pending
-from zero.comm.results import CompletedResult, SingleRankResult, sum_in_rank_order
+from zero.comm.group import ANYONES, Message, Pending, Wire
+from zero.comm.results import SENT, CompletedResult, SingleRankResult, sum_in_rank_order
 from zero.errors import GroupLost
 
 Result = TypeVar("Result")
@@ -87,17 +89,85 @@ class _Arrival:
         return self._finish(self._wire.take(self._number))
 
 
+class _PostOffice:
+    """Messages of two ranks, from any of the wires between them."""
+
+    def __init__(self, time_limit_s: float) -> None:
+        self.time_limit_s = time_limit_s
+        self._changed = threading.Condition()
+        self._boxes: dict[tuple[Any, ...], deque[torch.Tensor]] = {}  # by wire, rank of the receiver, tag and maybe sender
+        self._lost: str | None = None
+
+    def send(self, address: tuple[Any, ...], values: torch.Tensor) -> None:
+        with self._changed:
+            self._boxes.setdefault(address, deque()).append(values)
+            self._changed.notify_all()
+
+    def take(self, address: tuple[Any, ...], is_limited: bool) -> torch.Tensor:
+        limit_s = self.time_limit_s if is_limited else None
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: self._boxes.get(address) or self._lost, limit_s)
+            box = self._boxes.get(address)
+            if not box:
+                why = self._lost if arrived else f"it did not come within {self.time_limit_s} s"
+                raise GroupLost(f"Cannot receive a message: {why}. Start the ranks again.")
+            values = box.popleft()
+            if not box:
+                del self._boxes[address]
+            return values
+
+    def abandon(self, reason: str) -> None:
+        with self._changed:
+            self._lost = self._lost or reason
+            self._changed.notify_all()
+
+
+class _Letter:
+    """A message to this rank."""
+
+    def __init__(self, take: Callable[[], torch.Tensor], memory: torch.Tensor) -> None:
+        self._take = take
+        self._memory = memory
+
+    def wait(self) -> None:
+        self._memory.copy_(self._take())
+
+
+class _LoopbackWire:
+    def __init__(self, number: int, rank: int, size: int, office: _PostOffice) -> None:
+        self.rank = rank
+        self.size = size
+        self.limit_s = office.time_limit_s
+        self._number = number
+        self._office = office
+
+    def send(self, values: torch.Tensor, rank: int, tag: int) -> Message:
+        sender = None if tag == ANYONES else self.rank
+        self._office.send((self._number, rank, tag, sender), values.clone())
+        return SENT
+
+    def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Message:
+        return _Letter(partial(self._office.take, (self._number, self.rank, tag, rank), True), memory)
+
+    def receive_from_any(self, memory: torch.Tensor) -> Message:
+        return _Letter(partial(self._office.take, (self._number, self.rank, ANYONES, None), False), memory)
+
+    def close(self) -> None: ...
+
+
 class LoopbackGroup:
     """One rank of several in this process; see `run_ranks` and `solo`."""
 
     shared_host_memory = None
 
-    def __init__(self, rank: int, tensors: _Wire, messages: _Wire, size: int) -> None:
+    def __init__(self, rank: int, tensors: _Wire, messages: _Wire, size: int, office: _PostOffice) -> None:
         self.rank = rank
         self.size = size
         self.phase = ""
         self._wires = {"tensors": tensors, "messages": messages}
         self._next = {"tensors": 0, "messages": 0}
+        self._office = office
+        self._num_wires = 0
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
@@ -133,6 +203,10 @@ class LoopbackGroup:
         number = self._bring("messages", message)
         return self._wires["messages"].take(number)
 
+    def new_wire(self) -> Wire:
+        self._num_wires += 1
+        return _LoopbackWire(self._num_wires, self.rank, self.size, self._office)
+
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
@@ -155,6 +229,7 @@ class LoopbackGroup:
     def close(self) -> None:
         for wire in self._wires.values():
             wire.abandon(f"rank {self.rank} left the group")
+        self._office.abandon(f"rank {self.rank} left the group")
 
     def _meet(self, tensor: torch.Tensor, finish: Callable[[list[torch.Tensor]], torch.Tensor]) -> Pending:
         if tensor.device.type != "cpu":
@@ -174,8 +249,8 @@ class LoopbackGroup:
 
 def loopback(size: int, time_limit_s: float = 60.0) -> list[LoopbackGroup]:
     """The groups of `size` ranks, for one thread each."""
-    tensors, messages = _Wire(size, time_limit_s), _Wire(size, time_limit_s)
-    return [LoopbackGroup(rank, tensors, messages, size) for rank in range(size)]
+    tensors, messages, office = _Wire(size, time_limit_s), _Wire(size, time_limit_s), _PostOffice(time_limit_s)
+    return [LoopbackGroup(rank, tensors, messages, size, office) for rank in range(size)]
 
 
 def solo() -> LoopbackGroup:

@@ -10,37 +10,21 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 
-_REQUEST_TAG, _FIRST_ANSWER_TAG, _LAST_ANSWER_TAG = 0, 1, 2**30
+from zero.comm.group import ANYONES, Message, Wire
+
+_FIRST_ANSWER_TAG, _LAST_ANSWER_TAG = ANYONES + 1, 2**30
+_TURN_S = 0.5  # of waiting
 _LEAVES = -1  # in place of a bucket: the rank requests nothing any more
 
 Answer = Callable[[torch.Tensor], None]
 # Calls an answer with the share of a bucket as of a step and a number of edits since: now, or when this rank has come there.
 Request = Callable[[int, int, int, Answer], None]
-
-
-class Message(Protocol):
-    """One that is being sent or received."""
-
-    def wait(self) -> object: ...
-
-
-class Wire(Protocol):
-    """Messages between two ranks, matched by tag. Threads may use it at the same time."""
-
-    rank: int
-    size: int
-
-    def send(self, values: torch.Tensor, rank: int, tag: int) -> Message: ...
-
-    def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Message: ...
-
-    def receive_from_any(self, memory: torch.Tensor, tag: int) -> Message: ...
 
 
 class Pull:
@@ -87,17 +71,23 @@ class Pulls:
             # What comes has a place before it is asked for.
             messages.append(self._wire.receive(parts[rank], rank, tag))
             requests.append(torch.tensor([self._wire.rank, bucket, step, edits, tag]))
-            messages.append(self._wire.send(requests[-1], rank, _REQUEST_TAG))
+            messages.append(self._wire.send(requests[-1], rank, ANYONES))
             self.num_pulled_bytes += parts[rank].nbytes
         return Pull(messages, requests)
 
     def close(self) -> None:
-        """This rank requests nothing any more. It answers until all others have said the same, so this waits for them."""
+        """This rank requests nothing any more. It answers until all others have said the same, so this waits for them; but no
+        longer than for any message, and not for ranks that are lost."""
         farewell = torch.tensor([self._wire.rank, _LEAVES, 0, 0, 0])
-        for message in [self._wire.send(farewell, rank, _REQUEST_TAG) for rank in self._others]:
-            message.wait()
+        messages = [self._wire.send(farewell, rank, ANYONES) for rank in self._others]
+        last = time.monotonic() + self._wire.limit_s
         for thread in self._threads:
-            thread.join()
+            while thread.is_alive() and self._failure is None and time.monotonic() < last:
+                thread.join(_TURN_S)
+        if not any(thread.is_alive() for thread in self._threads) and self._failure is None:
+            for message in messages:
+                message.wait()
+            self._wire.close()
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -109,7 +99,7 @@ class Pulls:
         num_left = len(self._others)
         request = torch.empty(5, dtype=torch.int64)
         while num_left:
-            self._wire.receive_from_any(request, _REQUEST_TAG).wait()
+            self._wire.receive_from_any(request).wait()
             rank, bucket, step, edits, tag = request.tolist()
             if bucket == _LEAVES:
                 num_left -= 1

@@ -7,10 +7,6 @@ behind on tensors must still be able to say so. What gloo has begun cannot be ca
 over, and that is fixed when a group is made. So there are two pairs: a patient one for the first step, in which
 ranks compile, and a prompt one for all that follow.
 
-For a sub-group only its members are here to make them (`use_local_synchronization`), and torch then names groups by
-their ranks and the number of groups alive: made again after being destroyed, they get the old name and find the
-old addresses in the store. So those of a sub-group are kept when it is closed, for whoever shards over it next.
-
 [Note: which collective]
 Gloo adds bf16 in bf16, so 256 + 1 gives 256, and its reduce-scatter is slow; exchanging the pieces and adding
 them in fp32 is exact and two to four times as fast. Its all-gather likewise loses to one broadcast an owner.
@@ -33,12 +29,13 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from accelerators import Accelerator
 from accelerators.staged.backend import is_staged
-from zero.comm.group import Pending, TimeLimits
+from zero.comm.group import Pending, TimeLimits, Wire
 from zero.comm.health import shutdown
 from zero.comm.health.monitor import RankMonitor
 from zero.comm.health.store import StoreClient
+from zero.comm.kept_groups import KeptGroups, Purpose
 from zero.comm.results import CompletedResult, SingleRankResult
-from zero.comm.torch_work import AllToAllReduce, CollectiveWork, bits
+from zero.comm.torch_work import AllToAllReduce, CollectiveWork, TorchWire, bits
 from zero.errors import GroupLost
 
 # torch 2.13 has new names for these and warns of the old ones
@@ -47,11 +44,12 @@ _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 _clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()  # of the store, by the world it is of
 _begun: tuple[int, Callable[[], object]] | None = None  # the process, and the world that was begun here and not by the user
-_kept: list[tuple[tuple[Any, ...], tuple[_Wires, _Wires]]] = []  # what closed sub-groups were made for, and their wires
-
+_kept = KeptGroups()  # of sub-groups that were closed
+_free_wires = KeptGroups()  # for messages of two ranks
 _FRAME_BYTES = 1024  # what nearly every message fits into, its length included
 _REMEDY = "Start the ranks again from a checkpoint, or where all of them are still there go on with rebuild()."
 _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
+_NO_LIMIT_S = 1e8  # of what serves other ranks, which ask when they like
 _TURN = datetime.timedelta(seconds=0.5)  # of waiting, between two looks whether another rank raised an alarm
 _TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
 
@@ -86,7 +84,8 @@ def end() -> None:
     is_ours = is_on and _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD
     end_world = dist.destroy_process_group if is_ours else None
     shutdown.end(_store_client() if is_on else None, dist.get_rank() if is_on else 0, end_world)
-    _kept[:] = [kept for kept in _kept if kept[0][-1] != os.getpid()]
+    _kept.end_process()
+    _free_wires.end_process()
 
 
 atexit.register(end)
@@ -125,7 +124,8 @@ class TorchGroup:
         self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
         self._watch = self._new_watch()
         self._watch.wait_for_start(self._limits.first_s, lambda rank: shutdown.words_of(_store_client(), self._ranks[rank]))
-        self._patient, self._prompt = self._take_kept() or self._new_wires(self._limits)
+        pair: tuple[_Wires, _Wires] = _kept.take(self._purpose) or self._new_wires(self._limits)
+        self._patient, self._prompt = pair
         self._wires = self._patient  # those in use; the others serve to find out who is lost
         self._lost = None
 
@@ -169,9 +169,8 @@ class TorchGroup:
         return RankMonitor(own, self.rank, self.size, is_cheap)
 
     @property
-    def _purpose(self) -> tuple[Any, ...]:
-        """What wires are made for, time limits included, and who has their threads."""
-        return dist.group.WORLD, self._ranks, self._backend, self._limits, os.getpid()
+    def _purpose(self) -> Purpose:
+        return Purpose(dist.group.WORLD, tuple(self._ranks), self._backend, self._limits, os.getpid())
 
     @property
     def _is_part(self) -> bool:
@@ -180,10 +179,6 @@ class TorchGroup:
     @property
     def carries_host_tensors(self) -> bool:
         return self._backend == "gloo"
-
-    def _take_kept(self) -> tuple[_Wires, _Wires] | None:
-        found = next((index for index, (purpose, _) in enumerate(_kept) if purpose == self._purpose), None)
-        return None if found is None else _kept.pop(found)[1]
 
     # tensors -----------------------------------------------------------------------------------------------------
 
@@ -218,6 +213,10 @@ class TorchGroup:
             return CompletedResult(tensor)
         return CollectiveWork(self, [self._start(dist.broadcast, bits(tensor), src=self._ranks[0])], lambda: tensor)
 
+    def new_wire(self) -> Wire:
+        found = _free_wires.take(self._purpose) or self.guarded(lambda: self._new_group("gloo", _NO_LIMIT_S))
+        return TorchWire(self, self._limits.later_s, found, partial(_free_wires.keep, self._purpose))
+
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
@@ -241,7 +240,7 @@ class TorchGroup:
     def _gather(self, message: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         everyone = torch.empty(self.size * len(message), dtype=torch.uint8, device="cpu")
-        self._guarded(lambda: self._in_turns(_gather_into(everyone, mine, group=self._wires.messages, async_op=True)))
+        self.guarded(lambda: self._in_turns(_gather_into(everyone, mine, group=self._wires.messages, async_op=True)))
         return [theirs.numpy().tobytes() for theirs in everyone.view(self.size, -1)]
 
     @property
@@ -258,14 +257,17 @@ class TorchGroup:
 
     def wait_for(self, work: Any) -> None:
         """Until the output of a collective on tensors can be used on the current stream."""
-        self._guarded((lambda: self._in_turns(work)) if self._host_waits else work.wait)
+        self.guarded((lambda: self._in_turns(work)) if self._host_waits else work.wait)
+
+    def wait_for_message(self, work: Any) -> None:
+        self.begin(lambda limit_s, _: work.wait(datetime.timedelta(seconds=limit_s)))
 
     def begin(self, call: Callable[[float, object], Any]) -> Any:
         limit_s = self._limits.first_s if self._wires is self._patient else self._limits.later_s
-        return self._guarded(lambda: call(limit_s, self._watch))
+        return self.guarded(lambda: call(limit_s, self._watch))
 
     def _start(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        return self._guarded(lambda: collective(*arguments, group=self._wires.tensors, async_op=True, **options))
+        return self.guarded(lambda: collective(*arguments, group=self._wires.tensors, async_op=True, **options))
 
     def _in_turns(self, work: Any) -> None:
         """Waits, and looks every now and then whether another rank raised an alarm: of a rank that is lost only its neighbours
@@ -281,7 +283,7 @@ class TorchGroup:
                 if self._watch.is_alarmed():
                     raise
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
+    def guarded(self, call: Callable[[], Any]) -> Any:
         """What `call` gives; its failure ends the group, and every later call says so with the first cause."""
         self._watch.check_process()
         if self._lost is not None:
@@ -324,8 +326,7 @@ class TorchGroup:
             return
         is_kept = not self._is_over and self._is_part and self._lost is None
         if is_kept:
-            _kept[:] = [kept for kept in _kept if kept[0][0] is dist.group.WORLD]
-            _kept.append((self._purpose, (self._patient, self._prompt)))
+            _kept.keep(self._purpose, (self._patient, self._prompt))
         was_lost, end_wires = self._lost is not None, self._give_up("it was closed")
         if was_lost:
             shutdown.close_within_limit([end_wires])
@@ -333,8 +334,7 @@ class TorchGroup:
             end_wires()
 
     def let_go(self) -> Callable[[], None]:
-        """The program ends. See [Note: the end]."""
-        return self._give_up("the program ends")
+        return self._give_up("the program ends")  # see [Note: the end]
 
     def _give_up(self, why: str) -> Callable[[], None]:
         """Forgets the wires; what is returned ends them, unless they ended with the world."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from zero.comm.group import ANYONES, Message
 from zero.comm.results import UnreducedResult
 
 
@@ -57,6 +58,63 @@ class AllToAllReduce(UnreducedResult):
             del self._come
             self._work = None  # which keeps both
         return list(self._parts)
+
+
+class WireOwner(Owner, Protocol):
+    def guarded(self, call: Callable[[], Any]) -> Any: ...
+
+    def wait_for_message(self, work: Any) -> None: ...
+
+
+class _Receipt:
+    """A message that is received: where it does not come, the group is lost."""
+
+    def __init__(self, owner: WireOwner, receive: Callable[[], Any]) -> None:
+        self._owner = owner
+        self._work = owner.guarded(receive)
+
+    def wait(self) -> None:
+        self._owner.wait_for_message(self._work)
+
+
+class _Sending:
+    """A message that is sent. Where it cannot be, whoever waits for it is told."""
+
+    def __init__(self, send: Callable[[], Any]) -> None:
+        self._work: Any = None
+        self._error: RuntimeError | None = None
+        try:
+            self._work = send()
+        except RuntimeError as error:
+            self._error = error
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._work.wait()
+
+
+class TorchWire:
+    """Messages over a process group of gloo that has no time limit of its own."""
+
+    def __init__(self, owner: WireOwner, limit_s: float, process_group: Any, give_back: Callable[[Any], None]) -> None:
+        self.rank, self.size, self.limit_s = owner.rank, owner.size, limit_s
+        self._owner = owner
+        self._process_group = process_group
+        self._give_back = give_back
+
+    def send(self, values: torch.Tensor, rank: int, tag: int) -> Message:
+        return _Sending(lambda: self._process_group.send([bits(values)], rank, tag))
+
+    def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Message:
+        return _Receipt(self._owner, lambda: self._process_group.recv([bits(memory)], rank, tag))
+
+    def receive_from_any(self, memory: torch.Tensor) -> Message:
+        received: Message = self._process_group.recv_anysource([memory], ANYONES)
+        return received
+
+    def close(self) -> None:
+        self._give_back(self._process_group)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

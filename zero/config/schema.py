@@ -218,7 +218,7 @@ class Report(ConfigModel):
 class ZeroConfig(ConfigModel):
     """Everything that `zero.shard` and `zero.initialize` can be told. Equal objects have equal digests."""
 
-    stage: Annotated[int, Field(ge=0, le=2)]
+    stage: Annotated[int, Field(ge=0, le=3)]
     dtype: Dtype | None = None
     keep_fp32: Names = ()
     masters: Literal["exact", "rounded"] = "exact"  # from the weights before they were cast, or after

@@ -19,7 +19,7 @@ import torch
 from accelerators import Accelerator
 from accelerators.memory import format_bytes
 from zero.memory.formats import DTYPES, ParamFormat, sum_dtype
-from zero.memory.weights import FlatBuffer
+from zero.memory.weights import Weights
 
 logger = logging.getLogger("zero")
 
@@ -45,7 +45,7 @@ class Place:
 
 class Flattener:
     def __init__(
-        self, weights: FlatBuffer, tensors: Sequence[torch.nn.Parameter], formats: Sequence[ParamFormat], place: Place
+        self, weights: Weights, tensors: Sequence[torch.nn.Parameter], formats: Sequence[ParamFormat], place: Place
     ) -> None:
         self.weights = weights
         self.tensors = tensors
@@ -118,7 +118,7 @@ class Flattener:
         stays = self.weights.fill(chunk, source, self._place.device, given)
         for param in self.weights.layout_ref.layout.chunks[chunk].params:
             self._moved[param] = self._part(source, param)
-            self.tensors[param].data = self._formats[param].unflatten(self.weights.slot(param))
+            self.weights.attach(param, self.tensors[param], self._formats[param])
         return stays
 
     def _part(self, source: torch.Tensor, param: int) -> torch.Tensor:
@@ -135,11 +135,11 @@ class Flattener:
         for param, values in self._moved.items():
             tensor = self.tensors[param]
             try:
-                tensor.data = values.to(self._place.device, self.dtypes[param], copy=True)
+                self.weights.detach(tensor, values.to(self._place.device, self.dtypes[param], copy=True))
             except NO_MEMORY:
                 # What it was read to is nobody's else on a device. On the host it stays in flat memory; it may be nowhere else.
                 if tensor.numel() != values.numel() or (values.device == self._place.device and not self._place.is_host):
-                    tensor.data = values.to(self.dtypes[param])
+                    self.weights.detach(tensor, values.to(self.dtypes[param]))
         self._moved.clear()
 
     def recycle(self, source: torch.Tensor) -> None:
@@ -156,9 +156,3 @@ class Flattener:
                 logger.info("Flattening param group %d on CPU (insufficient memory)", group)
             else:
                 logger.info("Flattening param group %d on %s (sufficient memory)", group, self._place.device.type)
-
-
-def unflatten(tensors: Sequence[torch.nn.Parameter]) -> None:
-    """Gives every parameter storage of its own again, with its present value."""
-    for tensor in tensors:
-        tensor.data = tensor.data.clone(memory_format=torch.preserve_format)

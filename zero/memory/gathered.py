@@ -107,13 +107,22 @@ class GatheredWeights:
                 if chunk.memory is not None:
                     self._free(chunk)
 
+    def forget(self, first: int) -> None:
+        """Drops this chunk and all after it."""
+        with self._lock:
+            for chunk in self.chunks[first:]:
+                if chunk.memory is not None:
+                    self._free(chunk)
+            del self.chunks[first:]
+
     def end_window(self) -> None:
         """The weights get other values: nothing of the old ones stays."""
         self.free_all()
         self.order.end_window()
 
     def _begin(self, chunk: GatheredChunk) -> None:
-        memory = torch.empty(chunk.numel, dtype=chunk.dtype, device=self._device)
+        with torch.inference_mode(False):
+            memory = torch.empty(chunk.numel, dtype=chunk.dtype, device=self._device)
         chunk.arrival = self._fetch(chunk.index, memory)
         chunk.memory = memory
         self.num_fetches += 1

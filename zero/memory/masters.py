@@ -9,7 +9,7 @@ import torch
 from zero.memory.formats import sum_dtype
 from zero.memory.homes.home import DONE, Home, Transfer
 from zero.memory.shard import LayoutRef, Shard
-from zero.memory.weights import FlatBuffer
+from zero.memory.weights import Weights
 from zero.plan.layout import Block, Piece
 
 _LEAST_NUMEL, _LEAST_NUMEL_ON_HOST = 2**16, 2**18  # of what is compared at a time: on the host each call costs more
@@ -24,9 +24,7 @@ class Masters:
     that copy.
     """
 
-    def __init__(
-        self, layout_ref: LayoutRef, rank: int, weights: FlatBuffer, shard: Shard, rounded: bool = False
-    ) -> None:
+    def __init__(self, layout_ref: LayoutRef, rank: int, weights: Weights, shard: Shard, rounded: bool = False) -> None:
         self.shard = shard
         self.pieces: dict[int, list[tuple[Piece, torch.nn.Parameter]]] = {}  # by parameter
         self._in_block: dict[Block, list[tuple[Piece, torch.nn.Parameter]]] = {}
@@ -71,6 +69,12 @@ class Masters:
             if piece.bucket == bucket:
                 is_here = share.device == master.device
                 master.data = share[piece.in_share.start : piece.in_share.stop] if is_here else master.new_empty(0)
+
+    def renew(self, bucket: int) -> None:
+        """Points the masters of a bucket at its weights, which are in other memory by now, where they are these themselves."""
+        if not self.is_copy(bucket):
+            self.shard.shares[bucket] = self._weights.share(bucket, self.rank)
+            self.cut(bucket)
 
     def of(self, param: int) -> list[tuple[Piece, torch.nn.Parameter]]:
         return self.pieces.get(param, [])

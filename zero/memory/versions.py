@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+
+from zero.plan.spans import Span
 
 Answer = Callable[[torch.Tensor], None]
 
@@ -24,54 +27,77 @@ class _Request(NamedTuple):
     answer: Answer
 
 
+@dataclass
+class _Share:
+    """As it is now, and what each edit since the last step overwrote."""
+
+    newest: torch.Tensor
+    overwritten: list[tuple[Span, torch.Tensor]] = field(default_factory=list)
+
+    def at(self, edits: int) -> torch.Tensor:
+        if edits == len(self.overwritten):
+            return self.newest
+        share = self.newest.clone()
+        for span, values in reversed(self.overwritten[edits:]):
+            share[span.start : span.stop] = values
+        return share
+
+
 class VersionedShares:
     """Shares that are read by their version.
 
-    A share is never edited in place, as another rank may be reading it: an edit is a new version, and what was before stays
+    A share is never edited in place, as another rank may be reading it: an edit makes a new one. What it overwrote is kept
     until the next step, for ranks that have not come to the edit yet. A step writes in place: all ranks have come to it, and
     none reads any more. A request for a version that this rank has not reached is answered when it has; nobody waits for it.
     """
 
     def __init__(self) -> None:
         self._step = 0
-        self._shares: dict[int, list[torch.Tensor]] = {}  # by bucket: as of the step, and after each edit since
+        self._shares: dict[int, _Share] = {}  # by bucket
         self._requests: list[_Request] = []  # for versions that are still to come
         self._lock = threading.Lock()
 
     def add(self, bucket: int, share: torch.Tensor) -> None:
         """A bucket that is new; its weights count as of the present step."""
-        self._change(lambda: self._shares.update({bucket: [share]}))
+        self._change(lambda: self._shares.update({bucket: _Share(share)}))
+
+    def forget(self, bucket: int) -> None:
+        """A bucket that was added last."""
+        with self._lock:
+            self._shares.pop(bucket, None)
 
     def version(self, bucket: int) -> Version:
-        return Version(self._step, len(self._shares[bucket]) - 1)
+        return Version(self._step, len(self._shares[bucket].overwritten))
 
     def newest(self, bucket: int) -> torch.Tensor:
-        return self._shares[bucket][-1]
+        return self._shares[bucket].newest
 
-    def published(self, bucket: int) -> torch.Tensor:
-        """As the last step left it: what a step writes to, and the same on all ranks."""
-        return self._shares[bucket][0]
+    def edit(self, bucket: int, span: Span, values: torch.Tensor) -> None:
+        """From now on a share has these values in a span; they may be none."""
+        share = self._shares[bucket]
+        edited = share.newest.clone()
+        overwritten = edited[span.start : span.stop].clone()
+        edited[span.start : span.stop] = values
 
-    def edit(self, bucket: int, share: torch.Tensor) -> None:
-        """From now on this is the newest version; the memory is taken over."""
-        self._change(lambda: self._shares[bucket].append(share))
+        def replace() -> None:
+            share.newest = edited
+            share.overwritten.append((span, overwritten))
 
-    def adopt_edits(self) -> None:
-        """Edits go to where steps write. No rank reads any more."""
+        self._change(replace)
+
+    def begin_step(self) -> None:
+        """No rank reads any more, and all have made the same edits."""
         with self._lock:
-            for versions in self._shares.values():
-                if len(versions) > 1:
-                    versions[0].copy_(versions[-1])
+            for share in self._shares.values():
+                share.overwritten.clear()
 
-    def publish(self) -> None:
-        """The step is done: what is there now is a new version."""
+    def end_step(self) -> None:
+        """What is there now is a new version."""
 
-        def begin_step() -> None:
+        def publish() -> None:
             self._step += 1
-            for versions in self._shares.values():
-                del versions[1:]
 
-        self._change(begin_step)
+        self._change(publish)
 
     def request(self, bucket: int, step: int, edits: int, answer: Answer) -> None:
         """Calls `answer` with a share at a version: now, or in the thread that reaches it."""
@@ -85,11 +111,11 @@ class VersionedShares:
 
     def _at(self, bucket: int, version: Version) -> torch.Tensor | None:
         """None where it is still to come."""
-        versions = self._shares.get(bucket)
-        if versions is None or version.step > self._step:
+        share = self._shares.get(bucket)
+        if share is None or version.step > self._step or version.edits > len(share.overwritten):
             return None
         assert version.step == self._step, f"bucket {bucket} was read as of step {version.step}, in step {self._step}"
-        return versions[version.edits] if version.edits < len(versions) else None
+        return share.at(version.edits)
 
     def _change(self, change: Callable[[], None]) -> None:
         """Makes a change, and answers what waited for it."""

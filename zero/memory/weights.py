@@ -1,11 +1,65 @@
-"""The weights: all buckets in flat memory, one tensor a chunk."""
+"""The weights of a model on this rank: all of them, in flat memory, or this rank's shares."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 
-from zero.memory.formats import DTYPES
+from zero.memory.formats import DTYPES, ParamFormat
 from zero.memory.shard import LayoutRef
+
+
+class Weights(Protocol):
+    """What every rank keeps of the weights between two steps. Chunks are filled one after the other."""
+
+    layout_ref: LayoutRef
+
+    @property
+    def num_chunks(self) -> int:
+        """That are filled."""
+
+    @property
+    def num_bytes(self) -> int:
+        """That are kept, by this rank."""
+
+    def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
+        """Gives a chunk, the next one, these values. Returns whether its memory is `source` itself, which may be kept if it is
+        `given`."""
+
+    def forget(self, chunk: int = 0) -> None:
+        """Drops this chunk and all after it."""
+
+    def attach(self, param: int, tensor: torch.nn.Parameter, param_format: ParamFormat) -> None:
+        """From now on the parameter is what lies in its slot."""
+
+    def detach(self, tensor: torch.nn.Parameter, values: torch.Tensor) -> None:
+        """From now on the parameter is a plain one, with these values as its memory."""
+
+    def memory_of(self, param: int) -> torch.Tensor | None:
+        """Where an attached parameter has its memory; None where it has none."""
+
+    def share(self, bucket: int, rank: int) -> torch.Tensor:
+        """This rank's share, as it is now."""
+
+    def to_publish(self, bucket: int) -> torch.Tensor | None:
+        """What other ranks' new shares are gathered into after a step; None where ranks fetch them when they need them."""
+
+    def renewed(self) -> Sequence[int]:
+        """The buckets whose share is in other memory than when this was last asked, as the user edited weights."""
+
+    def begin_step(self) -> None:
+        """Shares are written from now on. A collective."""
+
+    def end_step(self) -> None:
+        """What they are now are the new weights."""
+
+    def reconnect(self) -> None:
+        """The group has new connections. A collective."""
+
+    def close(self) -> None:
+        """No parameter is attached any more. A collective where weights are in shares."""
 
 
 class FlatBuffer:
@@ -15,27 +69,52 @@ class FlatBuffer:
         self.layout_ref = layout_ref
         self.chunks: list[torch.Tensor] = []
 
+    @property
+    def num_chunks(self) -> int:
+        return len(self.chunks)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self.chunks)
+
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
-        """Gives a chunk, the next one, memory with these values. Returns whether that is `source` itself, which may be kept if
-        it is `given`."""
         dtype = DTYPES[self.layout_ref.layout.chunks[chunk].dtype]
         self.chunks.append(source.to(device=device, dtype=dtype, copy=not given))
         return self.chunks[chunk] is source
 
     def forget(self, chunk: int = 0) -> None:
-        """Drops this chunk and all after it."""
         del self.chunks[chunk:]
 
-    def slot(self, param: int) -> torch.Tensor:
+    def attach(self, param: int, tensor: torch.nn.Parameter, param_format: ParamFormat) -> None:
+        tensor.data = param_format.unflatten(self.memory_of(param))
+
+    def detach(self, tensor: torch.nn.Parameter, values: torch.Tensor) -> None:
+        tensor.data = values
+
+    def memory_of(self, param: int) -> torch.Tensor:
         slot = self.layout_ref.layout.slots[param]
         assert slot is not None
         return self.chunks[slot.chunk][slot.span.start : slot.span.stop]
 
-    def bucket(self, index: int) -> torch.Tensor:
-        bucket = self.layout_ref.layout.buckets[index]
-        return self.chunks[bucket.chunk][bucket.span.start : bucket.span.stop]
+    def share(self, bucket: int, rank: int) -> torch.Tensor:
+        found = self.layout_ref.layout.buckets[bucket]
+        span = found.share(rank)
+        return self.chunks[found.chunk][span.start : span.stop]
 
-    def share(self, index: int, rank: int) -> torch.Tensor:
-        bucket = self.layout_ref.layout.buckets[index]
-        span = bucket.share(rank)
-        return self.chunks[bucket.chunk][span.start : span.stop]
+    def to_publish(self, bucket: int) -> torch.Tensor | None:
+        layout = self.layout_ref.layout
+        if layout.num_shares == 1:
+            return None
+        found = layout.buckets[bucket]
+        return self.chunks[found.chunk][found.span.start : found.span.stop]
+
+    def renewed(self) -> Sequence[int]:
+        return ()
+
+    def begin_step(self) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def reconnect(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -11,13 +11,15 @@ class Stage:
 
     number: int
     shards_optimizer: bool  # masters and optimizer state: one share a rank, or whole on every rank
+    shards_weights: bool  # one share a rank, and the others' gathered for as long as an operator needs them
     accumulates_locally: bool  # before the declared boundary gradients are added up where they are made, whole
 
 
 STAGES = {
-    0: Stage(0, shards_optimizer=False, accumulates_locally=True),
-    1: Stage(1, shards_optimizer=True, accumulates_locally=True),
-    2: Stage(2, shards_optimizer=True, accumulates_locally=False),
+    0: Stage(0, shards_optimizer=False, shards_weights=False, accumulates_locally=True),
+    1: Stage(1, shards_optimizer=True, shards_weights=False, accumulates_locally=True),
+    2: Stage(2, shards_optimizer=True, shards_weights=False, accumulates_locally=False),
+    3: Stage(3, shards_optimizer=True, shards_weights=True, accumulates_locally=False),
 }
 
 

@@ -20,7 +20,7 @@ from zero.memory.gradient_shard import GradientShard
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
-from zero.memory.weights import FlatBuffer
+from zero.memory.weights import FlatBuffer, Weights
 from zero.optim.traits import ELEMENTWISE
 from zero.plan.grad_scaling import Scaling
 from zero.plan.stages import stage_of
@@ -40,6 +40,7 @@ from zero.runtime.reduce.inflight import InflightReductions
 from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.step.updater import StepPolicy, Updater
 from zero.runtime.sync.exchange import WindowSync
+from zero.runtime.unshard.weights import ShardedWeights
 from zero.setup.consistency import settings_of
 from zero.setup.module_sync import cast_buffers, cast_frozen, sync_module_states
 from zero.setup.param_selection import ManagedParams
@@ -90,7 +91,10 @@ def _assemble(
 ) -> ShardingState:
     chosen, layout, place, memory_guard = plan.params, plan.layout, plan.place, plan.memory_guard
     layout_ref, formats = LayoutRef(layout), [ParamFormat.of(tensor) for tensor in chosen.tensors]
-    params, weights = Params(chosen.tensors, chosen.names), FlatBuffer(layout_ref)
+    params = Params(chosen.tensors, chosen.names)
+    weights: Weights = FlatBuffer(layout_ref)
+    if stage_of(config.stage).shards_weights:
+        weights = ShardedWeights(layout_ref, params, group, place.device, 0)
     rank, shard = group.rank if layout.num_shares > 1 else 0, Shard(layout_ref, memory_guard.homes)
     masters = Masters(layout_ref, rank, weights, shard, rounded=config.masters == "rounded")
     placer = ParamPlacer(params, formats, weights, masters, group, place)
@@ -137,7 +141,8 @@ def _assemble(
         step_policy = StepPolicy(config.clip, config.on_nonfinite, ELEMENTWISE)
         updater = Updater(params, grad_ops, masters, optimizer, step_policy, fused_step)
         publisher = WeightPublisher(layout_ref, params, group, weights, masters)
-        offloader = StateOffloader(model, place.accelerator, params, formats, weights, masters, gradients, optimizer)
+        flat = weights if isinstance(weights, FlatBuffer) else FlatBuffer(layout_ref)
+        offloader = StateOffloader(model, place.accelerator, params, formats, flat, masters, gradients, optimizer)
         components = (params, masters, window, hooks, updater, publisher, placer)
         parts = ShardingState(group, *components, config, offloader, memory_guard, LossScaler(config, scaling))
         updater.restore_kernels = use_kernels(optimizer, config.kernels)

@@ -74,8 +74,10 @@ def load_from(
         all_or_none(group, "A load", loading.read_plain)
         loading.take_plain()
         optimizer.zero_grad()
+        about.parts.publisher.begin()
         loading.fill()
         loading.publish()
+        about.parts.publisher.end()
         if counters:
             _take_counters(about, loading.training)
             _take_random_numbers(lines, loading.training["ranks"], about)

@@ -18,6 +18,7 @@ def rebuild(parts: ShardingState, group: Any) -> None:
     window.reducer.restart()
     parts.publisher.abandon()
     parts.masters.abandon()
+    parts.placer.weights.reconnect()
     window.forget()
     mine = {
         "steps": settler.step,

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from accelerators import Accelerator
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
-from zero.memory.flatten import unflatten
 from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
@@ -76,8 +75,7 @@ class ShardingState:
         self.window.forget()
         self.offloader.reload(False, ["gradients"])  # of which there are none by now
         leave(self.params.tensors)
-        lost = self.window.sync.tracker.replaced()
-        unflatten([param for param in self.placer.placed_params() if not lost >> self.params.index[id(param)] & 1])
+        self.placer.detach(elsewhere=self.window.sync.tracker.replaced())
         self.updater.forget_state()
         self.updater.restore_kernels()
         self.placer.release()
@@ -111,6 +109,7 @@ class ShardingState:
 
     def adopt(self) -> None:
         """Takes all edits of the weights over."""
+        self.publisher.follow_edits()
         layout = self.layout_ref.layout
         for bucket in range(len(layout.buckets)):
             for block in layout.blocks(bucket):

@@ -208,7 +208,7 @@ class StateOffloader:
         in_chunk = [(param, params[param]) for param in self._weights.layout_ref.layout.chunks[index].params]
         ours = [(param, tensor) for param, tensor in in_chunk if (tensor.device, tensor.dtype) == (flat.device, flat.dtype)]
         for param, tensor in ours:
-            if tensor.numel() and not starts_where(tensor, self._weights.slot(param)):
+            if tensor.numel() and not starts_where(tensor, self._weights.memory_of(param)):
                 stored.own[param] = self._moved(tensor.data, home)
         chunks[index] = flat.new_empty(0)
         for _, tensor in ours:
@@ -221,16 +221,15 @@ class StateOffloader:
         self._weights.chunks[index] = self._moved(stored.flat, self._homes.device)
         for param in self._weights.layout_ref.layout.chunks[index].params:
             if not self._params.tensors[param].numel():  # else something was assigned meanwhile
-                place = self._formats[param].unflatten(self._weights.slot(param))
+                place = self._formats[param].unflatten(self._weights.memory_of(param))
                 self._params.tensors[param].data = loaded.get(param, place)
         self._renew_masters(index)
 
     def _renew_masters(self, chunk: int) -> None:
         """Points the masters that are the weights themselves at what these are now."""
         for index, bucket in enumerate(self._weights.layout_ref.layout.buckets):
-            if bucket.chunk == chunk and not self._masters.is_copy(index):
-                self._masters.shard.shares[index] = self._weights.share(index, self._masters.rank)
-                self._masters.cut(index)
+            if bucket.chunk == chunk:
+                self._masters.renew(index)
 
     def _moved(self, tensor: torch.Tensor, home: Home) -> torch.Tensor:
         moved, transfer = self._homes.move(tensor, home)

@@ -42,6 +42,7 @@ def update(state: ShardingState, used: int, coefficient: float) -> None:
     layout = state.layout_ref.layout
     buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
     batches = state.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
+    state.publisher.begin()
     state.window.move_to(Phase.STEPPING)
     state.mid_update = True
     try:
@@ -50,6 +51,7 @@ def update(state: ShardingState, used: int, coefficient: float) -> None:
         state.window.move_to(Phase.TORN)
         state.window.annotate_error(error)
         raise
+    state.publisher.end()
     state.mid_update = False
     state.window.move_to(Phase.STEPPED)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tests import ranks
 from zero.comm.pulls import Pulls
 from zero.memory.versions import VersionedShares
+from zero.plan.spans import Span
 
 NUM_BUCKETS, SHARE = 5, 6
 
@@ -17,7 +18,7 @@ class GlooWire:
     """Over a process group of its own."""
 
     def __init__(self, rank, size):
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.limit_s = rank, size, 60.0
         self._group = dist.new_group()
 
     def send(self, values, rank, tag):
@@ -26,8 +27,11 @@ class GlooWire:
     def receive(self, memory, rank, tag):
         return self._group.recv([memory], rank, tag)
 
-    def receive_from_any(self, memory, tag):
-        return self._group.recv_anysource([memory], tag)
+    def receive_from_any(self, memory):
+        return self._group.recv_anysource([memory], 0)
+
+    def close(self):
+        pass
 
 
 def weights_at(bucket, rank, step, edits):
@@ -55,15 +59,15 @@ class Rank:
 
     def edit(self, bucket):
         step, edits = self.shares.version(bucket)
-        self.shares.edit(bucket, weights_at(bucket, self.rank, step, edits + 1))
+        self.shares.edit(bucket, Span(0, SHARE), weights_at(bucket, self.rank, step, edits + 1))
 
     def step(self):
         dist.barrier()  # as a window that settles: nobody reads any more
-        self.shares.adopt_edits()
+        self.shares.begin_step()
         for bucket in range(NUM_BUCKETS):
             step, _ = self.shares.version(bucket)
-            self.shares.published(bucket).copy_(weights_at(bucket, self.rank, step + 1, 0))
-        self.shares.publish()
+            self.shares.newest(bucket).copy_(weights_at(bucket, self.rank, step + 1, 0))
+        self.shares.end_step()
 
 
 def diverge(rank, world, seed, num_windows):
@@ -144,11 +148,11 @@ def test_versions_are_kept_until_the_step_and_answered_when_they_are_reached():
     shares.request(0, 0, 1, lambda share: answers.append(("edited", share.tolist())))
     shares.request(0, 1, 0, lambda share: answers.append(("stepped", share.tolist())))
     assert answers == [("first", [0.0, 0.0])]
-    shares.edit(0, torch.ones(2))
+    shares.edit(0, Span(0, 2), torch.ones(2))
     assert answers[1:] == [("edited", [1.0, 1.0])] and shares.version(0) == (0, 1)
     shares.request(0, 0, 0, lambda share: answers.append(("before", share.tolist())))
     assert answers[2:] == [("before", [0.0, 0.0])]
-    shares.adopt_edits()
-    shares.published(0).add_(1.0)
-    shares.publish()
+    shares.begin_step()
+    shares.newest(0).add_(1.0)
+    shares.end_step()
     assert answers[3:] == [("stepped", [2.0, 2.0])] and shares.version(0) == (1, 0)

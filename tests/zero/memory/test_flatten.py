@@ -17,7 +17,7 @@ from tests import ranks
 from tests.devices import needs_sim
 from zero.comm.loopback import run_ranks, solo
 from zero.errors import RankFailed
-from zero.memory.flatten import Flattener, Place, unflatten
+from zero.memory.flatten import Flattener, Place
 from zero.memory.formats import ParamFormat
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
@@ -138,9 +138,11 @@ def test_what_was_moved_is_put_back_with_its_values_and_dtype():
 
 def test_out_of_flat_memory_every_parameter_has_its_own():
     tensors = parameters()
-    flatten(flattener(tensors))
+    made = flattener(tensors)
+    flatten(made)
     values = [tensor.detach().clone() for tensor in tensors]
-    unflatten(tensors)
+    for tensor, value in zip(tensors, values, strict=True):
+        made.weights.detach(tensor, value)
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
     assert len(storages) == 3
     assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, values, strict=True))
@@ -260,7 +262,7 @@ def fill_a_device(rank, world):
         gc.collect()
         failed = len(parts.layout_ref.layout.chunks) == 1
         same = all(torch.equal(p.detach().cpu(), b) for p, b in zip(model.parameters(), before, strict=True))
-        lie = len(parts.placer._weights.chunks) == len(parts.layout_ref.layout.chunks)
+        lie = len(parts.placer.weights.chunks) == len(parts.layout_ref.layout.chunks)
         model[:-1].requires_grad_(False)
         optimizer.zero_grad()
         step()

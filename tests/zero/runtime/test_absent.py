@@ -20,8 +20,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from zero.memory.gathered import GatheredWeights
-from zero.runtime.unshard.absent import Absent, AbsentParameter, make_absent_param
-from zero.runtime.unshard.swap import become_absent, become_plain, can_swap
+from zero.runtime.params.absent import Absent, AbsentParameter, make_absent_param
+from zero.runtime.params.swap import become_absent, become_plain, can_swap
 
 BUDGETS = {"least": 0, "two chunks": None, "all": math.inf}
 
@@ -67,7 +67,7 @@ class OneRank:
         memory.copy_(self.lines[index])
         return Arrived()
 
-    def edited(self, chunk):
+    def edited(self, chunk, tensor):
         self.num_edits += 1
         self.lines[chunk.index].copy_(chunk.memory)
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zero.comm.group import Group, Pending, SharedHostMemory
+from zero.comm.group import Group, Pending, SharedHostMemory, Wire
 from zero.comm.results import CompletedResult, UnreducedResult
 from zero.comm.shared_memory.arena import INTRODUCTION_BYTES, LINES, SharedArena, counts_of, map_peer
 from zero.comm.shared_memory.control import Messages, Numbers
@@ -151,6 +151,9 @@ class SharedMemoryGroup:
 
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         return self._messages.exchange(message)
+
+    def new_wire(self) -> Wire:
+        return self._group.new_wire()
 
     @property
     def phase(self) -> str:

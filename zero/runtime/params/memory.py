@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from zero.runtime.params.absent import Absent
+
 
 class KnownMemory:
     """The memory that each parameter had when it was noted."""
@@ -22,10 +24,10 @@ class KnownMemory:
 
     def note(self, index: int, memory: torch.Tensor | None) -> None:
         """Takes this for the memory of a parameter; None: whatever it has is right."""
-        self._addresses[index] = 0 if memory is None else memory.data_ptr()
+        self._addresses[index] = 0 if memory is None else _address(memory)
 
     def has_changed(self, index: int, tensor: torch.Tensor) -> bool:
-        return tensor.data_ptr() != self._addresses[index]
+        return _address(tensor) != self._addresses[index]
 
     def changed(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """The parameters that have other memory than was noted, in the order in which they were noted first."""
@@ -34,6 +36,10 @@ class KnownMemory:
     def forget(self, first: int = 0) -> None:
         """Of this parameter and all after it."""
         self._addresses = {index: address for index, address in self._addresses.items() if index < first}
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return 0 if isinstance(tensor, Absent) else tensor.data_ptr()
 
 
 def starts_where(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from zero.comm.group import Group
 from zero.memory.flatten import NO_MEMORY, Flattener, Place
 from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
-from zero.memory.weights import FlatBuffer
+from zero.memory.weights import Weights
 from zero.plan.layout import FlatLayout
 from zero.plan.spans import round_up
 from zero.runtime.params.table import Params
@@ -27,11 +27,11 @@ class ParamPlacer:
     """Gives parameters a place on the line: rank 0's values, flat on every rank, and this rank's masters of them."""
 
     def __init__(
-        self, params: Params, formats: list[ParamFormat], weights: FlatBuffer, masters: Masters, group: Group, place: Place
+        self, params: Params, formats: list[ParamFormat], weights: Weights, masters: Masters, group: Group, place: Place
     ) -> None:
         self._params = params
         self._formats = formats
-        self._weights = weights
+        self.weights = weights
         self._masters = masters
         self._group = group
         self._place = place
@@ -40,10 +40,10 @@ class ParamPlacer:
     @torch.no_grad()
     def place(self, params: Sequence[int], then: Callable[[], None] = lambda: None) -> list[int]:
         """A collective; returns the buckets that are new. Where it fails, or what is done `then`, all is as `undo` says."""
-        layout_ref = self._weights.layout_ref
+        layout_ref = self.weights.layout_ref
         before = layout_ref.layout
         layout_ref.replace(before.extended(params))
-        flattener = Flattener(self._weights, self._params.tensors, self._formats, self._place)
+        flattener = Flattener(self.weights, self._params.tensors, self._formats, self._place)
         new = range(len(before.buckets), len(layout_ref.layout.buckets))
         try:
             self._move(flattener)
@@ -57,7 +57,7 @@ class ParamPlacer:
         return list(new)
 
     def _move(self, flattener: Flattener) -> None:
-        chunks = range(len(self._weights.chunks), len(self._weights.layout_ref.layout.chunks))
+        chunks = range(self.weights.num_chunks, len(self.weights.layout_ref.layout.chunks))
         for batch in self._batches(flattener, chunks):
             with self._read(flattener, batch) as sources:
                 run_on_all(self._group, partial(self._take, flattener, batch, sources))
@@ -110,13 +110,13 @@ class ParamPlacer:
             yield
         except BaseException:
             self._masters.forget(chunk)
-            self._weights.forget(chunk)
+            self.weights.forget(chunk)
             flattener.rollback()
             raise
         flattener.commit()
 
     def _take(self, flattener: Flattener, batch: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
-        layout, masters = self._weights.layout_ref.layout, self._masters
+        layout, masters = self.weights.layout_ref.layout, self._masters
         may_keep = self._sharing is None
         for chunk, source in zip(batch, sources, strict=True):
             buckets = {index: bucket for index, bucket in enumerate(layout.buckets) if bucket.chunk == chunk}
@@ -131,28 +131,30 @@ class ParamPlacer:
             if may_keep and not is_kept:
                 flattener.recycle(source)
 
-    def placed_params(self) -> list[torch.nn.Parameter]:
-        """The parameters whose memory is the flat one."""
-        num_chunks = len(self._weights.chunks)
-        slots = self._weights.layout_ref.layout.slots
-        return [self._params.tensors[slot.param] for slot in slots if slot is not None and slot.chunk < num_chunks]
+    @torch.no_grad()
+    def detach(self, elsewhere: int) -> None:
+        """Gives every parameter memory of its own, with its present value; but those, as bits, that the model does not have."""
+        for slot in self.weights.layout_ref.layout.slots:
+            if slot is not None and slot.chunk < self.weights.num_chunks and not elsewhere >> slot.param & 1:
+                tensor = self._params.tensors[slot.param]
+                self.weights.detach(tensor, tensor.data.clone(memory_format=torch.preserve_format))
 
     @torch.no_grad()
     def remove(self, dtypes: Mapping[int, torch.dtype], before: FlatLayout) -> None:
         """Gives every parameter that was not laid out before memory of its own and the dtype that it had, with the value of its
         master if this rank has all of that. Where there is no memory for it, it stays in its place, which lives as long."""
-        for chunk in reversed(range(len(before.chunks), len(self._weights.chunks))):
-            for param in self._weights.layout_ref.layout.chunks[chunk].params:
+        for chunk in reversed(range(len(before.chunks), self.weights.num_chunks)):
+            for param in self.weights.layout_ref.layout.chunks[chunk].params:
                 with contextlib.suppress(*NO_MEMORY):
-                    self._params.tensors[param].data = self._own(param, dtypes[param])
+                    self.weights.detach(self._params.tensors[param], self._own(param, dtypes[param]))
             self._masters.forget(chunk)
-            self._weights.forget(chunk)
+            self.weights.forget(chunk)
         self._masters.forget(len(before.chunks))
-        self._weights.forget(len(before.chunks))
-        self._weights.layout_ref.replace(before)
+        self.weights.forget(len(before.chunks))
+        self.weights.layout_ref.replace(before)
 
     def _own(self, param: int, dtype: torch.dtype) -> torch.Tensor:
-        layout, tensor = self._weights.layout_ref.layout, self._params.tensors[param]
+        layout, tensor = self.weights.layout_ref.layout, self._params.tensors[param]
         own = tensor.detach().to(dtype, copy=True)
         if tensor.dtype != dtype:
             pieces = list(layout.pieces(param, self._group.rank if layout.num_shares > 1 else 0))
@@ -162,7 +164,8 @@ class ParamPlacer:
 
     def release(self) -> None:
         self._masters.release()
-        self._weights.forget()
+        self.weights.close()
+        self.weights.forget()
 
 
 def _num_bytes(size: tuple[int, torch.dtype]) -> int:

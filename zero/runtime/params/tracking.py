@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zero.memory.formats import ParamFormat
-from zero.memory.weights import FlatBuffer
+from zero.memory.weights import Weights
 from zero.runtime.params.memory import KnownMemory
 from zero.runtime.params.table import Params
 
@@ -31,7 +31,7 @@ class ParamTracker:
     """
 
     def __init__(
-        self, model: nn.Module, params: Params, weights: FlatBuffer, formats: Sequence[ParamFormat], unmanaged: Collection[str]
+        self, model: nn.Module, params: Params, weights: Weights, formats: Sequence[ParamFormat], unmanaged: Collection[str]
     ) -> None:
         self._model = model
         self._params = params
@@ -89,7 +89,7 @@ class ParamTracker:
         layout = self._weights.layout_ref.layout
         for index in range(len(self._params.tensors)):
             if index not in self._places and layout.slots[index] is not None:
-                self._places.note(index, self._weights.slot(index) if layout.params[index].numel else None)
+                self._places.note(index, self._weights.memory_of(index) if layout.params[index].numel else None)
         return self._places.changed(self._params.tensors)
 
     def _model_changed(self) -> bool:
@@ -117,7 +117,9 @@ class ParamTracker:
             )  # fmt: skip
 
     def _place_of(self, index: int) -> torch.Tensor:
-        return self._formats[index].unflatten(self._weights.slot(index))
+        memory = self._weights.memory_of(index)
+        assert memory is not None  # or nothing could be assigned to its `.data`
+        return self._formats[index].unflatten(memory)
 
     def _fits(self, index: int) -> bool:
         tensor, place = self._params.tensors[index], self._place_of(index)

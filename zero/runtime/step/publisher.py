@@ -10,7 +10,7 @@ import torch
 from zero.comm.group import Group, Pending
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
-from zero.memory.weights import FlatBuffer
+from zero.memory.weights import Weights
 from zero.plan.bits import set_bits
 from zero.plan.layout import Block
 from zero.runtime.params.table import Params
@@ -20,7 +20,7 @@ from zero.runtime.profiling import Timed, stop
 class WeightPublisher(Timed):
     """Writes the weights, and nobody else does."""
 
-    def __init__(self, layout_ref: LayoutRef, params: Params, group: Group, weights: FlatBuffer, masters: Masters) -> None:
+    def __init__(self, layout_ref: LayoutRef, params: Params, group: Group, weights: Weights, masters: Masters) -> None:
         self._layout_ref = layout_ref
         self._params = params
         self._group = group
@@ -31,7 +31,21 @@ class WeightPublisher(Timed):
 
     @property
     def num_weight_bytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self._weights.chunks)
+        return self._weights.num_bytes
+
+    def begin(self) -> None:
+        """Weights are written from now on; what the user edited is taken over. A collective where weights are in shares."""
+        self._weights.begin_step()
+        self.follow_edits()
+
+    def follow_edits(self) -> None:
+        """Points masters that are the weights themselves at what these are by now."""
+        for bucket in self._weights.renewed():
+            self._masters.renew(bucket)
+
+    def end(self) -> None:
+        """What was written are the new weights."""
+        self._weights.end_step()
 
     def prefetch(self, batch: Sequence[Block]) -> None:
         """Sends for weights that `adopt` will look at and that are in other memory than their masters."""
@@ -44,8 +58,8 @@ class WeightPublisher(Timed):
         while self._in_flight and self._in_flight[0].done():
             self._in_flight.popleft().wait()
         for bucket in (block.bucket for block in batch if block.is_last):
-            if self._layout_ref.layout.num_shares > 1:
-                new = self._weights.bucket(bucket)
+            new = self._weights.to_publish(bucket)
+            if new is not None:
                 self.num_bytes += new.nbytes // self._group.size
                 self._in_flight.append(self._group.all_gather(new))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zero.runtime.unshard.absent import AbsentParameter
+from zero.runtime.params.absent import AbsentParameter
 
 _OWN = ("state", "chunk_index", "param_index", "label", "shadow")  # what an absent parameter knows, and a plain one does not
 

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from zero.memory.gathered import GatheredChunk, GatheredWeights
-from zero.runtime.unshard.operators import Kind, operator_of
+from zero.plan.spans import Span
+from zero.runtime.params.operators import Kind, operator_of
 
 _A_CLONE = "Use a clone of it."
 _CLOSE = "Call close() on the optimizer first."
@@ -30,8 +31,8 @@ class AbsentState(Protocol):
 
     weights: GatheredWeights
 
-    def edited(self, chunk: GatheredChunk) -> None:
-        """Takes over what an operator of the user wrote to a gathered chunk."""
+    def edited(self, chunk: GatheredChunk, tensor: Absent) -> None:
+        """Takes over what an operator of the user wrote to a tensor in a gathered chunk."""
 
 
 class Absent(torch.Tensor):
@@ -48,6 +49,17 @@ class Absent(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _dispatch(func, args, kwargs or {})
+
+    @property
+    def extent(self) -> Span:
+        """From its first to its last element, in elements of the chunk."""
+        shadow = self.shadow
+        if not shadow.numel():
+            return Span(0, 0)
+        length = sum((size - 1) * stride for size, stride in zip(shadow.shape, shadow.stride(), strict=True)) + 1
+        item, whole = shadow.element_size(), self.state.weights.chunks[self.chunk_index].dtype.itemsize
+        start = shadow.storage_offset() * item
+        return Span(start // whole, -(-(start + length * item) // whole))
 
     def whole(self) -> torch.Tensor:
         """A plain tensor with these values, in memory of its own."""
@@ -167,7 +179,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = func(*plain_args, **plain_kwargs)
         for name, position in written:
             for tensor in _absent_in([kwargs.get(name) if position >= len(args) else args[position]]):
-                tensor.state.edited(chunks[tensor.state, tensor.chunk_index])
+                tensor.state.edited(chunks[tensor.state, tensor.chunk_index], tensor)
         return _apart(result, list(chunks.values()), given)
 
 
