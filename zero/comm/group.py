@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -36,6 +36,9 @@ class SharedHostMemory(Protocol):
     def rank0_view(self, memory: torch.Tensor) -> contextlib.AbstractContextManager[torch.Tensor]:
         """What rank 0 has in its memory of `staging`, for all to read: that is not lent again before all have left this. A
         collective."""
+
+    def common(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Memory of so many bytes each that all ranks read and write. It goes when rank 0 lets go of it. A collective."""
 
     def trim(self) -> None:
         """Gives the system what of `staging` is not lent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,7 +21,14 @@ class Arrival(Protocol):
         """When this returns the values are there, on a device for whatever is issued to the current stream next."""
 
 
-Fetch = Callable[[int, torch.Tensor], Arrival]  # begins to fill memory with the values of a chunk
+class Source(Protocol):
+    """Where chunks come from."""
+
+    def visible(self, chunk: int) -> torch.Tensor | None:
+        """Memory that has a whole chunk, to be read only; None where it has to be gathered."""
+
+    def fetch(self, chunk: int, memory: torch.Tensor) -> Arrival:
+        """Begins to fill memory with the values of a chunk."""
 
 
 @dataclass(eq=False)
@@ -32,6 +39,7 @@ class GatheredChunk:
     numel: int
     dtype: torch.dtype
     memory: torch.Tensor | None = None
+    is_lent: bool = False  # its memory is the source's
     arrival: Arrival | None = None  # of what was fetched and not waited for yet
     num_users: int = 0  # operators that run on it
     views: dict[int, torch.Tensor] = field(default_factory=dict)  # parameters in it, as their operators are given them
@@ -49,7 +57,9 @@ class GatheredWeights:
     more. So a budget of 0 is the least that a model can be trained with, and `math.inf` keeps all until the window ends.
     """
 
-    def __init__(self, device: torch.device, fetch: Fetch, budget_bytes: float = 0.0, poison: bool = False) -> None:
+    poison = False  # tests fill what is freed with NaN, so that a stale read shows
+
+    def __init__(self, device: torch.device, source: Source, budget_bytes: float = 0.0) -> None:
         self.chunks: list[GatheredChunk] = []
         self.budget_bytes = budget_bytes
         self.num_bytes = 0  # that are gathered now
@@ -57,8 +67,8 @@ class GatheredWeights:
         self.num_fetches = 0
         self.order = UseOrder()
         self._device = device
-        self._fetch = fetch
-        self._poison = poison  # fill what is freed with NaN, so that a stale read shows
+        self._source = source
+        self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}  # pages that are there: to make them takes time
         self._lock = threading.RLock()  # forward and backward run in threads of their own
 
     def add_chunk(self, numel: int, dtype: torch.dtype) -> GatheredChunk:
@@ -84,7 +94,6 @@ class GatheredWeights:
                 for chunk in chunks:
                     self.order.use(chunk.index)
                     if chunk.memory is None:
-                        self._make_room(chunk.num_bytes)
                         self._begin(chunk)
                 for chunk in chunks:
                     self._arrive(chunk)
@@ -114,27 +123,55 @@ class GatheredWeights:
                 if chunk.memory is not None:
                     self._free(chunk)
             del self.chunks[first:]
+            self._spare.clear()
 
     def end_window(self) -> None:
         """The weights get other values: nothing of the old ones stays."""
         self.free_all()
         self.order.end_window()
 
+    def make_own(self, chunk: GatheredChunk) -> None:
+        """What is written to must not be the source's."""
+        with self._lock:
+            if chunk.is_lent:
+                lent = chunk.memory
+                assert lent is not None
+                chunk.views.clear()
+                self._allocate(chunk).copy_(lent)
+
     def _begin(self, chunk: GatheredChunk) -> None:
-        with torch.inference_mode(False):
-            memory = torch.empty(chunk.numel, dtype=chunk.dtype, device=self._device)
-        chunk.arrival = self._fetch(chunk.index, memory)
-        chunk.memory = memory
-        self.num_fetches += 1
+        chunk.memory = self._source.visible(chunk.index)
+        chunk.is_lent = chunk.memory is not None
+        if chunk.memory is None:
+            memory = self._allocate(chunk)
+            try:
+                chunk.arrival = self._source.fetch(chunk.index, memory)
+            except BaseException:
+                self._drop(chunk)
+                raise
+            self.num_fetches += 1
+
+    def _allocate(self, chunk: GatheredChunk) -> torch.Tensor:
+        self._make_room(chunk.num_bytes)
         self.num_bytes += chunk.num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        spare = self._spare.get((chunk.numel, chunk.dtype))
+        if spare:
+            chunk.memory = spare.pop()
+        else:
+            if self.num_bytes + sum(each.nbytes for kept in self._spare.values() for each in kept) > self.peak_bytes:
+                self._spare.clear()
+            with torch.inference_mode(False):
+                chunk.memory = torch.empty(chunk.numel, dtype=chunk.dtype, device=self._device)
+        chunk.is_lent = False
+        return chunk.memory
 
     def _arrive(self, chunk: GatheredChunk) -> None:
         if chunk.arrival is not None:
             try:
                 chunk.arrival.wait()
             except BaseException:
-                self._drop(chunk)  # what came of it is not whole
+                self._drop(chunk)  # what came of it is not whole, and what is on its way may still be written there
                 raise
             chunk.arrival = None
 
@@ -142,14 +179,13 @@ class GatheredWeights:
         for index in self.order.upcoming(1):
             following = self.chunks[index]
             if following.memory is None:
-                self._make_room(following.num_bytes)
                 self._begin(following)
 
     def _make_room(self, num_bytes: int) -> None:
         """Frees chunks that no operator uses until what comes fits the budget, or nothing is left to free."""
         if self.num_bytes + num_bytes <= self.budget_bytes or math.isinf(self.budget_bytes):
             return
-        idle = [chunk for chunk in self.chunks if chunk.memory is not None and not chunk.num_users]
+        idle = [chunk for chunk in self.chunks if chunk.memory is not None and not chunk.is_lent and not chunk.num_users]
         for chunk in sorted(idle, key=lambda chunk: -self.order.distance(chunk.index)):
             self._free(chunk)
             if self.num_bytes + num_bytes <= self.budget_bytes:
@@ -157,11 +193,14 @@ class GatheredWeights:
 
     def _free(self, chunk: GatheredChunk) -> None:
         self._arrive(chunk)  # memory that a gather still writes must not be another's
-        if self._poison and chunk.memory is not None:
+        if self.poison and chunk.memory is not None and not chunk.is_lent:
             chunk.memory.fill_(float("nan"))
+        if chunk.memory is not None and not chunk.is_lent:
+            self._spare.setdefault((chunk.numel, chunk.dtype), []).append(chunk.memory)
         self._drop(chunk)
 
     def _drop(self, chunk: GatheredChunk) -> None:
-        chunk.memory, chunk.arrival = None, None
+        if not chunk.is_lent:
+            self.num_bytes -= chunk.num_bytes
+        chunk.memory, chunk.arrival, chunk.is_lent = None, None, False
         chunk.views.clear()
-        self.num_bytes -= chunk.num_bytes

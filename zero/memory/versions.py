@@ -29,8 +29,9 @@ class _Request(NamedTuple):
 
 @dataclass
 class _Share:
-    """As it is now, and what each edit since the last step overwrote."""
+    """As the last step left it, as it is now, and what each edit since the last step overwrote."""
 
+    published: torch.Tensor
     newest: torch.Tensor
     overwritten: list[tuple[Span, torch.Tensor]] = field(default_factory=list)
 
@@ -59,7 +60,7 @@ class VersionedShares:
 
     def add(self, bucket: int, share: torch.Tensor) -> None:
         """A bucket that is new; its weights count as of the present step."""
-        self._change(lambda: self._shares.update({bucket: _Share(share)}))
+        self._change(lambda: self._shares.update({bucket: _Share(share, share)}))
 
     def forget(self, bucket: int) -> None:
         """A bucket that was added last."""
@@ -75,7 +76,7 @@ class VersionedShares:
     def edit(self, bucket: int, span: Span, values: torch.Tensor) -> None:
         """From now on a share has these values in a span; they may be none."""
         share = self._shares[bucket]
-        edited = share.newest.clone()
+        edited = share.newest.clone() if span.numel else share.newest
         overwritten = edited[span.start : span.stop].clone()
         edited[span.start : span.stop] = values
 
@@ -85,11 +86,15 @@ class VersionedShares:
 
         self._change(replace)
 
-    def begin_step(self) -> None:
-        """No rank reads any more, and all have made the same edits."""
+    def begin_step(self) -> list[int]:
+        """No rank reads any more, and all have made the same edits: those are taken over. Returns where there were any."""
         with self._lock:
-            for share in self._shares.values():
+            edited = [bucket for bucket, share in self._shares.items() if share.overwritten]
+            for share in map(self._shares.__getitem__, edited):
+                share.published.copy_(share.newest)
+                share.newest = share.published
                 share.overwritten.clear()
+            return edited
 
     def end_step(self) -> None:
         """What is there now is a new version."""

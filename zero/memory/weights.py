@@ -24,6 +24,9 @@ class Weights(Protocol):
     def num_bytes(self) -> int:
         """That are kept, by this rank."""
 
+    def prepare(self) -> None:
+        """Chunks that are new in the layout will be filled. A collective."""
+
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
         """Gives a chunk, the next one, these values. Returns whether its memory is `source` itself, which may be kept if it is
         `given`."""
@@ -76,6 +79,8 @@ class FlatBuffer:
     @property
     def num_bytes(self) -> int:
         return sum(chunk.nbytes for chunk in self.chunks)
+
+    def prepare(self) -> None: ...
 
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
         dtype = DTYPES[self.layout_ref.layout.chunks[chunk].dtype]

@@ -21,15 +21,25 @@ class Gather:
         self.memory.fill_(self.value)
 
 
-def weights_of(sizes, budget=0):
-    fetched = []
+class Source:
+    """Every chunk is full of its number. Some may lie in memory that is seen."""
 
-    def fetch(index, memory):
+    def __init__(self):
+        self.fetched, self.seen = [], {}
+
+    def visible(self, index):
+        return self.seen.get(index)
+
+    def fetch(self, index, memory):
         memory.fill_(-1.0)
-        fetched.append(index)
+        self.fetched.append(index)
         return Gather(memory, float(index))
 
-    made = GatheredWeights(torch.device("cpu"), fetch, budget, poison=True)
+
+def weights_of(sizes, budget=0):
+    source = Source()
+    made, fetched = GatheredWeights(torch.device("cpu"), source, budget), source.fetched
+    made.poison = True
     for numel in sizes:
         made.add_chunk(numel, torch.float32)
     return made, fetched
@@ -106,7 +116,7 @@ def test_a_wrong_guess_costs_one_fetch_and_the_next_window_knows_better():
 
 def test_a_fetch_that_fails_leaves_nothing_behind_and_may_be_tried_again():
     weights, _ = weights_of([4, 4])
-    fetch, fails = weights._fetch, [True]
+    fetch, fails = weights._source.fetch, [True]
 
     class Lost:
         def wait(self):
@@ -115,12 +125,25 @@ def test_a_fetch_that_fails_leaves_nothing_behind_and_may_be_tried_again():
     def sometimes(index, memory):
         return Lost() if fails.pop() else fetch(index, memory)
 
-    weights._fetch = sometimes
+    weights._source.fetch = sometimes
     with pytest.raises(ConnectionError):
         use(weights, 0)
     assert weights.num_bytes == 0 and not any(chunk.num_users for chunk in weights.chunks)
     fails += [False]
     use(weights, 0)
+
+
+def test_memory_that_is_seen_is_lent_never_written_and_counts_for_nothing():
+    weights, fetched = weights_of([4] * 3)
+    weights._source.seen[1] = seen = torch.ones(4)
+    with weights.using([0, 1]) as [_, chunk]:
+        assert chunk.memory is seen and weights.num_bytes == 16
+        weights.make_own(chunk)
+        assert chunk.memory is not seen and torch.equal(chunk.memory, seen) and weights.num_bytes == 32
+    weights.end_window()
+    use(weights, 1)
+    weights.end_window()
+    assert fetched == [0] and weights.num_bytes == 0 and torch.equal(seen, torch.ones(4))
 
 
 def test_nothing_is_freed_under_an_operator_that_runs_in_another_thread():

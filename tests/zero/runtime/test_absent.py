@@ -38,7 +38,8 @@ class OneRank:
         self.lines, self.num_edits = [], 0
         named = list(model.named_parameters())
         self.params = [param for _, param in named]
-        self.weights = GatheredWeights(torch.device("cpu"), self.fetch, 0, poison=True)
+        self.weights = GatheredWeights(torch.device("cpu"), self, 0)
+        self.weights.poison = True
         by_dtype = {}
         for index, (name, param) in enumerate(named):
             by_dtype.setdefault(param.dtype, []).append((index, name, param))
@@ -62,6 +63,9 @@ class OneRank:
             absent = make_absent_param(self, chunk.index, index, name, shadow, param.device, param.requires_grad)
             start += max(1, param.numel())
             become_absent(param, absent)
+
+    def visible(self, index):
+        return None
 
     def fetch(self, index, memory):
         memory.copy_(self.lines[index])

@@ -11,6 +11,7 @@ in the step, and weights are read at once; so these are counted apart.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -133,6 +134,13 @@ class SharedMemoryGroup:
             yield seen
         finally:
             told.finish()
+
+    def common(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        lent = [self._lend(size) for size in sizes] if self.rank == 0 else []
+        told = self.all_gather_bytes(json.dumps([self._arena.offset(each) or 0 for each in lent]).encode())[0]
+        if self.rank == 0:
+            return lent
+        return [self.arenas[0][at : at + size] for at, size in zip(json.loads(told), sizes, strict=True)]
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":

@@ -173,6 +173,9 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if kind is Kind.REFUSED:
         return _set(func, absent[0], args)
     with _gathered(absent) as chunks:
+        for name, position in written:
+            for tensor in _absent_in([kwargs.get(name) if position >= len(args) else args[position]]):
+                tensor.state.weights.make_own(chunks[tensor.state, tensor.chunk_index])
         given: dict[int, Absent] = {}  # by id of the plain tensor that takes its place
         plain_args = [_plain_of(value, chunks, given) for value in args]
         plain_kwargs = {name: _plain_of(value, chunks, given) for name, value in kwargs.items()}
@@ -228,7 +231,8 @@ def _plain_of(value: Any, chunks: Chunks, given: dict[int, Absent]) -> Any:
         shadow, memory = value.shadow, chunk.memory
         assert memory is not None
         memory = memory if memory.dtype == shadow.dtype else memory.view(shadow.dtype)
-        plain = memory.as_strided(shadow.shape, shadow.stride(), shadow.storage_offset())
+        start = memory.storage_offset() + shadow.storage_offset()  # its storage may have more than this chunk
+        plain = memory.as_strided(shadow.shape, shadow.stride(), start)
         if value.param_index is not None:
             chunk.views[value.param_index] = plain
     given[id(plain)] = value

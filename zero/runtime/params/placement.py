@@ -46,6 +46,7 @@ class ParamPlacer:
         flattener = Flattener(self.weights, self._params.tensors, self._formats, self._place)
         new = range(len(before.buckets), len(layout_ref.layout.buckets))
         try:
+            self.weights.prepare()
             self._move(flattener)
             run_on_all(self._group, lambda: self._finish(flattener, params, then))
         except BaseException as error:

@@ -10,6 +10,7 @@ import torch
 from zero.comm.exchange import exchange_about
 from zero.comm.group import Group
 from zero.comm.pulls import Pull, Pulls
+from zero.comm.results import SENT
 from zero.errors import RanksDiffer
 from zero.memory.formats import DTYPES, ParamFormat
 from zero.memory.gathered import Arrival, GatheredChunk, GatheredWeights
@@ -22,25 +23,35 @@ from zero.runtime.params.swap import become_absent, become_plain
 from zero.runtime.params.table import Params
 from zero.runtime.unshard.edits import EditLog
 
+_TURN = -2  # a bucket of nothing, that every rank has as of its own step
+
 
 class ShardedWeights:
     """The weights of all buckets on all ranks: this rank has its share of each, by version. See [Note: absent weights].
 
     Ranks may read whatever they like between two steps, each for itself. They must make the same edits in the same order.
+
+    [Note: visible weights]
+    Ranks that share host memory keep their shares of a chunk side by side in it. So all of them see whole chunks as the last
+    step left them, and nothing is gathered: a rank only waits until the others have ended their step. What a user edits since
+    is in memory of the rank that edits, as others may be reading; such a chunk is gathered from all ranks until the next step.
     """
 
     def __init__(self, layout_ref: LayoutRef, params: Params, group: Group, device: torch.device, budget_bytes: float) -> None:
         self.layout_ref = layout_ref
-        self.weights = GatheredWeights(device, self._fetch, budget_bytes)
+        self.weights = GatheredWeights(device, self, budget_bytes)
         self._params = params
         self._group = group
         self._device = device
         self._rank = group.rank
-        self._shares: dict[int, torch.Tensor] = {}  # this rank's, where the weights are computed with
+        self._shares: dict[int, torch.Tensor] = {}  # this rank's, on the device
         self._versions = VersionedShares()  # the same in host memory, as other ranks get them
+        self._versions.add(_TURN, torch.zeros(1))
+        self._common: dict[int, torch.Tensor] = {}  # chunks in memory that all ranks see
         self._edits = EditLog()
         self._renewed: set[int] = set()
         self._pulls = Pulls(group.new_wire(), self._versions.request)
+        self._others: Pull | None = None  # whether they have ended the last step
         self._lock = threading.RLock()  # forward and backward run in threads of their own
 
     # what is kept ------------------------------------------------------------------------------------------------
@@ -53,6 +64,16 @@ class ShardedWeights:
     def num_bytes(self) -> int:
         return sum(share.nbytes for share in self._shares.values())
 
+    def prepare(self) -> None:
+        layout = self.layout_ref.layout
+        new = range(self.num_chunks, len(layout.chunks))
+        sizes = [layout.chunks[chunk].numel * DTYPES[layout.chunks[chunk].dtype].itemsize for chunk in new]
+        shared = self._group.shared_host_memory
+        if shared is not None:
+            self._common.update(zip(new, shared.common(sizes), strict=True))
+        elif self._group.size == 1 and self._device.type == "cpu":
+            self._common.update((chunk, torch.empty(size, dtype=torch.uint8)) for chunk, size in zip(new, sizes, strict=True))
+
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
         layout = self.layout_ref.layout
         dtype = DTYPES[layout.chunks[chunk].dtype]
@@ -60,8 +81,11 @@ class ShardedWeights:
         with torch.inference_mode(False):  # steps will change it
             for index, bucket in self._buckets_of(chunk):
                 own = bucket.share(self._rank)
-                self._shares[index] = source[own.start : own.stop].to(device=device, dtype=dtype, copy=True)
-                self._versions.add(index, self._shares[index].cpu())
+                served = source[own.start : own.stop].to(device="cpu", dtype=dtype, copy=True)
+                if chunk in self._common:
+                    served = self._common[chunk].view(dtype)[own.start : own.stop].copy_(served)
+                self._shares[index] = served.to(device)
+                self._versions.add(index, served)
         return False
 
     def forget(self, chunk: int = 0) -> None:
@@ -69,6 +93,7 @@ class ShardedWeights:
             for index, _ in self._buckets_of(each):
                 self._shares.pop(index, None)
                 self._versions.forget(index)
+        self._common = {each: memory for each, memory in self._common.items() if each < chunk}
         self.weights.forget(chunk)
 
     def _buckets_of(self, chunk: int) -> list[tuple[int, Bucket]]:
@@ -114,8 +139,20 @@ class ShardedWeights:
 
     # gathering ---------------------------------------------------------------------------------------------------
 
-    def _fetch(self, chunk: int, memory: torch.Tensor) -> Arrival:
+    def visible(self, chunk: int) -> torch.Tensor | None:
+        common = self._common.get(chunk)
+        if common is None or self._device.type != "cpu" or self._is_edited(chunk):
+            return None
+        self._wait_for_others()
+        return common.view(self.weights.chunks[chunk].dtype)
+
+    def fetch(self, chunk: int, memory: torch.Tensor) -> Arrival:
         """Fills memory with a chunk: this rank's shares, and those of others as of this rank's own version."""
+        common = self._common.get(chunk)
+        if common is not None and not self._is_edited(chunk):
+            self._wait_for_others()
+            memory.copy_(common.view(memory.dtype))
+            return SENT
         landing = memory if memory.is_cpu else torch.empty(memory.shape, dtype=memory.dtype, device="cpu")
         pulls, own_spans = [], []
         for index, bucket in self._buckets_of(chunk):
@@ -124,6 +161,15 @@ class ShardedWeights:
             pulls.append(self._pulls.begin(index, landing[span.start : span.stop], *self._versions.version(index)))
             own_spans.append(own)
         return _Landing(pulls, landing, memory, own_spans)
+
+    def _is_edited(self, chunk: int) -> bool:
+        return any(self._versions.version(index).edits for index, _ in self._buckets_of(chunk))
+
+    def _wait_for_others(self) -> None:
+        """What all ranks see is whole once every rank has ended the last step."""
+        if self._others is not None:
+            self._others.wait()
+            self._others = None
 
     # a step ------------------------------------------------------------------------------------------------------
 
@@ -148,20 +194,30 @@ class ShardedWeights:
                     "step. Edit weights alike on all ranks."
                 )
         self._edits.clear()
-        self._versions.begin_step()
+        for index in self._versions.begin_step():
+            if self._device.type == "cpu":
+                self._shares[index] = self._versions.newest(index)
+                self._renewed.add(index)
 
     def end_step(self) -> None:
         if self._device.type != "cpu":
             for index, share in self._shares.items():
                 self._versions.newest(index).copy_(share)
         self._versions.end_step()
+        self._ask_others()
+
+    def _ask_others(self) -> None:
+        if self._common and self._group.size > 1:
+            self._others = self._pulls.begin(_TURN, torch.empty(self._group.size), *self._versions.version(_TURN))
 
     def close(self) -> None:
+        self._wait_for_others()
         self._pulls.close()
 
     def reconnect(self) -> None:
         self.weights.free_all()
         self._pulls = Pulls(self._group.new_wire(), self._versions.request)
+        self._ask_others()
 
 
 class _Landing:
