@@ -83,16 +83,17 @@ def stepping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[],
     return step
 
 
-def fsdp2(model: nn.Module, options: argparse.Namespace) -> System:
-    """As ZeRO-2: whole parameters stay from forward to backward. Gradients travel in the training's dtype."""
+def fsdp2(model: nn.Module, options: argparse.Namespace, reshard: bool = False) -> System:
+    """As ZeRO-2: whole parameters stay from forward to backward; or as ZeRO-3, with `reshard`. Gradients travel in the
+    training's dtype."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (options.world,))
     policy = MixedPrecisionPolicy(param_dtype=half(options), reduce_dtype=half(options))
     for block in getattr(model, "blocks", ()):
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
 
     def backward(rows: torch.Tensor, last: bool) -> torch.Tensor:
@@ -167,15 +168,19 @@ SYSTEMS: dict[str, Callable[[nn.Module, argparse.Namespace], System]] = {
     "ddp": ddp,
     "ddp-zero": lambda model, options: ddp(model, options, sharded=True),
     "fsdp2": fsdp2,
+    "fsdp2-3": lambda model, options: fsdp2(model, options, reshard=True),
     "deepspeed-1": lambda model, options: deepspeed(model, options, 1),
     "deepspeed-2": lambda model, options: deepspeed(model, options, 2),
+    "deepspeed-3": lambda model, options: deepspeed(model, options, 3),
     "deepspeed-2-offload": lambda model, options: deepspeed(model, options, 2, offload=True),
     "ours-0": lambda model, options: ours(model, options, 0),
     "ours-1": lambda model, options: ours(model, options, 1),
     "ours-2": lambda model, options: ours(model, options, 2),
+    "ours-3": lambda model, options: ours(model, options, 3),
     "ours-2-offload": lambda model, options: ours(model, options, 2, offload=True),
     "ours-1-gloo": lambda model, options: ours(model, options, 1, shared=False),
     "ours-2-gloo": lambda model, options: ours(model, options, 2, shared=False),
+    "ours-3-gloo": lambda model, options: ours(model, options, 3, shared=False),
 }
 
 
