@@ -1,7 +1,8 @@
 """Every command and every program in docs/ runs as printed, and what is drawn or listed there comes from the code.
 
 A block with a name behind its language is a file. Other python blocks of a page run one after another, in one namespace; bash
-blocks are commands, a line each; a text block is what the blocks since the last one printed.
+blocks are commands, a line each; a text block is what those before it printed. By day commands run in the process of the tests,
+at night whole pages are pasted into one process and one shell.
 """
 
 import contextlib
@@ -10,20 +11,20 @@ import inspect
 import io
 import re
 import shlex
+import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import zero
+from tests.pasted import BLOCK, ROOT, Block, blocks_of, paste
 from zero.__main__ import main
 from zero.config.deepspeed.keys import KNOWN
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-BESIDE = {"plan", "train"}  # pages whose commands start ranks or print figures of this machine; tests/zero/tools runs them
-BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WITH_BLOCKS = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
+AT_NIGHT = {"plan", "train"}  # pages whose commands start ranks or a launcher; by day tests/zero/tools runs what is behind them
 
 
 def script(name):
@@ -43,7 +44,7 @@ def run_command(line):
         assert main(words[3:]) == 0, line
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in BESIDE], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in WITH_BLOCKS if page.stem not in AT_NIGHT], ids=lambda page: page.stem)
 def test_a_page_runs_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -64,6 +65,23 @@ def test_a_page_runs_as_printed(page, tmp_path, monkeypatch):
                     for line in code.splitlines():
                         run_command(line)
             printed = io.StringIO() if language == "bash" else printed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.stem)
+def test_a_page_runs_in_one_process_and_one_shell(page, tmp_path):
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    blocks = [block._replace(code=block.code.replace("29431", port)) for block in blocks_of(page.read_text(encoding="utf-8"))]
+    _, *shown = paste([Block("bash", "", ". .venv/bin/activate"), *blocks], tmp_path)  # as README says once
+    printed, by = "", ""
+    for (language, name, code), out in zip(blocks, shown, strict=True):
+        if language == "text":
+            assert printed == code
+            printed = ""
+        elif not name:
+            printed, by = printed + out if by == language == "python" else out, language
 
 
 def test_every_fence_on_every_page_is_a_block_that_was_looked_at():
