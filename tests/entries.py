@@ -73,6 +73,8 @@ def config_of(case: Case, point: Point, time_limit_s: float = 30.0) -> ZeroConfi
         on_nonfinite="skip" if skips or point.dtype == "fp16" else "propagate",
         elementwise=True,
         timeout_s=time_limit_s,
+        gathered_bytes=0,  # the least, with which most is fetched and freed
+        shared_memory=point.device != "cpu:apart",
         offload={"none": None, "half": Offload(ratio=0.5), "all": Offload()}[point.offload],
     )
 

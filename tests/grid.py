@@ -91,9 +91,9 @@ def can_be(point: Point) -> bool:
         point.dtype in case.dtypes
         and point.world >= case.needs_world
         and (point.entry == "plain" or case.engine)
-        and (point.device == "cpu" or not case.host_only)
+        and (point.device.startswith("cpu") or not case.host_only)
         # on the host there is nowhere to go; tests/promises/test_offload_bits.py sees to it that it changes no bit there
-        and (point.device != "cpu" or point.offload == "none")
+        and (not point.device.startswith("cpu") or point.offload == "none")
         and point.dtype not in lacking
         and not set(lacking) & set(case.needs)
     )
@@ -160,6 +160,25 @@ def without_group(full: bool = False) -> list[Point]:
             points.append(Point(stage, 2, dtype, "tiny", "plain", f"sim-{lack}", case, home))
     assert all(map(can_be, points))
     return points
+
+
+def sharded_weights(full: bool = False) -> list[Point]:
+    """Points at stage 3 on the host, where ranks see each other's memory and where they do not: in the day one a case."""
+    points = [
+        Point(3, world, dtype, bucket, "plain", device, case)
+        for case in CASES
+        for world, dtype, bucket, device in itertools.product(
+            (2, 3, 1), ("fp32", "bf16", "fp16"), ("tiny", "huge"), ("cpu:apart", "cpu")
+        )
+    ]
+    points = [point for point in points if can_be(point)]
+    if full:
+        return points
+    by_case: dict[str, list[Point]] = {}
+    for point in points:
+        by_case.setdefault(point.case, []).append(point)
+    few = [[point for point in those if point.world < 3] or those for those in by_case.values()]
+    return [those[7 * index % len(those)] for index, those in enumerate(few)]
 
 
 # Pairs and triples are tuples of (axis, value), in the order of the axes.

@@ -41,6 +41,7 @@ from tests.zoo import CASES, Case
 from zero.comm.group import Group
 from zero.comm.loopback import LoopbackGroup, run_ranks
 from zero.engine.engine import Engine
+from zero.memory.gathered import GatheredWeights
 from zero.memory.gradient_shard import GradientShard
 from zero.runtime.kernels.sums import SumsByTorch
 from zero.runtime.reduce import inflight
@@ -55,8 +56,10 @@ FEW_PARAMETERS = 100
 MOST_FAILURES = 25
 PROBLEM_CHARS = 1500
 FAILURES_CHARS = 12000  # a few failures are told at more length: what killed a rank stands at the beginning of what it printed
+GatheredWeights.poison = True  # in every process that trains points
 WORKERS = max(1, min(4, os.cpu_count() or 1))  # processes that train points over loopback, each on a core
 
+APART = "cpu:apart"  # another one: the host, where ranks share no memory
 WAITING = "cpu:waiting"  # a device of no axis: the host, where whatever ranks send is added up as late as it can be
 
 # What a script is given, made from the sharded optimizer.
@@ -151,8 +154,8 @@ _building = threading.Lock()  # ranks that are threads share torch's generators 
 
 @contextlib.contextmanager
 def _device(name: str) -> Iterator[str]:
-    if name == "cpu":
-        yield name
+    if name in ("cpu", APART):
+        yield "cpu"
         return
     if name == WAITING:
         with all_sums_deferred():
@@ -228,7 +231,7 @@ def carry(points: Iterable[Point], *, loopback: bool = False) -> Iterator[tuple[
 
 def _is_simulated(point: Point) -> bool:
     """It has processes of its own: torch counts devices at the first backward, so one that comes up later has none."""
-    return point.device not in ("cpu", WAITING)
+    return point.device not in ("cpu", APART, WAITING)
 
 
 def _over_processes(chunk: list[Point]) -> list[Carried]:

@@ -70,6 +70,14 @@ def test_deferred_sums_equal_the_oracle(over_gloo):
     assert not failures, str(failures)
 
 
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_sharded_weights_equal_the_oracle(full):
+    points = grid.sharded_weights(full)
+    assert {point.case for point in points} == set(CASES)
+    failures = parity.run(points)
+    assert not failures, str(failures)
+
+
 def test_the_whole_product_has_so_many_points():
     points = parity.everything()
     host = sum(point.device == "cpu" for point in points)

@@ -374,7 +374,7 @@ def test_optimizers_over_two_parts_of_one_model_do_not_touch_each_other():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"stage": 3}, "stage"),
+        ({"stage": 4}, "stage"),
         ({"stage": 1, "reduce": "avg"}, "reduce"),
         ({"stage": 1, "bucket_bites": 3}, "bucket_bytes"),
         ({"stage": 1, "dtype": "int8"}, "dtype"),

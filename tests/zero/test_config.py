@@ -24,6 +24,7 @@ OTHER_VALUES = {
     "cast_inputs": True,
     "offload": Offload(pinned=False),
     "bucket_bytes": 1,
+    "gathered_bytes": 0,
     "shared_memory": False,
     "align_bytes": 128,
     "reduce": 3.0,
@@ -148,7 +149,7 @@ def test_the_first_difference_is_named_with_both_values():
     ("make", "words"),
     [
         (lambda: ZeroConfig(), "asked for without 'stage'"),
-        (lambda: ZeroConfig(stage=3), "ZeroConfig.stage was given 3"),
+        (lambda: ZeroConfig(stage=4), "ZeroConfig.stage was given 4"),
         (lambda: ZeroConfig(stage=-1), "ZeroConfig.stage was given -1"),
         (lambda: ZeroConfig(stage=True), "ZeroConfig.stage was given True"),
         (lambda: ZeroConfig(stage="2"), "ZeroConfig.stage was given '2'"),

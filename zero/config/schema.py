@@ -24,6 +24,7 @@ from zero.config.registry import (
     canonical,
     complete,
 )
+from zero.config.sizes import bytes_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,6 +37,7 @@ Kernels = Literal["torch", "fused", "compiled"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
 Count = Annotated[int, Field(ge=1)]
+Bytes = Annotated[int, Field(ge=0), BeforeValidator(bytes_of)]
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -228,6 +230,7 @@ class ZeroConfig(ConfigModel):
     cast_inputs: bool = False
     offload: Annotated[Offload | None, BeforeValidator(_offload)] = None
     bucket_bytes: Count = DEFAULT_BUCKET_BYTES
+    gathered_bytes: Literal["auto", "all"] | Bytes = "auto"  # of whole weights on a device at stage 3
     shared_memory: bool = True  # between ranks of one host that prove they can; False: ordinary collectives
     align_bytes: Annotated[int, Field(ge=16, le=4096)] = 64
     reduce: Literal["mean", "sum"] | Positive = "mean"

@@ -22,6 +22,7 @@ from zero.graph.torch_private import (
     replace_call,
     why_not,
 )
+from zero.runtime.params.absent import Absent
 
 logger = logging.getLogger("zero")
 
@@ -70,6 +71,8 @@ def compile(model_or_engine: Compiled, backend: Any = None, mode: str | None = N
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
     backend = backend or accelerators.get(device.type).compile_backend
     reason = why_not(backend) if isinstance(backend, str) else f"{backend!r} is a backend of its own"
+    if any(isinstance(param, Absent) for param in module.parameters()):
+        reason = "weights are in shares, and are gathered between the graphs"
     if reason is None and _loses_gradients(backend):
         reason = f"the {backend} of torch {torch.__version__} leaves out what hands them over"
     if reason is None and has_cuda_graphs(mode) and not cudagraph_unsafe():

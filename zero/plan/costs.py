@@ -41,15 +41,28 @@ def cost_of(
     Before the last backward of a window, stages that accumulate locally have every gradient whole. `one_host`: all ranks train
     in the memory of one; `one_pass`: they step in one pass over it.
     """
-    waits = accumulation > 1 and stage_of(stage).accumulates_locally
-    sent = 1 if stage_of(stage).accumulates_locally else accumulation
+    row = stage_of(stage)
+    waits = accumulation > 1 and row.accumulates_locally
+    sent = 1 if row.accumulates_locally else accumulation
     budget = budget_of(layout, rank, num_moments, sent, num_ranks=num_ranks, waits=waits, one_host=one_host, one_pass=one_pass)
     if one_host:
         if one_pass and accumulation == 1:
             budget = _without_sums(budget, layout, num_ranks)
-        budget = replace(budget, staging=budget.staging + _published_bytes(layout))
+        if not row.shards_weights:
+            budget = replace(budget, staging=budget.staging + _published_bytes(layout))
+    gathered = 0
+    if row.shards_weights:
+        gathered = 0 if one_host or num_ranks == 1 else _gathered_bytes(layout)
+        budget = replace(budget, weights=budget.weights // num_ranks)
     device = replace(budget.device, gradients=max(budget.waiting, budget.device.gradients))
-    return Cost(budget.weights, device, budget.staging, budget.host, budget.peak, budget.host_peak)
+    return Cost(budget.weights, device, budget.staging, budget.host, budget.peak + gathered, budget.host_peak)
+
+
+def _gathered_bytes(layout: FlatLayout) -> int:
+    """Of whole weights with the least budget: those of one operator, and the next ones. Ranks of one host see them in memory
+    that they share, and gather none."""
+    sizes = sorted((chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks), reverse=True)
+    return sum(sizes[:2])
 
 
 def _published_bytes(layout: FlatLayout) -> int:

@@ -40,5 +40,5 @@ def traffic_of(layout: FlatLayout, stage: int, world: int, num_backwards: int = 
         item = ITEM_BYTES[layout.chunks[bucket.chunk].dtype]
         sent = bucket.span.numel * (world - 1) // world
         gradients += rounds * sent * (max(4, item) if as_sums else item) * (1 if row.shards_optimizer else 2)
-        weights += sent * item if row.shards_optimizer else 0
+        weights += sent * item * (2 if row.shards_weights else 1) if row.shards_optimizer else 0  # for forward and backward
     return Traffic(gradients, weights, (rounds + 1) * len(layout.buckets))

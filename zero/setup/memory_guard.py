@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -58,6 +59,18 @@ class MemoryGuard:
             if peak < min(needed, reachable):
                 return f"{said} With {setting} it would need {peak}."
         return f"{said} No setting makes that fit: use more ranks, a narrower dtype, or a smaller model or batch."
+
+    def room_for_weights(self, asked: int | str, layout: FlatLayout) -> float:
+        """Bytes of whole weights that this rank may have at a time at stage 3: of what is free beside all else that is kept for
+        training one half, as activations need the other. Each rank decides for itself."""
+        if asked == "all":
+            return math.inf
+        if isinstance(asked, int):
+            return asked
+        available = self._place.accelerator.memory(self._place.device.index).available
+        budget = budget_of(layout, num_moments=num_moments(self._optimizer))
+        kept = budget.peak - budget.weights
+        return 0 if available is None else max(0, available // self._place.num_ranks - kept) / 2
 
     def reserve(self, offloads: Iterable[Offload | None], layout: FlatLayout, before: FlatLayout | None = None) -> None:
         """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for; nothing is allocated yet.

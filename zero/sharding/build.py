@@ -94,7 +94,8 @@ def _assemble(
     params = Params(chosen.tensors, chosen.names)
     weights: Weights = FlatBuffer(layout_ref)
     if stage_of(config.stage).shards_weights:
-        weights = ShardedWeights(layout_ref, params, group, place.device, 0)
+        room = memory_guard.room_for_weights(config.gathered_bytes, layout.extended(range(len(chosen.names))))
+        weights = ShardedWeights(layout_ref, params, group, place.device, room)
     rank, shard = group.rank if layout.num_shares > 1 else 0, Shard(layout_ref, memory_guard.homes)
     masters = Masters(layout_ref, rank, weights, shard, rounded=config.masters == "rounded")
     placer = ParamPlacer(params, formats, weights, masters, group, place)

@@ -34,6 +34,7 @@ def set_master(optimizer: ShardedOptimizer, param: nn.Parameter, value: torch.Te
     _check_shape(param, value, "value")
     parts.window.sync.tracker.copy_back()  # or what lies elsewhere would be taken in later, over this
     param.copy_(value)
+    parts.publisher.follow_edits()
     if not lies_nowhere(parts, index):
         _fill(optimizer, index, value, lambda _, master: master)
 

@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 def recommended(rows: Sequence[Row], ranks: int, accumulation: int) -> Row | None:
     """Of what fits the fastest: without copies to the host before with them; stage 1 where gradients of several micro-batches
     are sent once, else stage 2; and where there is one rank nothing to shard."""
-    order = (0, 1, 2) if ranks == 1 else (1, 2, 0) if accumulation > 1 else (2, 1, 0)
+    order = (0, 1, 2, 3) if ranks == 1 else (1, 2, 0, 3) if accumulation > 1 else (2, 1, 0, 3)
     fitting = [row for row in rows if row.fits == "yes"]
     return min(fitting, key=lambda row: (row.offload != "none", order.index(row.stage)), default=None)
 

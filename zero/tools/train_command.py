@@ -46,7 +46,8 @@ def add_parser(subparsers: Subparsers) -> None:
     _add(how, "--steps", 160, "in all, those before an interruption included", type=int)
     _add(how, "--batch", 16, "samples of a step, of all ranks together", type=int)
     _add(how, "--lr", 1e-3, "the highest learning rate", type=float)
-    _add(how, "--stage", 2, "0 shards nothing, 1 the optimizer's state, 2 the gradients too", type=int, choices=(0, 1, 2))
+    _add(how, "--stage", 2, "0 shards nothing, 1 the optimizer's state, 2 the gradients too, 3 the weights too", type=int,
+         choices=(0, 1, 2, 3))
     _add(how, "--dtype", "float32", "of the weights; narrow ones have fp32 masters", choices=("float32", "bfloat16", "float16"))
     _add(how, "--offload", "none", "where what is sharded lives", choices=("none", "cpu"))
     _add(how, "--accumulation", 1, "micro-batches of a step on each rank", type=int, metavar="N")

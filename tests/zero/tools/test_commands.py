@@ -125,7 +125,7 @@ def test_each_answers_in_one_json_object(checkpoint, tmp_path, capsys):
 
 def test_no_is_an_answer_of_its_own(checkpoint, tmp_path, capsys):
     refused = tmp_path / "ds.json"
-    refused.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    refused.write_text(json.dumps({"zero_optimization": {"stage": 4}}))
     assert asked("config", refused) == 1
     (checkpoint / "global_step1" / "manifest.json").write_text("{")
     assert asked("inspect", checkpoint) == 1

@@ -80,7 +80,9 @@ AUTO: dict[str, str] = {
 }
 
 _ONE_WAY = "there is one way to lay out and reduce gradients here, and it needs no switch"
-_STAGE_3 = "belongs to stage 3"
+_STAGE_3 = "what is gathered of sharded weights, and when, is learned while training; gathered_bytes limits it"
+_ON_DEVICE = "weights cannot be offloaded yet; at stage 3 a rank keeps its share of them on the accelerator"
+_OFFLOADED_WEIGHTS = "belongs to offloaded weights"
 _DISK = "belongs to offload to disk"
 _NO_MONITOR = "nobody is written to but TensorBoard; zero.MetricsWriter writes a line of JSON a step"
 _NO_PROFILER = "nothing is profiled by configuration; use torch.profiler"
@@ -109,8 +111,8 @@ HARMLESS: dict[str, str] = {
             "allgather_sequential stage3_allgather_sequential memory_efficient_linear pipeline_loading_checkpoint "
             "override_module_apply log_trace_cache_warnings save_muon_momentum_buffer_in_memory leaf_module", _STAGE_3),
     **_each("zero_optimization.offload_optimizer", "nvme_path buffer_count pipeline_read pipeline_write fast_init", _DISK),
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _STAGE_3,
-    **_each("zero_optimization.offload_param", "nvme_path buffer_count buffer_size max_in_cpu pin_memory", _STAGE_3),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "the step on the host has the threads of torch",
+    **_each("zero_optimization.offload_param", "nvme_path buffer_count buffer_size max_in_cpu pin_memory", _OFFLOADED_WEIGHTS),
     "bf16.immediate_grad_update": "every gradient is collected as soon as it is ready",
     "torch_autocast.lower_precision_safe_modules": "gradients are summed in fp32 whatever the module",
     "data_types.grad_accum_dtype": "gradients are always added up in float32, which loses nothing to a narrower type",
@@ -151,10 +153,10 @@ REFUSED: dict[str, str] = {
     **_each("zero_optimization", "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
             _FEWER_BITS),
     "zero_optimization.zenflow": _FEWER_BITS,
-    "zero_optimization.zero_hpz_partition_size": "weights are not sharded before stage 3",
-    "zero_optimization.offload_param.device": "weights stay on the accelerator before stage 3",
-    "zero_optimization.cpu_offload_param": "weights stay on the accelerator before stage 3",
-    "zero_optimization.offload_optimizer.super_offload": "it needs stage 3",
+    "zero_optimization.zero_hpz_partition_size": "at stage 3 weights are sharded over all ranks",
+    "zero_optimization.offload_param.device": _ON_DEVICE,
+    "zero_optimization.cpu_offload_param": _ON_DEVICE,
+    "zero_optimization.offload_optimizer.super_offload": "offloaded masters and moments are stepped on the host",
     **_each("zero_optimization", "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param", _GONE),
     "checkpoint.load_universal": "checkpoints are loaded by any number of ranks directly; DeepSpeed's own are not read yet",
     "checkpoint.use_node_local_storage": "a checkpoint is one place that all ranks see",

@@ -95,11 +95,7 @@ def _masters(written: Written) -> Literal["exact", "rounded"]:
 
 
 def _stage(written: Written) -> int:
-    path = "zero_optimization.stage"
-    stage = written.whole(path, 0, least=0, most=3)
-    if stage == 3:
-        raise ValueError(f"{path} was set to 3, but parameters cannot be sharded yet. Use stage 2.")
-    return stage
+    return written.whole("zero_optimization.stage", 0, least=0, most=3)
 
 
 def _dtype(written: Written) -> Half | None:

@@ -1,0 +1,181 @@
+"""Stage 3: weights in shares. That they train as plain PyTorch does is shown by tests/test_parity.py."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests import ranks
+from zero.errors import RanksDiffer
+from zero.runtime.params.absent import Absent
+from zero.sharding.whole_values import whole_master
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def shard(model, stage, **options):
+    options = {"bucket_bytes": 1024, "gathered_bytes": 0, **options}
+    return zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.05), stage=stage, **options)
+
+
+def train(model, optimizer, rank, steps=2):
+    for step in range(steps):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x.to(next(model.parameters()).dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model):
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def same(ones, others):
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+def checkpointed(rank, world, folder, saved_at, loaded_at, dtype, shared_memory):
+    options = {"dtype": dtype, "shared_memory": shared_memory}
+    model, other = mlp(), mlp()
+    optimizer = shard(model, saved_at, **options)
+    train(model, optimizer, rank)
+    zero.save(folder, optimizer)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    continued = shard(other, loaded_at, **options)
+    train(other, continued, rank, 1)
+    zero.load(folder, continued)
+    assert same(values(model), values(other))
+    train(model, optimizer, rank)
+    train(other, continued, rank)
+    assert same(values(model), values(other))
+    optimizer.check()
+    continued.check()
+    optimizer.close()
+    continued.close()
+
+
+@pytest.mark.parametrize(("saved_at", "loaded_at", "dtype", "shared_memory"), [
+    (2, 3, None, True), (3, 2, "bfloat16", False), (3, 3, None, False), (3, 1, "bfloat16", True),
+])  # fmt: skip
+def test_a_checkpoint_goes_from_any_stage_to_any(saved_at, loaded_at, dtype, shared_memory, tmp_path):
+    ranks.run(2, checkpointed, str(tmp_path), saved_at, loaded_at, dtype, shared_memory)
+
+
+def edited(rank, world, dtype, shared_memory, differs):
+    model, plain = mlp(), mlp()
+    optimizer, beside = (shard(one, stage, dtype=dtype, shared_memory=shared_memory) for one, stage in ((model, 3), (plain, 2)))
+    for one in (model, plain):
+        with torch.no_grad():
+            one[0].weight.mul_(2.0)
+            one[2].bias.data = one[2].bias.data + 1.0
+            one[0].weight[3:5, ::2].fill_(rank if differs and one is model else 0.25)
+            nn.init.ones_(one[4].bias)
+    if differs:
+        with pytest.raises(RanksDiffer, match="Cannot step: rank 1 of 2 edited weights"):
+            train(model, optimizer, rank, 1)
+        optimizer.close()
+        return
+    assert same(values(model), values(plain))
+    train(model, optimizer, rank)
+    train(plain, beside, rank)
+    assert same(values(model), values(plain))
+    masters = [[whole_master(one, param) for param in one.model.parameters()] for one in (optimizer, beside)]
+    assert same(*masters)
+    for one in (optimizer, beside):
+        one.close()
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_edits_between_steps_are_trained_on_like_edits_of_whole_weights(dtype, shared_memory):
+    ranks.run(2, edited, dtype, shared_memory, False)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_ranks_that_edit_differently_are_told_before_the_step(shared_memory):
+    ranks.run(2, edited, None, shared_memory, True)
+
+
+def closed(rank, world):
+    model = mlp()
+    hooked, kept = [], [id(param) for param in model.parameters()]
+    model[0].weight.register_post_accumulate_grad_hook(lambda param: hooked.append(param.grad is not None))
+    optimizer = shard(model, 3)
+    assert all(isinstance(param, nn.Parameter) and isinstance(param, Absent) for param in model.parameters())
+    train(model, optimizer, rank)
+    trained, twin, file = values(model), copy.deepcopy(model), io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    optimizer.close()
+    assert [id(param) for param in model.parameters()] == kept and hooked
+    for plain in (model, twin):
+        assert all(type(param) is nn.Parameter and param.data_ptr() for param in plain.parameters())
+        assert same(values(plain), trained)
+    assert same(list(torch.load(file).values()), trained)
+    model(torch.ones(1, 8)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_closing_gives_the_plain_model_back(world):
+    ranks.run(world, closed)
+
+
+def counted(rank, world, shared_memory):
+    model = mlp()
+    whole = sum(param.nbytes for param in model.parameters())
+    optimizer = shard(model, 3, shared_memory=shared_memory, bucket_bytes=2048)
+    weights = optimizer.parts.placer.weights
+    layout = optimizer.parts.layout_ref.layout
+    assert whole / world <= weights.num_bytes == 4 * layout.owned_numel(rank) < 1.2 * whole / world
+    largest = sorted((4 * chunk.numel for chunk in layout.chunks), reverse=True)
+    train(model, optimizer, rank)
+    before = weights._pulls.num_pulled_bytes
+    train(model, optimizer, rank, 1)
+    pulled = weights._pulls.num_pulled_bytes - before
+    if shared_memory:
+        assert weights.weights.num_fetches == 0 and pulled <= 4 * world  # whether the others have ended their step
+    else:
+        assert weights.weights.peak_bytes <= sum(largest[:2])
+        assert pulled <= 2 * 4 * sum(chunk.numel for chunk in layout.chunks) * (world - 1) // world
+    optimizer.close()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_rank_keeps_its_share_and_gathers_for_forward_and_backward(shared_memory):
+    ranks.run(2, counted, shared_memory)
+
+
+def from_a_file(rank, world):
+    model = mlp()
+    file = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1000},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}  # fmt: skip
+    engine, *_ = zero.initialize(model=model, config=file)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(4, 8)).square().mean())
+        engine.step()
+    assert engine.zero_optimization_stage() == 3
+    engine.destroy()
+
+
+def test_a_deepspeed_file_asks_for_it():
+    ranks.run(2, from_a_file)
+
+
+@pytest.mark.parametrize(("given", "is_"), [("auto", "auto"), ("all", "all"), (0, 0), ("4 KiB", 4096), ("2MB", 2_000_000)])
+def test_gathered_bytes_are_a_number_of_bytes_auto_or_all(given, is_):
+    assert zero.ZeroConfig(stage=3, gathered_bytes=given).gathered_bytes == is_
+
+
+@pytest.mark.parametrize("given", [-1, "some", "4 parsecs", 1.5])
+def test_other_gathered_bytes_are_refused(given):
+    with pytest.raises(ValueError, match="gathered_bytes"):
+        zero.ZeroConfig(stage=3, gathered_bytes=given)
