@@ -74,6 +74,9 @@ class Ledger:
         self.entries.append(Entry("exchange", len(message), "bytes", self.section))
         return self.group.all_gather_bytes(message)
 
+    def new_wire(self) -> Any:
+        return self.group.new_wire()
+
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.group.staging(numel, dtype, device)
 

@@ -310,7 +310,7 @@ REFUSED = {
         {"config": ZeroConfig(stage=0, batch=Batch.of(micro_samples=1, world_size=3))}, ValueError, "A batch of 3 ranks",
     ),
     "an unknown key": ({"config": written(gradient_cliping=1.0)}, ValueError, "Did you mean 'gradient_clipping'"),
-    "stage 3": ({"config": written(zero_optimization={"stage": 3})}, ValueError, "cannot be sharded yet"),
+    "stage 4": ({"config": written(zero_optimization={"stage": 4})}, ValueError, "from 0 to 3"),
     "Lamb": ({"config": written(optimizer={"type": "Lamb", "params": {}})}, ValueError, "whole tensors"),
 }  # fmt: skip
 

@@ -57,6 +57,8 @@ class _FakeWire:
     def receive_from_any(self, memory: torch.Tensor) -> Message:
         return _Echo(self._sent, memory)
 
+    def on_exit(self, end: Callable[[float], bool]) -> None: ...
+
     def close(self) -> None: ...
 
 

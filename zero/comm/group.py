@@ -69,6 +69,10 @@ class Wire(Protocol):
     def receive_from_any(self, memory: torch.Tensor) -> Message:
         """One with the tag ANYONES, from whichever rank. Without a time limit, and whatever becomes of the group."""
 
+    def on_exit(self, end: Callable[[float], bool]) -> None:
+        """If the program ends before this is closed, `end` is called with a number of seconds, within which it ends whatever
+        waits for messages. It is held weakly, and says whether it did."""
+
     def close(self) -> None:
         """Every message was received."""
 

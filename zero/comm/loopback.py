@@ -152,6 +152,8 @@ class _LoopbackWire:
     def receive_from_any(self, memory: torch.Tensor) -> Message:
         return _Letter(partial(self._office.take, (self._number, self.rank, ANYONES, None), False), memory)
 
+    def on_exit(self, end: Callable[[float], bool]) -> None: ...
+
     def close(self) -> None: ...
 
 

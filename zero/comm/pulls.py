@@ -56,6 +56,7 @@ class Pulls:
         self._threads = [threading.Thread(target=self._run, args=(work,), daemon=True, name="zero-pulls") for work in works]
         for thread in self._threads:
             thread.start()
+        wire.on_exit(self.end)
 
     def begin(self, bucket: int, memory: torch.Tensor, step: int, edits: int) -> Pull:
         """Begins to fill the parts of other ranks in the memory of a bucket, as of a version."""
@@ -78,16 +79,22 @@ class Pulls:
     def close(self) -> None:
         """This rank requests nothing any more. It answers until all others have said the same, so this waits for them; but no
         longer than for any message, and not for ranks that are lost."""
+        if self.end(self._wire.limit_s):
+            self._wire.close()
+
+    def end(self, limit_s: float) -> bool:
+        """The same, for so long at most. Returns whether all others have said so, and every message was received."""
         farewell = torch.tensor([self._wire.rank, _LEAVES, 0, 0, 0])
         messages = [self._wire.send(farewell, rank, ANYONES) for rank in self._others]
-        last = time.monotonic() + self._wire.limit_s
+        last = time.monotonic() + limit_s
         for thread in self._threads:
             while thread.is_alive() and self._failure is None and time.monotonic() < last:
                 thread.join(_TURN_S)
-        if not any(thread.is_alive() for thread in self._threads) and self._failure is None:
-            for message in messages:
-                message.wait()
-            self._wire.close()
+        if any(thread.is_alive() for thread in self._threads) or self._failure is not None:
+            return False
+        for message in messages:
+            message.wait()
+        return True
 
     def _run(self, work: Callable[[], None]) -> None:
         try:

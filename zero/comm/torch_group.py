@@ -1,16 +1,15 @@
 """torch.distributed, spoken here and nowhere else.
 
 [Note: wires]
-Everything goes over process groups of our own, made at construction, so that nothing of ours can pair with a
-collective of the user's. Tensors have one group; host messages have another, over gloo, because a rank that is
-behind on tensors must still be able to say so. What gloo has begun cannot be called off before its time limit is
-over, and that is fixed when a group is made. So there are two pairs: a patient one for the first step, in which
-ranks compile, and a prompt one for all that follow.
+Everything goes over process groups of our own, made at construction, so that nothing of ours can pair with a collective of
+the user's. Tensors have one group; host messages have another, over gloo, because a rank that is behind on tensors must still
+be able to say so. What gloo has begun cannot be called off before its time limit is over, and that is fixed when a group is
+made. So there are two pairs: a patient one for the first step, in which ranks compile, and a prompt one for all that follow.
 
 [Note: which collective]
-Gloo adds bf16 in bf16, so 256 + 1 gives 256, and its reduce-scatter is slow; exchanging the pieces and adding
-them in fp32 is exact and two to four times as fast. Its all-gather likewise loses to one broadcast an owner.
-Backends of accelerators have native collectives that are fast, and exact when given what they shall add in.
+Gloo adds bf16 in bf16, so 256 + 1 gives 256, and its reduce-scatter is slow; exchanging the pieces and adding them in fp32 is
+exact and two to four times as fast. Its all-gather likewise loses to one broadcast an owner. Backends of accelerators have
+native collectives that are fast, and exact when given what they shall add in.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from zero.comm.health.monitor import RankMonitor
 from zero.comm.health.store import StoreClient
 from zero.comm.kept_groups import KeptGroups, Purpose
 from zero.comm.results import CompletedResult, SingleRankResult
-from zero.comm.torch_work import AllToAllReduce, CollectiveWork, TorchWire, bits
+from zero.comm.torch_work import AllToAllReduce, CollectiveWork, TorchWire, bits, exit_all
 from zero.errors import GroupLost
 
 # torch 2.13 has new names for these and warns of the old ones
@@ -116,6 +115,7 @@ class TorchGroup:
         self._host_waits = self._backend == "gloo" or is_staged(self._backend)  # in turns; elsewhere a stream waits
         self._limits = limits
         self._lost: str | None = None
+        self._message_wires: list[TorchWire] = []
         self._connect()
         shutdown.opened(self)
 
@@ -214,8 +214,9 @@ class TorchGroup:
         return CollectiveWork(self, [self._start(dist.broadcast, bits(tensor), src=self._ranks[0])], lambda: tensor)
 
     def new_wire(self) -> Wire:
-        found = _free_wires.take(self._purpose) or self.guarded(lambda: self._new_group("gloo", _NO_LIMIT_S))
-        return TorchWire(self, self._limits.later_s, found, partial(_free_wires.keep, self._purpose))
+        found = _free_wires.take(self._purpose) or self.guarded(partial(self._new_group, "gloo", _NO_LIMIT_S))
+        self._message_wires.append(TorchWire(self, self._limits.later_s, found, partial(_free_wires.keep, self._purpose)))
+        return self._message_wires[-1]
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
@@ -334,7 +335,7 @@ class TorchGroup:
             end_wires()
 
     def let_go(self) -> Callable[[], None]:
-        return self._give_up("the program ends")  # see [Note: the end]
+        return partial(exit_all, self._message_wires, self._give_up("the program ends"))  # see [Note: the end]
 
     def _give_up(self, why: str) -> Callable[[], None]:
         """Forgets the wires; what is returned ends them, unless they ended with the world."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -9,6 +11,8 @@ import torch
 
 from zero.comm.group import ANYONES, Message
 from zero.comm.results import UnreducedResult
+
+_FAREWELL_S = 2.0  # for the others to end their programs too
 
 
 class Owner(Protocol):
@@ -102,6 +106,16 @@ class TorchWire:
         self._owner = owner
         self._process_group = process_group
         self._give_back = give_back
+        self._end: weakref.WeakMethod[Callable[[float], bool]] | None = None
+
+    def on_exit(self, end: Callable[[float], bool]) -> None:
+        self._end = weakref.WeakMethod(end)
+
+    def exit(self) -> None:
+        """A thread that still waits here must not wake while the interpreter ends: what it waits for stays until then."""
+        end = None if self._end is None else self._end()
+        if end is not None and not end(_FAREWELL_S):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._process_group))
 
     def send(self, values: torch.Tensor, rank: int, tag: int) -> Message:
         return _Sending(lambda: self._process_group.send([bits(values)], rank, tag))
@@ -114,7 +128,15 @@ class TorchWire:
         return received
 
     def close(self) -> None:
+        self._end = None
         self._give_back(self._process_group)
+
+
+def exit_all(wires: Sequence[TorchWire], then: Callable[[], None]) -> None:
+    """The program ends."""
+    for wire in wires:
+        wire.exit()
+    then()
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

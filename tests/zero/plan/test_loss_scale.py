@@ -138,8 +138,9 @@ def test_a_scale_goes_on_from_where_another_one_was_and_a_fixed_one_stays():
 
 
 def test_the_table_of_stages():
-    table = {number: (stage.shards_optimizer, stage.accumulates_locally) for number, stage in STAGES.items()}
-    assert table == {0: (False, True), 1: (True, True), 2: (True, False)}
-    for wrong in (3, -1, True, "2"):
-        with pytest.raises(ValueError, match="the stages are 0, 1, 2"):
+    rows = ((stage.shards_optimizer, stage.shards_weights, stage.accumulates_locally) for stage in STAGES.values())
+    table = dict(zip(STAGES, rows, strict=True))
+    assert table == {0: (False, False, True), 1: (True, False, True), 2: (True, False, False), 3: (True, True, False)}
+    for wrong in (4, -1, True, "2"):
+        with pytest.raises(ValueError, match="the stages are 0, 1, 2, 3"):
             stage_of(wrong)

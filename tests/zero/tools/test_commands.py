@@ -141,7 +141,7 @@ def test_tables_have_names_on_the_left_and_numbers_on_the_right():
 @needs_sim
 def test_what_the_page_on_planning_prints_runs_as_printed(tmp_path):
     page = (DOCS / "plan.md").read_text(encoding="utf-8").replace("tiny.py", f"{tmp_path}/tiny.py")
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (program,) = re.findall(r"```python[^\n]*\n(.*?)```", page, re.DOTALL)
     lines = [line for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
     (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     (tmp_path / "tiny.py").write_text(program)

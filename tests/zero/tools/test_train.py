@@ -172,7 +172,7 @@ def test_one_rank_needs_no_launcher_and_the_answer_is_one_object(tmp_path, capsy
     answer = json.loads(capsys.readouterr().out)
     assert (answer["steps"], answer["begun_at"], answer["loss"]) == (3, 0, losses(tmp_path / "run")[-1])
     assert answer["parameters"] == sum(param.numel() for param in Gpt(1, 32, 1, 16).parameters())
-    assert [both["stage"] for both in answer["stages"]] == [0, 1, 2]
+    assert [both["stage"] for both in answer["stages"]] == [0, 1, 2, 3]
     for both in answer["stages"]:
         assert both["counted"] == both["predicted"] and both["counted"]["moments"] == 8 * answer["parameters"]
     assert answer["sample"].startswith("def ") and len(answer["sample"]) > 100
