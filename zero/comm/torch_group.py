@@ -257,7 +257,6 @@ class TorchGroup:
     # failure -----------------------------------------------------------------------------------------------------
 
     def wait_for(self, work: Any) -> None:
-        """Until the output of a collective on tensors can be used on the current stream."""
         self.guarded((lambda: self._in_turns(work)) if self._host_waits else work.wait)
 
     def wait_for_message(self, work: Any) -> None:

@@ -96,11 +96,12 @@ def test_what_fits_is_marked_and_one_is_recommended(capsys):
     assert whole["moments"] == 2 * whole["masters"] == 56 * 10**8
     assert sharded["moments"] == pytest.approx(whole["moments"] / 8, rel=1e-2)
     status, answer = planned(capsys, "700M", "--ranks", 8, "--memory", "2GiB", "--host-memory", "100GiB")
-    assert [row["stage"] for row in answer["rows"] if row["recommended"]] == [2] and row_of(answer, 2)["fits"] == "no"
-    assert status == 0 and row_of(answer, 2, "cpu")["recommended"]
-    status, answer = planned(capsys, "700M", "--ranks", 8, "--memory", "2GiB", "--host-memory", "6GiB")
+    assert status == 0 and row_of(answer, 2)["fits"] == "no" and row_of(answer, 3)["recommended"]
+    status, answer = planned(capsys, "700M", "--ranks", 8, "--memory", "1500MiB", "--host-memory", "100GiB")
+    assert status == 0 and row_of(answer, 3)["fits"] == "no" and row_of(answer, 2, "cpu")["recommended"]
+    status, answer = planned(capsys, "700M", "--ranks", 8, "--memory", "1500MiB", "--host-memory", "6GiB")
     assert status == 1 and row_of(answer, 2, "cpu")["fits"] == "not the host"
-    assert planned(capsys, "700M", "--ranks", 8, "--memory", "800MiB")[0] == 1
+    assert planned(capsys, "700M", "--ranks", 8, "--memory", "200MiB")[0] == 1
     assert main(["plan", "700M", "--memory", "800MiB"]) == 1
     assert "Nothing fits. Take more ranks" in capsys.readouterr().out
 
