@@ -82,7 +82,7 @@ class _Receipt:
 
 
 class _Sending:
-    """A message that is sent. Where it cannot be, whoever waits for it is told."""
+    """A message that is sent. Where it cannot be, waiting for it raises."""
 
     def __init__(self, send: Callable[[], Any]) -> None:
         self._work: Any = None
