@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.grid import BUCKET_NUMEL, Point
+from tests.grid import APART, BUCKET_NUMEL, Point
 from tests.oracle import DTYPES, LOW, DynamicScale, StaticScale
 from tests.zoo import Case
 from zero.config.schema import LossScale, Offload, ZeroConfig
@@ -74,7 +74,7 @@ def config_of(case: Case, point: Point, time_limit_s: float = 30.0) -> ZeroConfi
         elementwise=True,
         timeout_s=time_limit_s,
         gathered_bytes=0,  # the least, with which most is fetched and freed
-        shared_memory=point.device != "cpu:apart",
+        shared_memory=point.device != APART,
         offload={"none": None, "half": Offload(ratio=0.5), "all": Offload()}[point.offload],
     )
 

@@ -52,6 +52,7 @@ FURTHER = {
     "offload": _OWN_WAITS,
 }
 SEED = 20260801
+APART = "cpu:apart"  # a device of no axis: the host, where ranks share no memory
 TRIES = 60  # points looked at for each one that is chosen
 
 # Elements of a bucket: fewer than most parameters have, and more than any model of the zoo has.
@@ -168,7 +169,7 @@ def sharded_weights(full: bool = False) -> list[Point]:
         Point(3, world, dtype, bucket, "plain", device, case)
         for case in CASES
         for world, dtype, bucket, device in itertools.product(
-            (2, 3, 1), ("fp32", "bf16", "fp16"), ("tiny", "huge"), ("cpu:apart", "cpu")
+            (2, 3, 1), ("fp32", "bf16", "fp16"), ("tiny", "huge"), (APART, "cpu")
         )
     ]
     points = [point for point in points if can_be(point)]

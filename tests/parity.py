@@ -59,7 +59,6 @@ FAILURES_CHARS = 12000  # a few failures are told at more length: what killed a 
 GatheredWeights.poison = True  # in every process that trains points
 WORKERS = max(1, min(4, os.cpu_count() or 1))  # processes that train points over loopback, each on a core
 
-APART = "cpu:apart"  # another one: the host, where ranks share no memory
 WAITING = "cpu:waiting"  # a device of no axis: the host, where whatever ranks send is added up as late as it can be
 
 # What a script is given, made from the sharded optimizer.
@@ -154,7 +153,7 @@ _building = threading.Lock()  # ranks that are threads share torch's generators 
 
 @contextlib.contextmanager
 def _device(name: str) -> Iterator[str]:
-    if name in ("cpu", APART):
+    if name in ("cpu", grid.APART):
         yield "cpu"
         return
     if name == WAITING:
@@ -231,7 +230,7 @@ def carry(points: Iterable[Point], *, loopback: bool = False) -> Iterator[tuple[
 
 def _is_simulated(point: Point) -> bool:
     """It has processes of its own: torch counts devices at the first backward, so one that comes up later has none."""
-    return point.device not in ("cpu", APART, WAITING)
+    return point.device not in ("cpu", grid.APART, WAITING)
 
 
 def _over_processes(chunk: list[Point]) -> list[Carried]:

@@ -10,6 +10,7 @@ from torch import nn
 import zero
 from tests import ranks
 from zero.errors import RanksDiffer
+from zero.plan.traffic import traffic_of
 from zero.runtime.params.absent import Absent
 from zero.sharding.whole_values import whole_master
 
@@ -145,7 +146,7 @@ def counted(rank, world, shared_memory):
         assert weights.weights.num_fetches == 0 and pulled <= 4 * world  # whether the others have ended their step
     else:
         assert weights.weights.peak_bytes <= sum(largest[:2])
-        assert pulled <= 2 * 4 * sum(chunk.numel for chunk in layout.chunks) * (world - 1) // world
+        assert 0 < pulled <= traffic_of(layout, 3, world).weights
     optimizer.close()
 
 
@@ -164,6 +165,21 @@ def from_a_file(rank, world):
         engine.step()
     assert engine.zero_optimization_stage() == 3
     engine.destroy()
+
+
+def compiled(rank, world):
+    model, plain = mlp(), mlp()
+    optimizer, beside = shard(model, 3), shard(plain, 2)
+    zero.compile(model, backend="aot_eager")
+    train(model, optimizer, rank)
+    train(plain, beside, rank)
+    assert same(values(model), values(plain))
+    for one in (optimizer, beside):
+        one.close()
+
+
+def test_a_compiled_model_gathers_between_its_graphs():
+    ranks.run(1, compiled)
 
 
 def test_a_deepspeed_file_asks_for_it():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from zero.comm.group import ANYONES, Message, Pending, Wire
-from zero.comm.results import SENT, CompletedResult, SingleRankResult, sum_in_rank_order
+from zero.comm.results import CompletedResult, SingleRankResult, sum_in_rank_order
 
 
 class _Sent:
@@ -48,11 +48,10 @@ class _FakeWire:
     def send(self, values: torch.Tensor, rank: int, tag: int) -> Message:
         if tag == ANYONES:
             self._sent.put(values.clone())
-        return SENT
+        return CompletedResult(values)
 
     def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Message:
-        memory.zero_()
-        return SENT
+        return CompletedResult(memory.zero_())
 
     def receive_from_any(self, memory: torch.Tensor) -> Message:
         return _Echo(self._sent, memory)

@@ -8,7 +8,9 @@ the store. So those of a sub-group are kept when it is closed.
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
+
+Groups = TypeVar("Groups")
 
 
 class Purpose(NamedTuple):
@@ -21,21 +23,22 @@ class Purpose(NamedTuple):
     process: int
 
 
-class KeptGroups:
-    """One list of them."""
+class KeptGroups(Generic[Groups]):
+    """Those of one kind, each with what it was made for."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Purpose, Any]] = []
+        self._kept: list[tuple[Purpose, Groups]] = []
 
-    def take(self, purpose: Purpose) -> Any:
+    def take(self, purpose: Purpose) -> Groups | None:
         """Some that were made for this; None where there are none."""
         found = next((index for index, (its, _) in enumerate(self._kept) if its == purpose), None)
         return None if found is None else self._kept.pop(found)[1]
 
-    def keep(self, purpose: Purpose, groups: Any) -> None:
+    def keep(self, purpose: Purpose, groups: Groups) -> None:
         """Those of a world that was left are of no use any more."""
         self._kept = [kept for kept in self._kept if kept[0].world is purpose.world]
         self._kept.append((purpose, groups))
 
     def end_process(self) -> None:
+        """This process lets go of its own. What it was forked with is left as it is, as its threads are not here."""
         self._kept = [kept for kept in self._kept if kept[0].process != os.getpid()]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from zero.comm.group import ANYONES, Message, Pending, Wire
-from zero.comm.results import SENT, CompletedResult, SingleRankResult, sum_in_rank_order
+from zero.comm.results import CompletedResult, SingleRankResult, sum_in_rank_order
 from zero.errors import GroupLost
 
 Result = TypeVar("Result")
@@ -32,15 +32,27 @@ class _Meeting:
         self.untaken = size
 
 
-class _Wire:
+class _Channel:
+    """What ranks wait at for each other, until one of them leaves."""
+
+    def __init__(self, time_limit_s: float) -> None:
+        self.time_limit_s = time_limit_s
+        self._changed = threading.Condition()
+        self._lost: str | None = None
+
+    def abandon(self, reason: str) -> None:
+        with self._changed:
+            self._lost = self._lost or reason
+            self._changed.notify_all()
+
+
+class _Wire(_Channel):
     """One ordered channel between the ranks."""
 
     def __init__(self, size: int, time_limit_s: float) -> None:
+        super().__init__(time_limit_s)
         self._size = size
-        self._time_limit_s = time_limit_s
-        self._changed = threading.Condition()
         self._meetings: dict[int, _Meeting] = {}
-        self._lost: str | None = None
 
     def bring(self, number: int, rank: int, what: Any) -> None:
         with self._changed:
@@ -57,10 +69,10 @@ class _Wire:
     def take(self, number: int) -> list[Any]:
         with self._changed:
             meeting = self._meetings[number]
-            arrived = self._changed.wait_for(lambda: meeting.missing == 0 or self._lost, self._time_limit_s)
+            arrived = self._changed.wait_for(lambda: meeting.missing == 0 or self._lost, self.time_limit_s)
             if meeting.missing and not arrived:
                 absent = [rank for rank, what in enumerate(meeting.brought) if what is None]
-                self._lost = f"ranks {absent} did not come to collective {number} within {self._time_limit_s} s"
+                self._lost = f"ranks {absent} did not come to collective {number} within {self.time_limit_s} s"
                 self._changed.notify_all()
             if meeting.missing:
                 raise GroupLost(f"A collective of {self._size} ranks was asked for, but {self._lost}. Start the ranks again.")
@@ -69,11 +81,6 @@ class _Wire:
             if meeting.untaken == 0:
                 del self._meetings[number]
             return brought
-
-    def abandon(self, reason: str) -> None:
-        with self._changed:
-            self._lost = self._lost or reason
-            self._changed.notify_all()
 
 
 class _Arrival:
@@ -89,14 +96,12 @@ class _Arrival:
         return self._finish(self._wire.take(self._number))
 
 
-class _PostOffice:
+class _PostOffice(_Channel):
     """Messages of two ranks, from any of the wires between them."""
 
     def __init__(self, time_limit_s: float) -> None:
-        self.time_limit_s = time_limit_s
-        self._changed = threading.Condition()
+        super().__init__(time_limit_s)
         self._boxes: dict[tuple[Any, ...], deque[torch.Tensor]] = {}  # by wire, rank of the receiver, tag and maybe sender
-        self._lost: str | None = None
 
     def send(self, address: tuple[Any, ...], values: torch.Tensor) -> None:
         with self._changed:
@@ -115,11 +120,6 @@ class _PostOffice:
             if not box:
                 del self._boxes[address]
             return values
-
-    def abandon(self, reason: str) -> None:
-        with self._changed:
-            self._lost = self._lost or reason
-            self._changed.notify_all()
 
 
 class _Letter:
@@ -144,7 +144,7 @@ class _LoopbackWire:
     def send(self, values: torch.Tensor, rank: int, tag: int) -> Message:
         sender = None if tag == ANYONES else self.rank
         self._office.send((self._number, rank, tag, sender), values.clone())
-        return SENT
+        return CompletedResult(values)
 
     def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Message:
         return _Letter(partial(self._office.take, (self._number, self.rank, tag, rank), True), memory)

@@ -49,6 +49,7 @@ class Pulls:
         self._request = request
         self._next_tag = _FIRST_ANSWER_TAG
         self._answers: queue.SimpleQueue[tuple[torch.Tensor, int, int] | None] = queue.SimpleQueue()  # to be sent; None ends it
+        self._farewells: list[Message] = []  # once they were sent
         self._failure: Exception | None = None  # of a thread that answers
         self._lock = threading.Lock()
         self._others = [rank for rank in range(wire.size) if rank != wire.rank]
@@ -84,15 +85,16 @@ class Pulls:
 
     def end(self, limit_s: float) -> bool:
         """The same, for so long at most. Returns whether all others have said so, and every message was received."""
-        farewell = torch.tensor([self._wire.rank, _LEAVES, 0, 0, 0])
-        messages = [self._wire.send(farewell, rank, ANYONES) for rank in self._others]
+        if not self._farewells:  # others count them
+            farewell = torch.tensor([self._wire.rank, _LEAVES, 0, 0, 0])
+            self._farewells = [self._wire.send(farewell, rank, ANYONES) for rank in self._others]
         last = time.monotonic() + limit_s
         for thread in self._threads:
             while thread.is_alive() and self._failure is None and time.monotonic() < last:
                 thread.join(_TURN_S)
         if any(thread.is_alive() for thread in self._threads) or self._failure is not None:
             return False
-        for message in messages:
+        for message in self._farewells:
             message.wait()
         return True
 

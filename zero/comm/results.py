@@ -62,15 +62,6 @@ class CompletedResult:
         return self._result
 
 
-class Sent:
-    """A message that is there."""
-
-    def wait(self) -> None: ...
-
-
-SENT = Sent()
-
-
 def sum_in_rank_order(pieces: torch.Tensor, num_ranks: int, sum_dtype: torch.dtype) -> torch.Tensor:
     """The sum of `num_ranks` equal stretches, added one after the other so that its bits depend on nothing else."""
     rows = pieces.view(num_ranks, -1)

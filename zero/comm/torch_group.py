@@ -43,8 +43,8 @@ _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 _clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()  # of the store, by the world it is of
 _begun: tuple[int, Callable[[], object]] | None = None  # the process, and the world that was begun here and not by the user
-_kept = KeptGroups()  # of sub-groups that were closed
-_free_wires = KeptGroups()  # for messages of two ranks
+_kept: KeptGroups[tuple[_Wires, _Wires]] = KeptGroups()  # of sub-groups that were closed
+_free_wires: KeptGroups[Any] = KeptGroups()  # for messages of two ranks
 _FRAME_BYTES = 1024  # what nearly every message fits into, its length included
 _REMEDY = "Start the ranks again from a checkpoint, or where all of them are still there go on with rebuild()."
 _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
@@ -124,8 +124,7 @@ class TorchGroup:
         self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
         self._watch = self._new_watch()
         self._watch.wait_for_start(self._limits.first_s, lambda rank: shutdown.words_of(_store_client(), self._ranks[rank]))
-        pair: tuple[_Wires, _Wires] = _kept.take(self._purpose) or self._new_wires(self._limits)
-        self._patient, self._prompt = pair
+        self._patient, self._prompt = _kept.take(self._purpose) or self._new_wires(self._limits)
         self._wires = self._patient  # those in use; the others serve to find out who is lost
         self._lost = None
 
@@ -257,6 +256,7 @@ class TorchGroup:
     # failure -----------------------------------------------------------------------------------------------------
 
     def wait_for(self, work: Any) -> None:
+        """Until the output of a collective on tensors can be used on the current stream."""
         self.guarded((lambda: self._in_turns(work)) if self._host_waits else work.wait)
 
     def wait_for_message(self, work: Any) -> None:

@@ -24,7 +24,7 @@ from zero.config.registry import (
     canonical,
     complete,
 )
-from zero.config.sizes import bytes_of
+from zero.config.sizes import as_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,7 +37,7 @@ Kernels = Literal["torch", "fused", "compiled"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
 Count = Annotated[int, Field(ge=1)]
-Bytes = Annotated[int, Field(ge=0), BeforeValidator(bytes_of)]
+Bytes = Annotated[int, Field(ge=0), BeforeValidator(as_bytes)]
 Positive = Annotated[float, Field(gt=0)]
 
 

@@ -10,7 +10,7 @@ _UNITS |= {f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt
 _UNITS |= {f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)}
 
 
-def bytes_of(given: Any) -> Any:
+def as_bytes(given: Any) -> Any:
     """`4GiB` or `500 MB` as a number; what is no such text as it is."""
     match = re.fullmatch(r"\s*(\d+)\s*([a-z]*)\s*", given.lower()) if isinstance(given, str) else None
     return given if match is None or match[2] not in _UNITS else int(match[1]) * _UNITS[match[2]]

@@ -319,7 +319,7 @@ class Engine(Answers, Checkpoints):
         return self._parts.closed
 
     def close(self) -> None:
-        """Makes the model plain again. No collective."""
+        """Makes the model plain again. A collective at stage 3."""
         self.optimizer.close()
         self._progress.close()
 

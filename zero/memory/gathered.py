@@ -17,7 +17,7 @@ from zero.memory.use_order import UseOrder
 class Arrival(Protocol):
     """A gather on its way."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """When this returns the values are there, on a device for whatever is issued to the current stream next."""
 
 

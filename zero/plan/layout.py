@@ -169,6 +169,10 @@ class FlatLayout:
     def buckets_of(self, param: int) -> tuple[int, ...]:
         return self._buckets_of_param[param]
 
+    def buckets_in(self, chunk: int) -> tuple[int, ...]:
+        """The buckets that a chunk is cut into, in order."""
+        return self._buckets_in_chunk[chunk]
+
     def owned_numel(self, rank: int) -> int:
         """Elements of all shares of one rank, padding included; the same on every rank."""
         return sum(bucket.share(rank).numel for bucket in self.buckets)
@@ -221,6 +225,13 @@ class FlatLayout:
             found = slot.span.overlap(bucket.span)
             if found is not None:
                 yield Part(index, found.shifted(-bucket.span.start), found.shifted(-slot.span.start))
+
+    @cached_property
+    def _buckets_in_chunk(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in self.chunks]
+        for index, bucket in enumerate(self.buckets):
+            found[bucket.chunk].append(index)
+        return tuple(map(tuple, found))
 
     @cached_property
     def _buckets_of_param(self) -> tuple[tuple[int, ...], ...]:

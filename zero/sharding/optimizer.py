@@ -295,7 +295,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rebuild(self.parts, group)
 
     def close(self) -> None:
-        """Makes the model plain again: no hooks, storage of its own for every parameter, present values. No collective.
+        """Makes the model plain again: no hooks, present values in memory of their own. A collective at stage 3 only.
 
         The optimizer's state goes with it: take `state_dict()` before, for whoever goes on. Deleting the optimizer closes it.
         """

@@ -227,9 +227,8 @@ class StateOffloader:
 
     def _renew_masters(self, chunk: int) -> None:
         """Points the masters that are the weights themselves at what these are now."""
-        for index, bucket in enumerate(self._weights.layout_ref.layout.buckets):
-            if bucket.chunk == chunk:
-                self._masters.renew(index)
+        for bucket in self._weights.layout_ref.layout.buckets_in(chunk):
+            self._masters.renew(bucket)
 
     def _moved(self, tensor: torch.Tensor, home: Home) -> torch.Tensor:
         moved, transfer = self._homes.move(tensor, home)

@@ -143,6 +143,21 @@ def test_a_request_for_what_is_to_come_holds_up_no_other():
     ranks.run(3, one_is_ahead)
 
 
+def leave_twice(rank, world):
+    one = Rank(rank, world)
+    if rank == 0:
+        assert not one.pulls.end(0.1) and not one.pulls.end(0.1)
+    dist.barrier()
+    if rank == 1:
+        one.check(0, one.read(0))  # rank 0 answers still, and is counted once by rank 2
+    dist.barrier()
+    assert one.pulls.end(30.0)
+
+
+def test_a_rank_that_leaves_twice_is_counted_once_and_answers_until_all_have_left():
+    ranks.run(3, leave_twice)
+
+
 def test_versions_are_kept_until_the_step_and_answered_when_they_are_reached():
     shares, answers = VersionedShares(), []
     shares.request(0, 0, 0, lambda share: answers.append(("first", share.tolist())))

@@ -172,17 +172,16 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return _view(func, args, kwargs, absent[0])
     if kind is Kind.REFUSED:
         return _set(func, absent[0], args)
+    targets = list(_absent_in([kwargs.get(name) if position >= len(args) else args[position] for name, position in written]))
     with _gathered(absent) as chunks:
-        for name, position in written:
-            for tensor in _absent_in([kwargs.get(name) if position >= len(args) else args[position]]):
-                tensor.state.weights.make_own(chunks[tensor.state, tensor.chunk_index])
+        for tensor in targets:
+            tensor.state.weights.make_own(chunks[tensor.state, tensor.chunk_index])
         given: dict[int, Absent] = {}  # by id of the plain tensor that takes its place
         plain_args = [_plain_of(value, chunks, given) for value in args]
         plain_kwargs = {name: _plain_of(value, chunks, given) for name, value in kwargs.items()}
         result = func(*plain_args, **plain_kwargs)
-        for name, position in written:
-            for tensor in _absent_in([kwargs.get(name) if position >= len(args) else args[position]]):
-                tensor.state.edited(chunks[tensor.state, tensor.chunk_index], tensor)
+        for tensor in targets:
+            tensor.state.edited(chunks[tensor.state, tensor.chunk_index], tensor)
         return _apart(result, list(chunks.values()), given)
 
 

@@ -120,7 +120,7 @@ class ParamPlacer:
         layout, masters = self.weights.layout_ref.layout, self._masters
         may_keep = self._sharing is None
         for chunk, source in zip(batch, sources, strict=True):
-            buckets = {index: bucket for index, bucket in enumerate(layout.buckets) if bucket.chunk == chunk}
+            buckets = {index: layout.buckets[index] for index in layout.buckets_in(chunk)}
             is_kept = flattener.write(chunk, source, may_keep)
             # All of its memory or none: a part of it would keep the rest.
             is_whole = layout.num_shares == 1 and source.nbytes == source.untyped_storage().nbytes()

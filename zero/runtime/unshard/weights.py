@@ -10,7 +10,7 @@ import torch
 from zero.comm.exchange import exchange_about
 from zero.comm.group import Group
 from zero.comm.pulls import Pull, Pulls
-from zero.comm.results import SENT
+from zero.comm.results import CompletedResult
 from zero.errors import RanksDiffer
 from zero.memory.formats import DTYPES, ParamFormat
 from zero.memory.gathered import Arrival, GatheredChunk, GatheredWeights
@@ -23,7 +23,7 @@ from zero.runtime.params.swap import become_absent, become_plain
 from zero.runtime.params.table import Params
 from zero.runtime.unshard.edits import EditLog
 
-_TURN = -2  # a bucket of nothing, that every rank has as of its own step
+_STEP_ENDED = -2  # in place of a bucket: nothing but the version, for who waits for a rank to end its step
 
 
 class ShardedWeights:
@@ -46,7 +46,7 @@ class ShardedWeights:
         self._rank = group.rank
         self._shares: dict[int, torch.Tensor] = {}  # this rank's, on the device
         self._versions = VersionedShares()  # the same in host memory, as other ranks get them
-        self._versions.add(_TURN, torch.zeros(1))
+        self._versions.add(_STEP_ENDED, torch.zeros(1))
         self._common: dict[int, torch.Tensor] = {}  # chunks in memory that all ranks see
         self._edits = EditLog()
         self._renewed: set[int] = set()
@@ -97,7 +97,8 @@ class ShardedWeights:
         self.weights.forget(chunk)
 
     def _buckets_of(self, chunk: int) -> list[tuple[int, Bucket]]:
-        return [(index, bucket) for index, bucket in enumerate(self.layout_ref.layout.buckets) if bucket.chunk == chunk]
+        layout = self.layout_ref.layout
+        return [(index, layout.buckets[index]) for index in layout.buckets_in(chunk)]
 
     # parameters --------------------------------------------------------------------------------------------------
 
@@ -124,7 +125,8 @@ class ShardedWeights:
         memory, written = chunk.memory, tensor.extent
         assert memory is not None
         with self._lock, torch.inference_mode(False):
-            self._edits.note(chunk.index, written, memory)
+            if self._group.size > 1:  # else there is nobody to compare with
+                self._edits.note(chunk.index, written, memory)
             for index, bucket in self._buckets_of(chunk.index):
                 own = bucket.share(self._rank)
                 edited = own.overlap(written)
@@ -151,8 +153,7 @@ class ShardedWeights:
         common = self._common.get(chunk)
         if common is not None and not self._is_edited(chunk):
             self._wait_for_others()
-            memory.copy_(common.view(memory.dtype))
-            return SENT
+            return CompletedResult(memory.copy_(common.view(memory.dtype)))
         landing = memory if memory.is_cpu else torch.empty(memory.shape, dtype=memory.dtype, device="cpu")
         pulls, own_spans = [], []
         for index, bucket in self._buckets_of(chunk):
@@ -208,7 +209,7 @@ class ShardedWeights:
 
     def _ask_others(self) -> None:
         if self._common and self._group.size > 1:
-            self._others = self._pulls.begin(_TURN, torch.empty(self._group.size), *self._versions.version(_TURN))
+            self._others = self._pulls.begin(_STEP_ENDED, torch.empty(self._group.size), *self._versions.version(_STEP_ENDED))
 
     def close(self) -> None:
         self._wait_for_others()
