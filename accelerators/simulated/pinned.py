@@ -186,11 +186,12 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _forget_done() -> None:
-    # What the host waited for is no longer in flight.
+    # What the host waited for is no longer in flight. Another thread may find the same, and memory may go meanwhile.
     known = host.clock
     for address, history in list(_watched.in_flight.items()):
-        if all(known.get(access.number, 0) >= access.count for access, _ in history.accesses()):
-            del _watched.in_flight[address]
+        is_done = all(known.get(access.number, 0) >= access.count for access, _ in history.accesses())
+        if is_done and _watched.in_flight.get(address) is history:  # the address may be another tensor's by now
+            _watched.in_flight.pop(address, None)
 
 
 # the exchanged kernels -----------------------------------------------------------------------------------------------

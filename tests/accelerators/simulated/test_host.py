@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from accelerators.simulated import RaceError, SimulatedAccelerator, without
+from accelerators.simulated import RaceError, SimulatedAccelerator, pinned, without
 
 
 @pytest.fixture
@@ -140,3 +140,24 @@ def test_where_pinning_fails_pageable_memory_serves_with_one_warning(sim, caplog
         host.copy_(x, non_blocking=True)
         assert host.tolist() == [1.0] * 4
     assert SimulatedAccelerator().pin(torch.arange(4.0)).is_pinned()
+
+
+def test_memory_that_goes_while_the_host_looks_for_what_is_done_is_no_error(monkeypatch):
+    """Another thread, or garbage that is collected meanwhile, may take an entry away or put another one in its place."""
+    in_flight = {}
+
+    class Done:
+        def __init__(self, address, meanwhile):
+            self.address, self.meanwhile = address, meanwhile
+
+        def accesses(self):
+            self.meanwhile(self.address)
+            return []
+
+    successor = object()
+    in_flight[1] = Done(1, lambda address: in_flight.pop(address))
+    in_flight[2] = Done(2, lambda address: in_flight.update({address: successor}))
+    in_flight[3] = Done(3, lambda address: None)
+    monkeypatch.setattr(pinned._watched, "in_flight", in_flight)
+    pinned._forget_done()
+    assert in_flight == {2: successor}
