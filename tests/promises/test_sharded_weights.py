@@ -139,13 +139,13 @@ def counted(rank, world, shared_memory):
     assert whole / world <= weights.num_bytes == 4 * layout.owned_numel(rank) < 1.2 * whole / world
     largest = sorted((4 * chunk.numel for chunk in layout.chunks), reverse=True)
     train(model, optimizer, rank)
-    before = weights._pulls.num_pulled_bytes
+    before = weights.exchange.pulls.num_pulled_bytes
     train(model, optimizer, rank, 1)
-    pulled = weights._pulls.num_pulled_bytes - before
+    pulled = weights.exchange.pulls.num_pulled_bytes - before
     if shared_memory:
-        assert weights.weights.num_fetches == 0 and pulled <= 4 * world  # whether the others have ended their step
+        assert weights.exchange.cache.num_fetches == 0 and pulled <= 4 * world  # whether the others have ended their step
     else:
-        assert weights.weights.peak_bytes <= sum(largest[:2])
+        assert weights.exchange.cache.peak_bytes <= sum(largest[:2])
         assert 0 < pulled <= traffic_of(layout, 3, world).weights
     optimizer.close()
 
@@ -153,6 +153,101 @@ def counted(rank, world, shared_memory):
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_rank_keeps_its_share_and_gathers_for_forward_and_backward(shared_memory):
     ranks.run(2, counted, shared_memory)
+
+
+class Adapted(nn.Module):
+    """A frozen base of several chunks, with an adapter for each of its layers, and frozen memory that is nobody's alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.adapters = mlp().requires_grad_(False), nn.ModuleList(nn.Linear(size, 2) for size in (8, 32, 32))
+        self.back = nn.ModuleList(nn.Linear(2, size) for size in (32, 32, 4))
+        self.view = nn.Parameter(self.base[0].weight.detach()[:2], requires_grad=False)
+        self.counts = nn.Parameter(torch.arange(3), requires_grad=False)
+
+    def forward(self, x):
+        for index in range(3):
+            x = self.base[2 * index](x) + self.back[index](self.adapters[index](x))
+            x = nn.functional.gelu(x) if index < 2 else x
+        return x
+
+
+def adapted():
+    torch.manual_seed(1)
+    return Adapted()
+
+
+def with_frozen(rank, world, folder, dtype, shared_memory):
+    model, plain = adapted(), adapted()
+    if rank:
+        with torch.no_grad():
+            model.base[2].weight.zero_()  # rank 0's counts
+    options = {"dtype": dtype, "shared_memory": shared_memory, "bucket_bytes": 1024, "gathered_bytes": 0}
+    optimizer, beside = (
+        zero.shard(one, torch.optim.AdamW([*one.base[1:].parameters(), *one.adapters.parameters(), *one.back.parameters()], lr=0.05),
+                   stage=stage, **options) for one, stage in ((model, 3), (plain, 2))
+    )  # fmt: skip
+    weights, base = optimizer.parts.placer.weights, [*model.base[1:].parameters()]
+    assert all(isinstance(param, Absent) and not param.requires_grad for param in base)
+    assert type(model.counts) is nn.Parameter
+    for one in (model.view, model.base[0].weight):
+        assert isinstance(one, Absent) == (dtype is not None)  # a cast gives each memory of its own
+    trained = weights.num_bytes - sum(param.nbytes for param in base) / world
+    assert 0 < trained < 2 * sum(param.nbytes for param in model.parameters() if param.requires_grad) / world + 1000
+    for one, its in ((model, optimizer), (plain, beside)):
+        train(one, its, rank)
+        with torch.no_grad():
+            one.base[2].bias.add_(1.0)
+        train(one, its, rank)
+    assert same(values(model), values(plain))
+    if not shared_memory and world > 1:
+        largest = sorted((chunk.num_bytes for each in (weights, weights._frozen) for chunk in each.chunks), reverse=True)
+        assert weights.exchange.cache.peak_bytes <= sum(largest[:3])
+    for one, its in ((model, optimizer), (plain, beside)):
+        one.base[4].requires_grad_(True)  # is in the optimizer
+        train(one, its, rank)
+    assert same(values(model), values(plain))
+    zero.save(folder, optimizer)
+    saved = values(model)
+    train(model, optimizer, rank)
+    with torch.no_grad():
+        model.base[2].weight.zero_()
+    zero.load(folder, optimizer)
+    assert same(values(model), saved)
+    twin = copy.deepcopy(model)
+    optimizer.check()
+    optimizer.close()
+    beside.close()
+    for one in (model, twin):
+        assert all(type(param) is nn.Parameter for param in one.parameters()) and same(values(one), saved)
+
+
+@pytest.mark.parametrize(("world", "dtype", "shared_memory"), [
+    (1, None, True), (2, None, True), (2, "bfloat16", False), (3, None, False),
+])  # fmt: skip
+def test_frozen_weights_are_in_shares_too(world, dtype, shared_memory, tmp_path):
+    ranks.run(world, with_frozen, str(tmp_path), dtype, shared_memory)
+
+
+def grown(rank, world):
+    """Parameters that were frozen, and in no group, join the optimizer."""
+    model, plain = adapted(), adapted()
+    trained = []
+    for one, stage in ((model, 3), (plain, 2)):
+        inner = torch.optim.AdamW([param for param in one.parameters() if param.requires_grad], lr=0.05)
+        trained.append(zero.shard(one, inner, stage=stage, bucket_bytes=1024, gathered_bytes=0))
+        train(one, trained[-1], rank)
+        one.base[2].requires_grad_(True)
+        trained[-1].add_param_group({"params": list(one.base[2].parameters())})
+        train(one, trained[-1], rank)
+    assert same(values(model), values(plain))
+    for optimizer in trained:
+        optimizer.close()
+    assert same(values(model), values(plain)) and type(model.base[2].weight) is nn.Parameter
+
+
+def test_frozen_weights_can_be_given_to_the_optimizer_later():
+    ranks.run(2, grown)
 
 
 def from_a_file(rank, world):

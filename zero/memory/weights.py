@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from zero.memory.formats import DTYPES, ParamFormat
+from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 
 
@@ -42,6 +43,15 @@ class Weights(Protocol):
 
     def memory_of(self, param: int) -> torch.Tensor | None:
         """Where an attached parameter has its memory; None where it has none."""
+
+    def take_frozen(self, names: Sequence[str], tensors: Sequence[torch.nn.Parameter], place: Place) -> None:
+        """Frozen parameters, with the same values on all ranks, need not be whole on any. A collective."""
+
+    def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
+        """Whether it is one of these, and not trained by now."""
+
+    def return_frozen(self) -> None:
+        """They are whole again."""
 
     def share(self, bucket: int, rank: int) -> torch.Tensor:
         """This rank's share, as it is now."""
@@ -100,6 +110,13 @@ class FlatBuffer:
         slot = self.layout_ref.layout.slots[param]
         assert slot is not None
         return self.chunks[slot.chunk][slot.span.start : slot.span.stop]
+
+    def take_frozen(self, names: Sequence[str], tensors: Sequence[torch.nn.Parameter], place: Place) -> None: ...
+
+    def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
+        return False
+
+    def return_frozen(self) -> None: ...
 
     def share(self, bucket: int, rank: int) -> torch.Tensor:
         found = self.layout_ref.layout.buckets[bucket]

@@ -13,7 +13,7 @@ from accelerators import Accelerator
 from zero.comm.exchange import exchange_texts, run_on_all
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
-from zero.memory.flatten import Place
+from zero.memory.place import Place
 from zero.plan.layout import FlatLayout
 from zero.plan.stages import stage_of
 from zero.setup.consistency import verify_same_setup

@@ -122,7 +122,8 @@ class ShardingState:
         dtypes = [tensor.dtype for tensor in tensors]
         specs = specs_of(names, tensors, [group] * len(names), dtypes, [ratio] * len(names))
         check_unmanaged(names, tensors)
-        check_params(names, tensors)
+        plain = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if not self.placer.weights.has_frozen(tensor)]
+        check_params([name for name, _ in plain], [tensor for _, tensor in plain])
         check_devices(names, tensors, device)
         check_dtypes(self.accelerator, set(dtypes))
         check_settings_on_host(inner, {group: ratio})
