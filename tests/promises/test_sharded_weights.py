@@ -160,14 +160,15 @@ class Adapted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.base, self.adapters = mlp().requires_grad_(False), nn.ModuleList(nn.Linear(size, 2) for size in (8, 32, 32))
-        self.back = nn.ModuleList(nn.Linear(2, size) for size in (32, 32, 4))
+        self.base = mlp().requires_grad_(False)
+        sizes = (8, 32), (32, 32), (32, 4)
+        self.added = nn.ModuleList(nn.Sequential(nn.Linear(size, 2), nn.Linear(2, out)) for size, out in sizes)
         self.view = nn.Parameter(self.base[0].weight.detach()[:2], requires_grad=False)
         self.counts = nn.Parameter(torch.arange(3), requires_grad=False)
 
     def forward(self, x):
         for index in range(3):
-            x = self.base[2 * index](x) + self.back[index](self.adapters[index](x))
+            x = self.base[2 * index](x) + self.added[index](x)
             x = nn.functional.gelu(x) if index < 2 else x
         return x
 
@@ -184,9 +185,9 @@ def with_frozen(rank, world, folder, dtype, shared_memory):
             model.base[2].weight.zero_()  # rank 0's counts
     options = {"dtype": dtype, "shared_memory": shared_memory, "bucket_bytes": 1024, "gathered_bytes": 0}
     optimizer, beside = (
-        zero.shard(one, torch.optim.AdamW([*one.base[1:].parameters(), *one.adapters.parameters(), *one.back.parameters()], lr=0.05),
-                   stage=stage, **options) for one, stage in ((model, 3), (plain, 2))
-    )  # fmt: skip
+        zero.shard(one, torch.optim.AdamW([*one.base[1:].parameters(), *one.added.parameters()]), stage=stage, **options)
+        for one, stage in ((model, 3), (plain, 2))
+    )
     weights, base = optimizer.parts.placer.weights, [*model.base[1:].parameters()]
     assert all(isinstance(param, Absent) and not param.requires_grad for param in base)
     assert type(model.counts) is nn.Parameter
@@ -248,6 +249,51 @@ def grown(rank, world):
 
 def test_frozen_weights_can_be_given_to_the_optimizer_later():
     ranks.run(2, grown)
+
+
+def lent(rank, world, shared_memory):
+    model, plain = adapted(), adapted()
+    options = {"bucket_bytes": 1024, "gathered_bytes": 0, "shared_memory": shared_memory}
+    optimizer, beside = (
+        zero.shard(one, torch.optim.AdamW(one.added.parameters(), lr=0.05), stage=stage, **options)
+        for one, stage in ((model, 3), (plain, 2))
+    )
+    before, kept = values(model), [id(param) for param in model.parameters()]
+    with optimizer.gathered():
+        assert all(type(param) is nn.Parameter and param.data_ptr() for param in model.parameters())
+        assert same(before, values(model)) and not model(torch.ones(1, 8)).requires_grad
+    for one, its in ((model, optimizer), (plain, beside)):
+        train(one, its, rank)
+        with its.gathered([one.base[2].weight, one.added[0]]):
+            one.base[2].weight.numpy()[:] = 0.5
+            one.added[0][1].bias.numpy()[1] = 2.0
+            if one is model:
+                assert isinstance(model.base[4].weight, Absent) and isinstance(model.added[2][0].weight, Absent)
+        train(one, its, rank)
+    assert same(values(model), values(plain)) and kept == [id(param) for param in model.parameters()]
+    reached = model(torch.ones(2, 8)).sum()
+    with optimizer.gathered(model.added):  # between a forward and its backward
+        pass
+    reached.backward()
+    with pytest.raises(RuntimeError, match=r"Cannot step or load within gathered"), optimizer.gathered(model.added[0]):
+        optimizer.step()
+    optimizer.step()
+    optimizer.zero_grad()
+    with optimizer.gathered(), torch.enable_grad():
+        reached = model(torch.ones(2, 8)).sum()
+    with pytest.raises(RuntimeError, match=r"through a graph that was made within gathered\(\)"):
+        reached.backward()
+    with pytest.raises(TypeError, match="Cannot gather a int"):
+        optimizer.gathered(3)
+    with optimizer.gathered():
+        optimizer.close()
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    beside.close()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_weights_are_lent_as_ordinary_tensors_and_taken_back_with_what_was_written_to_them(shared_memory):
+    ranks.run(2, lent, shared_memory)
 
 
 def from_a_file(rank, world):

@@ -68,6 +68,7 @@ class GatheredWeights:
         self.num_bytes = 0  # that are gathered now
         self.peak_bytes = 0
         self.num_fetches = 0
+        self.num_plain = 0  # parameters that have memory of their own for now
         self.order = UseOrder[GatheredChunk]()
         self._device = device
         self._gathered: dict[GatheredChunk, None] = {}
@@ -126,6 +127,8 @@ class GatheredWeights:
 
     def end_window(self) -> None:
         """The weights get other values: nothing of the old ones stays."""
+        if self.num_plain:
+            raise RuntimeError("Cannot step or load within gathered(): parameters have memory of their own. Do it after.")
         self.free_all()
         self.order.end_window()
 

@@ -160,7 +160,7 @@ def test_nothing_is_freed_under_an_operator_that_runs_in_another_thread():
 
 
 def test_what_is_forgotten_is_freed_and_cannot_be_used_again():
-    weights, fetched = weights_of([4] * 3, math.inf)
+    weights, _ = weights_of([4] * 3, math.inf)
     window(weights, [[0], [1], [2]])
     use(weights, 0)
     weights.forget(weights.chunks[1:])
