@@ -44,8 +44,9 @@ class Weights(Protocol):
     def memory_of(self, param: int) -> torch.Tensor | None:
         """Where an attached parameter has its memory; None where it has none."""
 
-    def take_frozen(self, names: Sequence[str], tensors: Sequence[torch.nn.Parameter], place: Place) -> None:
-        """Frozen parameters, with the same values on all ranks, need not be whole on any. A collective."""
+    def take_frozen(self, names: Sequence[str], tensors: Sequence[torch.nn.Parameter], place: Place, offload: float) -> None:
+        """Frozen parameters, with the same values on all ranks, need not be whole on any, and so much of them not be on the
+        device. A collective."""
 
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
         """Whether it is one of these, and not trained by now."""
@@ -111,7 +112,9 @@ class FlatBuffer:
         assert slot is not None
         return self.chunks[slot.chunk][slot.span.start : slot.span.stop]
 
-    def take_frozen(self, names: Sequence[str], tensors: Sequence[torch.nn.Parameter], place: Place) -> None: ...
+    def take_frozen(
+        self, names: Sequence[str], tensors: Sequence[torch.nn.Parameter], place: Place, offload: float
+    ) -> None: ...
 
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
         return False

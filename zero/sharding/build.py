@@ -44,7 +44,7 @@ from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
 from zero.setup.consistency import settings_of
 from zero.setup.module_sync import cast_buffers, cast_frozen, frozen_to_share, sync_module_states
-from zero.setup.param_selection import ManagedParams
+from zero.setup.param_selection import ManagedParams, ratio_of
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.optimizer_state import adopt_state
@@ -173,7 +173,7 @@ def _assemble(
         sync_module_states(model, chosen, group)
         parts = run_on_all(group, wire)
         run_on_all(group, cast)
-        weights.take_frozen(*frozen_to_share(model, place.device), place)
+        weights.take_frozen(*frozen_to_share(model, place.device), place, ratio_of({}, config, place.device))
         run_on_all(group, partial(open_, parts.window))
         built.append(weakref.ref(parts))
         manage(chosen.tensors, parts.window)

@@ -28,7 +28,8 @@ class Share:
     number: int  # the same on all ranks
     bucket: Span  # in the chunk
     own: Span  # in the chunk
-    memory: torch.Tensor  # on the device
+    memory: torch.Tensor  # on the device, or what other ranks read where that is on the host anyway
+    is_served: bool  # it is what other ranks read
     is_renewed: bool = False  # in other memory than when somebody last asked
 
 
@@ -57,10 +58,12 @@ class ShareExchange:
         self._others: Pull | None = None  # whether they have ended the last step
         self._lock = threading.RLock()  # forward and backward run in threads of their own
 
-    def add(self, number: int, bucket: Span, own: Span, values: torch.Tensor) -> Share:
-        """A share that is new. Other ranks read these values."""
+    def add(self, number: int, bucket: Span, own: Span, values: torch.Tensor, on_host: bool) -> Share:
+        """A share that is new. Other ranks read these values, which are on the host; on the device is a copy, unless the share
+        lives `on_host`."""
         self._removed.discard(number)
-        self._shares[number] = share = Share(number, bucket, own, values.to(self.device))
+        memory = values if on_host else values.to(self.device)
+        self._shares[number] = share = Share(number, bucket, own, memory, memory is values)
         self.versions.add(number, values)
         return share
 
@@ -85,7 +88,7 @@ class ShareExchange:
                 inside = Span(0, 0) if edited is None else edited.shifted(-share.own.start)
                 values = memory[:0] if edited is None else memory[edited.start : edited.stop]
                 self.versions.edit(share.number, inside, values.cpu())
-                if self.device.type == "cpu":
+                if share.is_served:
                     self._renew(share)
                 else:
                     share.memory[inside.start : inside.stop] = values
@@ -119,13 +122,13 @@ class ShareExchange:
         while self._removed:
             self.versions.forget(self._removed.pop())
         for number in self.versions.begin_step():
-            if self.device.type == "cpu":
+            if self._shares[number].is_served:
                 self._renew(self._shares[number])
 
     def end_step(self, written: Sequence[Share]) -> None:
         """What these shares are now are new weights."""
-        if self.device.type != "cpu":
-            for share in written:
+        for share in written:
+            if not share.is_served:
                 self.versions.newest(share.number).copy_(share.memory)
         self.versions.end_step()
         self._ask_others()

@@ -20,8 +20,8 @@ from zero.runtime.unshard.exchange import ShardedChunk, Share, ShareExchange
 
 
 class ShardedWeights:
-    """The weights of a layout on all ranks: this rank has its share of each bucket. Frozen weights have a layout of their own,
-    and neither masters nor gradients."""
+    """The weights of a layout on all ranks: this rank has its share of each bucket, on the host where the bucket is offloaded.
+    Frozen weights have a layout of their own, and neither masters nor gradients."""
 
     def __init__(self, layout_ref: LayoutRef, params: Params, exchange: ShareExchange, first_number: int = 0) -> None:
         self.layout_ref = layout_ref
@@ -63,7 +63,8 @@ class ShardedWeights:
                 values = source[own.start : own.stop].to(device="cpu", dtype=dtype, copy=True)
                 if common is not None:
                     values = common[own.start : own.stop].copy_(values)
-                self._shares[index] = self.exchange.add(self._first_number + 2 * index, bucket.span, own, values)
+                number = self._first_number + 2 * index
+                self._shares[index] = self.exchange.add(number, bucket.span, own, values, bucket.offloaded)
         shares = [self._shares[index] for index in layout.buckets_in(chunk)]
         self.chunks.append(ShardedChunk(self.exchange, layout.chunks[chunk].numel, dtype, shares, common))
         return False
@@ -99,10 +100,10 @@ class ShardedWeights:
 
     # frozen parameters -------------------------------------------------------------------------------------------
 
-    def take_frozen(self, names: Sequence[str], tensors: Sequence[torch.nn.Parameter], place: Place) -> None:
+    def take_frozen(self, names: Sequence[str], tensors: Sequence[torch.nn.Parameter], place: Place, offload: float) -> None:
         formats = [ParamFormat.of(tensor) for tensor in tensors]
         shapes, dtypes = [tuple(tensor.shape) for tensor in tensors], [dtype_name(tensor.dtype) for tensor in tensors]
-        specs = list(map(ParamSpec, names, shapes, dtypes))
+        specs = [ParamSpec(*each, offload=offload) for each in zip(names, shapes, dtypes, strict=True)]
         layout = self.layout_ref.layout
         laid_out = FlatLayout.build(specs, layout.num_shares, layout.bucket_bytes, layout.align_bytes)
         self._frozen = frozen = ShardedWeights(LayoutRef(laid_out), Params(tensors, names), self.exchange, 1)
