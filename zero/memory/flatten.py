@@ -69,7 +69,10 @@ class Flattener:
             values = self._part(source, param)
             if fills:
                 source[end : slot.span.start].zero_()
-                values.copy_(self.tensors[param].detach())
+                if self.tensors[param].is_meta:
+                    values.fill_(float("nan"))  # until it is written to
+                else:
+                    values.copy_(self.tensors[param].detach())
                 end = slot.span.stop
             if not on_device:
                 # only once its own storage is gone is there room on the device for what it is copied to

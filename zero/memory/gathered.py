@@ -34,6 +34,7 @@ class GatheredChunk(ABC):
         self.is_dropped = False  # it has no values any more
         self.arrival: Arrival | None = None  # of what was fetched and not waited for yet
         self.num_users = 0  # operators that run on it
+        self.unwritten: dict[str, Span] = {}  # parameters in it that have no values yet
         self.views: dict[int, torch.Tensor] = {}  # parameters in it, as their operators are given them
 
     @property

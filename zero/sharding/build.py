@@ -43,7 +43,7 @@ from zero.runtime.sync.exchange import WindowSync
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
 from zero.setup.consistency import settings_of
-from zero.setup.module_sync import cast_buffers, cast_frozen, frozen_to_share, sync_module_states
+from zero.setup.module_sync import cast_buffers, cast_frozen, frozen_to_share, place_buffers, sync_module_states
 from zero.setup.param_selection import ManagedParams, ratio_of
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
 from zero.sharding.loss_scaler import LossScaler
@@ -77,7 +77,7 @@ def _checked(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCon
     """The parameters to manage, once everything is checked that this rank can check alone."""
     params = select_params(model, optimizer, config)
     check_unmanaged(params.names, params.tensors)
-    check_params_and_settings(model, optimizer, params)
+    check_params_and_settings(model, optimizer, params, stage_of(config.stage).shards_weights)
     device = device_of(params)
     check_kernels(optimizer, config.kernels, device, bool(host_step_dtypes(params.specs(), device)))
     return params
@@ -175,6 +175,8 @@ def _assemble(
         run_on_all(group, cast)
         weights.take_frozen(*frozen_to_share(model, place.device), place, ratio_of({}, config, place.device))
         run_on_all(group, partial(open_, parts.window))
+        if stage_of(config.stage).shards_weights:
+            weights.expect_values(place_buffers(model, place.device))
         built.append(weakref.ref(parts))
         manage(chosen.tensors, parts.window)
         on_failure.pop_all()

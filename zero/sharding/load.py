@@ -26,6 +26,7 @@ from zero.sharding.loss_scaler import loaded_scale
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import lies_nowhere, plain_entry, take_settings
 from zero.sharding.snapshot import TrainingLoop, TrainingSnapshot, finish_saving, snapshot_of
+from zero.sharding.state import ShardingState
 
 logger = logging.getLogger("zero")
 
@@ -77,7 +78,7 @@ def load_from(
         loading.fill_unshared()
         about.parts.publisher.begin()
         loading.fill()
-        loading.publish()
+        publish(about.parts)
         about.parts.publisher.end()
         if counters:
             _take_counters(about, loading.training)
@@ -285,17 +286,6 @@ class _Loading:
             if entries:
                 inner.state[master] = entries
 
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Every rank's shares become everybody's weights."""
-        parts, layout = self._about.parts, self._about.parts.layout_ref.layout
-        for bucket in range(len(layout.buckets)):
-            for block in layout.blocks(bucket):
-                parts.masters.publish(block)
-                parts.publisher.send([block])
-        parts.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
-        parts.mid_update = False
-
     def _stays(self, name: str) -> bool:
         """Whether a parameter was left out of the checkpoint, and keeps its value here: it is not trained here either."""
         about = self._about
@@ -315,6 +305,18 @@ class _Loading:
         """What a parameter or buffer is stored by: in other wrappers, and of tied ones another name may have been the first."""
         name = rewrapped(name, *self._wrappers)
         return self._manifest.aliases.get(name, name)
+
+
+@torch.no_grad()
+def publish(parts: ShardingState) -> None:
+    """What was written to every rank's shares becomes everybody's weights."""
+    layout = parts.layout_ref.layout
+    for bucket in range(len(layout.buckets)):
+        for block in layout.blocks(bucket):
+            parts.masters.publish(block)
+            parts.publisher.send([block])
+    parts.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
+    parts.mid_update = False
 
 
 def _take_counters(about: TrainingSnapshot, training: Mapping[str, Any]) -> None:

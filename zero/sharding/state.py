@@ -17,6 +17,7 @@ from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import FlatLayout
+from zero.plan.stages import stage_of
 from zero.runtime.grads.ownership import check_unmanaged, leave, manage
 from zero.runtime.grads.window import Window
 from zero.runtime.kernels.select import check_kernels, host_step_dtypes
@@ -135,7 +136,7 @@ class ShardingState:
         check_unmanaged(names, tensors)
         has_frozen = self.placer.weights.has_frozen  # which were checked when they were taken
         unknown = {name: tensor for name, tensor in zip(names, tensors, strict=True) if not has_frozen(tensor)}
-        check_params(list(unknown), list(unknown.values()))
+        check_params(list(unknown), list(unknown.values()), stage_of(self.config.stage).shards_weights)
         check_devices(names, tensors, device)
         check_dtypes(self.accelerator, set(dtypes))
         check_settings_on_host(inner, {group: ratio})

@@ -177,6 +177,8 @@ class ShardedChunk(GatheredChunk):
 
     def edited(self, written: Span) -> None:
         assert self.memory is not None
+        for name in [name for name, span in self.unwritten.items() if span.overlap(written) is not None]:
+            del self.unwritten[name]
         self._exchange.edit(self._shares, written, self.memory)
 
     def _seen(self) -> torch.Tensor | None:

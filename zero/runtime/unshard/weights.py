@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ from zero.memory.formats import DTYPES, ParamFormat, dtype_name
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import FlatLayout, ParamSpec
+from zero.plan.spans import Span
 from zero.runtime.params.absent import Absent, make_absent_param
 from zero.runtime.params.swap import become_absent, become_plain
 from zero.runtime.params.table import Params
@@ -27,9 +29,11 @@ class ShardedWeights:
         self.layout_ref = layout_ref
         self.chunks: list[ShardedChunk] = []
         self._frozen: ShardedWeights | None = None
+        self._is_frozen_written = False  # by this step
         self._params = params
         self._first_number = first_number  # of shares; every second one is of the frozen weights
         self.exchange = exchange
+        self._empty_buffers: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # and the version that they were made as
         self._shares: dict[int, Share] = {}  # by bucket
         self._common: dict[int, torch.Tensor] = {}  # memory of chunks that all ranks see
 
@@ -86,12 +90,14 @@ class ShardedWeights:
         chunk = self.chunks[slot.chunk]
         line = torch.empty(chunk.numel, dtype=chunk.dtype, device="meta")
         shadow = param_format.unflatten(line[slot.span.start : slot.span.stop])
-        device, name = self.exchange.device, self._params.names[param]
-        become_absent(tensor, make_absent_param(chunk, param, name, shadow, device, tensor.requires_grad))
+        name = self._params.names[param]
+        if tensor.is_meta and tensor.numel():
+            chunk.unwritten[name] = slot.span
+        become_absent(tensor, make_absent_param(chunk, param, name, shadow, self.exchange.device, tensor.requires_grad))
 
     def detach(self, tensor: torch.nn.Parameter, values: torch.Tensor) -> None:
         if isinstance(tensor, Absent):
-            become_plain(tensor, values)
+            become_plain(tensor, values.to("meta") if tensor.label in tensor.in_chunk.unwritten else values)
         else:
             tensor.data = values
 
@@ -127,10 +133,23 @@ class ShardedWeights:
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
         return self._frozen is not None and isinstance(tensor, Absent) and tensor.in_chunk in self._frozen.chunks
 
+    def frozen_pieces(self) -> Iterator[tuple[torch.nn.Parameter, ParamFormat, list[tuple[Span, torch.Tensor]]]]:
+        frozen = self._frozen
+        if frozen is not None:
+            self._is_frozen_written = True
+            rank, layout = self.exchange.group.rank, frozen.layout_ref.layout
+            for param, tensor in enumerate(frozen._params.tensors):
+                if self.has_frozen(tensor):
+                    pieces = [
+                        (piece.in_param, frozen.share(piece.bucket, rank)[piece.in_share.start : piece.in_share.stop])
+                        for piece in layout.pieces(param, rank)
+                    ]
+                    yield tensor, ParamFormat.of(tensor), pieces
+
     def return_frozen(self) -> None:
         if self._frozen is not None:
             for tensor in filter(self.has_frozen, self._frozen._params.tensors):
-                become_plain(tensor, tensor.data.clone(memory_format=torch.preserve_format))
+                self._frozen.detach(tensor, tensor.data.clone(memory_format=torch.preserve_format))
             self._frozen.forget()
             self._frozen = None
 
@@ -139,6 +158,26 @@ class ShardedWeights:
     def share(self, bucket: int, rank: int) -> torch.Tensor:
         assert rank == self.exchange.group.rank
         return self._shares[bucket].memory
+
+    def expect_values(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        self._empty_buffers = {name: (weakref.ref(buffer), buffer._version) for name, buffer in buffers.items()}
+
+    def note_written(self, tensor: torch.nn.Parameter) -> None:
+        if isinstance(tensor, Absent):
+            tensor.in_chunk.unwritten.pop(tensor.label, None)
+
+    def check_written(self) -> None:
+        for name, (buffer, version) in list(self._empty_buffers.items()):
+            if getattr(buffer(), "_version", None) != version:
+                del self._empty_buffers[name]
+        chunks = [*(self._frozen.chunks if self._frozen is not None else ()), *self.chunks]
+        names = [name for chunk in reversed(chunks) for name in reversed(chunk.unwritten)]
+        names += self._empty_buffers
+        if names:
+            raise RuntimeError(
+                f"Cannot step: nobody has written to {', '.join(names[:5])} ({len(names)} such parameters and buffers), which "
+                "were on the meta device. Initialise them, as with reset_parameters, or load them."
+            )
 
     def to_publish(self, bucket: int) -> torch.Tensor | None:
         return None
@@ -153,7 +192,11 @@ class ShardedWeights:
         self.exchange.begin_step()
 
     def end_step(self) -> None:
-        self.exchange.end_step(list(self._shares.values()))
+        written = list(self._shares.values())
+        if self._frozen is not None and self._is_frozen_written:
+            written += self._frozen._shares.values()
+        self._is_frozen_written = False
+        self.exchange.end_step(written)
 
     def close(self) -> None:
         self.exchange.close()
