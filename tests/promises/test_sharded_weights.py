@@ -296,6 +296,41 @@ def test_weights_are_lent_as_ordinary_tensors_and_taken_back_with_what_was_writt
     ranks.run(2, lent, shared_memory)
 
 
+def begun_on_meta(rank, world, shared_memory):
+    """A model on the meta device, initialised after it was sharded."""
+
+    def build():
+        return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 4), nn.Linear(4, 4).requires_grad_(False))
+
+    torch.manual_seed(5)
+    plain = build()
+    with torch.device("meta"):
+        model = build()
+    optimizer, beside = shard(model, 3, shared_memory=shared_memory), shard(plain, 2)
+    torch.manual_seed(5)
+    for layer in (model[0], model[2]):
+        layer.reset_parameters()
+    with pytest.raises(RuntimeError, match=r"Cannot step: nobody has written to .*3\.bias.*1\.running_mean"):
+        optimizer.step()
+    model[1].reset_parameters()
+    model[3].reset_parameters()
+    train(model, optimizer, rank)
+    train(plain, beside, rank)
+    assert same(values(model), values(plain)) and same(list(model.buffers()), list(plain.buffers()))
+    beside.close()
+    optimizer.close()
+    assert same(values(model), values(plain))
+    with torch.device("meta"):
+        model = build()
+    shard(model, 3).close()
+    assert all(type(param) is nn.Parameter and param.is_meta for param in model.parameters())
+
+
+@pytest.mark.parametrize(("world", "shared_memory"), [(1, True), (2, False)])
+def test_a_model_on_the_meta_device_is_initialised_in_its_shares(world, shared_memory):
+    ranks.run(world, begun_on_meta, shared_memory)
+
+
 def from_a_file(rank, world):
     model = mlp()
     file = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1000},
