@@ -302,7 +302,7 @@ def test_what_is_frozen_has_no_exact_value_and_a_quantized_weight_stays_so():
     first, *_ = model.parameters()
     first.requires_grad_(False)
     model.quantized = nn.Parameter(torch.ones(4, dtype=torch.float8_e5m2), requires_grad=False)
-    engine, *_ = deepspeed.initialize(model=model, config=FILE | {"bf16": {"enabled": True}}, model_parameters=model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, config=FILE | {"bf16": {"enabled": True}})
     assert safe_get_full_fp32_param(first) is None and first.dtype == torch.bfloat16
     assert model.quantized.dtype == torch.float8_e5m2
     engine.destroy()

@@ -52,4 +52,4 @@ class DeepSpeedCPUAdam(metaclass=_Adam):
     ) -> torch.optim.Optimizer:
         if not fp32_optimizer_states:
             raise ValueError("Cannot make an Adam with fp32_optimizer_states=False: states are fp32. Leave it out.")
-        return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)  # type: ignore[return-value]
+        return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
