@@ -297,6 +297,12 @@ def test_what_it_makes_is_of_the_kind_that_a_script_asks_for(engine):
         schedules.add_tuning_arguments(None)
 
 
+def test_a_wrong_file_raises_the_error_that_a_script_catches():
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="zero_optimisation"):
+        deepspeed.initialize(model=mlp(), config=FILE | {"zero_optimisation": {}})
+    assert (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__) == (0, 19, 8)
+
+
 def test_what_is_frozen_has_no_exact_value_and_a_quantized_weight_stays_so():
     model = real_mlp()
     first, *_ = model.parameters()
