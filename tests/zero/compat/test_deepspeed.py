@@ -303,6 +303,12 @@ def test_a_wrong_file_raises_the_error_that_a_script_catches():
     assert (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__) == (0, 19, 8)
 
 
+def test_copies_to_be_saved_own_only_what_they_show():
+    part = torch.arange(10.0)[2:4]
+    copied = deepspeed.checkpoint.utils.clone_tensors_for_torch_save({"a": [part], "b": 3})
+    assert torch.equal(copied["a"][0], part) and copied["a"][0].untyped_storage().nbytes() == 8 and copied["b"] == 3
+
+
 def test_what_is_frozen_has_no_exact_value_and_a_quantized_weight_stays_so():
     model = real_mlp()
     first, *_ = model.parameters()

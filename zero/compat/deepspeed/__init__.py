@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero.compat.deepspeed import checkpoint as checkpoint
 from zero.compat.deepspeed import checkpointing as checkpointing
 from zero.compat.deepspeed import comm as comm
 from zero.compat.deepspeed import moe as moe
