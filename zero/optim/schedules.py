@@ -23,6 +23,7 @@ class Schedule(LRScheduler):
     """A schedule by name: sets each group's rate, and for a cycle that moves momentum its betas, to a function of the step."""
 
     def __init__(self, optimizer: Optimizer, spec: ScheduleSpec) -> None:
+        self.kind = spec.kind
         self._groups = _per_group(spec, len(optimizer.param_groups))
         self._rate = _RATES[spec.kind]
         self._momentum = spec.kind == "OneCycle" and bool(spec.kwargs["cycle_momentum"])
@@ -36,10 +37,21 @@ class Schedule(LRScheduler):
         return [self._rate(self.last_epoch, float(base), settings)
                 for base, settings in zip(self.base_lrs, self._groups, strict=True)]
 
+    def step(self, epoch: int | None = None) -> None:
+        """Goes on to the next step; or, as DeepSpeed's do, to the one after that iteration, of which 0 is the first."""
+        if epoch is not None:
+            self.last_epoch = epoch
+        super().step()
+
     def get_mom(self) -> list[Any] | None:
-        """The betas of each group, or its momentum, where this schedule moves them; else None."""
+        """The betas of each group, or its momentum, where this schedule moves them; else None. Before the first step, as in
+        DeepSpeed, the cycle's first value, although the optimizer has its lowest."""
         if not self._momentum:
             return None
+        if self.last_epoch == 0:
+            tops = [settings["cycle_max_mom"] for settings in self._groups]
+            return [(top, _CYCLED_SECOND_BETA) if "betas" in group else group.get("momentum")
+                    for top, group in zip(tops, self.optimizer.param_groups, strict=True)]
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:

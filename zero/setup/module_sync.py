@@ -83,8 +83,13 @@ def cast_frozen(model: nn.Module, config: ZeroConfig) -> None:
     """Casts what is frozen like the rest of the model; last of all, as nothing remembers what it was before."""
     islands = fp32_islands(model, config.keep_fp32)
     for param in model.parameters():
-        if config.dtype is not None and param.is_floating_point() and id(param) not in islands and not param.requires_grad:
+        if config.dtype is not None and _is_wide(param) and id(param) not in islands and not param.requires_grad:
             param.data = param.data.to(DTYPES[config.dtype])
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    """Whether it is a float of at least 16 bits: one of 8 is quantized, and belongs to a layer that knows its scale."""
+    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def cast_buffers(model: nn.Module, config: ZeroConfig) -> None:
@@ -93,7 +98,7 @@ def cast_buffers(model: nn.Module, config: ZeroConfig) -> None:
         return
     kept = re.compile("|".join(_kept_buffers(model, config.keep_fp32_buffers)) or "(?!)")
     for name, buffer in model.named_buffers():
-        if buffer.is_floating_point():
+        if _is_wide(buffer):
             buffer.data = buffer.data.to(torch.float32 if kept.search(name) else DTYPES[config.buffer_dtype])
 
 

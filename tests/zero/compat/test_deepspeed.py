@@ -292,6 +292,42 @@ def test_its_adams_and_schedules_are_torchs_with_its_arguments():
         schedules.WarmupLR(optimizer, last_batch_iteration=3)
 
 
+def test_what_it_makes_is_of_the_kind_that_a_script_asks_for(engine):
+    adam, schedules = deepspeed.ops.adam, deepspeed.runtime.lr_schedules
+    assert isinstance(engine.optimizer, adam.FusedAdam) and not isinstance(torch.optim.SGD(mlp().parameters()), adam.FusedAdam)
+    optimizer = torch.optim.Adam(mlp().parameters())
+    schedule = schedules.OneCycle(optimizer, cycle_min_lr=0.1, cycle_max_lr=0.5, cycle_first_step_size=4, cycle_max_mom=0.95)
+    assert isinstance(schedule, schedules.OneCycle) and not isinstance(schedule, schedules.WarmupLR)
+    assert schedule.get_mom() == [(0.95, 0.99)] and optimizer.param_groups[0]["betas"][0] == 0.8
+    schedule.step(3)  # after the fourth iteration, of which 0 is the first
+    assert optimizer.param_groups[0]["lr"] == 0.5 and schedule.get_mom() == [(0.8, 0.99)]
+    with pytest.raises(NotImplementedError, match="Write the scheduler in the configuration"):
+        schedules.add_tuning_arguments(None)
+
+
+def test_a_wrong_file_raises_the_error_that_a_script_catches():
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="zero_optimisation"):
+        deepspeed.initialize(model=mlp(), config=FILE | {"zero_optimisation": {}})
+    assert (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__) == (0, 19, 8)
+
+
+def test_copies_to_be_saved_own_only_what_they_show():
+    part = torch.arange(10.0)[2:4]
+    copied = deepspeed.checkpoint.utils.clone_tensors_for_torch_save({"a": [part], "b": 3})
+    assert torch.equal(copied["a"][0], part) and copied["a"][0].untyped_storage().nbytes() == 8 and copied["b"] == 3
+
+
+def test_what_is_frozen_has_no_exact_value_and_a_quantized_weight_stays_so():
+    model = real_mlp()
+    first, *_ = model.parameters()
+    first.requires_grad_(False)
+    model.quantized = nn.Parameter(torch.ones(4, dtype=torch.float8_e5m2), requires_grad=False)
+    engine, *_ = deepspeed.initialize(model=model, config=FILE | {"bf16": {"enabled": True}})
+    assert safe_get_full_fp32_param(first) is None and first.dtype == torch.bfloat16
+    assert model.quantized.dtype == torch.float8_e5m2
+    engine.destroy()
+
+
 def test_whole_weights_come_out_of_a_checkpoint(engine, tmp_path):
     engine.save_checkpoint(tmp_path)
     expected = {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}

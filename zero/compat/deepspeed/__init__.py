@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero.compat.deepspeed import checkpoint as checkpoint
 from zero.compat.deepspeed import checkpointing as checkpointing
 from zero.compat.deepspeed import comm as comm
 from zero.compat.deepspeed import moe as moe
@@ -23,14 +24,17 @@ from zero.compat.deepspeed.arguments import add_config_arguments as add_config_a
 from zero.compat.deepspeed.comm import init_distributed as init_distributed
 from zero.compat.deepspeed.utils import log_dist as log_dist
 from zero.compat.deepspeed.utils import logger as logger
+from zero.config.deepspeed.written import ConfigProblems as DeepSpeedConfigError
 from zero.engine.engine import Engine as DeepSpeedEngine
 from zero.engine.initialize import initialize as initialize
 from zero.sharding.optimizer import ShardedOptimizer as DeepSpeedOptimizer
 
-__all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer", "add_config_arguments", "get_accelerator", "init_distributed", "initialize",
-           "log_dist", "logger", "set_accelerator"]  # fmt: skip
+__all__ = ["DeepSpeedConfigError", "DeepSpeedEngine", "DeepSpeedOptimizer", "add_config_arguments", "get_accelerator",
+           "init_distributed", "initialize", "log_dist", "logger", "set_accelerator"]  # fmt: skip
 
 __version__ = "0.19.8"  # whose names these are
+__version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("."))
+__git_hash__ = __git_branch__ = None
 
 
 def __getattr__(name: str) -> Any:

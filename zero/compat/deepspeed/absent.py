@@ -22,6 +22,8 @@ ABSENT: dict[str, str] = {
     "LayerSpec": _PIPELINE,
     "TiedLayerSpec": _PIPELINE,
     "add_tuning_arguments": "write the scheduler in the configuration, or pass lr_scheduler=",
+    "get_config_from_args": "write the scheduler in the configuration, or pass lr_scheduler=",
+    "get_lr_from_config": "ask the scheduler for get_last_lr()",
     "default_inference_config": _NO_INFERENCE,
     "init_inference": _NO_INFERENCE,
     "replace_transformer_layer": "use the model's own layers, or torch.compile",

@@ -7,36 +7,49 @@ from typing import Any
 import torch
 
 
-def FusedAdam(
-    params: Any,
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    adam_w_mode: bool = True,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    **_: Any,
-) -> torch.optim.Optimizer:
+class _Adam(type):
+    """A name that makes torch's Adams, and that they are instances of, also inside a sharded optimizer."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(getattr(instance, "inner", instance), torch.optim.Adam)  # AdamW is one
+
+
+class FusedAdam(metaclass=_Adam):
     """torch's fused AdamW, or Adam without `adam_w_mode`."""
-    if not bias_correction:
-        raise ValueError("Cannot make an Adam with bias_correction=False: it is not served. Leave it out.")
-    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True)
+
+    def __new__(  # type: ignore[misc]  # it makes an optimizer of torch's
+        cls,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        **_: Any,
+    ) -> torch.optim.Optimizer:
+        if not bias_correction:
+            raise ValueError("Cannot make an Adam with bias_correction=False: it is not served. Leave it out.")
+        kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+        return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True)
 
 
-def DeepSpeedCPUAdam(
-    model_params: Any,
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    adamw_mode: bool = True,
-    fp32_optimizer_states: bool = True,
-) -> torch.optim.Optimizer:
+class DeepSpeedCPUAdam(metaclass=_Adam):
     """The same; where it steps is what `offload_optimizer` says."""
-    if not fp32_optimizer_states:
-        raise ValueError("Cannot make an Adam with fp32_optimizer_states=False: states are fp32. Leave it out.")
-    return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+
+    def __new__(  # type: ignore[misc]  # it makes an optimizer of torch's
+        cls,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> torch.optim.Optimizer:
+        if not fp32_optimizer_states:
+            raise ValueError("Cannot make an Adam with fp32_optimizer_states=False: states are fp32. Leave it out.")
+        return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
+from zero.compat.deepspeed.absent import ABSENT, absent
 from zero.config.schema import ScheduleSpec
 from zero.optim.schedules import Schedule, build_schedule
 
 
-def _named(kind: str) -> Callable[..., Schedule]:
-    def make(optimizer: Optimizer, **params: Any) -> Schedule:
+class _Kind(type):
+    """A name that makes schedules of one kind, and that they are instances of, those of a file too."""
+
+    def __call__(cls, optimizer: Optimizer, **params: Any) -> Schedule:
+        kind = cls.__name__
         if params.pop("last_batch_iteration", -1) != -1:
             raise ValueError(f"Cannot make a {kind} with last_batch_iteration: it goes on from its state. Load its state_dict.")
         return build_schedule(ScheduleSpec.of(kind, params), optimizer)
 
-    make.__name__ = make.__qualname__ = kind
-    make.__doc__ = f"DeepSpeed's {kind}, with its arguments by name."
-    return make
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, Schedule) and instance.kind == cls.__name__
 
 
-LRRangeTest = _named("LRRangeTest")
-OneCycle = _named("OneCycle")
-WarmupCosineLR = _named("WarmupCosineLR")
-WarmupDecayLR = _named("WarmupDecayLR")
-WarmupLR = _named("WarmupLR")
+class LRRangeTest(metaclass=_Kind):
+    """DeepSpeed's LRRangeTest, with its arguments by name."""
+
+
+class OneCycle(metaclass=_Kind):
+    """DeepSpeed's OneCycle, with its arguments by name."""
+
+
+class WarmupCosineLR(metaclass=_Kind):
+    """DeepSpeed's WarmupCosineLR, with its arguments by name."""
+
+
+class WarmupDecayLR(metaclass=_Kind):
+    """DeepSpeed's WarmupDecayLR, with its arguments by name."""
+
+
+class WarmupLR(metaclass=_Kind):
+    """DeepSpeed's WarmupLR, with its arguments by name."""
+
+
+LR_RANGE_TEST = "LRRangeTest"
+ONE_CYCLE = "OneCycle"
+WARMUP_COSINE_LR = "WarmupCosineLR"
+WARMUP_DECAY_LR = "WarmupDecayLR"
+WARMUP_LR = "WarmupLR"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ABSENT:
+        return absent(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. docs/from-deepspeed.md has what it is called here.")

@@ -13,6 +13,7 @@ from zero.compat.deepspeed import comm
 from zero.compat.deepspeed.absent import ABSENT, absent
 from zero.sharding import whole_values
 from zero.sharding.live import optimizer_of
+from zero.sharding.optimizer_state import lies_nowhere
 
 logger = logging.getLogger("zero")
 
@@ -41,7 +42,9 @@ def safe_update_full_grad_vectorized(
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The exact value of a weight; None where it is not trained. A collective."""
     optimizer = optimizer_of(param)
-    return None if optimizer is None else whole_values.whole_master(optimizer, param)
+    if optimizer is None or lies_nowhere(optimizer.parts, optimizer.parts.params.index[id(param)]):
+        return None
+    return whole_values.whole_master(optimizer, param)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
