@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from zero.graph.backend import compile as compile
     from zero.sharding.load import latest as latest
     from zero.sharding.load import load as load
+    from zero.sharding.load_weights import load_weights as load_weights
     from zero.sharding.metrics import MetricsWriter as MetricsWriter
     from zero.sharding.optimizer import ShardedOptimizer as ShardedOptimizer
     from zero.sharding.optimizer import shard as shard
@@ -60,6 +61,7 @@ _HOME = {
     "initialize": "engine.initialize",
     "latest": "sharding.load",
     "load": "sharding.load",
+    "load_weights": "sharding.load_weights",
     "read_export": "checkpoint.export",
     "save": "sharding.save",
     "shard": "sharding.optimizer",
@@ -68,7 +70,7 @@ _HOME = {
 
 __all__ = [
     "Engine", "MetricsWriter", "ShardedOptimizer", "ZeroConfig", "ZeroError", "compile", "export", "initialize", "latest",
-    "load", "read_export", "save", "shard", "verify",
+    "load", "load_weights", "read_export", "save", "shard", "verify",
 ]  # fmt: skip
 
 

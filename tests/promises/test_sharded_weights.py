@@ -139,13 +139,13 @@ def counted(rank, world, shared_memory):
     assert whole / world <= weights.num_bytes == 4 * layout.owned_numel(rank) < 1.2 * whole / world
     largest = sorted((4 * chunk.numel for chunk in layout.chunks), reverse=True)
     train(model, optimizer, rank)
-    before = weights._pulls.num_pulled_bytes
+    before = weights.exchange.pulls.num_pulled_bytes
     train(model, optimizer, rank, 1)
-    pulled = weights._pulls.num_pulled_bytes - before
+    pulled = weights.exchange.pulls.num_pulled_bytes - before
     if shared_memory:
-        assert weights.weights.num_fetches == 0 and pulled <= 4 * world  # whether the others have ended their step
+        assert weights.exchange.cache.num_fetches == 0 and pulled <= 4 * world  # whether the others have ended their step
     else:
-        assert weights.weights.peak_bytes <= sum(largest[:2])
+        assert weights.exchange.cache.peak_bytes <= sum(largest[:2])
         assert 0 < pulled <= traffic_of(layout, 3, world).weights
     optimizer.close()
 
@@ -153,6 +153,182 @@ def counted(rank, world, shared_memory):
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_rank_keeps_its_share_and_gathers_for_forward_and_backward(shared_memory):
     ranks.run(2, counted, shared_memory)
+
+
+class Adapted(nn.Module):
+    """A frozen base of several chunks, with an adapter for each of its layers, and frozen memory that is nobody's alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = mlp().requires_grad_(False)
+        sizes = (8, 32), (32, 32), (32, 4)
+        self.added = nn.ModuleList(nn.Sequential(nn.Linear(size, 2), nn.Linear(2, out)) for size, out in sizes)
+        self.view = nn.Parameter(self.base[0].weight.detach()[:2], requires_grad=False)
+        self.counts = nn.Parameter(torch.arange(3), requires_grad=False)
+
+    def forward(self, x):
+        for index in range(3):
+            x = self.base[2 * index](x) + self.added[index](x)
+            x = nn.functional.gelu(x) if index < 2 else x
+        return x
+
+
+def adapted():
+    torch.manual_seed(1)
+    return Adapted()
+
+
+def with_frozen(rank, world, folder, dtype, shared_memory):
+    model, plain = adapted(), adapted()
+    if rank:
+        with torch.no_grad():
+            model.base[2].weight.zero_()  # rank 0's counts
+    options = {"dtype": dtype, "shared_memory": shared_memory, "bucket_bytes": 1024, "gathered_bytes": 0}
+    optimizer, beside = (
+        zero.shard(one, torch.optim.AdamW([*one.base[1:].parameters(), *one.added.parameters()]), stage=stage, **options)
+        for one, stage in ((model, 3), (plain, 2))
+    )
+    weights, base = optimizer.parts.placer.weights, [*model.base[1:].parameters()]
+    assert all(isinstance(param, Absent) and not param.requires_grad for param in base)
+    assert type(model.counts) is nn.Parameter
+    for one in (model.view, model.base[0].weight):
+        assert isinstance(one, Absent) == (dtype is not None)  # a cast gives each memory of its own
+    trained = weights.num_bytes - sum(param.nbytes for param in base) / world
+    assert 0 < trained < 2 * sum(param.nbytes for param in model.parameters() if param.requires_grad) / world + 1000
+    for one, its in ((model, optimizer), (plain, beside)):
+        train(one, its, rank)
+        with torch.no_grad():
+            one.base[2].bias.add_(1.0)
+        train(one, its, rank)
+    assert same(values(model), values(plain))
+    if not shared_memory and world > 1:
+        largest = sorted((chunk.num_bytes for each in (weights, weights._frozen) for chunk in each.chunks), reverse=True)
+        assert weights.exchange.cache.peak_bytes <= sum(largest[:3])
+    for one, its in ((model, optimizer), (plain, beside)):
+        one.base[4].requires_grad_(True)  # is in the optimizer
+        train(one, its, rank)
+    assert same(values(model), values(plain))
+    zero.save(folder, optimizer)
+    saved = values(model)
+    train(model, optimizer, rank)
+    with torch.no_grad():
+        model.base[2].weight.zero_()
+    zero.load(folder, optimizer)
+    assert same(values(model), saved)
+    twin = copy.deepcopy(model)
+    optimizer.check()
+    optimizer.close()
+    beside.close()
+    for one in (model, twin):
+        assert all(type(param) is nn.Parameter for param in one.parameters()) and same(values(one), saved)
+
+
+@pytest.mark.parametrize(("world", "dtype", "shared_memory"), [
+    (1, None, True), (2, None, True), (2, "bfloat16", False), (3, None, False),
+])  # fmt: skip
+def test_frozen_weights_are_in_shares_too(world, dtype, shared_memory, tmp_path):
+    ranks.run(world, with_frozen, str(tmp_path), dtype, shared_memory)
+
+
+def grown(rank, world):
+    """Parameters that were frozen, and in no group, join the optimizer."""
+    model, plain = adapted(), adapted()
+    trained = []
+    for one, stage in ((model, 3), (plain, 2)):
+        inner = torch.optim.AdamW([param for param in one.parameters() if param.requires_grad], lr=0.05)
+        trained.append(zero.shard(one, inner, stage=stage, bucket_bytes=1024, gathered_bytes=0))
+        train(one, trained[-1], rank)
+        one.base[2].requires_grad_(True)
+        trained[-1].add_param_group({"params": list(one.base[2].parameters())})
+        train(one, trained[-1], rank)
+    assert same(values(model), values(plain))
+    for optimizer in trained:
+        optimizer.close()
+    assert same(values(model), values(plain)) and type(model.base[2].weight) is nn.Parameter
+
+
+def test_frozen_weights_can_be_given_to_the_optimizer_later():
+    ranks.run(2, grown)
+
+
+def lent(rank, world, shared_memory):
+    model, plain = adapted(), adapted()
+    options = {"bucket_bytes": 1024, "gathered_bytes": 0, "shared_memory": shared_memory}
+    optimizer, beside = (
+        zero.shard(one, torch.optim.AdamW(one.added.parameters(), lr=0.05), stage=stage, **options)
+        for one, stage in ((model, 3), (plain, 2))
+    )
+    before, kept = values(model), [id(param) for param in model.parameters()]
+    with optimizer.gathered():
+        assert all(type(param) is nn.Parameter and param.data_ptr() for param in model.parameters())
+        assert same(before, values(model)) and not model(torch.ones(1, 8)).requires_grad
+    for one, its in ((model, optimizer), (plain, beside)):
+        train(one, its, rank)
+        with its.gathered([one.base[2].weight, one.added[0]]):
+            one.base[2].weight.numpy()[:] = 0.5
+            one.added[0][1].bias.numpy()[1] = 2.0
+            if one is model:
+                assert isinstance(model.base[4].weight, Absent) and isinstance(model.added[2][0].weight, Absent)
+        train(one, its, rank)
+    assert same(values(model), values(plain)) and kept == [id(param) for param in model.parameters()]
+    reached = model(torch.ones(2, 8)).sum()
+    with optimizer.gathered(model.added):  # between a forward and its backward
+        pass
+    reached.backward()
+    with pytest.raises(RuntimeError, match=r"Cannot step or load within gathered"), optimizer.gathered(model.added[0]):
+        optimizer.step()
+    optimizer.step()
+    optimizer.zero_grad()
+    with optimizer.gathered(), torch.enable_grad():
+        reached = model(torch.ones(2, 8)).sum()
+    with pytest.raises(RuntimeError, match=r"through a graph that was made within gathered\(\)"):
+        reached.backward()
+    with pytest.raises(TypeError, match="Cannot gather a int"):
+        optimizer.gathered(3)
+    with optimizer.gathered():
+        optimizer.close()
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    beside.close()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_weights_are_lent_as_ordinary_tensors_and_taken_back_with_what_was_written_to_them(shared_memory):
+    ranks.run(2, lent, shared_memory)
+
+
+def begun_on_meta(rank, world, shared_memory):
+    """A model on the meta device, initialised after it was sharded."""
+
+    def build():
+        return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 4), nn.Linear(4, 4).requires_grad_(False))
+
+    torch.manual_seed(5)
+    plain = build()
+    with torch.device("meta"):
+        model = build()
+    optimizer, beside = shard(model, 3, shared_memory=shared_memory), shard(plain, 2)
+    torch.manual_seed(5)
+    for layer in (model[0], model[2]):
+        layer.reset_parameters()
+    with pytest.raises(RuntimeError, match=r"Cannot step: nobody has written to .*3\.bias.*1\.running_mean"):
+        optimizer.step()
+    model[1].reset_parameters()
+    model[3].reset_parameters()
+    train(model, optimizer, rank)
+    train(plain, beside, rank)
+    assert same(values(model), values(plain)) and same(list(model.buffers()), list(plain.buffers()))
+    beside.close()
+    optimizer.close()
+    assert same(values(model), values(plain))
+    with torch.device("meta"):
+        model = build()
+    shard(model, 3).close()
+    assert all(type(param) is nn.Parameter and param.is_meta for param in model.parameters())
+
+
+@pytest.mark.parametrize(("world", "shared_memory"), [(1, True), (2, False)])
+def test_a_model_on_the_meta_device_is_initialised_in_its_shares(world, shared_memory):
+    ranks.run(world, begun_on_meta, shared_memory)
 
 
 def from_a_file(rank, world):

@@ -27,7 +27,7 @@ class Named:
         named = Named()
         first: dict[int, str] = {}
         for name, tensor in _tensors_of(model):
-            name = _unwrapped(name)
+            name = unwrapped(name)
             if first.setdefault(id(tensor), name) != name:
                 named.aliases[name] = first[id(tensor)]
             elif isinstance(tensor, nn.Parameter):
@@ -36,7 +36,7 @@ class Named:
                 named.buffers[name] = tensor
         for name, module in model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
-                named.modules[_unwrapped(name)] = module
+                named.modules[unwrapped(name)] = module
         return named
 
 
@@ -58,7 +58,7 @@ def num_wrappers(names: Collection[str]) -> int:
     return depth
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

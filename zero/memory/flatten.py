@@ -12,35 +12,17 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from accelerators import Accelerator
 from accelerators.memory import format_bytes
 from zero.memory.formats import DTYPES, ParamFormat, sum_dtype
+from zero.memory.place import Place
 from zero.memory.weights import Weights
 
 logger = logging.getLogger("zero")
 
 NO_MEMORY = MemoryError, RuntimeError  # torch's own for memory of the host is no more than a RuntimeError
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where chunks are to live, and how many ranks draw on its memory."""
-
-    accelerator: Accelerator
-    device: torch.device
-    num_ranks: int = 1
-
-    @property
-    def is_host(self) -> bool:
-        return self.device.type == "cpu"
-
-    def has_room_for(self, num_bytes: int) -> bool:
-        available = self.accelerator.memory(self.device.index).available
-        return available is None or num_bytes <= available // self.num_ranks
 
 
 class Flattener:
@@ -87,7 +69,10 @@ class Flattener:
             values = self._part(source, param)
             if fills:
                 source[end : slot.span.start].zero_()
-                values.copy_(self.tensors[param].detach())
+                if self.tensors[param].is_meta:
+                    values.fill_(float("nan"))  # until it is written to
+                else:
+                    values.copy_(self.tensors[param].detach())
                 end = slot.span.stop
             if not on_device:
                 # only once its own storage is gone is there room on the device for what it is copied to

@@ -93,7 +93,7 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     """Two tensors that share memory, by index, or (i, i) for one that overlaps itself; None where all are apart."""
     stretches: list[tuple[str, int, int, int]] = []
     for index, tensor in enumerate(tensors):
-        if tensor.numel() == 0:
+        if tensor.numel() == 0 or tensor.is_meta:
             continue
         axes = list(zip(tensor.shape, tensor.stride(), strict=True))
         reach = sum((size - 1) * stride for size, stride in axes) + 1

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from zero.memory.use_order import UseOrder
+from zero.plan.spans import Span
 
 
 class Arrival(Protocol):
@@ -21,32 +22,36 @@ class Arrival(Protocol):
         """When this returns the values are there, on a device for whatever is issued to the current stream next."""
 
 
-class Source(Protocol):
-    """Where chunks come from."""
-
-    def visible(self, chunk: int) -> torch.Tensor | None:
-        """Memory that has a whole chunk, to be read only; None where it has to be gathered."""
-
-    def fetch(self, chunk: int, memory: torch.Tensor) -> Arrival:
-        """Begins to fill memory with the values of a chunk."""
-
-
-@dataclass(eq=False)
-class GatheredChunk:
+class GatheredChunk(ABC):
     """A chunk of the weights: whole while it is gathered, and without memory otherwise."""
 
-    index: int
-    numel: int
-    dtype: torch.dtype
-    memory: torch.Tensor | None = None
-    is_lent: bool = False  # its memory is the source's
-    arrival: Arrival | None = None  # of what was fetched and not waited for yet
-    num_users: int = 0  # operators that run on it
-    views: dict[int, torch.Tensor] = field(default_factory=dict)  # parameters in it, as their operators are given them
+    def __init__(self, cache: GatheredWeights, numel: int, dtype: torch.dtype) -> None:
+        self.cache = cache
+        self.numel = numel
+        self.dtype = dtype
+        self.memory: torch.Tensor | None = None
+        self.is_lent = False  # its memory is the owner's, and to be read only
+        self.is_dropped = False  # it has no values any more
+        self.arrival: Arrival | None = None  # of what was fetched and not waited for yet
+        self.num_users = 0  # operators that run on it
+        self.unwritten: dict[str, Span] = {}  # parameters in it that have no values yet
+        self.views: dict[int, torch.Tensor] = {}  # parameters in it, as their operators are given them
 
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @abstractmethod
+    def visible(self) -> torch.Tensor | None:
+        """Memory that has the whole chunk, to be read only; None where it has to be gathered."""
+
+    @abstractmethod
+    def fetch(self, memory: torch.Tensor) -> Arrival:
+        """Begins to fill memory with the values of the chunk."""
+
+    @abstractmethod
+    def edited(self, written: Span) -> None:
+        """Takes over what an operator of the user wrote to its memory."""
 
 
 class GatheredWeights:
@@ -59,40 +64,36 @@ class GatheredWeights:
 
     poison = False  # tests fill what is freed with NaN, so that a stale read shows
 
-    def __init__(self, device: torch.device, source: Source, budget_bytes: float = 0.0) -> None:
-        self.chunks: list[GatheredChunk] = []
+    def __init__(self, device: torch.device, budget_bytes: float = 0.0) -> None:
         self.budget_bytes = budget_bytes
         self.num_bytes = 0  # that are gathered now
         self.peak_bytes = 0
         self.num_fetches = 0
-        self.order = UseOrder()
+        self.num_plain = 0  # parameters that have memory of their own for now
+        self.order = UseOrder[GatheredChunk]()
         self._device = device
-        self._source = source
+        self._gathered: dict[GatheredChunk, None] = {}
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}  # pages that are there: to make them takes time
         self._lock = threading.RLock()  # forward and backward run in threads of their own
 
-    def add_chunk(self, numel: int, dtype: torch.dtype) -> GatheredChunk:
-        self.chunks.append(GatheredChunk(len(self.chunks), numel, dtype))
-        return self.chunks[-1]
-
     @contextlib.contextmanager
-    def using(self, indices: Collection[int]) -> Iterator[Sequence[GatheredChunk]]:
-        """These chunks, whole while an operator runs."""
-        chunks = self.acquire(indices)
+    def using(self, chunks: Iterable[GatheredChunk]) -> Iterator[None]:
+        """These chunks are whole while an operator runs."""
+        chunks = self.acquire(chunks)
         try:
-            yield chunks
+            yield
         finally:
             self.release(chunks)
 
-    def acquire(self, indices: Collection[int]) -> Sequence[GatheredChunk]:
+    def acquire(self, chunks: Iterable[GatheredChunk]) -> Sequence[GatheredChunk]:
         """Gathers these chunks; they stay until they are released."""
-        chunks = [self.chunks[index] for index in dict.fromkeys(indices)]
+        chunks = list(dict.fromkeys(chunks))
         with self._lock:
             for chunk in chunks:
                 chunk.num_users += 1  # of all before any is fetched, which frees others
             try:
                 for chunk in chunks:
-                    self.order.use(chunk.index)
+                    self.order.use(chunk)
                     if chunk.memory is None:
                         self._begin(chunk)
                 for chunk in chunks:
@@ -111,27 +112,29 @@ class GatheredWeights:
     def free_all(self) -> None:
         """Waits for what is on its way, and frees everything. No operator may be running."""
         with self._lock:
-            for chunk in self.chunks:
-                assert not chunk.num_users, f"chunk {chunk.index} is in use"
-                if chunk.memory is not None:
-                    self._free(chunk)
+            for chunk in list(self._gathered):
+                assert not chunk.num_users, "a chunk is in use"
+                self._free(chunk)
 
-    def forget(self, first: int) -> None:
-        """Drops this chunk and all after it."""
+    def forget(self, chunks: Iterable[GatheredChunk]) -> None:
+        """Drops these chunks."""
         with self._lock:
-            for chunk in self.chunks[first:]:
+            for chunk in chunks:
+                chunk.is_dropped = True
                 if chunk.memory is not None:
                     self._free(chunk)
-            del self.chunks[first:]
+            self.order = UseOrder()
             self._spare.clear()
 
     def end_window(self) -> None:
         """The weights get other values: nothing of the old ones stays."""
+        if self.num_plain:
+            raise RuntimeError("Cannot step or load within gathered(): parameters have memory of their own. Do it after.")
         self.free_all()
         self.order.end_window()
 
     def make_own(self, chunk: GatheredChunk) -> None:
-        """What is written to must not be the source's."""
+        """What is written to must not be the owner's."""
         with self._lock:
             if chunk.is_lent:
                 lent = chunk.memory
@@ -140,12 +143,16 @@ class GatheredWeights:
                 self._allocate(chunk).copy_(lent)
 
     def _begin(self, chunk: GatheredChunk) -> None:
-        chunk.memory = self._source.visible(chunk.index)
+        if chunk.is_dropped:
+            raise RuntimeError("Cannot read a view of a weight: its optimizer was closed. Take a view of the parameter anew.")
+        chunk.memory = chunk.visible()
         chunk.is_lent = chunk.memory is not None
-        if chunk.memory is None:
+        if chunk.memory is not None:
+            self._gathered[chunk] = None
+        else:
             memory = self._allocate(chunk)
             try:
-                chunk.arrival = self._source.fetch(chunk.index, memory)
+                chunk.arrival = chunk.fetch(memory)
             except BaseException:
                 self._drop(chunk)
                 raise
@@ -163,6 +170,7 @@ class GatheredWeights:
                 self._spare.clear()
             with torch.inference_mode(False):
                 chunk.memory = torch.empty(chunk.numel, dtype=chunk.dtype, device=self._device)
+        self._gathered[chunk] = None
         chunk.is_lent = False
         return chunk.memory
 
@@ -176,8 +184,7 @@ class GatheredWeights:
             chunk.arrival = None
 
     def _fetch_ahead(self) -> None:
-        for index in self.order.upcoming(1):
-            following = self.chunks[index]
+        for following in self.order.upcoming(1):
             if following.memory is None:
                 self._begin(following)
 
@@ -185,8 +192,8 @@ class GatheredWeights:
         """Frees chunks that no operator uses until what comes fits the budget, or nothing is left to free."""
         if self.num_bytes + num_bytes <= self.budget_bytes or math.isinf(self.budget_bytes):
             return
-        idle = [chunk for chunk in self.chunks if chunk.memory is not None and not chunk.is_lent and not chunk.num_users]
-        for chunk in sorted(idle, key=lambda chunk: -self.order.distance(chunk.index)):
+        idle = [chunk for chunk in self._gathered if not chunk.is_lent and not chunk.num_users]
+        for chunk in sorted(idle, key=lambda chunk: -self.order.distance(chunk)):
             self._free(chunk)
             if self.num_bytes + num_bytes <= self.budget_bytes:
                 return
@@ -202,5 +209,6 @@ class GatheredWeights:
     def _drop(self, chunk: GatheredChunk) -> None:
         if not chunk.is_lent:
             self.num_bytes -= chunk.num_bytes
+        del self._gathered[chunk]
         chunk.memory, chunk.arrival, chunk.is_lent = None, None, False
         chunk.views.clear()

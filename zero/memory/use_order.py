@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+Chunk = TypeVar("Chunk", bound=Hashable)
 
 _NOT_IN_THIS_WINDOW = 1 << 40  # positions: farther than any use that is left in it
 _NEVER = 1 << 60
 
 
-class UseOrder:
+class UseOrder(Generic[Chunk]):
     """The uses of chunks, one after the other, and where in them this window is. Uses of one chunk in a row count as one.
 
     A window repeats the last one as a rule. Where it does not, the position is found again at the next use that is known.
     """
 
     def __init__(self) -> None:
-        self._learned: list[int] = []  # chunks, as the last window used them
-        self._places: dict[int, list[int]] = {}  # of each in that
-        self._so_far: list[int] = []  # the same of this window
+        self._learned: list[Chunk] = []  # chunks, as the last window used them
+        self._places: dict[Chunk, list[int]] = {}  # of each in that
+        self._so_far: list[Chunk] = []  # the same of this window
         self._position = -1  # in what was learned, of the last use that is known
         self._is_known = False  # whether the last use is
 
-    def use(self, chunk: int) -> None:
+    def use(self, chunk: Chunk) -> None:
         """This chunk is used now."""
         if self._so_far and self._so_far[-1] == chunk:
             return
@@ -32,13 +36,13 @@ class UseOrder:
         if self._is_known:
             self._position = places[index]
 
-    def upcoming(self, number: int) -> list[int]:
+    def upcoming(self, number: int) -> list[Chunk]:
         """The chunks that are used next, as far as is known: nothing is after a use that was not learned."""
         if not self._is_known:
             return []
         return self._learned[self._position + 1 : self._position + 1 + number]
 
-    def distance(self, chunk: int) -> int:
+    def distance(self, chunk: Chunk) -> int:
         """How far away the next use of a chunk is; what is not used again in this window is farther than what is."""
         places = self._places.get(chunk)
         if places is None:

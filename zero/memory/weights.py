@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from zero.memory.formats import DTYPES, ParamFormat
+from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
+from zero.plan.spans import Span
 
 
 class Weights(Protocol):
@@ -43,11 +45,33 @@ class Weights(Protocol):
     def memory_of(self, param: int) -> torch.Tensor | None:
         """Where an attached parameter has its memory; None where it has none."""
 
+    def take_frozen(self, names: Sequence[str], tensors: Sequence[torch.nn.Parameter], place: Place, offload: float) -> None:
+        """Frozen parameters, with the same values on all ranks, need not be whole on any, and so much of them not be on the
+        device. A collective."""
+
+    def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
+        """Whether it is one of these, and not trained by now."""
+
+    def frozen_pieces(self) -> Iterator[tuple[torch.nn.Parameter, ParamFormat, list[tuple[Span, torch.Tensor]]]]:
+        """Them, and the memory of what this rank has of each, to be written in a step. In an order that all ranks have."""
+
+    def return_frozen(self) -> None:
+        """They are whole again."""
+
     def share(self, bucket: int, rank: int) -> torch.Tensor:
         """This rank's share, as it is now."""
 
     def to_publish(self, bucket: int) -> torch.Tensor | None:
         """What other ranks' new shares are gathered into after a step; None where ranks fetch them when they need them."""
+
+    def expect_values(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """These were on the meta device, too."""
+
+    def note_written(self, tensor: torch.nn.Parameter) -> None:
+        """It has values by now."""
+
+    def check_written(self) -> None:
+        """Raises where a parameter or buffer that was on the meta device has no values yet."""
 
     def renewed(self) -> Sequence[int]:
         """The buckets whose share is in other memory than when this was last asked, as the user edited weights."""
@@ -101,6 +125,18 @@ class FlatBuffer:
         assert slot is not None
         return self.chunks[slot.chunk][slot.span.start : slot.span.stop]
 
+    def take_frozen(
+        self, names: Sequence[str], tensors: Sequence[torch.nn.Parameter], place: Place, offload: float
+    ) -> None: ...
+
+    def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
+        return False
+
+    def frozen_pieces(self) -> Iterator[tuple[torch.nn.Parameter, ParamFormat, list[tuple[Span, torch.Tensor]]]]:
+        return iter(())
+
+    def return_frozen(self) -> None: ...
+
     def share(self, bucket: int, rank: int) -> torch.Tensor:
         found = self.layout_ref.layout.buckets[bucket]
         span = found.share(rank)
@@ -112,6 +148,12 @@ class FlatBuffer:
             return None
         found = layout.buckets[bucket]
         return self.chunks[found.chunk][found.span.start : found.span.stop]
+
+    def expect_values(self, buffers: Mapping[str, torch.Tensor]) -> None: ...
+
+    def note_written(self, tensor: torch.nn.Parameter) -> None: ...
+
+    def check_written(self) -> None: ...
 
     def renewed(self) -> Sequence[int]:
         return ()

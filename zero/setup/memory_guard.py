@@ -13,8 +13,8 @@ import accelerators
 from accelerators import Accelerator
 from accelerators.memory import format_bytes
 from zero.config.schema import Offload
-from zero.memory.flatten import Place
 from zero.memory.homes.registry import Homes
+from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.optim.traits import known_kind, num_moments
 from zero.plan.budget import budget_of

@@ -124,16 +124,16 @@ def check_capturable(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def check_params(names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
-    """Refuses parameters that cannot lie in flat memory."""
-    devices = {tensor.device for tensor in tensors}
+def check_params(names: Sequence[str], tensors: Sequence[nn.Parameter], may_be_meta: bool = False) -> None:
+    """Refuses parameters that cannot lie in flat memory; on the meta device they may be where they get none of their own."""
+    devices = {tensor.device for tensor in tensors if not (may_be_meta and tensor.is_meta)}
     if len(devices) > 1:
         first = {str(tensor.device): name for name, tensor in reversed(list(zip(names, tensors, strict=True)))}
         raise ValueError(
             f"Sharding was asked for, but the parameters are on several devices: {first}. Move the model to one device first."
         )
     for name, tensor in zip(names, tensors, strict=True):
-        problem = _problem_of(tensor)
+        problem = _problem_of(tensor, may_be_meta)
         if problem is not None:
             raise ValueError(f"Sharding was asked for, but parameter {name} {problem}")
     pair = overlapping(tensors)
@@ -150,7 +150,8 @@ def check_views(model: nn.Module, names: Sequence[str], tensors: Sequence[nn.Par
     managed = {id(tensor) for tensor in tensors}
     in_storage: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(index)
+        if not tensor.is_meta:
+            in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(index)
     for name, other in (*model.named_parameters(), *model.named_buffers()):
         if id(other) in managed or other.layout != torch.strided or type(other.data) is not torch.Tensor:
             continue
@@ -162,12 +163,15 @@ def check_views(model: nn.Module, names: Sequence[str], tensors: Sequence[nn.Par
                 )
 
 
-def _problem_of(tensor: nn.Parameter) -> str | None:
+def _problem_of(tensor: nn.Parameter, may_be_meta: bool) -> str | None:
     if type(tensor) is not nn.Parameter or type(tensor.data) is not torch.Tensor:
         kind = type(tensor.data) if type(tensor) is nn.Parameter else type(tensor)
         return f"is a {kind.__module__}.{kind.__qualname__}, whose bits cannot be laid flat. Leave it out of the optimizer."
-    if tensor.is_meta:
-        return "is on the meta device and has no values yet. Materialise the model first, with to_empty and its initialisation."
+    if tensor.is_meta and not may_be_meta:
+        return (
+            "is on the meta device and has no values yet. Materialise the model first, with to_empty and its initialisation; "
+            "or shard it at stage 3, and initialise it then."
+        )
     if tensor.is_complex():
         return "is complex, which is not supported. Make its view_as_real the parameter, and view it as complex in the module."
     if tensor.dtype not in DTYPES.values():

@@ -35,6 +35,22 @@ def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group) ->
         logger.warning("Not plain dense tensors, so taken as they are, and not from rank 0: %s", ", ".join(odd))
 
 
+def frozen_to_share(model: nn.Module, device: torch.device) -> tuple[list[str], list[nn.Parameter]]:
+    """The frozen parameters whose memory is nothing else's, and of a dtype that weights have."""
+    in_storage: dict[int, list[torch.Tensor]] = {}
+    tensors = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        if _memory_of(tensor) is not None and (tensor.device == device or tensor.is_meta):
+            in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    apart = {id(tensor) for together in in_storage.values() if overlapping(together) is None for tensor in together}
+    named = [
+        (name, param)
+        for name, param in model.named_parameters()
+        if not param.requires_grad and param.numel() and id(param) in apart and param.dtype in DTYPES.values()
+    ]
+    return [name for name, _ in named], [param for _, param in named]
+
+
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """A tensor as memory that can be written, each element once; None for one that is no such thing."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
@@ -46,6 +62,21 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
         if place.stride(dim) == 0 and place.shape[dim]:  # expanded
             place = place.select(dim, 0)
     return None if overlapping([place]) else place
+
+
+def place_buffers(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Gives buffers on the meta device memory, with NaN or zeros in it. Returns those that have no values yet."""
+    placed: dict[int, torch.Tensor] = {}  # by id of what it was before, which several modules may have
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                new = placed.get(id(buffer))
+                if new is None:
+                    new = torch.empty_like(buffer, device=device).fill_(float("nan") if buffer.is_floating_point() else 0)
+                    placed[id(buffer)] = found[f"{prefix}.{name}" if prefix else name] = new
+                module._buffers[name] = new
+    return found
 
 
 def cast_frozen(model: nn.Module, config: ZeroConfig) -> None:

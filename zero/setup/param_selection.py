@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import accelerators
 from zero.config.schema import Offload, ZeroConfig
 from zero.memory.formats import DTYPES, dtype_name
 from zero.plan.layout import ParamSpec
@@ -57,6 +58,11 @@ def ratio_of(group: dict[str, Any], config: ZeroConfig, device: torch.device) ->
     return 0.0 if own is None or device.type == "cpu" else own.ratio
 
 
+def place_of(param: torch.Tensor) -> torch.device:
+    """The device of a parameter, or what it will be for one on the meta device."""
+    return accelerators.current().device() if param.is_meta else param.device
+
+
 def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> ManagedParams:
     """The parameters of the optimizer that can be trained: the model's in its order, then those that only it knows."""
     group_of = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
@@ -71,7 +77,7 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     islands = fp32_islands(model, config.keep_fp32)
     dtypes = [_dtype_for(name, param, config.dtype, id(param) in islands) for name, param in named]
     groups = [group_of[id(param)] for _, param in named]
-    placed = zip(groups, (param.device for _, param in named), strict=True)
+    placed = zip(groups, (place_of(param) for _, param in named), strict=True)
     offload = [ratio_of(optimizer.param_groups[group], config, device) for group, device in placed]
     return ManagedParams([n for n, _ in named], [p for _, p in named], groups, dtypes, offload, left_out)
 

@@ -13,7 +13,7 @@ from accelerators import Accelerator
 from zero.comm.exchange import exchange_texts, run_on_all
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
-from zero.memory.flatten import Place
+from zero.memory.place import Place
 from zero.plan.layout import FlatLayout
 from zero.plan.stages import stage_of
 from zero.setup.consistency import verify_same_setup
@@ -28,7 +28,7 @@ from zero.setup.model_checks import (
     check_settings_on_host,
     check_views,
 )
-from zero.setup.param_selection import ManagedParams, choose, offload_of
+from zero.setup.param_selection import ManagedParams, choose, offload_of, place_of
 
 # Elements of a block on the host. A step needs 18 MiB of it, which stay in the last cache between two of torch's passes over
 # it; the calls for smaller blocks would take longer.
@@ -53,9 +53,11 @@ def select_params(model: nn.Module, optimizer: torch.optim.Optimizer, config: Ze
     return choose(model, optimizer, config)
 
 
-def check_params_and_settings(model: nn.Module, optimizer: torch.optim.Optimizer, params: ManagedParams) -> None:
+def check_params_and_settings(
+    model: nn.Module, optimizer: torch.optim.Optimizer, params: ManagedParams, may_be_meta: bool
+) -> None:
     """Refuses parameters and settings that cannot be sharded."""
-    check_params(params.names, params.tensors)
+    check_params(params.names, params.tensors, may_be_meta)
     check_views(model, params.names, params.tensors)
     check_dtypes(accelerators.get(device_of(params).type), set(params.dtypes))
     check_settings_on_host(optimizer, dict(zip(params.groups, params.offload, strict=True)))
@@ -96,7 +98,7 @@ def accelerator_of(optimizer: torch.optim.Optimizer) -> Accelerator:
 
 
 def device_of(params: ManagedParams) -> torch.device:
-    return params.tensors[0].device if params.tensors else accelerators.current().device()
+    return place_of(params.tensors[0]) if params.tensors else accelerators.current().device()
 
 
 def _ranks_that_share_memory(group: Group, device: torch.device) -> int:

@@ -40,10 +40,11 @@ from zero.runtime.reduce.inflight import InflightReductions
 from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.step.updater import StepPolicy, Updater
 from zero.runtime.sync.exchange import WindowSync
+from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
 from zero.setup.consistency import settings_of
-from zero.setup.module_sync import cast_buffers, cast_frozen, sync_module_states
-from zero.setup.param_selection import ManagedParams
+from zero.setup.module_sync import cast_buffers, cast_frozen, frozen_to_share, place_buffers, sync_module_states
+from zero.setup.param_selection import ManagedParams, ratio_of
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.optimizer_state import adopt_state
@@ -76,7 +77,7 @@ def _checked(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCon
     """The parameters to manage, once everything is checked that this rank can check alone."""
     params = select_params(model, optimizer, config)
     check_unmanaged(params.names, params.tensors)
-    check_params_and_settings(model, optimizer, params)
+    check_params_and_settings(model, optimizer, params, stage_of(config.stage).shards_weights)
     device = device_of(params)
     check_kernels(optimizer, config.kernels, device, bool(host_step_dtypes(params.specs(), device)))
     return params
@@ -95,7 +96,7 @@ def _assemble(
     weights: Weights = FlatBuffer(layout_ref)
     if stage_of(config.stage).shards_weights:
         room = memory_guard.room_for_weights(config.gathered_bytes, layout.extended(range(len(chosen.names))))
-        weights = ShardedWeights(layout_ref, params, group, place.device, room)
+        weights = ShardedWeights(layout_ref, params, ShareExchange(group, place.device, room))
     rank, shard = group.rank if layout.num_shares > 1 else 0, Shard(layout_ref, memory_guard.homes)
     masters = Masters(layout_ref, rank, weights, shard, rounded=config.masters == "rounded")
     placer = ParamPlacer(params, formats, weights, masters, group, place)
@@ -108,7 +109,9 @@ def _assemble(
         parts = built[0]()
         assert parts is not None
         with _restoring(optimizer):
-            return placer.place(fresh, partial(adopt_state, parts, optimizer))
+            new = placer.place(fresh, partial(adopt_state, parts, optimizer))
+        hooks.renew()
+        return new
 
     def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
         with memory_guard.explain_oom("A buffer to send gradients from", layout_ref):
@@ -151,22 +154,29 @@ def _assemble(
         tracker.renew_through(hooks.renew)
         return parts
 
-    def open_(window: Window) -> None:
+    def cast() -> None:
         cast_frozen(model, config)
         cast_buffers(model, config)
+
+    def open_(window: Window) -> None:
         window.grads.register()  # when every parameter has the dtype that it will keep
         for index, tensor in enumerate(chosen.tensors):
             hooks.attach(index, tensor, window.before_grad, window.grad_ready)
 
     with _restoring(optimizer), contextlib.ExitStack() as on_failure:
         on_failure.callback(placer.release)
+        on_failure.callback(weights.return_frozen)
         on_failure.callback(placer.remove, dtypes, layout)
         on_failure.callback(hooks.detach)
         with memory_guard.explain_oom("Sharding", layout_ref):
             placer.place([index for index in range(len(chosen.names)) if index not in latent])
         sync_module_states(model, chosen, group)
         parts = run_on_all(group, wire)
+        run_on_all(group, cast)
+        weights.take_frozen(*frozen_to_share(model, place.device), place, ratio_of({}, config, place.device))
         run_on_all(group, partial(open_, parts.window))
+        if stage_of(config.stage).shards_weights:
+            weights.expect_values(place_buffers(model, place.device))
         built.append(weakref.ref(parts))
         manage(chosen.tensors, parts.window)
         on_failure.pop_all()

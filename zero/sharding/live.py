@@ -15,6 +15,11 @@ def remember(optimizer: Any) -> None:
     _live.add(optimizer)
 
 
+def optimizers_of(model: nn.Module) -> list[Any]:
+    """The sharded optimizers that manage parameters of a model, in the order of these. No collective."""
+    return list(dict.fromkeys(found for found in map(optimizer_of, model.parameters()) if found is not None))
+
+
 def optimizer_of(param: nn.Parameter) -> Any:
     """The sharded optimizer that manages a parameter; None where there is none. No collective."""
     for optimizer in list(_live):

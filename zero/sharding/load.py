@@ -26,6 +26,7 @@ from zero.sharding.loss_scaler import loaded_scale
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import lies_nowhere, plain_entry, take_settings
 from zero.sharding.snapshot import TrainingLoop, TrainingSnapshot, finish_saving, snapshot_of
+from zero.sharding.state import ShardingState
 
 logger = logging.getLogger("zero")
 
@@ -74,9 +75,10 @@ def load_from(
         all_or_none(group, "A load", loading.read_plain)
         loading.take_plain()
         optimizer.zero_grad()
+        loading.fill_unshared()
         about.parts.publisher.begin()
         loading.fill()
-        loading.publish()
+        publish(about.parts)
         about.parts.publisher.end()
         if counters:
             _take_counters(about, loading.training)
@@ -223,29 +225,34 @@ class _Loading:
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
 
     @torch.no_grad()
-    def fill(self) -> None:
-        """Changes weights, masters, state and buffers; nothing is expected to fail from here on."""
+    def fill_unshared(self) -> None:
+        """Changes what every rank writes alike: parameters that are not trained, and buffers. From here on nothing is expected
+        to fail."""
         about, parts = self._about, self._about.parts
         parts.window.sync.tracker.copy_back()  # what lies elsewhere is overwritten like the rest
         late = [index for index, name in enumerate(about.managed) if lies_nowhere(parts, index) and self._had_master(name)]
         if late:
             parts.window.place_params(late)  # or the exact value would be rounded
-        total = sum(tensor.numel() for tensor in parts.params.tensors)
-        with ProgressBar("loading", total, parts.group.rank == 0, "elements") as bar:
-            for index, name in enumerate(about.managed):
-                if self._stays(name):
-                    continue
-                if lies_nowhere(parts, index):
-                    self._fill_whole(name, parts.params.tensors[index])
-                else:
-                    self._fill_pieces(index, name)
-                bar.advance(parts.params.tensors[index].numel())
+        for index, name in enumerate(about.managed):
+            if lies_nowhere(parts, index) and not self._stays(name):
+                self._fill_whole(name, parts.params.tensors[index])
         for name, param in about.unmanaged():
             if self._stays(name):
                 continue
             param.copy_(self._lines.whole(self._source(name), VALUE))
         for name, buffer in about.named.buffers.items():
             buffer.copy_(self._lines.buffer(self._source(name)))
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Changes this rank's shares: of masters, and of the optimizer's state."""
+        about, parts = self._about, self._about.parts
+        total = sum(tensor.numel() for tensor in parts.params.tensors)
+        with ProgressBar("loading", total, parts.group.rank == 0, "elements") as bar:
+            for index, name in enumerate(about.managed):
+                if not lies_nowhere(parts, index):
+                    self._fill_pieces(index, name)
+                bar.advance(parts.params.tensors[index].numel())
         if self._states:
             take_settings(about.optimizer.inner, self.training["groups"])
 
@@ -279,17 +286,6 @@ class _Loading:
             if entries:
                 inner.state[master] = entries
 
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Every rank's shares become everybody's weights."""
-        parts, layout = self._about.parts, self._about.parts.layout_ref.layout
-        for bucket in range(len(layout.buckets)):
-            for block in layout.blocks(bucket):
-                parts.masters.publish(block)
-                parts.publisher.send([block])
-        parts.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
-        parts.mid_update = False
-
     def _stays(self, name: str) -> bool:
         """Whether a parameter was left out of the checkpoint, and keeps its value here: it is not trained here either."""
         about = self._about
@@ -309,6 +305,18 @@ class _Loading:
         """What a parameter or buffer is stored by: in other wrappers, and of tied ones another name may have been the first."""
         name = rewrapped(name, *self._wrappers)
         return self._manifest.aliases.get(name, name)
+
+
+@torch.no_grad()
+def publish(parts: ShardingState) -> None:
+    """What was written to every rank's shares becomes everybody's weights."""
+    layout = parts.layout_ref.layout
+    for bucket in range(len(layout.buckets)):
+        for block in layout.blocks(bucket):
+            parts.masters.publish(block)
+            parts.publisher.send([block])
+    parts.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
+    parts.mid_update = False
 
 
 def _take_counters(about: TrainingSnapshot, training: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from zero.config.supported import check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.plan.loss_scale import LossScale
+from zero.runtime.params.swap import gathered, params_of
 from zero.setup.consistency import check_weights
 from zero.sharding.build import build
 from zero.sharding.live import remember
@@ -206,6 +207,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """True where any rank passed True. A collective."""
         return any(numbers[0] for numbers in self.parts.window.grad_ops.exchange_numbers([float(bool(flag))], "any_rank"))
 
+    def gathered(self, what: Any = None) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model's parameters, or those of a module or among those given, are ordinary tensors with memory of their
+        own; no gradients are recorded, and nothing is stepped. Edits are kept: all ranks make the same. No collective."""
+        self.parts.offloader.check("gathered", "weights")
+        return gathered(params_of(self.model if what is None else what))
+
     def check(self) -> None:
         """Raises, with the name of the first parameter, unless all ranks have the same weights, frozen too. A collective."""
         self.parts.offloader.check("check", "weights")
@@ -251,14 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if parts is None:  # torch's constructor adds the groups that are there
             super().add_param_group(param_group)
             return
-        groups = self.inner.param_groups
-        self.inner.add_param_group(param_group)
-        try:
-            tensors = [param for param in groups[-1]["params"] if id(param) not in parts.params.index]
-            parts.add_params(parts.params.names_in(self.model, tensors), tensors, len(groups) - 1)
-        except BaseException:
-            groups.pop()
-            raise
+        parts.add_group(self.model, param_group)
 
     # between phases ----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import FlatLayout
+from zero.plan.stages import stage_of
 from zero.runtime.grads.ownership import check_unmanaged, leave, manage
 from zero.runtime.grads.window import Window
 from zero.runtime.kernels.select import check_kernels, host_step_dtypes
@@ -115,6 +116,17 @@ class ShardingState:
             for block in layout.blocks(bucket):
                 self.masters.adopt(block)
 
+    def add_group(self, model: nn.Module, param_group: dict[str, Any]) -> None:
+        """Takes in a group of the optimizer, with parameters that are new, or leaves everything as it was."""
+        inner = self.updater.inner
+        inner.add_param_group(param_group)
+        try:
+            tensors = [param for param in inner.param_groups[-1]["params"] if id(param) not in self.params.index]
+            self.add_params(self.params.names_in(model, tensors), tensors, len(inner.param_groups) - 1)
+        except BaseException:
+            inner.param_groups.pop()
+            raise
+
     def add_params(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:
         """Takes in parameters that lie nowhere yet, and will when some rank has a gradient for them; or refuses all of them."""
         first, inner, device = len(self.params.tensors), self.updater.inner, self.masters.shard.device
@@ -122,7 +134,9 @@ class ShardingState:
         dtypes = [tensor.dtype for tensor in tensors]
         specs = specs_of(names, tensors, [group] * len(names), dtypes, [ratio] * len(names))
         check_unmanaged(names, tensors)
-        check_params(names, tensors)
+        has_frozen = self.placer.weights.has_frozen  # which were checked when they were taken
+        unknown = {name: tensor for name, tensor in zip(names, tensors, strict=True) if not has_frozen(tensor)}
+        check_params(list(unknown), list(unknown.values()), stage_of(self.config.stage).shards_weights)
         check_devices(names, tensors, device)
         check_dtypes(self.accelerator, set(dtypes))
         check_settings_on_host(inner, {group: ratio})

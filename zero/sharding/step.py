@@ -17,6 +17,7 @@ def step(state: ShardingState) -> StepDecision | None:
     """Settles the window and updates the weights with what is in it. Returns what was decided, or None where no rank had a
     gradient. A collective."""
     window, sync = state.window, state.window.sync
+    state.placer.weights.check_written()
     window.settle("step")
     state.group.end_warmup()
     sync.set_phase("in the update")

@@ -155,7 +155,8 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
             moments, one_host = _MOMENTS[args.optimizer], space.is_host and (args.ranks_per_host or args.ranks) >= args.ranks
             rank = int(args.ranks > 2)  # one that is neither the first nor the last receives the most
             cost = cost_of(layout, stage, args.ranks, rank, moments, args.accumulation, one_host, one_pass)
-            cost = replace(cost, weights=cost.weights + subject.other_bytes, peak=cost.peak + subject.other_bytes)
+            other_bytes = subject.buffer_bytes + subject.frozen_bytes // (args.ranks if row.shards_weights else 1)
+            cost = replace(cost, weights=cost.weights + other_bytes, peak=cost.peak + other_bytes)
             if args.batch:
                 assert subject.build is not None
                 options = {"stage": stage, "dtype": args.dtype, "offload": offload, "bucket_bytes": bucket_bytes}

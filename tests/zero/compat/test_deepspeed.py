@@ -85,8 +85,9 @@ def run_script(rank, world, path):
     return namespace["found"]
 
 
-def test_an_ordinary_script_runs_on_two_ranks(tmp_path):
-    (tmp_path / "ds.json").write_text(str(FILE).replace("'", '"'))
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_ordinary_script_runs_on_two_ranks(stage, tmp_path):
+    (tmp_path / "ds.json").write_text(str({**FILE, "zero_optimization": {"stage": stage}}).replace("'", '"'))
     first, second = ranks.run(2, run_script, str(tmp_path / "ds.json"), group=True, timeout=120.0)
     started, steps, moment, exact, total, weights = first
     assert all(torch.equal(param, torch.full_like(param, 0.125)) for param in started + second[0])
@@ -107,6 +108,13 @@ print(comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), comm.get_al
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == "0 1 0 [0] True", result.stderr
+
+
+def test_leaf_modules_of_stage_3_are_found_and_need_nothing():
+    model = real_mlp()
+    linear = [module for module in model if isinstance(module, torch.nn.Linear)]
+    assert deepspeed.utils.set_z3_leaf_modules(model, [torch.nn.Linear]) == linear
+    assert deepspeed.utils.unset_z3_leaf_modules(model, ["Linear"]) == linear
 
 
 # values of one parameter ------------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from tests import ranks
 from tests.devices import needs_sim
 from zero.comm.loopback import run_ranks, solo
 from zero.errors import RankFailed
-from zero.memory.flatten import Flattener, Place
+from zero.memory.flatten import Flattener
 from zero.memory.formats import ParamFormat
+from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
 from zero.memory.weights import FlatBuffer

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.memory.gathered import GatheredWeights
+from zero.memory.gathered import GatheredChunk, GatheredWeights
 from zero.memory.use_order import UseOrder
 
 
@@ -21,33 +21,36 @@ class Gather:
         self.memory.fill_(self.value)
 
 
-class Source:
-    """Every chunk is full of its number. Some may lie in memory that is seen."""
+class Numbered(GatheredChunk):
+    """Is full of its number. It may lie in memory that is seen."""
 
-    def __init__(self):
-        self.fetched, self.seen = [], {}
+    def __init__(self, cache, numel, number, fetched):
+        super().__init__(cache, numel, torch.float32)
+        self.number, self.fetched, self.seen = number, fetched, None
 
-    def visible(self, index):
-        return self.seen.get(index)
+    def visible(self):
+        return self.seen
 
-    def fetch(self, index, memory):
+    def fetch(self, memory):
         memory.fill_(-1.0)
-        self.fetched.append(index)
-        return Gather(memory, float(index))
+        self.fetched.append(self.number)
+        return Gather(memory, float(self.number))
+
+    def edited(self, written):
+        raise AssertionError("nothing is edited here")
 
 
 def weights_of(sizes, budget=0):
-    source = Source()
-    made, fetched = GatheredWeights(torch.device("cpu"), source, budget), source.fetched
+    made, fetched = GatheredWeights(torch.device("cpu"), budget), []
     made.poison = True
-    for numel in sizes:
-        made.add_chunk(numel, torch.float32)
+    made.chunks = [Numbered(made, numel, number, fetched) for number, numel in enumerate(sizes)]
     return made, fetched
 
 
-def use(weights, *indices):
-    with weights.using(indices) as chunks:
-        assert all(torch.equal(chunk.memory, torch.full((chunk.numel,), float(chunk.index))) for chunk in chunks)
+def use(weights, *numbers):
+    chunks = [weights.chunks[number] for number in numbers]
+    with weights.using(chunks):
+        assert all(torch.equal(chunk.memory, torch.full((chunk.numel,), float(chunk.number))) for chunk in chunks)
 
 
 def window(weights, uses):
@@ -116,16 +119,14 @@ def test_a_wrong_guess_costs_one_fetch_and_the_next_window_knows_better():
 
 def test_a_fetch_that_fails_leaves_nothing_behind_and_may_be_tried_again():
     weights, _ = weights_of([4, 4])
-    fetch, fails = weights._source.fetch, [True]
+    chunk, fails = weights.chunks[0], [True]
+    fetch = chunk.fetch
 
     class Lost:
         def wait(self):
             raise ConnectionError("lost")
 
-    def sometimes(index, memory):
-        return Lost() if fails.pop() else fetch(index, memory)
-
-    weights._source.fetch = sometimes
+    chunk.fetch = lambda memory: Lost() if fails.pop() else fetch(memory)
     with pytest.raises(ConnectionError):
         use(weights, 0)
     assert weights.num_bytes == 0 and not any(chunk.num_users for chunk in weights.chunks)
@@ -135,8 +136,9 @@ def test_a_fetch_that_fails_leaves_nothing_behind_and_may_be_tried_again():
 
 def test_memory_that_is_seen_is_lent_never_written_and_counts_for_nothing():
     weights, fetched = weights_of([4] * 3)
-    weights._source.seen[1] = seen = torch.ones(4)
-    with weights.using([0, 1]) as [_, chunk]:
+    chunk = weights.chunks[1]
+    chunk.seen = seen = torch.ones(4)
+    with weights.using([weights.chunks[0], chunk]):
         assert chunk.memory is seen and weights.num_bytes == 16
         weights.make_own(chunk)
         assert chunk.memory is not seen and torch.equal(chunk.memory, seen) and weights.num_bytes == 32
@@ -148,12 +150,25 @@ def test_memory_that_is_seen_is_lent_never_written_and_counts_for_nothing():
 
 def test_nothing_is_freed_under_an_operator_that_runs_in_another_thread():
     weights, _ = weights_of([4] * 3)
-    with weights.using([0]) as [chunk]:
+    chunk = weights.chunks[0]
+    with weights.using([chunk]):
         use(weights, 1)
         use(weights, 2)
         assert torch.equal(chunk.memory, torch.zeros(4))
-        with pytest.raises(AssertionError, match="chunk 0 is in use"):
+        with pytest.raises(AssertionError, match="a chunk is in use"):
             weights.free_all()
+
+
+def test_what_is_forgotten_is_freed_and_cannot_be_used_again():
+    weights, _ = weights_of([4] * 3, math.inf)
+    window(weights, [[0], [1], [2]])
+    use(weights, 0)
+    weights.forget(weights.chunks[1:])
+    use(weights, 0)
+    assert weights.num_bytes == 16
+    with pytest.raises(RuntimeError, match="Cannot read a view of a weight: its optimizer was closed"):
+        use(weights, 1)
+    assert not any(chunk.num_users for chunk in weights.chunks)
 
 
 def test_uses_in_a_row_are_one_and_a_window_without_any_is_forgotten():

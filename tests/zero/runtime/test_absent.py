@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from zero.memory.gathered import GatheredWeights
+from zero.memory.gathered import GatheredChunk, GatheredWeights
 from zero.runtime.params.absent import Absent, AbsentParameter, make_absent_param
 from zero.runtime.params.swap import become_absent, become_plain, can_swap
 
@@ -31,14 +31,32 @@ class Arrived:
         pass
 
 
+class OwnedChunk(GatheredChunk):
+    """A chunk of a rank that has all of it."""
+
+    def __init__(self, cache, line):
+        super().__init__(cache, line.numel(), line.dtype)
+        self.line = line
+
+    def visible(self):
+        return None
+
+    def fetch(self, memory):
+        memory.copy_(self.line)
+        return Arrived()
+
+    def edited(self, written):
+        self.line[written.start : written.stop] = self.memory[written.start : written.stop]
+
+
 class OneRank:
     """Absent parameters whose shares are whole: the state of one rank of one."""
 
     def __init__(self, model, budget, in_chunk=2):
-        self.lines, self.num_edits = [], 0
+        self.chunks = []
         named = list(model.named_parameters())
         self.params = [param for _, param in named]
-        self.weights = GatheredWeights(torch.device("cpu"), self, 0)
+        self.weights = GatheredWeights(torch.device("cpu"))
         self.weights.poison = True
         by_dtype = {}
         for index, (name, param) in enumerate(named):
@@ -46,13 +64,13 @@ class OneRank:
         for dtype, members in by_dtype.items():
             for first in range(0, len(members), in_chunk):
                 self.lay(dtype, members[first : first + in_chunk])
-        sizes = sorted((chunk.num_bytes for chunk in self.weights.chunks), reverse=True)
+        sizes = sorted((chunk.num_bytes for chunk in self.chunks), reverse=True)
         self.weights.budget_bytes = sum(sizes[:2]) if budget is None else budget
 
     def lay(self, dtype, members):
-        chunk = self.weights.add_chunk(sum(max(1, param.numel()) for *_, param in members), dtype)
-        line, start = torch.full((chunk.numel,), 99.0, dtype=dtype), 0
-        self.lines.append(line)
+        line, start = torch.full((sum(max(1, param.numel()) for *_, param in members),), 99.0, dtype=dtype), 0
+        chunk = OwnedChunk(self.weights, line)
+        self.chunks.append(chunk)
         for index, name, param in members:
             order = sorted(range(param.dim()), key=lambda dim: -param.stride(dim))  # of memory, as it was
             strides, step = [0] * param.dim(), 1
@@ -60,26 +78,13 @@ class OneRank:
                 strides[dim], step = step, step * max(1, param.shape[dim])
             line.as_strided(param.shape, strides, start).copy_(param.detach())
             shadow = torch.empty(chunk.numel, dtype=dtype, device="meta").as_strided(param.shape, strides, start)
-            absent = make_absent_param(self, chunk.index, index, name, shadow, param.device, param.requires_grad)
+            absent = make_absent_param(chunk, index, name, shadow, param.device, param.requires_grad)
             start += max(1, param.numel())
             become_absent(param, absent)
-
-    def visible(self, index):
-        return None
-
-    def fetch(self, index, memory):
-        memory.copy_(self.lines[index])
-        return Arrived()
-
-    def edited(self, chunk, tensor):
-        self.num_edits += 1
-        self.lines[chunk.index].copy_(chunk.memory)
 
 
 class Plain:
     """The same calls for plain parameters."""
-
-    num_edits = 0
 
     def __init__(self, model):
         self.params = list(model.parameters())
@@ -277,7 +282,7 @@ def compared(build, program, budget, in_chunk=2):
 def test_a_training_is_that_of_plain_parameters(name, budget):
     x = INPUTS.get(name, lambda: inputs(4, 8))
     _, state = compared(lambda: model_of(name), lambda model, state: train(model, state, x()), BUDGETS[budget])
-    sizes = sorted((chunk.num_bytes for chunk in state.weights.chunks), reverse=True)
+    sizes = sorted((chunk.num_bytes for chunk in state.chunks), reverse=True)
     if budget == "all":
         assert state.weights.peak_bytes <= sum(sizes)
     elif name not in ("attention", "lstm", "gru", "orthogonal", "small"):  # whose operators are given many weights at once
@@ -440,7 +445,7 @@ PROGRAMS = (
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_program_gives_what_it_gives_with_plain_parameters(program, budget):
     _, state = compared(mlp, program, BUDGETS[budget])
-    assert all(chunk.num_users == 0 for chunk in state.weights.chunks)
+    assert all(chunk.num_users == 0 for chunk in state.chunks)
 
 
 def test_a_graph_from_before_an_edit_raises_as_in_plain_pytorch():
@@ -528,7 +533,7 @@ def test_gathered_memory_is_nobodys_after_the_operator():
         weight.float(),
         weight.expand(2, 16, 8),
     ]
-    memory = weakref.ref(state.weights.chunks[0].memory) if state.weights.chunks[0].memory is not None else lambda: None
+    memory = weakref.ref(state.chunks[0].memory) if state.chunks[0].memory is not None else lambda: None
     state.weights.free_all()
     state.weights._spare.clear()  # kept for the next chunk
     gc.collect()

@@ -7,7 +7,7 @@ from typing import Any
 _PIPELINE = "make one nn.Module of the layers, such as an nn.Sequential, which every rank has whole"
 _NO_INFERENCE = "there is no inference engine; call the model, or initialize it without an optimizer to run forward"
 _NO_TENSOR_PARALLEL = "parameters are sharded over data-parallel ranks only"
-_STAGE_3 = "it belongs to stage 3; at stages 0 to 2 use the safe_get_full_... and safe_set_full_... function of the same kind"
+_OF_A_SHARE = "shares are cut otherwise here; use the safe_get_full_... or safe_set_full_... function of the same kind"
 
 ABSENT: dict[str, str] = {
     "DeepSpeedConfig": "python -m zero config prints what a file means; zero.ZeroConfig is the configuration itself",
@@ -30,16 +30,14 @@ ABSENT: dict[str, str] = {
     "MoE": "write the layer of experts in torch; every rank has all experts, and their gradients are sharded like any other",
     # utils
     "groups": _NO_TENSOR_PARALLEL,
-    "safe_get_local_fp32_param": _STAGE_3,
-    "safe_get_local_grad": _STAGE_3,
-    "safe_get_local_optimizer_state": _STAGE_3,
-    "safe_set_local_fp32_param": _STAGE_3,
-    "safe_set_local_grad": _STAGE_3,
-    "safe_set_local_optimizer_state": _STAGE_3,
-    "set_z3_leaf_modules": "it belongs to stage 3; leave it out, as weights are whole",
-    "unset_z3_leaf_modules": "it belongs to stage 3; leave it out, as weights are whole",
+    "safe_get_local_fp32_param": _OF_A_SHARE,
+    "safe_get_local_grad": _OF_A_SHARE,
+    "safe_get_local_optimizer_state": _OF_A_SHARE,
+    "safe_set_local_fp32_param": _OF_A_SHARE,
+    "safe_set_local_grad": _OF_A_SHARE,
+    "safe_set_local_optimizer_state": _OF_A_SHARE,
     # zero
-    "TiledLinear": "use nn.Linear: weights are whole before stage 3",
+    "TiledLinear": "use nn.Linear: a weight larger than a bucket is in shares like any other",
     # comm
     "log_summary": "use torch.profiler: nothing is measured by configuration",
     "initialize_mesh_device": _NO_TENSOR_PARALLEL,

@@ -1,7 +1,8 @@
-"""`deepspeed.zero`: the words of stage 3, which have little to do where weights are whole on every rank."""
+"""`deepspeed.zero`: the words of stage 3, most of which have nothing to do."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -11,10 +12,12 @@ from torch import nn
 
 from zero.compat.deepspeed import comm
 from zero.compat.deepspeed.absent import ABSENT, absent
+from zero.runtime.params.absent import Absent
+from zero.runtime.params.swap import gathered
 
 
 class Init:
-    """Nothing to do: a model that is built inside is whole, as it is at stages 0 to 2."""
+    """Nothing to do: a model that is built inside is whole until it is sharded."""
 
     def __init__(self, module: nn.Module | None = None, *_: Any, **__: Any) -> None:
         """Takes DeepSpeed's arguments; a module is left as it is."""
@@ -27,8 +30,8 @@ class Init:
 
 
 class GatheredParameters:
-    """Weights are whole in it as outside of it. With `modifier_rank` every rank leaves with that rank's weights, which training
-    takes over; a collective then, where there are several ranks."""
+    """Weights in shares are whole in it, and no gradients are recorded then; others are whole anyway. With `modifier_rank`
+    every rank leaves with that rank's weights, which training takes over; a collective then, where there are several ranks."""
 
     def __init__(
         self,
@@ -40,16 +43,20 @@ class GatheredParameters:
         single = isinstance(params, torch.Tensor)
         self._params: list[Any] = [params] if single else list(params or ())
         self._modifier_rank = modifier_rank if enabled else None
+        self._gathered = contextlib.ExitStack()
+        self._enabled = enabled
 
     def __enter__(self) -> None:
-        """Nothing to gather."""
+        if self._enabled and any(isinstance(param, Absent) for param in self._params):
+            self._gathered.enter_context(gathered(self._params))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None and self._modifier_rank is not None and comm.is_initialized() and comm.get_world_size() > 1:
-            for param in self._params:
-                comm.broadcast(param.data, self._modifier_rank)
+        with self._gathered:
+            if kind is None and self._modifier_rank is not None and comm.is_initialized() and comm.get_world_size() > 1:
+                for param in self._params:
+                    comm.broadcast(param.data, self._modifier_rank)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -63,4 +70,4 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 def __getattr__(name: str) -> Any:
     if name in ABSENT:
         return absent(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}: weights are whole at stages 0 to 2. Leave it out.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Leave it out.")

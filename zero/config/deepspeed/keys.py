@@ -81,7 +81,7 @@ AUTO: dict[str, str] = {
 
 _ONE_WAY = "there is one way to lay out and reduce gradients here, and it needs no switch"
 _STAGE_3 = "what is gathered of sharded weights, and when, is learned while training; gathered_bytes limits it"
-_ON_DEVICE = "weights cannot be offloaded yet; at stage 3 a rank keeps its share of them on the accelerator"
+_ON_DEVICE = "at stage 3 shares of weights go to the host with the optimizer's state: offload_optimizer.device says it for both"
 _OFFLOADED_WEIGHTS = "belongs to offloaded weights"
 _DISK = "belongs to offload to disk"
 _NO_MONITOR = "nobody is written to but TensorBoard; zero.MetricsWriter writes a line of JSON a step"

@@ -84,7 +84,7 @@ class HostHome:
 
     def _copy(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         current = self._accelerator.current_stream()
-        if isinstance(current, InOrderStream):
+        if isinstance(current, InOrderStream) or source.device == target.device:
             target.copy_(source)
             return DONE
         if direction not in self._streams:

@@ -12,13 +12,13 @@ A *shadow* says where a tensor lies: it is on the meta device, with the size, st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from zero.memory.gathered import GatheredChunk, GatheredWeights
+from zero.memory.gathered import GatheredChunk
 from zero.plan.spans import Span
 from zero.runtime.params.operators import Kind, operator_of
 
@@ -26,20 +26,10 @@ _A_CLONE = "Use a clone of it."
 _CLOSE = "Call close() on the optimizer first."
 
 
-class AbsentState(Protocol):
-    """What all absent tensors of one training share."""
-
-    weights: GatheredWeights
-
-    def edited(self, chunk: GatheredChunk, tensor: Absent) -> None:
-        """Takes over what an operator of the user wrote to a tensor in a gathered chunk."""
-
-
 class Absent(torch.Tensor):
     """What absent parameters and their views have in common."""
 
-    state: AbsentState
-    chunk_index: int
+    in_chunk: GatheredChunk
     param_index: int | None  # None: a view
     label: str
     shadow: torch.Tensor
@@ -57,7 +47,7 @@ class Absent(torch.Tensor):
         if not shadow.numel():
             return Span(0, 0)
         length = sum((size - 1) * stride for size, stride in zip(shadow.shape, shadow.stride(), strict=True)) + 1
-        item, whole = shadow.element_size(), self.state.weights.chunks[self.chunk_index].dtype.itemsize
+        item, whole = shadow.element_size(), self.in_chunk.dtype.itemsize
         start = shadow.storage_offset() * item
         return Span(start // whole, -(-(start + length * item) // whole))
 
@@ -139,17 +129,17 @@ _ABSENT = frozenset((AbsentParameter, AbsentView))
 
 
 def make_absent_param(
-    state: AbsentState, chunk: int, param: int, label: str, shadow: torch.Tensor, device: torch.device, requires_grad: bool
+    in_chunk: GatheredChunk, param: int, label: str, shadow: torch.Tensor, device: torch.device, requires_grad: bool
 ) -> AbsentParameter:
     """A parameter without memory that lies where its shadow says."""
     made: AbsentParameter = _without_memory(AbsentParameter, shadow, device, requires_grad)
-    made.state, made.chunk_index, made.param_index, made.label, made.shadow = state, chunk, param, label, shadow
+    made.in_chunk, made.param_index, made.label, made.shadow = in_chunk, param, label, shadow
     return made
 
 
 def _make_view(of: Absent, shadow: torch.Tensor) -> AbsentView:
     made: AbsentView = _without_memory(AbsentView, shadow, of.device, False)
-    made.state, made.chunk_index, made.param_index, made.label, made.shadow = of.state, of.chunk_index, None, of.label, shadow
+    made.in_chunk, made.param_index, made.label, made.shadow = of.in_chunk, None, of.label, shadow
     return made
 
 
@@ -173,16 +163,16 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if kind is Kind.REFUSED:
         return _set(func, absent[0], args)
     targets = list(_absent_in([kwargs.get(name) if position >= len(args) else args[position] for name, position in written]))
-    with _gathered(absent) as chunks:
+    with _gathered(absent):
         for tensor in targets:
-            tensor.state.weights.make_own(chunks[tensor.state, tensor.chunk_index])
+            tensor.in_chunk.cache.make_own(tensor.in_chunk)
         given: dict[int, Absent] = {}  # by id of the plain tensor that takes its place
-        plain_args = [_plain_of(value, chunks, given) for value in args]
-        plain_kwargs = {name: _plain_of(value, chunks, given) for name, value in kwargs.items()}
+        plain_args = [_plain_of(value, given) for value in args]
+        plain_kwargs = {name: _plain_of(value, given) for name, value in kwargs.items()}
         result = func(*plain_args, **plain_kwargs)
         for tensor in targets:
-            tensor.state.edited(chunks[tensor.state, tensor.chunk_index], tensor)
-        return _apart(result, list(chunks.values()), given)
+            tensor.in_chunk.edited(tensor.extent)
+        return _apart(result, {tensor.in_chunk for tensor in absent}, given)
 
 
 def _set(func: Any, tensor: Absent, args: Sequence[Any]) -> Any:
@@ -195,9 +185,6 @@ def _set(func: Any, tensor: Absent, args: Sequence[Any]) -> Any:
     return tensor
 
 
-Chunks = dict[tuple[AbsentState, int], GatheredChunk]
-
-
 def _absent_in(values: Sequence[Any]) -> Iterator[Absent]:
     for value in values:
         if type(value) in _ABSENT:
@@ -207,24 +194,21 @@ def _absent_in(values: Sequence[Any]) -> Iterator[Absent]:
 
 
 @contextlib.contextmanager
-def _gathered(absent: Sequence[Absent]) -> Iterator[Chunks]:
-    """The chunks of these tensors, which may belong to several trainings."""
-    states = dict.fromkeys(tensor.state for tensor in absent)
+def _gathered(absent: Sequence[Absent]) -> Iterator[None]:
+    """The chunks of these tensors are whole. They may belong to several trainings."""
     with contextlib.ExitStack() as stack:
-        found: Chunks = {}
-        for state in states:
-            indices = [tensor.chunk_index for tensor in absent if tensor.state is state]
-            found.update(((state, chunk.index), chunk) for chunk in stack.enter_context(state.weights.using(indices)))
-        yield found
+        for cache in dict.fromkeys(tensor.in_chunk.cache for tensor in absent):
+            stack.enter_context(cache.using(tensor.in_chunk for tensor in absent if tensor.in_chunk.cache is cache))
+        yield
 
 
-def _plain_of(value: Any, chunks: Chunks, given: dict[int, Absent]) -> Any:
+def _plain_of(value: Any, given: dict[int, Absent]) -> Any:
     """What the operator is given in place of an argument."""
     if type(value) in (list, tuple):
-        return type(value)(_plain_of(member, chunks, given) for member in value)
+        return type(value)(_plain_of(member, given) for member in value)
     if type(value) not in _ABSENT:
         return value
-    chunk = chunks[value.state, value.chunk_index]
+    chunk = value.in_chunk
     plain = None if value.param_index is None else chunk.views.get(value.param_index)
     if plain is None:
         shadow, memory = value.shadow, chunk.memory
@@ -238,7 +222,7 @@ def _plain_of(value: Any, chunks: Chunks, given: dict[int, Absent]) -> Any:
     return plain
 
 
-def _apart(result: Any, chunks: Sequence[GatheredChunk], given: Mapping[int, Absent]) -> Any:
+def _apart(result: Any, chunks: Collection[GatheredChunk], given: Mapping[int, Absent]) -> Any:
     """A result that is an argument is the absent one. One that lies in a gathered chunk, against its schema, is copied."""
     if type(result) in (list, tuple):
         return type(result)(_apart(member, chunks, given) for member in result)

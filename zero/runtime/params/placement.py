@@ -11,9 +11,10 @@ import torch
 
 from zero.comm.exchange import run_on_all
 from zero.comm.group import Group
-from zero.memory.flatten import NO_MEMORY, Flattener, Place
+from zero.memory.flatten import NO_MEMORY, Flattener
 from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
+from zero.memory.place import Place
 from zero.memory.weights import Weights
 from zero.plan.layout import FlatLayout
 from zero.plan.spans import round_up
@@ -139,6 +140,7 @@ class ParamPlacer:
             if slot is not None and slot.chunk < self.weights.num_chunks and not elsewhere >> slot.param & 1:
                 tensor = self._params.tensors[slot.param]
                 self.weights.detach(tensor, tensor.data.clone(memory_format=torch.preserve_format))
+        self.weights.return_frozen()
 
     @torch.no_grad()
     def remove(self, dtypes: Mapping[int, torch.dtype], before: FlatLayout) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import torch
 from torch import nn
 
+from zero.memory.gathered import GatheredChunk
 from zero.runtime.params.absent import AbsentParameter
 
-_OWN = ("state", "chunk_index", "param_index", "label", "shadow")  # what an absent parameter knows, and a plain one does not
+_OWN = ("in_chunk", "param_index", "label", "shadow")  # what an absent parameter knows, and a plain one does not
 
 
 def can_swap() -> bool:
@@ -17,23 +22,77 @@ def can_swap() -> bool:
 
 def become_absent(param: nn.Parameter, absent: AbsentParameter) -> None:
     """From now on the parameter has no memory. `absent` is used up."""
-    _exchange(param, absent, AbsentParameter)
-    param.__dict__.update({name: absent.__dict__.pop(name) for name in _OWN})
+    _exchange(param, absent)
 
 
-def become_plain(param: nn.Parameter, values: torch.Tensor) -> None:
-    """From now on the parameter has this memory."""
-    _exchange(param, nn.Parameter(values, param.requires_grad), nn.Parameter)
-    for name in _OWN:
-        del param.__dict__[name]
+def become_plain(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """From now on the parameter has this memory. Returns what it was, for `become_absent`."""
+    other = nn.Parameter(values, param.requires_grad)
+    _exchange(param, other)
+    return other
 
 
-def _exchange(param: nn.Parameter, other: nn.Parameter, cls: type[nn.Parameter]) -> None:
-    """Gives a parameter the implementation and class of another. Its gradient and the hooks of the user stay."""
+@contextlib.contextmanager
+def gathered(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Absent parameters among these are plain ones inside. What is written to them there is an edit."""
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        for param in dict.fromkeys(params):
+            if isinstance(param, AbsentParameter):
+                absent: Any = become_plain(param, param.data.clone(memory_format=torch.preserve_format))
+                absent.in_chunk.cache.num_plain += 1
+                stack.callback(_return, param, absent, absent.in_chunk)
+        yield
+
+
+def params_of(what: Any) -> list[nn.Parameter]:
+    """Those of a module; a parameter; or those of several of them."""
+    if isinstance(what, nn.Module):
+        return list(what.parameters())
+    if isinstance(what, nn.Parameter):
+        return [what]
+    if isinstance(what, Iterable) and not isinstance(what, torch.Tensor):
+        return [param for each in what for param in params_of(each)]
+    raise TypeError(f"Cannot gather a {type(what).__name__}: it has no parameters. Pass a module, a parameter, or several.")
+
+
+def _return(param: nn.Parameter, absent: Any, chunk: GatheredChunk) -> None:
+    chunk.cache.num_plain -= 1
+    if not chunk.is_dropped:  # else its optimizer was closed meanwhile
+        values = param.data
+        become_absent(param, absent)
+        if absent.requires_grad:  # by now it has the memory that goes
+            absent.register_hook(_refuse)
+        if not torch.equal(_bits(values), _bits(param.data.clone(memory_format=torch.preserve_format))):
+            param.data.copy_(values)
+
+
+def _refuse(_: torch.Tensor) -> None:
+    raise RuntimeError(
+        "Cannot send a gradient to a parameter through a graph that was made within gathered(), which has ended. Run forward "
+        "outside, and give kernels that want memory a clone of the parameter."
+    )
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def _exchange(param: nn.Parameter, other: nn.Parameter) -> None:
+    """Exchanges the implementations and classes of two parameters. The gradient and the hooks of the user stay."""
     hooks, accumulated, grad = param._backward_hooks, param._post_accumulate_grad_hooks, param.grad
     param.grad = None  # which would go with the implementation
-    torch._C._swap_tensor_impl(param, other)
-    param.__class__ = cls
+    try:
+        torch._C._swap_tensor_impl(param, other)
+    except RuntimeError as error:
+        param.grad = grad
+        raise RuntimeError(
+            f"Cannot exchange the memory of a parameter of shape {tuple(param.shape)}: something else holds it, as the graph "
+            "of a forward does. Run its backward or let go of its results first."
+        ) from error
+    param.__class__, other.__class__ = other.__class__, param.__class__
+    ours, others = ({name: each.__dict__.pop(name) for name in _OWN if name in each.__dict__} for each in (param, other))
+    param.__dict__.update(others)
+    other.__dict__.update(ours)
     if hooks:
         param._backward_hooks = hooks
     if accumulated:

@@ -27,7 +27,8 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 class Subject:
     words: str
     params: tuple[ParamSpec, ...]  # in the dtype that they are trained in
-    other_bytes: int = 0  # frozen parameters, and buffers
+    frozen_bytes: int = 0
+    buffer_bytes: int = 0
     build: Callable[..., Any] | None = None  # the user's function
 
     @property
@@ -88,11 +89,12 @@ def _from_function(text: str, dtype: str | None, batch: int | None) -> Subject:
         for name, param in model.named_parameters() if param.requires_grad
     )  # fmt: skip
     frozen = (param for param in model.parameters() if not param.requires_grad)
-    other = sum(param.numel() * (DTYPES[trained_in(param)].itemsize if param.is_floating_point() else param.itemsize)
-                for param in frozen)  # fmt: skip
-    other += sum(buffer.nbytes for buffer in model.buffers())
+    frozen_bytes = sum(param.numel() * (DTYPES[trained_in(param)].itemsize if param.is_floating_point() else param.itemsize)
+                       for param in frozen)  # fmt: skip
+    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     numel = sum(spec.numel for spec in params)
-    return Subject(f"{type(model).__name__} of {numel:,} trained parameters ({text})", params, other, build)
+    words = f"{type(model).__name__} of {numel:,} trained parameters ({text})"
+    return Subject(words, params, frozen_bytes, buffer_bytes, build)
 
 
 def _function(text: str) -> Callable[..., Any]:

@@ -70,6 +70,18 @@ def _needed(param: nn.Parameter) -> Any:
     return optimizer
 
 
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[Any]) -> list[nn.Module]:
+    """Nothing to do: ranks may take different branches. Returns the modules of these classes, or names of classes."""
+    given = list(leaf_module_classes)
+    classes = tuple(each for each in given if isinstance(each, type))
+    return [module for module in model.modules() if isinstance(module, classes) or type(module).__name__ in given]
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[Any]) -> list[nn.Module]:
+    """Nothing to do."""
+    return set_z3_leaf_modules(model, leaf_module_classes)
+
+
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Logs on these ranks; on all where none are given, or where -1 is among them."""
     rank = comm.get_rank() if comm.is_initialized() else 0

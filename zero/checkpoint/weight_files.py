@@ -1,0 +1,132 @@
+"""Weights in files of other programs: safetensors, in one file or in several with an index, or what torch.save wrote.
+
+Any stretch of a tensor can be read by itself, so each rank reads only what is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero.errors import BadCheckpoint
+from zero.plan.spans import Span
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_IN_FOLDERS = "*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pt", "*.pth"  # in this order
+_INSIDE = "state_dict", "model", "module"  # where training scripts put a state dict in what they save
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[Span], torch.Tensor]  # a stretch of its elements, in order
+
+
+class WeightFiles:
+    """The tensors of a file, of an index, or of a folder with one of those in it."""
+
+    def __init__(self, source: str | os.PathLike[str]) -> None:
+        self.source = Path(source)
+        self.tensors: dict[str, FileTensor] = {}
+        self.num_bytes_read = 0  # by this process
+        self._open: list[int] = []
+        try:
+            for file in _files_of(self.source):
+                self.tensors.update(self._safetensors(file) if file.suffix == ".safetensors" else self._pickled(file))
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, name: str, span: Span | None = None) -> torch.Tensor:
+        """A tensor as it is in the file, or so many of its elements in a line."""
+        found = self.tensors[name]
+        numel = math.prod(found.shape)
+        values = found.read(Span(0, numel) if span is None else span)
+        self.num_bytes_read += values.nbytes
+        return values.view(found.shape) if span is None else values
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.pop())
+
+    def _safetensors(self, file: Path) -> Mapping[str, FileTensor]:
+        descriptor = os.open(file, os.O_RDONLY)
+        self._open.append(descriptor)
+        size = os.fstat(descriptor).st_size
+        try:
+            [length] = struct.unpack("<Q", os.pread(descriptor, 8, 0))
+            if length > size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(os.pread(descriptor, length, 8))
+            header.pop("__metadata__", None)
+            tensors = {name: _tensor_at(descriptor, 8 + length, about) for name, about in header.items()}
+            end = max((about["data_offsets"][1] for about in header.values()), default=0)
+        except (struct.error, ValueError, KeyError, TypeError) as error:
+            raise BadCheckpoint(f"Cannot read {file}: it is no safetensors file ({error}). Fetch it again.") from error
+        if 8 + length + end != size:
+            raise BadCheckpoint(f"Cannot read {file}: it has {size} bytes and should have {8 + length + end}. Fetch it again.")
+        return tensors
+
+    def _pickled(self, file: Path) -> Mapping[str, FileTensor]:
+        try:
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # of the format before zip files, of which no part can be read by itself
+            found = torch.load(file, map_location="cpu", weights_only=True)
+        inside = [found[key] for key in _INSIDE if isinstance(found, Mapping) and isinstance(found.get(key), Mapping)]
+        state_dict: Any = inside[0] if inside else found
+        if not isinstance(state_dict, Mapping):
+            raise BadCheckpoint(f"Cannot read {file}: it has a {type(found).__name__}, no state dict. Save a state dict.")
+        return {name: _tensor_of(value) for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+
+
+def _files_of(source: Path) -> list[Path]:
+    if source.is_dir():
+        found = next((sorted(source.glob(kind)) for kind in _IN_FOLDERS if any(source.glob(kind))), [])
+        if len(found) > 1 and found[0].suffix == ".json":
+            names = ", ".join(file.name for file in found)
+            raise FileNotFoundError(f"Cannot choose among the indices in {source}: {names}. Pass the path of one of them.")
+        if not found:
+            raise FileNotFoundError(f"Cannot find weights in {source}: it has no safetensors and no torch file. Pass a file.")
+        return _files_of(found[0]) if found[0].suffix == ".json" else found
+    if not source.is_file():
+        raise FileNotFoundError(f"Cannot find weights at {source}: there is no such file or folder. Pass the path of one.")
+    if source.suffix == ".json":
+        files = json.loads(source.read_text()).get("weight_map", {}).values()
+        return [source.parent / name for name in dict.fromkeys(files)]
+    return [source]
+
+
+def _tensor_at(descriptor: int, base: int, about: Mapping[str, Any]) -> FileTensor:
+    shape, dtype, (start, stop) = tuple(about["shape"]), _DTYPES[about["dtype"]], about["data_offsets"]
+    if stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError("a tensor is not as long as its shape says")
+
+    def read(span: Span) -> torch.Tensor:
+        values = torch.empty(span.numel * dtype.itemsize, dtype=torch.uint8)
+        memory: Any = values.numpy()
+        left, at = memoryview(memory), base + start + span.start * dtype.itemsize
+        while left:  # one call reads 2 GiB at most
+            num_read = os.preadv(descriptor, [left], at)
+            if not num_read:
+                raise BadCheckpoint("Cannot read weights: a file became shorter while it was read. Fetch it again.")
+            left, at = left[num_read:], at + num_read
+        return values.view(dtype)
+
+    return FileTensor(shape, dtype, read)
+
+
+def _tensor_of(tensor: torch.Tensor) -> FileTensor:
+    return FileTensor(tuple(tensor.shape), tensor.dtype, lambda span: tensor.reshape(-1)[span.start : span.stop])

@@ -1,0 +1,208 @@
+"""Shares of weights between ranks: this rank's by version, and whole chunks from those of all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zero.comm.exchange import exchange_about
+from zero.comm.group import Group
+from zero.comm.pulls import Pull, Pulls
+from zero.comm.results import CompletedResult
+from zero.errors import RanksDiffer
+from zero.memory.gathered import Arrival, GatheredChunk, GatheredWeights
+from zero.memory.versions import VersionedShares
+from zero.plan.spans import Span
+from zero.runtime.unshard.edits import EditLog
+
+_STEP_ENDED = -2  # in place of a share: nothing but the version, for who waits for a rank to end its step
+
+
+@dataclass(eq=False)
+class Share:
+    """This rank's share of a bucket."""
+
+    number: int  # the same on all ranks
+    bucket: Span  # in the chunk
+    own: Span  # in the chunk
+    memory: torch.Tensor  # on the device, or what other ranks read where that is on the host anyway
+    is_served: bool  # it is what other ranks read
+    is_renewed: bool = False  # in other memory than when somebody last asked
+
+
+class ShareExchange:
+    """What the weights in shares of one training have in common, trained and frozen ones: the chunks that are gathered, and
+    the shares that other ranks read. See [Note: absent weights].
+
+    Ranks may read whatever they like between two steps, each for itself. They must make the same edits in the same order.
+
+    [Note: visible weights]
+    Ranks that share host memory keep their shares of a chunk side by side in it. So all of them see whole chunks as the last
+    step left them, and nothing is gathered: a rank only waits until the others have ended their step. What a user edits since
+    is in memory of the rank that edits, as others may be reading; such a chunk is gathered from all ranks until the next step.
+    """
+
+    def __init__(self, group: Group, device: torch.device, budget_bytes: float) -> None:
+        self.cache = GatheredWeights(device, budget_bytes)
+        self.group = group
+        self.device = device
+        self.versions = VersionedShares()  # this rank's shares in host memory, as other ranks get them
+        self.versions.add(_STEP_ENDED, torch.zeros(1))
+        self.pulls = Pulls(group.new_wire(), self.versions.request)
+        self._shares: dict[int, Share] = {}  # by number
+        self._removed: set[int] = set()  # but other ranks may still read them
+        self._edits = EditLog()
+        self._others: Pull | None = None  # whether they have ended the last step
+        self._lock = threading.RLock()  # forward and backward run in threads of their own
+
+    def add(self, number: int, bucket: Span, own: Span, values: torch.Tensor, on_host: bool) -> Share:
+        """A share that is new. Other ranks read these values, which are on the host; on the device is a copy, unless the share
+        lives `on_host`."""
+        self._removed.discard(number)
+        memory = values if on_host else values.to(self.device)
+        self._shares[number] = share = Share(number, bucket, own, memory, memory is values)
+        self.versions.add(number, values)
+        return share
+
+    def remove(self, share: Share) -> None:
+        """This rank reads the chunk no more. Others may until the next step."""
+        del self._shares[share.number]
+        self._removed.add(share.number)
+
+    # between two steps -------------------------------------------------------------------------------------------
+
+    def pull(self, share: Share, memory: torch.Tensor) -> Pull:
+        """Begins to fill the parts of other ranks in the memory of a bucket, as of this rank's own version."""
+        return self.pulls.begin(share.number, memory, *self.versions.version(share.number))
+
+    def edit(self, shares: Sequence[Share], written: Span, memory: torch.Tensor) -> None:
+        """Takes over what a user wrote to a chunk, of which these are the shares."""
+        with self._lock, torch.inference_mode(False):
+            if self.group.size > 1:  # else there is nobody to compare with
+                self._edits.note(shares[0].number, written, memory)
+            for share in shares:
+                edited = share.own.overlap(written)
+                inside = Span(0, 0) if edited is None else edited.shifted(-share.own.start)
+                values = memory[:0] if edited is None else memory[edited.start : edited.stop]
+                self.versions.edit(share.number, inside, values.cpu())
+                if share.is_served:
+                    self._renew(share)
+                else:
+                    share.memory[inside.start : inside.stop] = values
+
+    def is_edited(self, share: Share) -> bool:
+        """Since the last step."""
+        return self.versions.version(share.number).edits > 0
+
+    def _renew(self, share: Share) -> None:
+        share.memory, share.is_renewed = self.versions.newest(share.number), True
+
+    def wait_for_others(self) -> None:
+        """What all ranks see is whole once every rank has ended the last step."""
+        if self._others is not None:
+            self._others.wait()
+            self._others = None
+
+    # a step ------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Shares are written from now on. A collective."""
+        self.cache.end_window()  # this rank reads nothing any more
+        digests = exchange_about(self.group, "an update of weights in shares", self._edits.digest())
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise RanksDiffer(
+                    f"Cannot step: rank {rank} of {len(digests)} edited weights that rank 0 did not edit so since the last "
+                    "step. Edit weights alike on all ranks."
+                )
+        self._edits.clear()
+        while self._removed:
+            self.versions.forget(self._removed.pop())
+        for number in self.versions.begin_step():
+            if self._shares[number].is_served:
+                self._renew(self._shares[number])
+
+    def end_step(self, written: Sequence[Share]) -> None:
+        """What these shares are now are new weights."""
+        for share in written:
+            if not share.is_served:
+                self.versions.newest(share.number).copy_(share.memory)
+        self.versions.end_step()
+        self._ask_others()
+
+    def _ask_others(self) -> None:
+        if self.group.size > 1 and self.group.shared_host_memory is not None:
+            version = self.versions.version(_STEP_ENDED)
+            self._others = self.pulls.begin(_STEP_ENDED, torch.empty(self.group.size), *version)
+
+    def close(self) -> None:
+        """This rank reads no share of others any more. A collective."""
+        self.wait_for_others()
+        self.pulls.close()
+
+    def reconnect(self) -> None:
+        """The group has new connections. A collective."""
+        self.cache.free_all()
+        self.pulls = Pulls(self.group.new_wire(), self.versions.request)
+        self._ask_others()
+
+
+class ShardedChunk(GatheredChunk):
+    """A chunk of which each rank has a share of each bucket."""
+
+    def __init__(
+        self, exchange: ShareExchange, numel: int, dtype: torch.dtype, shares: Sequence[Share], common: torch.Tensor | None
+    ) -> None:
+        super().__init__(exchange.cache, numel, dtype)
+        self._shares = shares
+        self._common = common  # the whole chunk, in memory that all ranks see
+        self._exchange = exchange
+
+    def visible(self) -> torch.Tensor | None:
+        return self._seen() if self._exchange.device.type == "cpu" else None
+
+    def fetch(self, memory: torch.Tensor) -> Arrival:
+        seen = self._seen()
+        if seen is not None:
+            return CompletedResult(memory.copy_(seen))
+        landing = memory if memory.is_cpu else torch.empty(memory.shape, dtype=memory.dtype, device="cpu")
+        pulls = []
+        for share in self._shares:
+            memory[share.own.start : share.own.stop] = share.memory
+            pulls.append(self._exchange.pull(share, landing[share.bucket.start : share.bucket.stop]))
+        return _Landing(pulls, landing, memory, [share.own for share in self._shares])
+
+    def edited(self, written: Span) -> None:
+        assert self.memory is not None
+        for name in [name for name, span in self.unwritten.items() if span.overlap(written) is not None]:
+            del self.unwritten[name]
+        self._exchange.edit(self._shares, written, self.memory)
+
+    def _seen(self) -> torch.Tensor | None:
+        """The present values in memory of all ranks, once others have ended their step; None where it does not have them."""
+        if self._common is None or any(map(self._exchange.is_edited, self._shares)):
+            return None
+        self._exchange.wait_for_others()
+        return self._common
+
+
+class _Landing:
+    """A chunk on its way, which lands on the host where the device is another one."""
+
+    def __init__(self, pulls: Sequence[Pull], landing: torch.Tensor, memory: torch.Tensor, own: Sequence[Span]) -> None:
+        self._pulls = pulls
+        self._landing = landing
+        self._memory = memory
+        self._own = own
+
+    def wait(self) -> None:
+        for pull in self._pulls:
+            pull.wait()
+        if self._landing is not self._memory:
+            start = 0
+            for own in (*self._own, Span(self._memory.numel(), self._memory.numel())):  # what this rank has is there
+                self._memory[start : own.start] = self._landing[start : own.start]
+                start = own.stop

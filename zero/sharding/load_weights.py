@@ -1,0 +1,179 @@
+"""Weights from files of other programs into a model, sharded or plain: each rank reads what is its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zero.checkpoint.module_names import Named, unwrapped
+from zero.checkpoint.progress_bar import ProgressBar
+from zero.checkpoint.weight_files import WeightFiles
+from zero.comm.exchange import all_or_none
+from zero.memory.formats import ParamFormat
+from zero.plan.spans import Span
+from zero.sharding.live import optimizers_of
+from zero.sharding.load import publish
+from zero.sharding.optimizer_state import lies_nowhere
+from zero.sharding.state import ShardingState
+
+_MOST_NAMED = 5
+
+
+class LoadedWeights(NamedTuple):
+    """What was not loaded, as `load_state_dict` says it."""
+
+    missing_keys: list[str]  # that the model has, and the files have not
+    unexpected_keys: list[str]
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bool = True) -> LoadedWeights:
+    """Loads safetensors files, or what torch.save wrote, into a model: a file, an index, or a folder with one of those. A
+    collective where the model is sharded.
+
+    Each rank reads the bytes of its own shares, so no rank ever has the whole; values are cast as they come, and masters in
+    fp32 get what the file has. Names match without the wrappers of compiled and checkpointed modules, with a prefix that all
+    names of one side have, and by any name of tied parameters. Whatever is missing, unexpected or of another shape is said
+    before anything is changed; with `strict=False` only another shape is an error.
+    """
+    optimizers = optimizers_of(model)
+    sharded: list[ShardingState] = [optimizer.parts for optimizer in optimizers]
+
+    def prepare() -> tuple[WeightFiles, _Match]:
+        for parts in sharded:
+            parts.offloader.check("load_weights")
+        files = WeightFiles(source)
+        try:
+            return files, _Match.of(Named.of(model), files, strict)
+        except BaseException:
+            files.close()
+            raise
+
+    files, match = all_or_none(sharded[0].group, "A load of weights", prepare) if sharded else prepare()
+    try:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        rest = dict(match.keys)
+        with ProgressBar("loading", sum(map(_numel, rest)), not sharded or sharded[0].group.rank == 0, "elements") as bar:
+            for parts in sharded:
+                for tensor in _into_shares(parts, match, files):
+                    rest.pop(tensor, None)
+                    bar.advance(tensor.numel())
+            for tensor, key in rest.items():
+                _copy(tensor, files.read(key), match)
+                bar.advance(tensor.numel())
+    finally:
+        files.close()
+    return LoadedWeights(match.missing, match.unexpected)
+
+
+def _into_shares(parts: ShardingState, match: _Match, files: WeightFiles) -> Iterable[torch.Tensor]:
+    """Fills this rank's shares. Yields the tensors that are done."""
+    weights, params = parts.placer.weights, parts.params
+    parts.window.sync.tracker.copy_back()
+    formats = parts.window.grad_ops.formats
+    late = [index for index, tensor in enumerate(params.tensors)
+            if tensor in match.keys and lies_nowhere(parts, index) and tensor.requires_grad]  # fmt: skip
+    if late:
+        parts.window.place_params(late)
+    parts.publisher.begin()
+    for index, tensor in enumerate(params.tensors):
+        if tensor in match.keys and not lies_nowhere(parts, index):
+            for piece, master in parts.masters.of(index):
+                master.copy_(_stretch(files, match.keys[tensor], formats[index], piece.in_param))
+            weights.note_written(tensor)
+            yield tensor
+    for tensor, param_format, pieces in weights.frozen_pieces():
+        if tensor in match.keys:
+            for in_param, memory in pieces:
+                memory.copy_(_stretch(files, match.keys[tensor], param_format, in_param))
+            weights.note_written(tensor)
+            yield tensor
+    publish(parts)
+    parts.publisher.end()
+
+
+def _stretch(files: WeightFiles, key: str, param_format: ParamFormat, in_param: Span) -> torch.Tensor:
+    """Elements of a parameter as they lie in its slot."""
+    if param_format.order is None:
+        return files.read(key, in_param)
+    return param_format.flatten(files.read(key))[in_param.start : in_param.stop]
+
+
+def _copy(tensor: torch.Tensor, values: torch.Tensor, match: _Match) -> None:
+    if tensor.is_meta:
+        raise ValueError(
+            f"Cannot load {match.keys[tensor]}: it is on the meta device, and the model is not sharded. Shard the model first, "
+            "or give it memory with to_empty."
+        )
+    tensor.copy_(values)
+
+
+def _numel(tensor: torch.Tensor) -> int:
+    return tensor.numel()
+
+
+class _Match:
+    """Which tensor of a model is which of the files."""
+
+    def __init__(self) -> None:
+        self.keys: dict[torch.Tensor, str] = {}
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+
+    @staticmethod
+    def of(named: Named, files: WeightFiles, strict: bool) -> _Match:
+        match, there = _Match(), {unwrapped(key): key for key in files.tensors}
+        tensors: dict[str, Any] = {**named.parameters, **named.buffers}
+        names: dict[str, list[str]] = {name: [name] for name in tensors}
+        for alias, name in named.aliases.items():
+            names[name].append(alias)
+        rename = _renaming([alias for each in names.values() for alias in each], list(there))
+        used, shapes = set[str](), []
+        for name, tensor in tensors.items():
+            found = [there[key] for key in map(rename, names[name]) if key in there]
+            used.update(found)
+            if not found:
+                match.missing.append(name)
+            elif files.tensors[found[0]].shape != tuple(tensor.shape):
+                shapes.append(f"{name} is {tuple(tensor.shape)} here and {files.tensors[found[0]].shape} there")
+            else:
+                match.keys[tensor] = found[0]
+        match.unexpected = [key for key in files.tensors if key not in used]
+        problems = [f"of another shape: {_some(shapes)}"] if shapes else []
+        if strict:
+            problems += [f"missing: {_some(match.missing)}"] if match.missing else []
+            problems += [f"unexpected: {_some(match.unexpected)}"] if match.unexpected else []
+        if problems:
+            raise ValueError(
+                f"Cannot load weights from {files.source}: {'; '.join(problems)}. Nothing was changed. Pass the files of this "
+                "model" + ("." if shapes else ", or strict=False to leave out what does not match.")
+            )
+        return match
+
+
+def _renaming(here: list[str], there: list[str]) -> Any:
+    """What a name of the model is called in the files: the same, or with a prefix that one side has and the other has not."""
+    known = set(there)
+
+    def added(prefix: str) -> Any:
+        return lambda name: prefix + name
+
+    def removed(prefix: str) -> Any:
+        return lambda name: name.removeprefix(prefix)
+
+    ways = [added("")]
+    for name in here[:3]:
+        ways += [added(key.removesuffix(name)) for key in there if key.endswith("." + name)]
+    for key in there[:3]:
+        ways += [removed(name.removesuffix(key)) for name in here if name.endswith("." + key)]
+    return max(ways, key=lambda way: sum(way(name) in known for name in here))
+
+
+def _some(what: list[str]) -> str:
+    more = len(what) - _MOST_NAMED
+    return ", ".join(what[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
