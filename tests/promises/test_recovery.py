@@ -56,9 +56,9 @@ def one_step(model, optimizer, rank, step):
 # Going on ---------------------------------------------------------------------------------------------------------------
 
 
-def stall_and_go_on(rank, world, late, new_world):
+def stall_and_go_on(rank, world, late, new_world, stage):
     model = small()
-    optimizer = sharded(model)
+    optimizer = sharded(model, stage=stage)
     one_step(model, optimizer, rank, 0)
     said = None
     if late:
@@ -80,10 +80,12 @@ def stall_and_go_on(rank, world, late, new_world):
     return said, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("new_world", [False, True])
-def test_after_a_rank_came_too_late_all_go_on_as_if_the_window_had_not_been(new_world):
-    undisturbed = ranks.run(2, stall_and_go_on, False, False)
-    found = ranks.run(2, stall_and_go_on, True, new_world)
+@pytest.mark.parametrize(
+    ("new_world", "stage"), [(False, 2), (True, 2), (False, 3), pytest.param(True, 3, marks=pytest.mark.full)]
+)
+def test_after_a_rank_came_too_late_all_go_on_as_if_the_window_had_not_been(new_world, stage):
+    undisturbed = ranks.run(2, stall_and_go_on, False, False, stage)
+    found = ranks.run(2, stall_and_go_on, True, new_world, stage)
     assert "rank 1 was last seen after a backward of step 2, and did not come" in found[0][0]
     assert found[0][0].split("but ")[1] in found[1][0]
     for (_, weights), (_, expected) in zip(found, undisturbed, strict=True):

@@ -62,7 +62,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_trains_as_it_should_is_equal(name, stage):
     for world in (1, 3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import queue
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
@@ -55,6 +56,9 @@ class _FakeWire:
 
     def receive_from_any(self, memory: torch.Tensor) -> Message:
         return _Echo(self._sent, memory)
+
+    def fail(self, error: RuntimeError) -> NoReturn:
+        raise error
 
     def on_exit(self, end: Callable[[float], bool]) -> None: ...
 

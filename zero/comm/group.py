@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -68,6 +68,9 @@ class Wire(Protocol):
 
     def receive_from_any(self, memory: torch.Tensor) -> Message:
         """One with the tag ANYONES, from whichever rank. Without a time limit, and whatever becomes of the group."""
+
+    def fail(self, error: RuntimeError) -> NoReturn:
+        """A message failed in a thread that cannot say so: raises what that means for the group."""
 
     def on_exit(self, end: Callable[[float], bool]) -> None:
         """If the program ends before this is closed, `end` is called with a number of seconds, within which it ends whatever

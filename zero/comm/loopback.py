@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -151,6 +151,9 @@ class _LoopbackWire:
 
     def receive_from_any(self, memory: torch.Tensor) -> Message:
         return _Letter(partial(self._office.take, (self._number, self.rank, ANYONES, None), False), memory)
+
+    def fail(self, error: RuntimeError) -> NoReturn:
+        raise error
 
     def on_exit(self, end: Callable[[float], bool]) -> None: ...
 

@@ -61,6 +61,8 @@ class Pulls:
 
     def begin(self, bucket: int, memory: torch.Tensor, step: int, edits: int) -> Pull:
         """Begins to fill the parts of other ranks in the memory of a bucket, as of a version."""
+        if isinstance(self._failure, RuntimeError):  # as where a rank that asked is gone
+            self._wire.fail(self._failure)
         if self._failure is not None:
             raise RuntimeError("Cannot fetch weights: this rank's thread that answers others has failed.") from self._failure
         parts = memory.view(self._wire.size, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -126,6 +126,13 @@ class TorchWire:
     def receive_from_any(self, memory: torch.Tensor) -> Message:
         received: Message = self._process_group.recv_anysource([memory], ANYONES)
         return received
+
+    def fail(self, error: RuntimeError) -> NoReturn:
+        def again() -> None:
+            raise error
+
+        self._owner.guarded(again)
+        raise error
 
     def close(self) -> None:
         self._end = None

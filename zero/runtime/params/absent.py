@@ -71,10 +71,12 @@ class Absent(torch.Tensor):
             self.detach().copy_(values)
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.whole().numpy(force=force)
+        array = self.whole().numpy(force=force)
+        array.flags.writeable = False  # it is a copy: what is written to it would be lost
+        return array
 
     def __array__(self, *args: Any, **options: Any) -> Any:
-        return self.whole().numpy().__array__(*args, **options)
+        return self.numpy().__array__(*args, **options)
 
     def tolist(self) -> Any:
         return self.whole().tolist()
@@ -84,6 +86,9 @@ class Absent(torch.Tensor):
 
     def data_ptr(self) -> int:
         raise self.refusal("take data_ptr() of", _A_CLONE)
+
+    def is_shared(self) -> bool:
+        return False
 
     def storage(self) -> Any:
         raise self.refusal("take storage() of", _A_CLONE)
@@ -107,6 +112,9 @@ class Absent(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.label}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)  # type: ignore[no-untyped-call]
+
     def _plain(self) -> torch.Tensor:
         return self.whole()
 
@@ -126,6 +134,7 @@ class AbsentView(Absent):
 
 
 _ABSENT = frozenset((AbsentParameter, AbsentView))
+_COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
 
 def make_absent_param(
@@ -237,13 +246,20 @@ def _apart(result: Any, chunks: Collection[GatheredChunk], given: Mapping[int, A
 
 def _lies_in(tensor: torch.Tensor, chunk: GatheredChunk) -> bool:
     memory = chunk.memory
-    if memory is None or tensor.device != memory.device:
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout in _COMPRESSED:
+        tensor = tensor.values()
+    if memory is None or tensor.device != memory.device or tensor.layout is not torch.strided:
         return False
     return bool(tensor.untyped_storage()._cdata == memory.untyped_storage()._cdata)
 
 
 def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], of: Absent) -> Any:
-    """Views are made of shadows: nothing is gathered for them."""
+    """Views are made of shadows: nothing is gathered for them. Those of a parameter are no inference tensors, wherever made."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return _view(func, args, kwargs, of)
     made = func(*(value.shadow if type(value) in _ABSENT else value for value in args), **kwargs)
     if isinstance(made, torch.Tensor):
         return _make_view(of, made)

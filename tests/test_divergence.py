@@ -1,0 +1,31 @@
+"""Ranks that branch apart at stage 3 read the weights of plain PyTorch; `python -m tests.divergence` runs more of them."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests import divergence, ranks
+
+SEEDS = range(20)
+
+
+def test_ranks_do_differ_and_weights_change():
+    for seed in SEEDS[:5]:
+        windows = [[divergence.window_of(seed, rank, step) for step in range(divergence.STEPS)] for rank in range(2)]
+        assert windows[0] != windows[1]
+        weights = divergence.expected_weights(seed, 2)
+        for before, after in itertools.pairwise(weights):
+            assert not torch.equal(before["first.weight"], after["first.weight"])
+        for name in weights[0]:
+            assert torch.isfinite(weights[-1][name]).all() and not torch.equal(weights[0][name], weights[-1][name])
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize(
+    ("world", "seed"),
+    [(2, 0), (3, 1), *(pytest.param(world, seed, marks=pytest.mark.full) for seed in SEEDS[2:] for world in (2, 3))],
+)
+def test_each_read_of_a_weight_is_that_of_plain_pytorch(world, seed, shared_memory):
+    found = ranks.run(world, divergence.run_rank, seed, shared_memory)
+    assert all(num_reads > divergence.STEPS for num_reads, _ in found)
