@@ -56,6 +56,25 @@ def test_what_is_thawed_has_a_gradient_of_its_own_dtype(stage):
     assert [p.grad.dtype for p in model.parameters()] == [torch.bfloat16 for _ in model.parameters()]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_thawed_may_be_settled_where_no_gradients_are_recorded(stage, mode):
+    model, plain = real_mlp(), real_mlp()
+    for one in (model, plain):
+        one[0].requires_grad_(False)
+    optimizer, beside = shard(model, sgd()(model), stage=stage), sgd()(plain)
+    for one, its in ((model, optimizer), (plain, beside)):
+        one[0].requires_grad_(True)
+        for _ in range(2):
+            one(torch.ones(2, 4)).sum().backward()
+            with mode():
+                norm = one[0].weight.grad.norm()
+            assert norm > 0
+            its.step()
+            its.zero_grad()
+    assert same(weights(model), weights(plain))
+
+
 @pytest.mark.promise("F01")
 @STAGES
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

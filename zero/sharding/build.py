@@ -108,7 +108,7 @@ def _assemble(
     def place_params(fresh: Sequence[int]) -> Sequence[int]:
         parts = built[0]()
         assert parts is not None
-        with _restoring(optimizer):
+        with _restoring(optimizer), torch.inference_mode(False):  # whatever settles the window, this is used outside of it
             new = placer.place(fresh, partial(adopt_state, parts, optimizer))
         hooks.renew()
         return new

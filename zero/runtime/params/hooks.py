@@ -87,10 +87,12 @@ class GradHooks:
 
 @contextlib.contextmanager
 def _training(param: torch.nn.Parameter) -> Iterator[None]:
-    """A parameter that is frozen for now has no node, and takes no hook, before it requires a gradient."""
+    """A parameter that is frozen for now has no node, and takes no hook, before it requires a gradient; and no parameter shows
+    its node where no gradients are recorded, as where clipping settles the window."""
     trainable = param.requires_grad
     param.requires_grad_(True)
     try:
-        yield
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
     finally:
         param.requires_grad_(trainable)
