@@ -296,6 +296,20 @@ def test_weights_are_lent_as_ordinary_tensors_and_taken_back_with_what_was_writt
     ranks.run(2, lent, shared_memory)
 
 
+def lent_of_no_dimension(rank, world):
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    optimizer = shard(model, 3)
+    with optimizer.gathered():
+        model.scale.numpy()[...] = 2.0
+    assert model.scale.item() == 2.0 and isinstance(model.scale, Absent)
+    optimizer.close()
+
+
+def test_a_parameter_of_no_dimension_is_lent_too():
+    ranks.run(1, lent_of_no_dimension)
+
+
 def begun_on_meta(rank, world, shared_memory):
     """A model on the meta device, initialised after it was sharded."""
 

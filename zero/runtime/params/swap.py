@@ -74,7 +74,7 @@ def _refuse(_: torch.Tensor) -> None:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(torch.uint8)
+    return values.reshape(-1).view(torch.uint8)
 
 
 def _exchange(param: nn.Parameter, other: nn.Parameter) -> None:
