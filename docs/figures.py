@@ -72,13 +72,14 @@ def bytes_per_rank() -> str:
     scale = 190 / (budget(0, 1).peak / 2**30)
     for number, (stage, ranks) in enumerate(columns):
         found, x, y = budget(stage, ranks), 20 + 96 * number, 240.0
-        waiting = found.weights if STAGES[stage].accumulates_locally else 0  # whole, in .grad, until they are sent
+        waiting = found.device.weights if STAGES[stage].accumulates_locally else 0  # whole, in .grad, until they are sent
         gradients = max(found.device.gradients, waiting)
-        for amount, fill in ((found.weights, GREEN), (gradients, ORANGE), (found.device.masters + found.device.moments, BLUE)):
+        states = found.device.masters + found.device.moments
+        for amount, fill in ((found.device.weights, GREEN), (gradients, ORANGE), (states, BLUE)):
             height = scale * amount / 2**30
             y -= height
             parts.append(_rect(x, y, 60, height, fill))
-        whole = found.weights + gradients + found.device.masters + found.device.moments
+        whole = found.device.weights + gradients + found.device.masters + found.device.moments
         parts.append(_text(x + 30, y - 6, f"{whole / 2**30:.1f}", "middle"))
         parts.append(_text(x + 30, 256, f"stage {stage}", "middle"))
         parts.append(_text(x + 30, 271, "any ranks" if stage == 0 else f"{ranks} ranks", "middle"))

@@ -217,7 +217,7 @@ def refused_later(rank, world):
 @needs_sim
 def test_a_group_that_comes_later_is_asked_the_same_questions():
     [said] = ranks.run(1, refused_later, apart="sim")
-    assert said["room"].startswith("MemoryError: Offloading to the host was asked for") and "but 100 bytes" in said["room"]
+    assert said["room"].startswith("MemoryError: Cannot keep ") and "machine: 100 bytes" in said["room"]
     assert "no piece of 64 bytes can be pinned for sim" in said["pins"]
     for name in ("one kind", "the other kind"):
         assert "some groups and pageable memory for others" in said[name]

@@ -60,7 +60,7 @@ def test_a_record_says_what_the_step_did(stage, tmp_path):
     assert sum(record["moved_bytes"]["reduced"] for record in records) == sent
     numel = sum(param.numel() for param in real_mlp().parameters())
     assert (last["moved_bytes"]["published"] > 0) == (stage > 0)
-    assert last["live_bytes"]["weights"] == now.weights >= 4 * numel
+    assert last["live_bytes"]["weights"] == now.device.weights >= 4 * numel
     assert last["live_bytes"]["moments"] == now.device.moments
     assert last["live_bytes"]["gradients"] == 0 and last["live_bytes"]["allocated"] > 0
 
@@ -158,10 +158,10 @@ def test_what_is_held_is_what_was_predicted(stage, dtype):
             optimizer.zero_grad()
         now, cost = measured_bytes(optimizer.parts), cost_of(optimizer.parts.layout_ref.layout, stage, group.size, group.rank)
         optimizer.close()
-        return now.weights, gradients, now.device.masters, now.device.moments, now.buckets, cost
+        return now.device.weights, gradients, now.device.masters, now.device.moments, now.buckets, cost
 
     for weights, gradients, masters, moments, buckets, cost in run_ranks(3, program):
-        assert (weights, masters, moments) == (cost.weights, cost.device.masters, cost.device.moments)
+        assert (weights, masters, moments) == (cost.device.weights, cost.device.masters, cost.device.moments)
         assert gradients == cost.device.gradients
         assert 0 < buckets <= cost.buckets, "a rank that is behind the others needs fewer"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -22,9 +23,11 @@ class Weights(Protocol):
     def num_chunks(self) -> int:
         """That are filled."""
 
-    @property
-    def num_bytes(self) -> int:
-        """That are kept, by this rank."""
+    def memory(self) -> Iterable[torch.Tensor]:
+        """What this rank keeps."""
+
+    def room(self) -> float:
+        """Bytes on the device that whole weights may take and do not, now."""
 
     def prepare(self) -> None:
         """Chunks that are new in the layout will be filled. A collective."""
@@ -100,9 +103,11 @@ class FlatBuffer:
     def num_chunks(self) -> int:
         return len(self.chunks)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self.chunks)
+    def memory(self) -> Iterable[torch.Tensor]:
+        return self.chunks
+
+    def room(self) -> float:
+        return math.inf
 
     def prepare(self) -> None: ...
 

@@ -15,15 +15,16 @@ _ON_THE_WAY = 2  # copies between the device and the host that may be on their w
 
 @dataclass(frozen=True)
 class Shares:
-    """Bytes of what is divided among the ranks, in one memory."""
+    """Bytes of what a rank has in one memory of the states of a training: its share, or all of what is not sharded."""
 
+    weights: int = 0
     masters: int = 0  # nothing where the weights are as wide as their sums and in the same memory
     moments: int = 0  # of the optimizer
     gradients: int = 0  # this rank's shares, from the first round of a window until it is cleared
 
     @property
     def total(self) -> int:
-        return self.masters + self.moments + self.gradients
+        return self.weights + self.masters + self.moments + self.gradients
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class Budget:
     """Bytes of one rank: on the device of the weights, and on a host beside it. What the user's own graph and batch need
     comes on top."""
 
-    weights: int
     device: Shares
     staging: int  # buckets that are kept for the next window
     filling: int = 0  # while gradients come, beside the states: their shares so far, buckets, and what these become
@@ -39,16 +39,17 @@ class Budget:
     host: Shares = Shares()
     waiting: int = 0  # gradients that are whole on the device until the last backward of a window sends them
     in_transit: int = 0  # host memory for what is on its way: weights to be compared and back, gradients to be added
+    gathered: int = 0  # whole weights, where they are in shares: with the least budget, and while operators run
 
     @property
     def states(self) -> int:
         """What is on the device between two windows."""
-        return self.weights + self.device.masters + self.device.moments + self.staging
+        return self.device.weights + self.device.masters + self.device.moments + self.staging
 
     @property
     def peak(self) -> int:
         """The most on the device at one time, while a window is being filled or stepped on."""
-        return self.states + max(self.filling, self.stepping)
+        return self.states + max(self.gathered + self.filling, self.stepping)
 
     @property
     def host_peak(self) -> int:
@@ -66,13 +67,16 @@ def budget_of(
     in_lines: bool = False,
     one_host: bool = False,
     one_pass: bool = False,
+    shards_weights: bool = False,
+    on_host: bool = False,
 ) -> Budget:
     """The cost of `layout` with an optimizer of `num_moments` values an element, by group where they differ. `num_backwards`
     are sent in a window; None for any number. `by_blocks`: whether the optimizer is given one block after the other.
     `num_ranks` are there; None for as many as share the layout. `waits`: whether all gradients wait, in the dtype of sums, for
     the last backward of a window. `in_lines`: whether moments lie as masters do, each in one line for all of a share.
     `one_host`: whether ranks read what others send where that lies. `one_pass`: whether a step takes sums from where what was
-    sent lay.
+    sent lay. `shards_weights`: whether weights are in shares. `on_host`: whether
+    the device is a host; other ranks read shares of weights there.
 
     [Note: pace]
     This is what a rank needs that keeps pace with the others, once the order of its gradients is known: a bucket is full
@@ -88,6 +92,9 @@ def budget_of(
     for bucket, round_ in zip(layout.buckets, rounds, strict=True):
         shares[bucket.offloaded]["gradients"] += round_.share
         shares[bucket.offloaded]["masters"] += round_.share if bucket.offloaded or round_.narrow else 0
+        if shards_weights:
+            shares[bucket.offloaded]["weights"] += round_.weights
+            shares[True]["weights"] += 0 if bucket.offloaded or on_host else round_.weights
     lines = Counter[int]()  # by bucket: the most that one of its parameters needs
     for param, spec in enumerate(layout.params):
         number = remembered[min(spec.group, len(remembered) - 1)]
@@ -109,8 +116,10 @@ def budget_of(
     stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0) if any(remembered) else 0
     staged = _staging_of(layout, rounds, buffers)
     near = [round_.share for round_ in rounds if not (round_.offloaded or (stays and round_.narrow))]
+    chunks = sorted((chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks), reverse=True)
+    if not shards_weights:
+        shares[False]["weights"] = sum(chunks)
     return Budget(
-        weights=sum(chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks),
         device=Shares(**shares[False]),
         staging=kept,
         filling=staged - kept + _exchanged(rounds, repeats, waits, stays, latest),
@@ -118,6 +127,7 @@ def budget_of(
         host=Shares(**shares[True]),
         waiting=sum(round_.whole for round_ in rounds) if waits else 0,
         in_transit=_in_transit([round_ for round_ in rounds if round_.offloaded], repeats, by_blocks),
+        gathered=sum(chunks[:2]) if shards_weights and not one_host else 0,  # of one operator, and the next one
     )
 
 

@@ -14,8 +14,7 @@ from zero.plan.stages import stage_of
 class Cost:
     """Bytes of one rank: on the device of the weights, and on a host beside it."""
 
-    weights: int
-    device: Shares  # beside the weights; the gradients at their most
+    device: Shares  # the gradients at their most
     buckets: int  # that are kept from window to window
     host: Shares
     peak: int = 0  # on the device; of model states alone
@@ -23,7 +22,7 @@ class Cost:
 
     @property
     def total(self) -> int:
-        return self.weights + self.device.total + self.buckets
+        return self.device.total + self.buckets
 
 
 def cost_of(
@@ -35,34 +34,27 @@ def cost_of(
     accumulation: int = 1,
     one_host: bool = False,
     one_pass: bool = False,
+    on_host: bool = False,
 ) -> Cost:
     """The cost of windows of so many backwards, to one rank of so many, with an optimizer that steps block by block.
 
     Before the last backward of a window, stages that accumulate locally have every gradient whole. `one_host`: all ranks train
-    in the memory of one; `one_pass`: they step in one pass over it.
+    in the memory of one; `one_pass`: they step in one pass over it. `on_host`: each trains in that of one.
     """
     row = stage_of(stage)
     waits = accumulation > 1 and row.accumulates_locally
     sent = 1 if row.accumulates_locally else accumulation
-    budget = budget_of(layout, rank, num_moments, sent, num_ranks=num_ranks, waits=waits, one_host=one_host, one_pass=one_pass)
+    on_host |= one_host
+    options = {"waits": waits, "one_host": one_host, "one_pass": one_pass, "on_host": on_host}
+    shards_weights = row.shards_weights
+    budget = budget_of(layout, rank, num_moments, sent, num_ranks=num_ranks, shards_weights=shards_weights, **options)
     if one_host:
         if one_pass and accumulation == 1:
             budget = _without_sums(budget, layout, num_ranks)
         if not row.shards_weights:
             budget = replace(budget, staging=budget.staging + _published_bytes(layout))
-    gathered = 0
-    if row.shards_weights:
-        gathered = 0 if one_host or num_ranks == 1 else _gathered_bytes(layout)
-        budget = replace(budget, weights=budget.weights // num_ranks)
     device = replace(budget.device, gradients=max(budget.waiting, budget.device.gradients))
-    return Cost(budget.weights, device, budget.staging, budget.host, budget.peak + gathered, budget.host_peak)
-
-
-def _gathered_bytes(layout: FlatLayout) -> int:
-    """Of whole weights with the least budget: those of one operator, and the next ones. Ranks of one host see them in memory
-    that they share, and gather none."""
-    sizes = sorted((chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks), reverse=True)
-    return sum(sizes[:2])
+    return Cost(device, budget.staging, budget.host, budget.peak, budget.host_peak)
 
 
 def _published_bytes(layout: FlatLayout) -> int:

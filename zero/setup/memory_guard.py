@@ -17,19 +17,27 @@ from zero.memory.homes.registry import Homes
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.optim.traits import known_kind, num_moments
-from zero.plan.budget import budget_of
+from zero.plan.budget import Budget, budget_of
 from zero.plan.layout import ITEM_BYTES, FlatLayout
 
 
 class MemoryGuard:
     """What memory there is: of the host for what is offloaded there, of the device for what to say when it runs out."""
 
-    def __init__(self, place: Place, optimizer: torch.optim.Optimizer, contiguous_moments: bool, ranks_here: int) -> None:
+    def __init__(
+        self,
+        place: Place,
+        optimizer: torch.optim.Optimizer,
+        contiguous_moments: bool,
+        ranks_here: int,
+        shards_weights: bool = False,
+    ) -> None:
         self.homes = Homes(place.accelerator, place.device)  # which take no memory before they are asked to
         self._place = place
         self._optimizer = optimizer
         self._contiguous_moments = contiguous_moments  # of all of a share, as the step in one pass has them
         self._ranks_here = ranks_here
+        self._shards_weights = shards_weights
 
     @property
     def accelerator(self) -> Accelerator:
@@ -48,29 +56,36 @@ class MemoryGuard:
         reading = self._place.accelerator.memory(self._place.device.index)
         free = reading.available or 0
         reachable = (free + (reading.allocated or 0)) // self._place.num_ranks
-        moments = num_moments(self._optimizer)
-        needed = budget_of(layout, num_moments=moments).peak
+        needed = self._budget(layout, self._shards_weights).peak
         said = (
             f"{free} bytes ({format_bytes(free)}) are free; what is kept and sent for training needs {needed} at its peak, "
             f"beside activations, and {reachable} can be had."
         )
-        for setting, other in _settings_beside(layout):
-            peak = budget_of(other, num_moments=moments).peak
+        for setting, other, shards_weights in _settings_beside(layout, self._shards_weights):
+            peak = self._budget(other, shards_weights).peak
             if peak < min(needed, reachable):
                 return f"{said} With {setting} it would need {peak}."
         return f"{said} No setting makes that fit: use more ranks, a narrower dtype, or a smaller model or batch."
 
-    def room_for_weights(self, asked: int | str, layout: FlatLayout) -> float:
+    def _budget(self, layout: FlatLayout, shards_weights: bool) -> Budget:
+        by_blocks = known_kind(self._optimizer) is not None
+        moments, in_lines = num_moments(self._optimizer), self._contiguous_moments
+        how = {"by_blocks": by_blocks, "in_lines": in_lines, "on_host": self._place.is_host}
+        return budget_of(layout, num_moments=moments, shards_weights=shards_weights, **how)
+
+    def room_for_weights(self, asked: int | str, layout: FlatLayout, tensors: Iterable[torch.Tensor]) -> float:
         """Bytes of whole weights that this rank may have at a time at stage 3: of what is free beside all else that is kept for
-        training one half, as activations need the other. Each rank decides for itself."""
+        training one half, as activations need the other. `tensors` are taken into shares. Each rank decides for itself."""
         if asked == "all":
             return math.inf
         if isinstance(asked, int):
             return asked
         available = self._place.accelerator.memory(self._place.device.index).available
-        budget = budget_of(layout, num_moments=num_moments(self._optimizer))
-        kept = budget.peak - budget.weights
-        return 0 if available is None else max(0, available // self._place.num_ranks - kept) / 2
+        if available is None:
+            return 0
+        budget = self._budget(layout, True)
+        taken = sum(tensor.nbytes for tensor in tensors if tensor.device == self._place.device)
+        return max(0, available // self._place.num_ranks + taken - (budget.peak - budget.gathered)) / 2
 
     def reserve(self, offloads: Iterable[Offload | None], layout: FlatLayout, before: FlatLayout | None = None) -> None:
         """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for; nothing is allocated yet.
@@ -82,12 +97,12 @@ class MemoryGuard:
         available = accelerators.get("cpu").memory().available
         if available is not None and needed * self._ranks_here > available:
             raise MemoryError(
-                f"Offloading to the host was asked for, which needs {needed} bytes ({format_bytes(needed)}) on each of "
-                f"{self._ranks_here} ranks of this machine, but {available} bytes ({format_bytes(available)}) are available to "
-                "all of them. Offload a smaller part with offload={'ratio': ...}, use more machines, or a smaller model."
+                f"Cannot keep {needed} bytes ({format_bytes(needed)}) on the host for each of {self._ranks_here} ranks of this "
+                f"machine: {available} bytes ({format_bytes(available)}) are available to all of them. Offload a smaller part "
+                "with offload={'ratio': ...}, use more machines, or a smaller model."
             )
         # as much as there will be in one piece: that so much can be had is found out by trying
-        piece = max(bucket.share_numel for bucket in layout.buckets if bucket.offloaded) * ITEM_BYTES["float32"]
+        piece = max((bucket.share_numel for bucket in layout.buckets if bucket.offloaded), default=0) * ITEM_BYTES["float32"]
         if pinned and not self._can_pin(piece):
             raise ValueError(
                 f"Pinned host memory was asked for, {needed} bytes of it. {'Some' if available is None else available} bytes "
@@ -106,9 +121,7 @@ class MemoryGuard:
             )
 
     def _needed(self, layout: FlatLayout) -> int:
-        by_blocks = known_kind(self._optimizer) is not None
-        moments, in_lines = num_moments(self._optimizer), self._contiguous_moments
-        return budget_of(layout, num_moments=moments, by_blocks=by_blocks, in_lines=in_lines).host_peak
+        return self._budget(layout, self._shards_weights).host_peak
 
     def _pinned(self, asked: list[bool | None]) -> bool | None:
         """What all say together."""
@@ -125,14 +138,19 @@ class MemoryGuard:
         return self._place.accelerator.can_pin and self._place.accelerator.pin(piece).is_pinned()
 
 
-def _settings_beside(layout: FlatLayout) -> Iterator[tuple[str, FlatLayout]]:
-    """What one could have asked for instead, the mildest first."""
+def _settings_beside(layout: FlatLayout, shards_weights: bool) -> Iterator[tuple[str, FlatLayout, bool]]:
+    """What one could have asked for instead, the mildest first: in words, its layout, and whether weights are in shares."""
     slotted = [index for index, slot in enumerate(layout.slots) if slot is not None]
     bare = replace(layout, slots=(None,) * len(layout.slots), chunks=(), buckets=())
     smaller = replace(bare, bucket_bytes=max(1, layout.bucket_bytes // 8))
     away = replace(smaller, params=tuple(replace(spec, offload=1.0) for spec in layout.params))
-    yield f"bucket_bytes={smaller.bucket_bytes}", smaller.extended(slotted)
+    yield f"bucket_bytes={smaller.bucket_bytes}", smaller.extended(slotted), shards_weights
     if layout.num_shares == 1:
-        yield "stage=2 on 2 ranks", replace(smaller, num_shares=2, bucket_bytes=layout.bucket_bytes).extended(slotted)
-    yield "offload='cpu'", replace(away, bucket_bytes=layout.bucket_bytes).extended(slotted)
-    yield f"offload='cpu' and bucket_bytes={smaller.bucket_bytes}", away.extended(slotted)
+        sharded = replace(smaller, num_shares=2, bucket_bytes=layout.bucket_bytes).extended(slotted)
+        yield "stage=2 on 2 ranks", sharded, shards_weights
+    elif not shards_weights:
+        yield "stage=3", layout, True
+    yield "offload='cpu'", replace(away, bucket_bytes=layout.bucket_bytes).extended(slotted), shards_weights
+    yield f"offload='cpu' and bucket_bytes={smaller.bucket_bytes}", away.extended(slotted), shards_weights
+    if not shards_weights:
+        yield f"stage=3, offload='cpu' and bucket_bytes={smaller.bucket_bytes}", away.extended(slotted), True

@@ -83,7 +83,8 @@ def prepare(
     layout = FlatLayout.build(params.specs(), num_shares, config.bucket_bytes, config.align_bytes, latent, block_numel)
     verify_same_setup(model, optimizer, params, config, group)
     place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
-    memory_guard = MemoryGuard(place, optimizer, has_fused_step, _ranks_that_share_memory(group, torch.device("cpu")))
+    ranks_here, shards_weights = _ranks_that_share_memory(group, torch.device("cpu")), stage_of(config.stage).shards_weights
+    memory_guard = MemoryGuard(place, optimizer, has_fused_step, ranks_here, shards_weights)
     filled = layout.extended([index for index in latent if index not in params.frozen])
     homes = [offload_of(optimizer.param_groups[number], config) for number in sorted(set(params.groups))]
     run_on_all(group, lambda: memory_guard.reserve(homes, filled))

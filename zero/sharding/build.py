@@ -95,7 +95,7 @@ def _assemble(
     params = Params(chosen.tensors, chosen.names)
     weights: Weights = FlatBuffer(layout_ref)
     if stage_of(config.stage).shards_weights:
-        room = memory_guard.room_for_weights(config.gathered_bytes, layout.extended(range(len(chosen.names))))
+        room = memory_guard.room_for_weights(config.gathered_bytes, layout.extended(range(len(chosen.names))), chosen.tensors)
         weights = ShardedWeights(layout_ref, params, ShareExchange(group, place.device, room))
     rank, shard = group.rank if layout.num_shares > 1 else 0, Shard(layout_ref, memory_guard.homes)
     masters = Masters(layout_ref, rank, weights, shard, rounded=config.masters == "rounded")
@@ -135,6 +135,7 @@ def _assemble(
             reduce_dtype,
             checks_finite=config.on_nonfinite == "raise",
             sums=sums,
+            room=weights.room,
         )
         reducer = Reducer(layout_ref, formats, place.accelerator, staging, inflight)
         grad_ops = ShardedGradOps(layout_ref, formats, group, inflight)

@@ -13,14 +13,13 @@ from zero.sharding.state import ShardingState
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    weights: int
-    device: Shares  # beside the weights
+    device: Shares
     buckets: int
     host: Shares  # of an accelerator with memory of its own
 
     @property
     def total(self) -> int:
-        return self.weights + self.device.total + self.buckets
+        return self.device.total + self.buckets
 
 
 def measured_bytes(parts: ShardingState) -> MeasuredBytes:
@@ -31,6 +30,8 @@ def measured_bytes(parts: ShardingState) -> MeasuredBytes:
     def count(kind: str, tensor: torch.Tensor) -> None:
         shares[tensor.device != device][kind] += tensor.nbytes
 
+    for tensor in parts.placer.weights.memory():
+        count("weights", tensor)
     for bucket, master in parts.masters.shard.shares.items():
         if parts.masters.is_copy(bucket):
             count("masters", master)
@@ -42,5 +43,4 @@ def measured_bytes(parts: ShardingState) -> MeasuredBytes:
         count("gradients", gradient)
     shares[False]["gradients"] += sum(rows.num_bytes for rows in parts.window.grad_ops.shard.deferred.values())
     shares[False]["gradients"] += parts.window.reducer.num_fp32_bytes
-    return MeasuredBytes(parts.publisher.num_weight_bytes, Shares(**shares[False]), parts.window.reducer.num_staging_bytes,
-                Shares(**shares[True]))  # fmt: skip
+    return MeasuredBytes(Shares(**shares[False]), parts.window.reducer.num_staging_bytes, Shares(**shares[True]))

@@ -64,7 +64,7 @@ class MetricsWriter:
         sent, self._moved = self._moved, self._sent()
         ms = {name: round(now - before.get(name, 0.0), 3) for name, now in by_phase(self._ms).items()}
         now = measured_bytes(parts)
-        live = {"weights": now.weights, **asdict(now.device), "buckets": now.buckets}
+        live = {**asdict(now.device), "buckets": now.buckets}
         if now.host.total:
             live |= {f"host_{kind}": amount for kind, amount in asdict(now.host).items()}
         reading = parts.accelerator.memory()

@@ -37,7 +37,7 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         cost = self.cost
-        figures = {"weights": cost.weights, **asdict(cost.device), "buckets": cost.buckets, "peak": cost.peak}
+        figures = {**asdict(cost.device), "buckets": cost.buckets, "peak": cost.peak}
         return {"stage": self.stage, "offload": self.offload, **figures, "on_host": cost.host_peak, "fits": self.fits}
 
 
@@ -154,9 +154,10 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
             one_pass = space.is_host and args.kernels != "torch" and args.optimizer in _IN_ONE_PASS
             moments, one_host = _MOMENTS[args.optimizer], space.is_host and (args.ranks_per_host or args.ranks) >= args.ranks
             rank = int(args.ranks > 2)  # one that is neither the first nor the last receives the most
-            cost = cost_of(layout, stage, args.ranks, rank, moments, args.accumulation, one_host, one_pass)
+            cost = cost_of(layout, stage, args.ranks, rank, moments, args.accumulation, one_host, one_pass, space.is_host)
             other_bytes = subject.buffer_bytes + subject.frozen_bytes // (args.ranks if row.shards_weights else 1)
-            cost = replace(cost, weights=cost.weights + other_bytes, peak=cost.peak + other_bytes)
+            on_device = replace(cost.device, weights=cost.device.weights + other_bytes)
+            cost = replace(cost, device=on_device, peak=cost.peak + other_bytes)
             if args.batch:
                 assert subject.build is not None
                 options = {"stage": stage, "dtype": args.dtype, "offload": offload, "bucket_bytes": bucket_bytes}

@@ -101,8 +101,10 @@ def test_what_fits_is_marked_and_one_is_recommended(capsys):
     assert status == 0 and row_of(answer, 3)["fits"] == "no" and row_of(answer, 2, "cpu")["recommended"]
     status, answer = planned(capsys, "700M", "--ranks", 8, "--memory", "1500MiB", "--host-memory", "6GiB")
     assert status == 1 and row_of(answer, 2, "cpu")["fits"] == "not the host"
-    assert planned(capsys, "700M", "--ranks", 8, "--memory", "200MiB")[0] == 1
-    assert main(["plan", "700M", "--memory", "800MiB"]) == 1
+    status, answer = planned(capsys, "700M", "--ranks", 8, "--memory", "200MiB", "--host-memory", "100GiB")
+    assert status == 0 and row_of(answer, 3, "cpu")["recommended"]
+    assert planned(capsys, "700M", "--ranks", 8, "--memory", "100MiB")[0] == 1
+    assert main(["plan", "700M", "--memory", "100MiB"]) == 1
     assert "Nothing fits. Take more ranks" in capsys.readouterr().out
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from zero.comm.results import UnreducedResult, wait_into
 from zero.memory.deferred_sum import DeferredSum, Sums, share_memory
 from zero.memory.formats import sum_dtype
 from zero.memory.gradient_shard import GradientShard
+from zero.memory.homes.home import Transfer
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
 from zero.plan.grad_scaling import Scaling
@@ -22,6 +24,7 @@ from zero.runtime.kernels.sums import SumsByTorch
 from zero.runtime.profiling import Timed, stop
 
 _MOST_OF_A_SUM = 1.25  # that deferring it may take in bytes: buffers have the size of the largest bucket
+_ALWAYS_SENT = 2  # rounds on their way: one that others work at, and one that is there when they are done with it
 _AHEAD = 2  # buckets that the host may have filled on a device before that has come to filling them
 
 
@@ -30,6 +33,16 @@ class _Round(NamedTuple):
     buffer: torch.Tensor
     pending: Pending
     filled: Event | None  # on this rank's device
+    let_go: Callable[[], None] | None  # of where it waited
+
+
+class _Waiting(NamedTuple):
+    """A round that is not sent yet, on the host."""
+
+    bucket: int
+    mirror: torch.Tensor
+    transfer: Transfer  # to there
+    sum_dtype: torch.dtype
 
 
 class InflightReductions(Timed):
@@ -44,6 +57,11 @@ class InflightReductions(Timed):
     own device: the stream that fills waits for no round that is on its way, so ranks that branch apart cannot lock each other.
     It may be behind what was agreed on before, the weights of the last step or sums that settled, which the others send
     without anything more from this rank.
+
+    [Note: ahead of other ranks]
+    A rank that is ahead of others would have a whole backward on its way, as it never waits for them. On a device, beside two
+    rounds, only so much is as `room` says that there is room for; further rounds wait on the host, and are sent in their order
+    as earlier ones land. A rank that is ahead has the time for two copies.
     """
 
     def __init__(
@@ -56,6 +74,7 @@ class InflightReductions(Timed):
         reduce_dtype: torch.dtype | None = None,
         checks_finite: bool = False,
         sums: Sums | None = None,
+        room: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self.num_bytes = 0  # sent so far, by this rank
         self._layout_ref = layout_ref
@@ -68,23 +87,62 @@ class InflightReductions(Timed):
         self._reduce_dtype = reduce_dtype
         self.sums = sums or SumsByTorch()
         self._ranks = group.rank, group.size
+        self._room = room
         self._in_flight: deque[_Round] = deque()
+        self._waiting: deque[_Waiting] = deque()
 
     def __len__(self) -> int:
-        return len(self._in_flight)
+        return len(self._in_flight) + len(self._waiting)
 
     @stop("reduce")
     def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True) -> None:
+        """Sends a round, or has it wait on the host for those before it."""
         buffer, dtype = self._rounded(buffer), sum_dtype(buffer.dtype)
         self.num_bytes += buffer.nbytes
         if self.checks_finite:
             greatest = torch.linalg.vector_norm(buffer, torch.inf)
             self._greatest = greatest if self._greatest is None else torch.maximum(self._greatest, greatest)
-        pending = self._reduce(buffer, dtype)
-        self._in_flight.append(_Round(bucket, buffer, pending, None if pending.done() else self._staging.mark()))
-        self._await_device()
+        if self._has_room(buffer.nbytes):
+            self._send(bucket, buffer, dtype)
+        else:
+            self._put_aside(bucket, buffer, dtype)
         while self._in_flight and self._in_flight[0].pending.done():
             self._retire(keep)
+
+    def _send(
+        self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, let_go: Callable[[], None] | None = None
+    ) -> None:
+        pending = self._reduce(buffer, dtype)
+        filled = None if pending.done() else self._staging.mark()
+        self._in_flight.append(_Round(bucket, buffer, pending, filled, let_go))
+        self._await_device()
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """See [Note: ahead of other ranks]."""
+        homes = self.shard.homes
+        if homes.host is homes.device or len(self._in_flight) < _ALWAYS_SENT:
+            return True
+        sent = sum(round_.buffer.nbytes for round_ in self._in_flight)
+        return not self._waiting and sent + num_bytes <= self._room()
+
+    def _put_aside(self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+        mirror = self.shard.homes.host.mirror(buffer)
+        transfer = self.shard.homes.host.write(buffer, mirror)
+        self._waiting.append(_Waiting(bucket, mirror, transfer, dtype))
+        self._staging.give_back(buffer, transfer)
+
+    def _send_waiting(self) -> None:
+        while self._waiting and len(self._in_flight) < _ALWAYS_SENT:
+            bucket, mirror, transfer, dtype = self._waiting.popleft()
+            transfer.wait()
+            buffer = self._staging.borrow(mirror.numel(), mirror.dtype)
+            arrival = self.shard.homes.host.read(mirror, buffer)
+            arrival.wait()
+            self._send(bucket, buffer, dtype, partial(self._let_go, mirror, arrival))
+
+    def _let_go(self, mirror: torch.Tensor, transfer: Transfer) -> None:
+        transfer.finish()
+        self.shard.homes.host.give_back(mirror)
 
     def _await_device(self) -> None:
         """See [Note: ahead of the device]."""
@@ -109,18 +167,29 @@ class InflightReductions(Timed):
 
     def retire(self, keep: bool, most: int = 0) -> None:
         """Waits for other ranks, until no more than so many rounds are on their way."""
-        while len(self._in_flight) > most:
+        while len(self) > most:
             self._retire(keep)
 
     def abandon(self) -> None:
         """Forgets what is on its way and will not be waited for; it may still be written into."""
         for round_ in self._in_flight:
             self._staging.discard(round_.buffer)
+            if round_.let_go is not None:
+                round_.let_go()
+        for waiting in self._waiting:
+            self._let_go(waiting.mirror, waiting.transfer)
         self._in_flight.clear()
+        self._waiting.clear()
+
+    def _retire(self, keep: bool) -> None:
+        round_ = self._in_flight.popleft()
+        self._land(round_.bucket, round_.buffer, round_.pending, keep)
+        if round_.let_go is not None:
+            round_.let_go()
+        self._send_waiting()
 
     @stop("keep")
-    def _retire(self, keep: bool) -> None:
-        bucket, buffer, pending, _ = self._in_flight.popleft()
+    def _land(self, bucket: int, buffer: torch.Tensor, pending: Pending, keep: bool) -> None:
         if keep and isinstance(pending, UnreducedResult) and self._defers(bucket, buffer, pending):
             return
         if keep and self.shard.home_of(bucket).device == buffer.device:

@@ -29,10 +29,6 @@ class WeightPublisher(Timed):
         self.num_bytes = 0  # sent so far, by this rank
         self._in_flight: deque[Pending] = deque()
 
-    @property
-    def num_weight_bytes(self) -> int:
-        return self._weights.num_bytes
-
     def begin(self) -> None:
         """Weights are written from now on; what the user edited is taken over. A collective where weights are in shares."""
         self._weights.begin_step()

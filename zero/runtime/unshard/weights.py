@@ -43,9 +43,16 @@ class ShardedWeights:
     def num_chunks(self) -> int:
         return len(self.chunks)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(share.memory.nbytes for share in self._shares.values()) + (self._frozen.num_bytes if self._frozen else 0)
+    def memory(self) -> Iterator[torch.Tensor]:
+        for share in self._shares.values():
+            yield share.memory
+            if not share.is_served:
+                yield self.exchange.versions.newest(share.number)
+        if self._frozen is not None:
+            yield from self._frozen.memory()
+
+    def room(self) -> float:
+        return self.exchange.cache.budget_bytes - self.exchange.cache.num_bytes
 
     def prepare(self) -> None:
         layout, exchange = self.layout_ref.layout, self.exchange

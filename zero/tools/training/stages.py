@@ -31,8 +31,8 @@ class Both:
 
 def kinds(cost: Cost) -> dict[str, int]:
     """Bytes by kind, those on the device first."""
-    shares = {name: getattr(cost.device, name) for name in ("gradients", "masters", "moments")}
-    return {"weights": cost.weights, **shares, "buckets": cost.buckets, "all": cost.total, "on_host": cost.host.total}
+    shares = {name: getattr(cost.device, name) for name in ("weights", "gradients", "masters", "moments")}
+    return {**shares, "buckets": cost.buckets, "all": cost.total, "on_host": cost.host.total}
 
 
 def stages_table(stages: Mapping[int, Both]) -> str:
@@ -64,10 +64,12 @@ def _measure(options: Options, stage: int) -> Both:
                 host_gradients = max(host_gradients, now.host.gradients)
                 engine.step()
         now = measured_bytes(parts)
-        counted = Cost(now.weights, replace(now.device, gradients=gradients), now.buckets,
+        counted = Cost(replace(now.device, gradients=gradients), now.buckets,
                        replace(now.host, gradients=host_gradients))  # fmt: skip
         moments = num_moments(parts.updater.inner)
         group = parts.group
-        return Both(counted, cost_of(parts.layout_ref.layout, stage, group.size, group.rank, moments, options.accumulation))
+        layout, on_host = parts.layout_ref.layout, parts.accelerator.device().type == "cpu"
+        predicted = cost_of(layout, stage, group.size, group.rank, moments, options.accumulation, on_host=on_host)
+        return Both(counted, predicted)
     finally:
         engine.close()
