@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 
 from zero.comm.group import ANYONES, Message, Pending, Wire
-from zero.comm.results import CompletedResult, SingleRankResult, sum_in_rank_order
+from zero.comm.results import CompletedResult, SingleRankResult, add_rows
 
 
 class _Sent:
@@ -82,8 +82,15 @@ class FakeGroup:
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
             return SingleRankResult(bucket, sum_dtype)
-        pieces = bucket.clone()
-        return _Sent(self, lambda: sum_in_rank_order(pieces, self.size, sum_dtype))
+        own, *_ = rows = bucket.view(self.size, -1)
+        pieces = rows[1:].clone()  # of the other ranks
+
+        def total() -> torch.Tensor:
+            found = torch.empty(own.shape, dtype=sum_dtype, device=own.device)
+            add_rows([own, *pieces], found)
+            return found
+
+        return _Sent(self, total)
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:

@@ -39,7 +39,7 @@ class Budget:
     host: Shares = Shares()
     waiting: int = 0  # gradients that are whole on the device until the last backward of a window sends them
     in_transit: int = 0  # host memory for what is on its way: weights to be compared and back, gradients to be added
-    gathered: int = 0  # whole weights, where they are in shares: with the least budget, and while operators run
+    gathered: int = 0  # whole weights, where they are in shares
 
     @property
     def states(self) -> int:
@@ -69,6 +69,7 @@ def budget_of(
     one_pass: bool = False,
     shards_weights: bool = False,
     on_host: bool = False,
+    gathered_bytes: float = 0,
 ) -> Budget:
     """The cost of `layout` with an optimizer of `num_moments` values an element, by group where they differ. `num_backwards`
     are sent in a window; None for any number. `by_blocks`: whether the optimizer is given one block after the other.
@@ -76,7 +77,7 @@ def budget_of(
     the last backward of a window. `in_lines`: whether moments lie as masters do, each in one line for all of a share.
     `one_host`: whether ranks read what others send where that lies. `one_pass`: whether a step takes sums from where what was
     sent lay. `shards_weights`: whether weights are in shares. `on_host`: whether
-    the device is a host; other ranks read shares of weights there.
+    the device is a host; other ranks read shares of weights there. `gathered_bytes`: what whole weights may take.
 
     [Note: pace]
     This is what a rank needs that keeps pace with the others, once the order of its gradients is known: a bucket is full
@@ -127,7 +128,7 @@ def budget_of(
         host=Shares(**shares[True]),
         waiting=sum(round_.whole for round_ in rounds) if waits else 0,
         in_transit=_in_transit([round_ for round_ in rounds if round_.offloaded], repeats, by_blocks),
-        gathered=sum(chunks[:2]) if shards_weights and not one_host else 0,  # of one operator, and the next one
+        gathered=_gathered(chunks, gathered_bytes) if shards_weights and not one_host else 0,
     )
 
 
@@ -155,6 +156,11 @@ class _Round:
         pieces = round(filled * come) if shared else share if are_others and come else 0
         total = share if (shared and come) or (item < wide and not are_others and bucket.offloaded) else 0
         return _Round(filled, pieces, whole, total, share, bucket.share_numel * item, item < wide, bucket.offloaded)
+
+
+def _gathered(chunks: Sequence[int], most: float) -> int:
+    """Chunks of one operator and the next one at least, and never more than all. They are sorted, the largest first."""
+    return max(sum(chunks[:2]), int(min(sum(chunks), most)))
 
 
 def _coming(rank: int, num_ranks: int) -> float:

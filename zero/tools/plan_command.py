@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--kernels", choices=_KERNELS, default="torch", help="what steps, on the host (default: torch)")
     parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches of a step (default: 1)")
     parser.add_argument("--bucket-bytes", metavar="SIZE", help="reduced at once (default: 16MiB)")
+    parser.add_argument("--gathered-bytes", default="0", metavar="SIZE", help="of whole weights (stage 3), or all (default: 0)")
     parser.add_argument("--batch", type=int, metavar="N", help="rehearse with micro-batches of N, activations included")
 
 
@@ -89,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if bucket_bytes < _LEAST_BUCKET:
         asked = f"--bucket-bytes {args.bucket_bytes} was asked for"
         raise ValueError(f"{asked}, but nobody sends so many messages. Give 64KiB or more.")
+    args.gathered_bytes = math.inf if args.gathered_bytes == "all" else parse_bytes(args.gathered_bytes)
     space = _space(args)
     subject = read_subject(args.model, args.dtype, bucket_bytes, args.batch)
     if args.batch is not None and subject.build is None:
@@ -154,13 +157,16 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
             one_pass = space.is_host and args.kernels != "torch" and args.optimizer in _IN_ONE_PASS
             moments, one_host = _MOMENTS[args.optimizer], space.is_host and (args.ranks_per_host or args.ranks) >= args.ranks
             rank = int(args.ranks > 2)  # one that is neither the first nor the last receives the most
-            cost = cost_of(layout, stage, args.ranks, rank, moments, args.accumulation, one_host, one_pass, space.is_host)
+            cost = cost_of(layout, stage, args.ranks, rank, moments, args.accumulation, one_host, one_pass, space.is_host,
+                           args.gathered_bytes)  # fmt: skip
             other_bytes = subject.buffer_bytes + subject.frozen_bytes // (args.ranks if row.shards_weights else 1)
             on_device = replace(cost.device, weights=cost.device.weights + other_bytes)
             cost = replace(cost, device=on_device, peak=cost.peak + other_bytes)
             if args.batch:
                 assert subject.build is not None
-                options = {"stage": stage, "dtype": args.dtype, "offload": offload, "bucket_bytes": bucket_bytes}
+                gathered = "all" if math.isinf(args.gathered_bytes) else args.gathered_bytes
+                options = {"stage": stage, "dtype": args.dtype, "offload": offload, "bucket_bytes": bucket_bytes,
+                           "gathered_bytes": gathered}  # fmt: skip
                 peak = rehearse(subject.build, args.batch, args.ranks, device, args.accumulation, **options)
                 cost = replace(cost, peak=peak)
             rows.append(Row(stage, offload, cost, space.fits(cost)))
