@@ -10,6 +10,7 @@ import accelerators
 from tests.zero.runtime.wires import Wire
 from zero.memory.formats import ParamFormat
 from zero.memory.gradient_shard import GradientShard
+from zero.memory.homes.home import DeviceHome
 from zero.memory.homes.registry import Homes
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
@@ -205,6 +206,51 @@ def test_what_is_in_flight_is_kept_in_the_order_in_which_it_was_sent():
     bench.settle(used=0b111)
     assert bench.values() == {0: 1.0, 1: 1.0, 2: 1.0}
     assert bench.staging.borrowed == 0
+
+
+class HostBeside(DeviceHome):
+    """A host, in the memory of the same machine."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.mirrors = []
+
+    def mirror(self, tensor):
+        self.mirrors.append(torch.empty_like(tensor))
+        return self.mirrors[-1]
+
+    def give_back(self, mirror):
+        self.mirrors = [one for one in self.mirrors if one is not mirror]
+        mirror.fill_(float("nan"))
+
+
+@pytest.mark.promise("M04")
+@pytest.mark.parametrize(("room", "at_once"), [(0, 2), (3 * 64, 3), (1 << 20, 12)])
+def test_rounds_of_a_rank_that_is_ahead_wait_on_the_host_and_leave_in_their_order(room, at_once):
+    bench = Bench()
+    host = bench.shard.homes.host = HostBeside()
+    bench.wire.holds_back, bench.reducer.inflight._room = True, lambda: room
+    for window in range(4):
+        for param in (2, 1, 0):
+            bench.give(param, 10 ** window)
+    assert len(bench.reducer.inflight) == 12 and len(host.mirrors) == 12 - at_once
+    assert bench.staging.borrowed == len(bench.wire.sent) == at_once
+    bench.settle(used=0b111)
+    assert bench.values() == {0: 1111.0, 1: 1111.0, 2: 1111.0}
+    assert [value for _, value in bench.sent()] == [1.0] * 3 + [10.0] * 3 + [100.0] * 3 + [1000.0] * 3
+    assert not host.mirrors and not bench.staging.borrowed
+
+
+@pytest.mark.promise("M04")
+def test_what_waits_on_the_host_is_let_go_with_what_is_abandoned():
+    bench = Bench()
+    host = bench.shard.homes.host = HostBeside()
+    bench.wire.holds_back, bench.reducer.inflight._room = True, lambda: 0
+    for param in (2, 1, 0):
+        bench.give(param, 1)
+    assert len(host.mirrors) == 1
+    bench.reducer.restart()
+    assert not host.mirrors and not len(bench.reducer.inflight) and bench.values() == {}
 
 
 class FarBehind:
