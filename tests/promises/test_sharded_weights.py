@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+import accelerators
 import zero
 from tests import ranks
+from tests.devices import needs_sim
+from tests.promises.offloads import place_of
 from zero.errors import RanksDiffer
 from zero.plan.traffic import traffic_of
 from zero.runtime.params.absent import Absent
@@ -389,3 +392,47 @@ def test_gathered_bytes_are_a_number_of_bytes_auto_or_all(given, is_):
 def test_other_gathered_bytes_are_refused(given):
     with pytest.raises(ValueError, match="gathered_bytes"):
         zero.ZeroConfig(stage=3, gathered_bytes=given)
+
+
+def sent_to_the_host(rank, world, dtype, frozen):
+    """Weights leave the device and come back between steps: the same training, and nothing of them on the device meanwhile."""
+    place, device = place_of(rank, "sim"), accelerators.current()
+    trained = []
+    for away in (True, False):
+        with place:
+            model = adapted().to(place) if frozen else mlp().to(place)
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer = zero.shard(
+            model, torch.optim.AdamW(params, lr=0.05), stage=3, dtype=dtype, bucket_bytes=1024, gathered_bytes="all"
+        )
+        for _ in range(2):
+            train_on(place, model, optimizer, rank)
+            if away:
+                weights, before = optimizer.parts.placer.weights, device.memory().allocated
+                kept = sum(tensor.nbytes for tensor in weights.memory() if tensor.device == place)
+                assert kept == sum(tensor.nbytes for tensor in weights.memory() if tensor.is_cpu) > 0
+                optimizer.offload_states(["weights"])
+                assert device.memory().allocated <= before - kept
+                assert all(tensor.is_cpu for tensor in weights.memory())
+                with pytest.raises(ValueError, match="weights are on the host since offload_states"):
+                    model(torch.ones(1, 8, device=place, dtype=params[0].dtype))
+                optimizer.reload_states()
+                assert kept == sum(tensor.nbytes for tensor in weights.memory() if tensor.device == place)
+        train_on(place, model, optimizer, rank)
+        optimizer.check()
+        trained.append([value.cpu() for value in values(model)])
+        optimizer.close()
+    assert same(*trained)
+
+
+def train_on(place, model, optimizer, rank):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)).to(place)
+    model(x.to(next(model.parameters()).dtype)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@needs_sim
+@pytest.mark.parametrize(("world", "dtype", "frozen"), [(1, None, False), (2, None, True), (2, "bfloat16", False)])
+def test_weights_in_shares_leave_the_device_for_a_while(world, dtype, frozen):
+    ranks.run(world, sent_to_the_host, dtype, frozen, env={"ACCELERATOR": "sim"}, apart="sim")

@@ -116,6 +116,11 @@ class GatheredWeights:
                 assert not chunk.num_users, "a chunk is in use"
                 self._free(chunk)
 
+    def release_memory(self) -> None:
+        """The same, and memory that was kept for the next chunk goes too."""
+        self.free_all()
+        self._spare.clear()
+
     def forget(self, chunks: Iterable[GatheredChunk]) -> None:
         """Drops these chunks."""
         with self._lock:

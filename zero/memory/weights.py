@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from zero.memory.formats import DTYPES, ParamFormat
+from zero.memory.homes.registry import Move, Moved
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.plan.spans import Span
@@ -60,6 +61,13 @@ class Weights(Protocol):
 
     def return_frozen(self) -> None:
         """They are whole again."""
+
+    @property
+    def whole_chunks(self) -> list[torch.Tensor]:
+        """Those that parameters have their memory in, if they have any."""
+
+    def share_moves(self, moved: Moved) -> Iterator[Move]:
+        """What moves each share that is on the device and is not all of its chunk, with what copies a tensor to a home."""
 
     def share(self, bucket: int, rank: int) -> torch.Tensor:
         """This rank's share, as it is now."""
@@ -141,6 +149,13 @@ class FlatBuffer:
         return iter(())
 
     def return_frozen(self) -> None: ...
+
+    @property
+    def whole_chunks(self) -> list[torch.Tensor]:
+        return self.chunks
+
+    def share_moves(self, moved: Moved) -> Iterator[Move]:
+        return iter(())
 
     def share(self, bucket: int, rank: int) -> torch.Tensor:
         found = self.layout_ref.layout.buckets[bucket]

@@ -18,7 +18,7 @@ from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.host import HostHome
 from zero.memory.homes.registry import Move
 from zero.memory.masters import Masters
-from zero.memory.weights import FlatBuffer
+from zero.memory.weights import Weights
 from zero.runtime.params.memory import starts_where
 from zero.runtime.params.table import Params
 
@@ -48,7 +48,7 @@ class StateOffloader:
         accelerator: Accelerator,
         params: Params,
         formats: list[ParamFormat],
-        weights: FlatBuffer,
+        weights: Weights,
         masters: Masters,
         gradients: GradientShard,
         inner: torch.optim.Optimizer,
@@ -150,7 +150,7 @@ class StateOffloader:
             "masters": [shares[bucket] for bucket in self._copies()],
             "moments": [entries[key] for entries, key in self._moments()],
             "gradients": list(self._gradients.shares.values()),
-            "weights": self._weights.chunks,
+            "weights": list(self._weights.memory()),
         }
         tensors = [tensor for name in names if name not in self._homes.away for tensor in going.get(name, ())]
         return sum(tensor.nbytes for tensor in tensors if not tensor.is_cpu)
@@ -193,7 +193,13 @@ class StateOffloader:
             shares[bucket] = self._moved(shares[bucket], home)
 
     def _weight_parts(self) -> Iterator[Move]:
-        return (partial(self._move_chunk, index, []) for index in range(len(self._weights.chunks)))
+        yield from (partial(self._move_chunk, index, []) for index in range(len(self._weights.whole_chunks)))
+        yield from (partial(self._move_weights, move) for move in self._weights.share_moves(self._moved))
+
+    def _move_weights(self, move: Move, home: Home) -> None:
+        move(home)
+        for bucket in self._weights.renewed():
+            self._masters.renew(bucket)
 
     def _move_chunk(self, index: int, stored: list[_StoredChunk], home: Home) -> None:
         if home is self._homes.device:
@@ -203,12 +209,13 @@ class StateOffloader:
             stored.append(self._store_chunk(index, home))
 
     def _store_chunk(self, index: int, home: Home) -> _StoredChunk:
-        chunks, params = self._weights.chunks, self._params.tensors
+        chunks, params = self._weights.whole_chunks, self._params.tensors
         flat, stored = chunks[index], _StoredChunk(self._moved(chunks[index], home), {})
         in_chunk = [(param, params[param]) for param in self._weights.layout_ref.layout.chunks[index].params]
         ours = [(param, tensor) for param, tensor in in_chunk if (tensor.device, tensor.dtype) == (flat.device, flat.dtype)]
         for param, tensor in ours:
-            if tensor.numel() and not starts_where(tensor, self._weights.memory_of(param)):
+            memory = self._weights.memory_of(param)
+            if tensor.numel() and memory is not None and not starts_where(tensor, memory):
                 stored.own[param] = self._moved(tensor.data, home)
         chunks[index] = flat.new_empty(0)
         for _, tensor in ours:
@@ -218,11 +225,11 @@ class StateOffloader:
 
     def _load_chunk(self, index: int, stored: _StoredChunk) -> None:
         loaded = {param: self._moved(values, self._homes.device) for param, values in stored.own.items()}
-        self._weights.chunks[index] = self._moved(stored.flat, self._homes.device)
+        self._weights.whole_chunks[index] = self._moved(stored.flat, self._homes.device)
         for param in self._weights.layout_ref.layout.chunks[index].params:
-            if not self._params.tensors[param].numel():  # else something was assigned meanwhile
-                place = self._formats[param].unflatten(self._weights.memory_of(param))
-                self._params.tensors[param].data = loaded.get(param, place)
+            memory = self._weights.memory_of(param)
+            if memory is not None and not self._params.tensors[param].numel():  # else something was assigned meanwhile
+                self._params.tensors[param].data = loaded.get(param, self._formats[param].unflatten(memory))
         self._renew_masters(index)
 
     def _renew_masters(self, chunk: int) -> None:

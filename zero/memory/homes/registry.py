@@ -11,6 +11,7 @@ from zero.memory.homes.home import DeviceHome, Home, Transfer
 from zero.memory.homes.host import HostHome
 
 Move = Callable[[Home], None]  # of one part of a state, to that home
+Moved = Callable[[torch.Tensor, Home], torch.Tensor]  # a copy of it there
 
 
 class Homes:

@@ -11,6 +11,8 @@ import torch
 from zero.comm.exchange import run_on_all
 from zero.memory.flatten import Flattener
 from zero.memory.formats import DTYPES, ParamFormat, dtype_name
+from zero.memory.homes.home import Home
+from zero.memory.homes.registry import Move, Moved
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import FlatLayout, ParamSpec
@@ -159,6 +161,27 @@ class ShardedWeights:
                 self._frozen.detach(tensor, tensor.data.clone(memory_format=torch.preserve_format))
             self._frozen.forget()
             self._frozen = None
+
+    # other homes -------------------------------------------------------------------------------------------------
+
+    @property
+    def whole_chunks(self) -> list[torch.Tensor]:
+        return []
+
+    def share_moves(self, moved: Moved) -> Iterator[Move]:
+        for share in self._shares.values():
+            if not share.is_served:
+                yield partial(self._move_share, share, moved)
+        if self._frozen is not None:
+            yield from self._frozen.share_moves(moved)
+
+    def _move_share(self, share: Share, moved: Moved, home: Home) -> None:
+        """On the host a share needs no memory of its own: other ranks read it there anyway."""
+        self.exchange.cache.release_memory()
+        served = self.exchange.versions.newest(share.number)
+        share.is_served = home.device == served.device
+        share.memory = served if share.is_served else moved(served, home)
+        share.is_renewed = True
 
     # a step ------------------------------------------------------------------------------------------------------
 
