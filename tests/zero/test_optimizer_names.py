@@ -44,6 +44,7 @@ def test_the_loss_scale_has_deepspeeds_names(half, scale, moves):
     engine, optimizer, *_ = initialized(half=half)
     assert optimizer.cur_scale == optimizer.loss_scaler.loss_scale == optimizer.loss_scaler.cur_scale == scale
     assert optimizer.dynamic_loss_scale is moves and optimizer.loss_scaler.dynamic is moves
+    assert optimizer.loss_scale_config.cur_scale == scale and optimizer.loss_scale_config.dynamic_loss_scale is moves
     assert optimizer.needs_scaler() is (half != "fp32")
     engine.destroy()
 

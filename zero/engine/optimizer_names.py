@@ -24,6 +24,11 @@ class Scaler:
         """As `cur_scale`."""
         return self.cur_scale
 
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """As `dynamic`."""
+        return self.dynamic
+
 
 class EngineOptimizer(ShardedOptimizer):
     """A sharded optimizer that also answers to the names of DeepSpeed's optimizers."""
@@ -50,6 +55,11 @@ class EngineOptimizer(ShardedOptimizer):
         """The loss scale of fp16 weights. No collective."""
         scale = self.loss_scale
         return Scaler(1.0, False) if scale is None else Scaler(scale.value, scale.window is not None)
+
+    @property
+    def loss_scale_config(self) -> Scaler:
+        """As `loss_scaler`: so it is called at stage 0 there. No collective."""
+        return self.loss_scaler
 
     @property
     def cur_scale(self) -> float:
