@@ -165,7 +165,7 @@ def test_the_first_difference_is_named_with_both_values():
         (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), dtype="bfloat16"), "Leave loss_scale out"),
         (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), on_nonfinite="propagate"), "Use 'skip'"),
         (lambda: ZeroConfig(stage=1, cast_inputs=True), "Give dtype"),
-        (lambda: ZeroConfig(stage=1, autocast="bfloat16", dtype="bfloat16"), "Use dtype or autocast"),
+        (lambda: ZeroConfig(stage=1, autocast="bfloat16", dtype="float16"), "Use one dtype for both"),
         (lambda: ZeroConfig(stage=1, predivide=2.0, reduce="sum"), "Leave predivide out"),
         (lambda: ZeroConfig(stage=1, kernels="fused", optimizer=OptimizerSpec.of("Lion")), "Use kernels='torch'"),
         (lambda: ZeroConfig(stage=1, accumulation=3, batch=Batch.of(micro_samples=1)), "Give one of the two"),

@@ -17,7 +17,20 @@ from hypothesis import HealthCheck, given, reject, settings
 
 from zero.__main__ import main
 from zero.config.deepspeed.hjson import Hjson
-from zero.config.deepspeed.keys import ALIASES, AUTO, BLOCKS, HARMLESS, KNOWN, OFF, OWN, REFUSED, SWITCHES, USED
+from zero.config.deepspeed.keys import (
+    ALIASES,
+    AUTO,
+    BLOCKS,
+    CHOICES,
+    HARMLESS,
+    KNOWN,
+    OF_STAGE_3,
+    OFF,
+    OWN,
+    REFUSED,
+    SWITCHES,
+    USED,
+)
 from zero.config.deepspeed.reader import read_deepspeed, translate
 from zero.config.deepspeed.written import Implied
 from zero.config.schema import DEFAULT_BUCKET_BYTES
@@ -160,7 +173,7 @@ def test_each_harmless_key_changes_nothing_and_is_named():
                 around = nested(f"{block}.{switch}", True)
         if path.startswith("zero_optimization.offload_param."):
             continue  # Named only beside a device, which is refused; see the next test.
-        reading = translate(merged(around, nested(path, True)))
+        reading = translate(merged(around, nested(path, CHOICES.get(path, (True,))[-1])))
         assert reading.config == translate({}).config, path
         assert any(notice.startswith(path + ": ") for notice in reading.notices), path
 
@@ -170,8 +183,9 @@ def test_each_refused_key_says_its_path_and_why():
     for path, why in REFUSED.items():
         block = path.rpartition(".")[0]
         on = nested(f"{block}.{SWITCHES[block][0]}", "on") if block in SWITCHES else {}
+        stage = {"zero_optimization": {"stage": 3}} if path in OF_STAGE_3 else {}
         with pytest.raises(ValueError) as caught:
-            translate(merged(on, nested(path, "on")))
+            translate(merged(stage, merged(on, nested(path, "on"))))
         message = str(caught.value)
         # A block is refused at the first of its keys that is found, and all of them have one reason.
         assert why in message and (path in message or block in message) and "Take it out." in message, path
@@ -270,7 +284,8 @@ def test_every_used_key_with_one_letter_missing_is_refused():
         ({"gradient_allreduce_op": "avg"}, "must be one of mean, sum"),
         ({"data_types": {"keep_in_fp32_modules": "norm"}}, "takes a list of names"),
         ({"zero_accelerators": {"masters": "wide"}}, "must be one of exact, rounded"),
-        ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}, r"torch_autocast.enabled and bf16.enabled .*16-bit"),
+        ({"torch_autocast": {"enabled": True}, "fp16": {"enabled": True}}, r"torch_autocast.dtype is bfloat16. Write float16"),
+        ({"checkpoint": {"tag_validation": "foo"}}, "must be one of ignore, warn, fail"),
         ({"optimizer": {"params": {"lr": 1}}}, "Give optimizer.type too"),
         ({"scheduler": {"params": {"lr": 1}}}, "Give scheduler.type too"),
         ({"optimizer": {"type": "Lamb"}}, "needs whole tensors"),
@@ -292,6 +307,23 @@ def test_a_value_out_of_range_or_a_pair_that_cannot_be_is_refused_before_anythin
     with pytest.raises(ValueError, match=words) as caught:
         translate(tree)
     check_words(caught.value)
+
+
+def test_autocast_of_16_bit_weights_is_taken_in_their_dtype():
+    """What is not on autocast's lists runs in the weights' dtype, and the rest as the lists say."""
+    config = translate({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}).config
+    assert config.dtype == config.autocast == "bfloat16"
+    assert translate({"checkpoint": {"tag_validation": "Warn"}}).notices[0].startswith("checkpoint.tag_validation: ")
+
+
+@pytest.mark.parametrize("key", [{"offload_param": {"device": "cpu"}}, {"cpu_offload_param": True}])
+def test_offloaded_weights_are_asked_for_at_stage_3_only(key):
+    for stage in (0, 1, 2):
+        [notice, _] = translate({"zero_optimization": {"stage": stage, **key}}).notices
+        assert "below stage 3" in notice
+    assert "below stage 3" in translate({"zero_optimization": key}).notices[0]
+    with pytest.raises(ValueError, match=r"offload_optimizer\.device says it for both"):
+        translate({"zero_optimization": {"stage": 3, **key}})
 
 
 @pytest.mark.promise("N14")

@@ -287,7 +287,7 @@ REFUSED = {
     "mpu": ({"mpu": object()}, ValueError, r"initialize\(mpu=\.\.\.\)"),
     "no configuration": ({"config": None}, ValueError, "none of config, config_params, args.deepspeed_config"),
     "two configurations": ({"config_params": written()}, ValueError, "config and config_params of"),
-    "an old name": ({"args": argparse.Namespace(deepscale_config="x")}, ValueError, "called args.deepspeed_config"),
+    "an old name too": ({"args": argparse.Namespace(deepscale_config="x")}, ValueError, "config and args.deepscale_config of"),
     "a schedule of no optimizer": (
         {"config": {"zero_optimization": {"stage": 1}}, "lr_scheduler": list}, ValueError, "Cannot use lr_scheduler",
     ),
@@ -296,7 +296,7 @@ REFUSED = {
     "parameters of another": (
         {"optimizer": torch.optim.SGD(mlp().parameters(), lr=1.0), "model_parameters": mlp().parameters()},
         ValueError,
-        "that the optimizer does not",
+        "neither the model nor the optimizer has",
     ),
     "a scheduler of another": ({"lr_scheduler": other_schedule()}, ValueError, "drives another optimizer"),
     "no scheduler": ({"lr_scheduler": 3}, TypeError, r"which has no step\(\)"),
@@ -326,6 +326,24 @@ def test_an_argument_that_cannot_be_served_is_named_and_nothing_is_changed(name)
     assert [param.data_ptr() for param in model.parameters()] == pointers
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     zero.initialize(model=model, config=written())  # and it can be done right afterwards
+
+
+def test_the_oldest_name_of_the_file_is_read_and_told(caplog):
+    engine, *_ = zero.initialize(argparse.Namespace(deepscale_config=written()), mlp())
+    assert engine.zero_optimization_stage() == 2 and "called args.deepspeed_config by now" in caplog.text
+    engine.close()
+
+
+def test_parameters_that_the_optimizer_leaves_out_are_left_alone(caplog):
+    model = real_mlp()
+    first, *others = model.parameters()
+    before = first.detach().clone()
+    optimizer = torch.optim.SGD(others, lr=0.5)
+    engine, *_ = zero.initialize(model=model, optimizer=optimizer, model_parameters=model.parameters(), config=written())
+    engine.backward(engine(real_numbers((2, 4))).square().mean())
+    engine.step()
+    assert torch.equal(first, before) and "in no group of the optimizer, left alone: 0.weight" in caplog.text
+    engine.close()
 
 
 def test_the_arguments_are_deepspeeds_in_its_order():

@@ -166,3 +166,19 @@ def test_a_schedule_draws_no_warning_from_torch():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rates_of("WarmupLR", {}, 3)
+
+
+def test_deepspeeds_names_of_what_a_schedule_was_given():
+    settings = {"total_num_steps": 20, "warmup_num_steps": 10}
+    optimizer = optimizer_of(0.5, 2.0)
+    cosine = build_schedule(ScheduleSpec.of("WarmupCosineLR", settings), optimizer)
+    optimizer.step()
+    assert cosine.get_lr_ratio() == 0.0 and cosine.warmup_type == "log" and cosine.cos_min_ratio == 0.0001
+    cosine.step(9)
+    assert cosine.get_lr_ratio() == 1.0 and cosine.get_lr() == [0.5, 2.0]
+    warmup = build_schedule(ScheduleSpec.of("WarmupLR", {"warmup_min_lr": [0.1, 0.2]}), optimizer_of(0.5, 2.0))
+    assert warmup.min_lrs == [0.1, 0.2] and warmup.max_lrs == [0.5, 2.0]
+    with pytest.raises(ValueError, match="Cannot give the ratio of a WarmupLR"):
+        warmup.get_lr_ratio()
+    for schedule, name in ((cosine, "max_lrs"), (warmup, "warmup_min_lr"), (warmup, "no_such_name")):
+        assert not hasattr(schedule, name)

@@ -22,6 +22,7 @@ from zero.config.supported import check_supported
 from zero.engine.engine import Engine
 from zero.engine.forward_only import ForwardEngine
 from zero.engine.loading import loader_of
+from zero.engine.optimizer_names import EngineOptimizer
 from zero.engine.optimizers import check_known, given_optimizer, has_fused, own_optimizer
 from zero.memory.formats import dtype_name
 from zero.optim.schedules import build_schedule
@@ -122,13 +123,13 @@ def _build(
     if given is None and config.optimizer is None:
         return _forward_only(model, config, lr_scheduler, loader, accelerator, group)
     inner = own_optimizer(config, params) if given is None else given
-    _check_belonging(inner, params if model_parameters is not None else (), lr_scheduler)
+    _check_belonging(model, inner, params, lr_scheduler)
     _close_last(model)
     move(model, accelerator.device())
     from zero.comm.connect import sharing  # torch.distributed is not imported before somebody trains
 
     group = sharing(group, config.shared_memory)
-    sharded = ShardedOptimizer(model, inner, config, group)
+    sharded = EngineOptimizer(model, inner, config, group)
     sharded.parts.owns_group = True
     try:
         engine = Engine(sharded, _scheduler(lr_scheduler, config, sharded), loader)
@@ -180,10 +181,12 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 
 def _the_config(args: Any, config: Source | None, config_params: Source | None) -> Source:
-    if getattr(args, "deepscale_config", None) is not None:
-        raise ValueError("args.deepscale_config was given, but it is called args.deepspeed_config by now. Rename it.")
-    older = getattr(args, "deepspeed_config", None)
-    places = {"config": config, "config_params": config_params, "args.deepspeed_config": older}
+    places = {"config": config, "config_params": config_params}
+    places["args.deepspeed_config"] = getattr(args, "deepspeed_config", None)
+    oldest = getattr(args, "deepscale_config", None)
+    if oldest is not None:
+        logger.warning("args.deepscale_config is read, but it is called args.deepspeed_config by now. Rename it.")
+        places["args.deepscale_config"] = oldest
     given = {place: found for place, found in places.items() if found is not None}
     if len(given) != 1:
         found = " and ".join(given) or "none"
@@ -234,17 +237,18 @@ def effective(
     return config.model_copy(update=changes)
 
 
-def _check_belonging(inner: torch.optim.Optimizer, params: Iterable[Any], lr_scheduler: Any) -> None:
-    """Refuses parameters that the optimizer does not have, and a scheduler that drives another optimizer."""
-    known = {id(param) for group in inner.param_groups for param in group["params"]}
+def _check_belonging(model: nn.Module, inner: torch.optim.Optimizer, params: Iterable[Any], lr_scheduler: Any) -> None:
+    """Refuses parameters of neither the model nor the optimizer, and a scheduler that drives another optimizer. Those of the
+    model that an optimizer which was passed leaves out are left alone."""
+    known = {id(param) for group in inner.param_groups for param in group["params"]} | set(map(id, model.parameters()))
     for entry in params:
         tensors = entry["params"] if isinstance(entry, dict) else [entry]
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
             tensor = tensor[1] if isinstance(tensor, tuple) else tensor
             if id(tensor) not in known:
                 raise ValueError(
-                    f"model_parameters has a parameter of shape {tuple(tensor.shape)} that the optimizer does not. "
-                    "Make the optimizer from the same parameters, or leave model_parameters out."
+                    f"model_parameters has a parameter of shape {tuple(tensor.shape)} that neither the model nor the optimizer "
+                    "has. Pass parameters of this model, or leave model_parameters out."
                 )
     if lr_scheduler is not None and not hasattr(lr_scheduler, "step") and not callable(lr_scheduler):
         raise TypeError(f"lr_scheduler={lr_scheduler!r} was passed, which has no step(). Pass one, or a function for one.")

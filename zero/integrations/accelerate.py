@@ -21,6 +21,7 @@ from zero.engine.initialize import move
 from zero.integrations.options import Framework, Given, read_options
 from zero.plan.stages import stage_of
 from zero.runtime.grads.ownership import window_of
+from zero.runtime.params.swap import gathered
 from zero.sharding.load import load
 from zero.sharding.optimizer import ShardedOptimizer, shard
 from zero.sharding.save import save
@@ -134,6 +135,11 @@ class ShardedAccelerator(Accelerator):
         else:
             with optimizer.no_sync():
                 yield
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """As accelerate's; at stage 3 each rank that asks gets whole weights in memory of their own. No collective."""
+        with gathered(model.parameters()):
+            return super().get_state_dict(model, unwrap)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """As accelerate's; the weights and the optimizer's state are written as shares, each rank its own. A collective."""

@@ -16,6 +16,7 @@ from zero.engine.optimizers import own_optimizer
 from zero.integrations.accelerate import ShardedAccelerator
 from zero.integrations.options import Framework, Given, Options, read_options
 from zero.optim.schedules import build_schedule
+from zero.runtime.params.swap import gathered
 from zero.sharding.load import load
 from zero.sharding.save import save
 
@@ -104,6 +105,11 @@ class Sharding:
                 "Set per_device_train_batch_size."
             )
         ShardedAccelerator.of(self.accelerator, self._options().shard)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        """The whole model, which the first rank writes alone: at stage 3 it has it in memory meanwhile."""
+        with gathered(self.model.parameters()):
+            super()._save(*args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(Path(output_dir) / _FOLDER, self.accelerator.sharded, _TAG, scheduler=self.lr_scheduler)

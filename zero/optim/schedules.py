@@ -15,6 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zero.config.schema import ScheduleSpec
 
+# The settings with the lowest and the highest rate, in the kinds of schedules that have them.
+_LIMITS = {
+    "min_lrs": ("warmup_min_lr", "cycle_min_lr", "lr_range_test_min_lr"),
+    "max_lrs": ("warmup_max_lr", "cycle_max_lr"),
+}
 # What DeepSpeed's OneCycle sets the second moment's decay to while it cycles the first one's.
 _CYCLED_SECOND_BETA = 0.99
 
@@ -42,6 +47,23 @@ class Schedule(LRScheduler):
         if epoch is not None:
             self.last_epoch = epoch
         super().step()
+
+    def get_lr_ratio(self) -> float:
+        """What a WarmupCosineLR multiplies each group's own rate with at the current step."""
+        if self.kind != "WarmupCosineLR":
+            raise ValueError(f"Cannot give the ratio of a {self.kind}: it has rates of its own. Ask it for get_lr().")
+        return self._rate(self.last_epoch, 1.0, self._groups[0])
+
+    def __getattr__(self, name: str) -> Any:
+        """By DeepSpeed's names: the rates between which each group moves, and a setting that is one value for all groups."""
+        groups = vars(self).get("_groups") or [{}]
+        limits = [setting for setting in _LIMITS.get(name, ()) if setting in groups[0]]
+        if limits:
+            given = [settings[limits[0]] for settings in groups]
+            return [float(base) if rate is None else rate for base, rate in zip(self.base_lrs, given, strict=True)]
+        if name in groups[0] and all(settings[name] == groups[0][name] for settings in groups):
+            return groups[0][name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def get_mom(self) -> list[Any] | None:
         """The betas of each group, or its momentum, where this schedule moves them; else None. Before the first step, as in

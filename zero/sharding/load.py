@@ -255,6 +255,7 @@ class _Loading:
                 bar.advance(parts.params.tensors[index].numel())
         if self._states:
             take_settings(about.optimizer.inner, self.training["groups"])
+            parts.updater.order_state()
 
     def _fill_whole(self, name: str, tensor: torch.Tensor) -> None:
         inner, source = self._about.optimizer.inner, self._source(name)

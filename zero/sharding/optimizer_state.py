@@ -120,6 +120,7 @@ def load_state(parts: ShardingState, inner: torch.optim.Optimizer, state_dict: M
             for piece, master in parts.masters.of(param):
                 if parts.masters.is_copy(piece.bucket):  # else it is a part of the weights, which are not loaded here
                     master.copy_(line[piece.in_param.start : piece.in_param.stop])
+    parts.updater.order_state()
 
 
 def _names_in_groups(parts: ShardingState, inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:

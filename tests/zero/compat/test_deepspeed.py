@@ -301,8 +301,6 @@ def test_what_it_makes_is_of_the_kind_that_a_script_asks_for(engine):
     assert schedule.get_mom() == [(0.95, 0.99)] and optimizer.param_groups[0]["betas"][0] == 0.8
     schedule.step(3)  # after the fourth iteration, of which 0 is the first
     assert optimizer.param_groups[0]["lr"] == 0.5 and schedule.get_mom() == [(0.8, 0.99)]
-    with pytest.raises(NotImplementedError, match="Write the scheduler in the configuration"):
-        schedules.add_tuning_arguments(None)
 
 
 def test_a_wrong_file_raises_the_error_that_a_script_catches():

@@ -57,6 +57,34 @@ def test_the_loop_accumulates_clips_schedules_and_saves_as_one_process_does_and_
             assert torch.equal(again[rank][1][name], weight), name
 
 
+def saved_whole(folder):
+    """What accelerate saves of weights that are in shares, and what they are."""
+    from safetensors.torch import load_file
+
+    from zero.integrations.accelerate import ShardedAccelerator
+
+    accelerator = ShardedAccelerator(cpu=True, zero={"stage": 3})
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 4)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    state = accelerator.get_state_dict(model)
+    storages = [tensor.untyped_storage().nbytes() > 0 for tensor in state.values()]
+    accelerator.save_model(model, folder)
+    accelerator.wait_for_everyone()
+    return weights, state, storages, load_file(f"{folder}/model.safetensors")
+
+
+def test_weights_in_shares_are_saved_whole(tmp_path):
+    for weights, state, storages, saved in both_ranks(f"{HERE}:saved_whole", str(tmp_path)):
+        assert weights.keys() == state.keys() == saved.keys() and all(storages)
+        for name, weight in weights.items():
+            assert torch.equal(state[name], weight) and torch.equal(saved[name], weight), name
+
+
 def of_a_file(folder):
     from zero.integrations.accelerate import ShardedAccelerator
 

@@ -45,7 +45,7 @@ def trained(folder, options, resume_from=None):
     trainer = make_trainer(folder, use_cpu=True, **options)
     trainer.train(resume_from_checkpoint=resume_from)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [logged, trainer.model.state_dict()]
+    return [logged, {name: value.clone() for name, value in trainer.model.state_dict().items()}]
 
 
 def assert_same_run(found, logged, weights):
@@ -84,6 +84,19 @@ def test_the_trainer_accumulates_clips_schedules_and_saves_as_it_does_alone_and_
     for name, weight in found[0][1].items():
         assert torch.equal(again[0][1][name], weight), name
     assert [entry["loss"] for entry in again[0][0]] == [entry["loss"] for entry in found[0][0]]
+
+
+def test_weights_in_shares_are_saved_whole_and_gone_on_from(alone, tmp_path):
+    folder, logged, weights = alone
+    found = both_ranks(f"{HERE}:trained", str(tmp_path / "sharded"), {"zero": {"stage": 3}})
+    assert_same_run(found, logged, weights)
+    halfway = tmp_path / "sharded" / "checkpoint-2"
+    exported, expected = (load_file(path / "model.safetensors") for path in (halfway, folder / "checkpoint-2"))
+    assert exported.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(exported[name], weight, msg=lambda text, name=name: f"{name}: {text}")
+    again = both_ranks(f"{HERE}:trained", str(tmp_path / "again"), {"zero": {"stage": 3}}, resume_from=str(halfway))
+    assert_same_run(again, logged, weights)
 
 
 # As people have it for the Trainer: most of it is left to the Trainer's arguments.

@@ -22,6 +22,7 @@ from zero.compat.deepspeed.accelerator import get_accelerator as get_accelerator
 from zero.compat.deepspeed.accelerator import set_accelerator as set_accelerator
 from zero.compat.deepspeed.arguments import add_config_arguments as add_config_arguments
 from zero.compat.deepspeed.comm import init_distributed as init_distributed
+from zero.compat.deepspeed.runtime.lr_schedules import add_tuning_arguments as add_tuning_arguments
 from zero.compat.deepspeed.utils import log_dist as log_dist
 from zero.compat.deepspeed.utils import logger as logger
 from zero.config.deepspeed.written import ConfigProblems as DeepSpeedConfigError
@@ -29,8 +30,8 @@ from zero.engine.engine import Engine as DeepSpeedEngine
 from zero.engine.initialize import initialize as initialize
 from zero.sharding.optimizer import ShardedOptimizer as DeepSpeedOptimizer
 
-__all__ = ["DeepSpeedConfigError", "DeepSpeedEngine", "DeepSpeedOptimizer", "add_config_arguments", "get_accelerator",
-           "init_distributed", "initialize", "log_dist", "logger", "set_accelerator"]  # fmt: skip
+__all__ = ["DeepSpeedConfigError", "DeepSpeedEngine", "DeepSpeedOptimizer", "add_config_arguments", "add_tuning_arguments",
+           "get_accelerator", "init_distributed", "initialize", "log_dist", "logger", "set_accelerator"]  # fmt: skip
 
 __version__ = "0.19.8"  # whose names these are
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("."))

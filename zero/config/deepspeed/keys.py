@@ -82,6 +82,7 @@ AUTO: dict[str, str] = {
 _ONE_WAY = "there is one way to lay out and reduce gradients here, and it needs no switch"
 _STAGE_3 = "what is gathered of sharded weights, and when, is learned while training; gathered_bytes limits it"
 _ON_DEVICE = "at stage 3 shares of weights go to the host with the optimizer's state: offload_optimizer.device says it for both"
+_STAGE_3_ONLY = "weights are not offloaded below stage 3, in DeepSpeed neither"
 _OFFLOADED_WEIGHTS = "belongs to offloaded weights"
 _DISK = "belongs to offload to disk"
 _NO_MONITOR = "nobody is written to but TensorBoard; zero.MetricsWriter writes a line of JSON a step"
@@ -121,6 +122,7 @@ HARMLESS: dict[str, str] = {
     "bf16.bf16_master_weights_and_grads": _WIDE,
     "bf16.bf16_optimizer_states": _WIDE,
     "fp16.fp16_master_weights_and_grads": _WIDE,
+    "optimizer.torch_adam": "DeepSpeed reads it in optimizer.params only, and torch's own Adam steps here in any case",
     "optimizer.legacy_fusion": "kernels are chosen by the optimizer's own settings",
     "zero_force_ds_cpu_optimizer": "the step on the host is the torch optimizer's own",
     "disable_allgather": _ONE_WAY,
@@ -199,6 +201,14 @@ QUIET: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", "fp16.fp16_master_weights_and_grads"),
                     (False,)),
 }
+
+# Refused keys that ask for nothing below stage 3, with what is said of them there.
+OF_STAGE_3: dict[str, str] = dict.fromkeys(
+    ("zero_optimization.offload_param.device", "zero_optimization.cpu_offload_param"), _STAGE_3_ONLY
+)
+
+# Values, in any case of letters, of keys without effect that take no others.
+CHOICES: dict[str, tuple[str, ...]] = {"checkpoint.tag_validation": ("ignore", "warn", "fail")}
 
 # Values with which a refused key asks for nothing, beside false, null and an empty block.
 OFF: dict[str, tuple[object, ...]] = {

@@ -45,11 +45,11 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
     written.problems += problems
     dtype = tried(_dtype, None)
     autocast = tried(_autocast, None)
-    if autocast is not None and dtype is not None:
+    if autocast is not None and dtype is not None and autocast != dtype:
         block = "fp16" if dtype == "float16" else "bf16"
         written.problems.append(
-            f"torch_autocast.enabled and {block}.enabled are both true, but weights that are 16-bit already need no autocast. "
-            "Turn one of them off."
+            f"torch_autocast.enabled and {block}.enabled are both true, but torch_autocast.dtype is {autocast}. Write {dtype} "
+            "there, or turn one of them off."
         )
     no_optimizer: tuple[OptimizerSpec | None, Kernels] = (None, "torch")
     no_batch: tuple[int | None, Batch | None] = (None, None)

@@ -19,7 +19,19 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from zero.config.deepspeed.hjson import Hjson
-from zero.config.deepspeed.keys import ALIASES, BLOCKS, HARMLESS, KNOWN, OFF, QUIET, REFUSED, SWITCHES, USED
+from zero.config.deepspeed.keys import (
+    ALIASES,
+    BLOCKS,
+    CHOICES,
+    HARMLESS,
+    KNOWN,
+    OF_STAGE_3,
+    OFF,
+    QUIET,
+    REFUSED,
+    SWITCHES,
+    USED,
+)
 from zero.config.deepspeed.mapping import meaning
 from zero.config.deepspeed.written import Implied, Written
 from zero.config.registry import brief, did_you_mean
@@ -48,7 +60,7 @@ def read_deepspeed(source: str | os.PathLike[str] | Mapping[str, Any], implied: 
 def translate(source: str | os.PathLike[str] | Mapping[str, Any], implied: Implied | None = None) -> Reading:
     """As `read_deepspeed`, but hands the notices back and logs nothing. The caller's dict is only read."""
     tree = read_tree(source)
-    sorted_out = _Sorting()
+    sorted_out = _Sorting(_stage_of(tree))
     sorted_out.walk(tree, "", quiet=False)
     written = Written(sorted_out.used, implied or Implied())
     notices = [f"{path}: {why}" for path, why in sorted_out.harmless.items()]
@@ -158,7 +170,8 @@ def _plain(value: Any, path: str, depth: int) -> Any:
 class _Sorting:
     """Sorts what was written into used and harmless, by path; of a refused or unknown key it notes why."""
 
-    def __init__(self) -> None:
+    def __init__(self, stage: object) -> None:
+        self._stage = stage
         self.problems: list[str] = []
         self.used: dict[str, Any] = {}
         self.harmless: dict[str, str] = {}
@@ -185,10 +198,21 @@ class _Sorting:
             elif quiet or value is None or value == {}:
                 continue
             elif path in HARMLESS:
-                if not any(type(value) is type(off) and value == off for off in QUIET.get(path, ())):
+                if path in CHOICES and str(value).lower() not in CHOICES[path]:
+                    self.problems.append(
+                        f"{path} must be one of {', '.join(CHOICES[path])}, but {brief(value)} was found. Write one of them."
+                    )
+                elif not any(type(value) is type(off) and value == off for off in QUIET.get(path, ())):
                     self.harmless[path] = HARMLESS[path]
+            elif path in OF_STAGE_3 and self._stage in (0, 1, 2) and not _asks_for_nothing(path, value):
+                self.harmless[path] = OF_STAGE_3[path]
             elif not _asks_for_nothing(path, value):
                 self.problems.append(f"{path} was set to {brief(value)}, which is not served: {REFUSED[path]}. Take it out.")
+
+
+def _stage_of(tree: Mapping[str, Any]) -> object:
+    block = tree.get("zero_optimization")
+    return block.get("stage", 0) if isinstance(block, dict) else int(block) if isinstance(block, bool) else 0
 
 
 def _asks_for_nothing(path: str, value: Any) -> bool:

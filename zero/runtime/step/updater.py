@@ -194,6 +194,18 @@ class Updater(Timed):
         if self._fused_step is not None:
             self._fused_step.release()
 
+    def order_state(self) -> None:
+        """Puts the state that was loaded into the order in which steps would have made it."""
+        layout, state = self._masters.layout_ref.layout, self._inner.state
+        blocks = [block for bucket in range(len(layout.buckets)) for block in layout.blocks(bucket)]
+        for batch in self.batches(blocks):
+            members = [member for block in batch for member in self._masters.in_block(block)]
+            if self._fused_step is None:
+                members.sort(key=lambda member: self._places.get(member[0].param, (0, 0)))
+            for _, master in members:
+                if master in state:
+                    state[master] = state.pop(master)
+
     def forget_state(self) -> None:
         """Takes the masters' state out of the user's optimizer, which would keep it alive."""
         for pieces in self._masters.pieces.values():

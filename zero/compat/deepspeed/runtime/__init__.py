@@ -1,6 +1,7 @@
-"""`deepspeed.runtime`: its schedules of the learning rate, and names of states."""
+"""`deepspeed.runtime`: its schedules of the learning rate, its functions for scripts, and names of states."""
 
 from __future__ import annotations
 
 from zero.compat.deepspeed.runtime import lr_schedules as lr_schedules
+from zero.compat.deepspeed.runtime import utils as utils
 from zero.compat.deepspeed.runtime import zero as zero

@@ -7,6 +7,14 @@ from typing import Any
 from torch.optim import Optimizer
 
 from zero.compat.deepspeed.absent import ABSENT, absent
+from zero.compat.deepspeed.runtime.tuning_arguments import add_tuning_arguments as add_tuning_arguments
+from zero.compat.deepspeed.runtime.tuning_arguments import get_config_from_args as get_config_from_args
+from zero.compat.deepspeed.runtime.tuning_arguments import get_lr_from_config as get_lr_from_config
+from zero.compat.deepspeed.runtime.tuning_arguments import override_1cycle_params as override_1cycle_params
+from zero.compat.deepspeed.runtime.tuning_arguments import override_lr_range_test_params as override_lr_range_test_params
+from zero.compat.deepspeed.runtime.tuning_arguments import override_params as override_params
+from zero.compat.deepspeed.runtime.tuning_arguments import override_warmupCosineLR_params as override_warmupCosineLR_params
+from zero.compat.deepspeed.runtime.tuning_arguments import override_warmupLR_params as override_warmupLR_params
 from zero.config.schema import ScheduleSpec
 from zero.optim.schedules import Schedule, build_schedule
 

@@ -1,0 +1,112 @@
+"""What scripts ask of the optimizer of `zero.initialize` by DeepSpeed's names: `optimizer.optimizer`, `loss_scaler`, ..."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from zero.sharding.optimizer import ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class Scaler:
+    """The loss scale as DeepSpeed shows it; 1.0 where there is none."""
+
+    cur_scale: float
+    dynamic: bool
+
+    @property
+    def loss_scale(self) -> float:
+        """As `cur_scale`."""
+        return self.cur_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """As `dynamic`."""
+        return self.dynamic
+
+
+class EngineOptimizer(ShardedOptimizer):
+    """A sharded optimizer that also answers to the names of DeepSpeed's optimizers."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was passed or configured, as it works on this rank: of its class, with its settings, which can be
+        written too, and with this rank's shares as its parameters, by which its state is kept. No collective."""
+        parts, inner = self.parts, self.inner
+        places = [[parts.params.index.get(id(param)) for param in group["params"]] for group in inner.param_groups]
+        shares = [
+            [master for param in held if param is not None for _, master in parts.masters.of(param)] for held in places
+        ]
+        own: torch.optim.Optimizer = object.__new__(type(inner))
+        vars(own).update(vars(inner))
+        own.param_groups = [_SharedGroup(*pair) for pair in zip(inner.param_groups, shares, strict=True)]  # type: ignore[misc]
+        own._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
+        own.step = types.MethodType(_no_step, own)  # type: ignore[method-assign]
+        own.load_state_dict = types.MethodType(_no_load, own)  # type: ignore[method-assign]
+        return own
+
+    @property
+    def loss_scaler(self) -> Scaler:
+        """The loss scale of fp16 weights. No collective."""
+        scale = self.loss_scale
+        return Scaler(1.0, False) if scale is None else Scaler(scale.value, scale.window is not None)
+
+    @property
+    def loss_scale_config(self) -> Scaler:
+        """As `loss_scaler`: so it is called at stage 0 there. No collective."""
+        return self.loss_scaler
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale; 1.0 where there is none. No collective."""
+        return self.loss_scaler.cur_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves. No collective."""
+        return self.loss_scaler.dynamic
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss is scaled before its backward. No collective."""
+        return self.loss_scale is not None
+
+
+class _SharedGroup(MutableMapping[str, Any]):
+    """A group of the user's optimizer, with this rank's shares in place of its parameters."""
+
+    def __init__(self, own: dict[str, Any], shares: list[torch.nn.Parameter]) -> None:
+        self._own = own
+        self._shares = shares
+
+    def __getitem__(self, key: str) -> Any:
+        return self._shares if key == "params" else self._own[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            raise ValueError("Cannot exchange a group's parameters: they are shares. Call add_param_group of the optimizer.")
+        self._own[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._own[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
+def _no_step(_: torch.optim.Optimizer, *args: Any, **options: Any) -> NoReturn:
+    raise ValueError("Cannot step on the shares of one rank: gradients are settled by all. Call step of the engine.")
+
+
+def _no_load(_: torch.optim.Optimizer, *args: Any, **options: Any) -> NoReturn:
+    raise ValueError(
+        "Cannot load the state of one rank's shares: shares are cut by the number of ranks. Save and load with the engine, or "
+        "with state_dict() and load_state_dict() of its optimizer, which are whole."
+    )
