@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -75,6 +75,13 @@ class Weights(Protocol):
 
     def renewed(self) -> Sequence[int]:
         """The buckets whose share is in other memory than when this was last asked, as the user edited weights."""
+
+    def check_edits(self, written: Collection[torch.Tensor]) -> None:
+        """These parameters will be loaded: raises unless all ranks edited the others alike. A collective where weights are in
+        shares."""
+
+    def take_edits(self) -> None:
+        """Takes over what the user edited, alike on all ranks or not. All ranks do it, and have met since they read weights."""
 
     def begin_step(self) -> None:
         """Shares are written from now on. A collective."""
@@ -157,6 +164,10 @@ class FlatBuffer:
 
     def renewed(self) -> Sequence[int]:
         return ()
+
+    def check_edits(self, written: Collection[torch.Tensor]) -> None: ...
+
+    def take_edits(self) -> None: ...
 
     def begin_step(self) -> None: ...
 

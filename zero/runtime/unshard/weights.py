@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -187,6 +187,17 @@ class ShardedWeights:
         for bucket in renewed:
             self._shares[bucket].is_renewed = False
         return renewed
+
+    def check_edits(self, written: Collection[torch.Tensor]) -> None:
+        kept: dict[int, list[Span]] = {}
+        for weights in (self, *([self._frozen] if self._frozen is not None else ())):
+            for slot in weights.layout_ref.layout.slots:
+                if slot is not None and weights._params.tensors[slot.param] not in written:
+                    kept.setdefault(weights.chunks[slot.chunk].number, []).append(slot.span)
+        self.exchange.check_edits(kept)
+
+    def take_edits(self) -> None:
+        self.exchange.take_edits()
 
     def begin_step(self) -> None:
         self.exchange.begin_step()
