@@ -52,6 +52,9 @@ class Weights(Protocol):
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
         """Whether it is one of these, and not trained by now."""
 
+    def frozen(self) -> Sequence[torch.nn.Parameter]:
+        """All of which that is so."""
+
     def frozen_pieces(self) -> Iterator[tuple[torch.nn.Parameter, ParamFormat, list[tuple[Span, torch.Tensor]]]]:
         """Them, and the memory of what this rank has of each, to be written in a step. In an order that all ranks have."""
 
@@ -138,6 +141,9 @@ class FlatBuffer:
 
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
         return False
+
+    def frozen(self) -> Sequence[torch.nn.Parameter]:
+        return ()
 
     def frozen_pieces(self) -> Iterator[tuple[torch.nn.Parameter, ParamFormat, list[tuple[Span, torch.Tensor]]]]:
         return iter(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from zero.comm.exchange import exchange_about
 from zero.comm.group import Group
 from zero.comm.pulls import Pull, Pulls
 from zero.comm.results import CompletedResult
-from zero.errors import RanksDiffer
+from zero.errors import GroupLost, RanksDiffer
 from zero.memory.gathered import Arrival, GatheredChunk, GatheredWeights
 from zero.memory.versions import VersionedShares
 from zero.plan.spans import Span
@@ -117,8 +118,8 @@ class ShareExchange:
         rank = self._differing("an update of weights in shares", self._edits.digest())
         if rank is not None:
             raise RanksDiffer(
-                f"Cannot step: rank {rank} of {self.group.size} edited weights that rank 0 did not edit so since the last step. "
-                "Edit weights alike on all ranks; to go on from here, load a checkpoint or weights."
+                f"Cannot step: rank {rank} of {self.group.size} edited weights that rank 0 did not edit so since the last "
+                "step. Edit weights alike on all ranks; to go on from here, load a checkpoint or weights."
             )
         self._take_over()
 
@@ -167,7 +168,8 @@ class ShareExchange:
 
     def close(self) -> None:
         """This rank reads no share of others any more. A collective."""
-        self.wait_for_others()
+        with contextlib.suppress(GroupLost):
+            self.wait_for_others()
         self.pulls.close()
 
     def reconnect(self) -> None:

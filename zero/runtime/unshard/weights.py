@@ -133,6 +133,9 @@ class ShardedWeights:
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
         return self._frozen is not None and isinstance(tensor, Absent) and tensor.in_chunk in self._frozen.chunks
 
+    def frozen(self) -> list[torch.nn.Parameter]:
+        return [] if self._frozen is None else list(filter(self.has_frozen, self._frozen._params.tensors))
+
     def frozen_pieces(self) -> Iterator[tuple[torch.nn.Parameter, ParamFormat, list[tuple[Span, torch.Tensor]]]]:
         frozen = self._frozen
         if frozen is not None:
@@ -148,7 +151,7 @@ class ShardedWeights:
 
     def return_frozen(self) -> None:
         if self._frozen is not None:
-            for tensor in filter(self.has_frozen, self._frozen._params.tensors):
+            for tensor in self.frozen():
                 self._frozen.detach(tensor, tensor.data.clone(memory_format=torch.preserve_format))
             self._frozen.forget()
             self._frozen = None
@@ -210,6 +213,8 @@ class ShardedWeights:
         self.exchange.end_step(written)
 
     def close(self) -> None:
+        if self._frozen is not None:
+            self._frozen.forget()
         self.exchange.close()
 
     def reconnect(self) -> None:
