@@ -25,16 +25,18 @@ def moved(rank, world, dtype, gathered):
     options = {"stage": 3, "dtype": dtype, "bucket_bytes": layer_bytes, "gathered_bytes": gathered, "group": ledger}
     optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), **options)
     whole = sum(param.nbytes for param in model.parameters())
-    pulls, found = optimizer.parts.placer.weights.exchange.pulls, []
+    records, found = zero.MetricsWriter(None, optimizer), []
     for step in range(5):
-        ledger.section, before = f"step {step}", pulls.num_pulled_bytes
+        ledger.section = f"step {step}"
         x = torch.randn(4, SIZE, dtype=next(model.parameters()).dtype, requires_grad=True)  # so backward needs every layer
         model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         assert not ledger.of(ledger.section, "all_gather", "all_reduce", "broadcast")
         reduced = sum(entry.num_bytes for entry in ledger.of(ledger.section, "reduce_scatter")) * (world - 1)
-        fetched = (pulls.num_pulled_bytes - before) * world
+        record = records.write()["moved_bytes"]
+        assert record["published"] == 0
+        fetched = record["fetched"] * world
         found.append((reduced / whole / (world - 1), fetched / whole / (world - 1)))
     optimizer.close()
     return found

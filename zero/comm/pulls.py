@@ -1,9 +1,10 @@
 """Shares of other ranks, at any time: whatever the main thread of their owner is doing.
 
 [Note: pulls]
-Each rank has a thread that takes requests and one that sends answers, and whatever else is nobody's to wait for. The first waits for nothing but requests: a version that
-its rank has not reached is answered when it is reached. So every request ends if its rank comes to that version, and no rank
-has to read anything for another one to come there. Ranks may take different branches, or sit in a collective of the user's.
+Each rank has a thread that takes requests and one that sends answers, and whatever else is nobody's to wait for. The first
+waits for nothing but requests: a version that its rank has not reached is answered when it is reached. So every request ends if
+its rank comes to that version, and no rank has to read anything for another one to come there. Ranks may take different
+branches, or sit in a collective of the user's.
 """
 
 from __future__ import annotations

@@ -26,6 +26,10 @@ class Weights(Protocol):
     def num_bytes(self) -> int:
         """That are kept, by this rank."""
 
+    @property
+    def num_fetched_bytes(self) -> int:
+        """That came from other ranks so far, for operators that needed them."""
+
     def prepare(self) -> None:
         """Chunks that are new in the layout will be filled. A collective."""
 
@@ -113,6 +117,10 @@ class FlatBuffer:
     @property
     def num_bytes(self) -> int:
         return sum(chunk.nbytes for chunk in self.chunks)
+
+    @property
+    def num_fetched_bytes(self) -> int:
+        return 0
 
     def prepare(self) -> None: ...
 

@@ -175,7 +175,9 @@ class ShareExchange:
     def reconnect(self) -> None:
         """The group has new connections. A collective."""
         self.cache.free_all()
+        num_pulled_bytes = self.pulls.num_pulled_bytes
         self.pulls = self._new_pulls()
+        self.pulls.num_pulled_bytes = num_pulled_bytes
         self._ask_others()
 
     def _new_pulls(self) -> Pulls:

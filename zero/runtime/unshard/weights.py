@@ -47,6 +47,10 @@ class ShardedWeights:
     def num_bytes(self) -> int:
         return sum(share.memory.nbytes for share in self._shares.values()) + (self._frozen.num_bytes if self._frozen else 0)
 
+    @property
+    def num_fetched_bytes(self) -> int:
+        return self.exchange.pulls.num_pulled_bytes
+
     def prepare(self) -> None:
         layout, exchange = self.layout_ref.layout, self.exchange
         new = range(self.num_chunks, len(layout.chunks))
