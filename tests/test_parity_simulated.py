@@ -28,3 +28,9 @@ def test_what_nobody_asks_a_device_for_may_be_missing():
 def test_a_device_without_a_group_of_its_own_equals_the_oracle_whatever_else_it_lacks(full):
     failures = parity.run(grid.without_group(full))
     assert not failures, str(failures)
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)], ids=["day", "night"])
+def test_sharded_weights_on_the_simulated_device_equal_the_oracle(full):
+    failures = parity.run(grid.simulated_sharded_weights(full))
+    assert not failures, str(failures)
