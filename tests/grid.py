@@ -182,8 +182,8 @@ def sharded_weights(full: bool = False) -> list[Point]:
     return [those[7 * index % len(those)] for index, those in enumerate(few)]
 
 
-def simulated_sharded_weights(full: bool = False) -> list[Point]:
-    """Points at stage 3 on the simulated device: in the day those of a few cases, and one on each that lacks something."""
+def simulated_sharded_weights(every: int = 331) -> list[Point]:
+    """Points at stage 3 on the simulated device, every so many of them, and one on each that lacks something."""
     homes, devices = ("none", "half", "all"), ("sim", "sim:random")
     points = [
         Point(3, world, dtype, bucket, "plain", device, case, offload)
@@ -195,7 +195,7 @@ def simulated_sharded_weights(full: bool = False) -> list[Point]:
     ]
     points = [point for point in points if can_be(point)]
     lacking = [Point(3, 2, "fp32", "tiny", "plain", f"sim-{lack}", "two_layers") for lack in (*LACKS, "group")]
-    return points[::7] + lacking if full else points[::331] + lacking
+    return points[::every] + lacking
 
 
 # Pairs and triples are tuples of (axis, value), in the order of the axes.
