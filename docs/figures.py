@@ -88,7 +88,24 @@ def bytes_per_rank() -> str:
     return _svg(700, 304, parts)
 
 
-FIGURES = {"buckets.svg": buckets, "bytes.svg": bytes_per_rank}
+def weight() -> str:
+    """One weight in a step at stage 3: what this rank keeps of it, when it is whole, and what moves between ranks."""
+    phases = (("forward", 110, 190), ("backward", 300, 230), ("settle", 530, 60), ("step", 590, 100))
+    parts = []
+    for words, x, width in phases:
+        parts += [_rect(x, 8, width, 22, "white", words), f'<path d="M{x} 30V206" stroke="#ccc" stroke-dasharray="4 3"/>']
+    rows = (("its share", 50), ("whole", 92), ("its gradient", 134), ("between ranks", 182))
+    parts += [_text(10, y + 18, words) for words, y in rows]
+    parts += [_rect(110, 50, 480, 26, BLUE, "this rank's share, as of step n"), _rect(590, 50, 100, 26, BLUE, "n + 1")]
+    for x, words in ((170, "used"), (370, "used")):
+        parts += [_rect(x, 92, 62, 26, GREEN, words), _rect(x - 44, 92, 44, 26, GREY, "fetch")]
+    parts += [_text(248, 110, "freed"), _text(448, 110, "freed")]
+    parts += [_rect(432, 134, 98, 26, ORANGE, "in its bucket"), _rect(530, 134, 60, 26, ORANGE, "share")]
+    parts += [_text(x, 200, "all weights once", "middle") for x in (170, 370, 500)]
+    return _svg(700, 212, parts)
+
+
+FIGURES = {"buckets.svg": buckets, "bytes.svg": bytes_per_rank, "weight.svg": weight}
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)

@@ -182,6 +182,22 @@ def sharded_weights(full: bool = False) -> list[Point]:
     return [those[7 * index % len(those)] for index, those in enumerate(few)]
 
 
+def simulated_sharded_weights(every: int = 331) -> list[Point]:
+    """Points at stage 3 on the simulated device, every so many of them, and one on each that lacks something."""
+    homes, devices = ("none", "half", "all"), ("sim", "sim:random")
+    points = [
+        Point(3, world, dtype, bucket, "plain", device, case, offload)
+        for case in CASES
+        for world, dtype, bucket, device, offload in itertools.product(
+            (2, 1), ("fp32", "bf16", "fp16"), ("tiny", "huge"), devices, homes
+        )
+        if "many" not in CASES[case].tags
+    ]
+    points = [point for point in points if can_be(point)]
+    lacking = [Point(3, 2, "fp32", "tiny", "plain", f"sim-{lack}", "two_layers") for lack in (*LACKS, "group")]
+    return points[::every] + lacking
+
+
 # Pairs and triples are tuples of (axis, value), in the order of the axes.
 Held = tuple[tuple[str, object], ...]
 

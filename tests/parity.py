@@ -352,13 +352,13 @@ def has_one_order(point: Point) -> bool:
 def everything() -> list[Point]:
     """The product of all axes on the host and, of it, what says something new on the simulated device: two ranks and one,
     as more differ in nothing that a device has to do with, and what is missing with small buckets in the plain loop. Each
-    device has one kind of offload beside none."""
+    device has one kind of offload beside none. And all points at stage 3, which is no value of an axis."""
     points = list(grid.full(("cpu",)))
     points += [point for point in grid.full(("sim",)) if point.world <= 2 and point.offload != "half"]
     points += [point for point in grid.full(("sim:random",)) if point.world <= 2 and point.offload != "all"]
     lacking = [p for p in grid.full([f"sim-{lack}" for lack in grid.LACKS]) if p.world == 2 and p.offload != "half"]
     points += [p for p in lacking if p.bucket == "tiny" and p.entry == "plain"]
-    return points + grid.spot_checks()
+    return points + grid.spot_checks() + grid.sharded_weights(full=True) + grid.simulated_sharded_weights(every=1)
 
 
 class Record:

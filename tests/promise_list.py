@@ -36,6 +36,7 @@ AREAS = {
     "L": ("agreement, hangs, failure", 9),
     "E": ("lifecycle and configuration", 7),
     "P": ("torch.compile", 12),
+    "S": ("weights in shares", 14),
 }
 IDS = tuple(f"{area}{number:02d}" for area, (_, count) in AREAS.items() for number in range(1, count + 1))
 

@@ -21,6 +21,7 @@ def test_ranks_do_differ_and_weights_change():
             assert torch.isfinite(weights[-1][name]).all() and not torch.equal(weights[0][name], weights[-1][name])
 
 
+@pytest.mark.promise("S02")
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize(
     ("world", "seed"),

@@ -28,3 +28,9 @@ def test_what_nobody_asks_a_device_for_may_be_missing():
 def test_a_device_without_a_group_of_its_own_equals_the_oracle_whatever_else_it_lacks(full):
     failures = parity.run(grid.without_group(full))
     assert not failures, str(failures)
+
+
+@pytest.mark.parametrize("every", [331, pytest.param(7, marks=pytest.mark.full)])  # `python -m tests.parity` runs all
+def test_sharded_weights_on_the_simulated_device_equal_the_oracle(every):
+    failures = parity.run(grid.simulated_sharded_weights(every))
+    assert not failures, str(failures)

@@ -92,6 +92,39 @@ def test_after_a_rank_came_too_late_all_go_on_as_if_the_window_had_not_been(new_
         assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
+def close_before_and_after_rebuild(rank, world, late):
+    model = small()
+    optimizer = sharded(model, stage=3, shared_memory=False, gathered_bytes=0)
+    one_step(model, optimizer, rank, 0)
+    said = []
+    if late:
+        model(torch.full((1, 4), 7.0)).square().mean().backward()
+        if rank == 1:
+            time.sleep(2 * LIMIT_S + 1.0)
+        with pytest.raises(GroupLost):
+            optimizer.step()
+        for _ in range(2):
+            with pytest.raises(GroupLost) as raised:
+                optimizer.close()
+            said.append(str(raised.value))
+        optimizer.rebuild()
+        one_step(model, optimizer, rank, 1)
+    else:
+        one_step(model, optimizer, rank, 1)
+    optimizer.close()
+    optimizer.close()
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    return said, {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def test_close_at_stage_3_can_be_tried_again_after_rebuild():
+    undisturbed = ranks.run(2, close_before_and_after_rebuild, False)
+    found = ranks.run(2, close_before_and_after_rebuild, True)
+    for (said, weights), (_, expected) in zip(found, undisturbed, strict=True):
+        assert len(said) == 2 and all(text.startswith("Cannot close: the weights are in shares") for text in said)
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
 def lose_it_in_the_update(rank, world, folder):
     model = small()
     optimizer = sharded(model)

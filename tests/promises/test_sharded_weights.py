@@ -97,12 +97,14 @@ def edited(rank, world, dtype, shared_memory, differs):
         one.close()
 
 
+@pytest.mark.promise("S03")
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_edits_between_steps_are_trained_on_like_edits_of_whole_weights(dtype, shared_memory):
     ranks.run(2, edited, dtype, shared_memory, False)
 
 
+@pytest.mark.promise("S03")
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_ranks_that_edit_differently_are_told_before_the_step(shared_memory):
     ranks.run(2, edited, None, shared_memory, True)
@@ -157,6 +159,7 @@ def counted(rank, world, shared_memory):
     optimizer.close()
 
 
+@pytest.mark.promise("S07")
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_rank_keeps_its_share_and_gathers_for_forward_and_backward(shared_memory):
     ranks.run(2, counted, shared_memory)

@@ -6,6 +6,7 @@ Both ranks come to the same place before one of them fails there, so that the ot
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -189,3 +190,42 @@ def test_a_rank_that_is_gone_with_an_answer_owed_to_it_is_named(tmp_path):
     assert found[VICTIM].kind == "died" and found[0].value is not None, ranks.describe(found)
     name, text = found[0].value
     assert name == "GroupLost" and "but rank 1 was last seen" in text and "and is gone" in text, text
+
+
+def close_alone(rank, world, shared_memory):
+    """What the other rank says in close(), each time, and what becomes of the weights."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2).requires_grad_(False))
+    options = {"stage": 3, "bucket_bytes": 64, "gathered_bytes": 0, "shared_memory": shared_memory, "timeout_s": LIMIT_S}
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.any_rank(False)
+    if rank == VICTIM:
+        fail("kill")
+    said = []
+    for _ in range(2):
+        with contextlib.suppress(ZeroError):
+            optimizer.any_rank(False)
+        try:
+            optimizer.close()
+        except ZeroError as raised:
+            said.append((type(raised).__name__, str(raised)))
+    del optimizer
+    gc.collect()
+    try:
+        model[0].weight.clone()
+    except RuntimeError as raised:
+        said.append(("after", str(raised)))
+    return said
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_close_after_a_lost_group_says_what_to_do_each_time_and_deleting_it_ends(shared_memory):
+    found = ranks.outcomes(2, close_alone, shared_memory, timeout=60.0)
+    assert found[0].ok, ranks.describe(found)
+    first, second, (_, after) = found[0].value
+    assert first == second and first[0] == "GroupLost", found[0].value
+    assert first[1].startswith("Cannot close: the weights are in shares") and "Call rebuild() first" in first[1]
+    assert "load the last checkpoint in a new process" in first[1]
+    assert "Cannot read a weight: its optimizer was closed" in after
+    assert "Traceback" not in found[0].output

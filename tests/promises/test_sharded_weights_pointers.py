@@ -263,6 +263,7 @@ def found():
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="each probe runs in a forked process")
 
 
+@pytest.mark.promise("S12")
 @needs_fork
 @pytest.mark.parametrize(("name", "expected"), [pytest.param(name, expected, id=name) for name, _, expected in PROBES])
 def test_a_way_to_the_memory_of_a_weight_in_shares_gives_its_value_or_an_error(name, expected, found):

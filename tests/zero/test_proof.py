@@ -250,6 +250,9 @@ def subject(rank, num_ranks):
     return dict(model=model, batches=batches, loss=lambda model, x: model(x).square().mean(),
                 optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), config={"zero_optimization": {"stage": 2}})
 
+def in_shares(rank, num_ranks):
+    return {**subject(rank, num_ranks), "config": {"zero_optimization": {"stage": 3}}}
+
 def broken():
     from types import SimpleNamespace
     from zero.runtime.reduce.inflight import InflightReductions
@@ -285,11 +288,12 @@ def command(*arguments):
     )
 
 
-def test_the_command_says_equal_at_any_number_of_ranks(script):
-    done = command(f"{script}:subject", "--ranks", 2, "--json")
+@pytest.mark.parametrize(("target", "stage"), [("subject", 2), ("in_shares", 3)])
+def test_the_command_says_equal_at_any_number_of_ranks(script, target, stage):
+    done = command(f"{script}:{target}", "--ranks", 2, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["equal"] and found["num_ranks"] == 2 and found["num_steps"] == 2
+    assert found["equal"] and found["num_ranks"] == 2 and found["num_steps"] == 2 and found["stage"] == stage
 
 
 def test_the_command_names_the_difference(script):

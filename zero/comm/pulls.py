@@ -1,9 +1,10 @@
 """Shares of other ranks, at any time: whatever the main thread of their owner is doing.
 
 [Note: pulls]
-Each rank has a thread that takes requests and one that sends answers. The first waits for nothing but requests: a version that
-its rank has not reached is answered when it is reached. So every request ends if its rank comes to that version, and no rank
-has to read anything for another one to come there. Ranks may take different branches, or sit in a collective of the user's.
+Each rank has a thread that takes requests and one that sends answers, and whatever else is nobody's to wait for. The first
+waits for nothing but requests: a version that its rank has not reached is answered when it is reached. So every request ends if
+its rank comes to that version, and no rank has to read anything for another one to come there. Ranks may take different
+branches, or sit in a collective of the user's.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from zero.comm.group import ANYONES, Message, Wire
 _FIRST_ANSWER_TAG, _LAST_ANSWER_TAG = ANYONES + 1, 2**30
 _TURN_S = 0.5  # of waiting
 _LEAVES = -1  # in place of a bucket: the rank requests nothing any more
+_REACHED = -1  # in place of a tag: no request, but the word that this rank requests nothing older
 
 Answer = Callable[[torch.Tensor], None]
 # Calls an answer with the share of a bucket as of a step and a number of edits since: now, or when this rank has come there.
 Request = Callable[[int, int, int, Answer], None]
+# Called with a rank that requests nothing older of a bucket than a step and a number of edits since.
+Reached = Callable[[int, int, int, int], None]
 
 
 class Pull:
@@ -43,17 +47,20 @@ class Pull:
 class Pulls:
     """Fetches buckets from all ranks, and gives them this rank's shares."""
 
-    def __init__(self, wire: Wire, request: Request) -> None:
+    def __init__(self, wire: Wire, request: Request, reached: Reached) -> None:
         self.num_pulled_bytes = 0
         self._wire = wire
         self._request = request
+        self._reached = reached
         self._next_tag = _FIRST_ANSWER_TAG
-        self._answers: queue.SimpleQueue[tuple[torch.Tensor, int, int] | None] = queue.SimpleQueue()  # to be sent; None ends it
-        self._farewells: list[Message] = []  # once they were sent
+        # To be sent: an answer; or what others are told of a bucket. None: there are no more of the one or the other.
+        self._sendings: queue.SimpleQueue[tuple[torch.Tensor, int, int] | int | None] = queue.SimpleQueue()
+        self._reached_to_tell: dict[int, tuple[int, int]] = {}  # by bucket, the newest of what others are still to be told
+        self._has_left = False
         self._failure: Exception | None = None  # of a thread that answers
         self._lock = threading.Lock()
         self._others = [rank for rank in range(wire.size) if rank != wire.rank]
-        works = (self._take_requests, self._send_answers) if self._others else ()
+        works = (self._take_requests, self._send) if self._others else ()
         self._threads = [threading.Thread(target=self._run, args=(work,), daemon=True, name="zero-pulls") for work in works]
         for thread in self._threads:
             thread.start()
@@ -79,6 +86,15 @@ class Pulls:
             self.num_pulled_bytes += parts[rank].nbytes
         return Pull(messages, requests)
 
+    def tell_reached(self, bucket: int, step: int, edits: int) -> None:
+        """Tells all others that this rank requests nothing older of a bucket. Waits for nobody, and where others are slow to
+        hear it they only hear the last of it."""
+        with self._lock:
+            is_waiting = bucket in self._reached_to_tell
+            self._reached_to_tell[bucket] = step, edits
+        if not is_waiting:
+            self._sendings.put(bucket)
+
     def close(self) -> None:
         """This rank requests nothing any more. It answers until all others have said the same, so this waits for them; but no
         longer than for any message, and not for ranks that are lost."""
@@ -87,18 +103,15 @@ class Pulls:
 
     def end(self, limit_s: float) -> bool:
         """The same, for so long at most. Returns whether all others have said so, and every message was received."""
-        if not self._farewells:  # others count them
-            farewell = torch.tensor([self._wire.rank, _LEAVES, 0, 0, 0])
-            self._farewells = [self._wire.send(farewell, rank, ANYONES) for rank in self._others]
+        if not self._has_left:  # others count it
+            self._has_left = True
+            self._sendings.put(_LEAVES)
+            self._sendings.put(None)
         last = time.monotonic() + limit_s
         for thread in self._threads:
             while thread.is_alive() and self._failure is None and time.monotonic() < last:
                 thread.join(_TURN_S)
-        if any(thread.is_alive() for thread in self._threads) or self._failure is not None:
-            return False
-        for message in self._farewells:
-            message.wait()
-        return True
+        return self._failure is None and not any(thread.is_alive() for thread in self._threads)
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -114,15 +127,26 @@ class Pulls:
             rank, bucket, step, edits, tag = request.tolist()
             if bucket == _LEAVES:
                 num_left -= 1
+            elif tag == _REACHED:
+                self._reached(rank, bucket, step, edits)
             else:
                 self._request(bucket, step, edits, partial(self._answer, rank, tag))
-        self._answers.put(None)
+        self._sendings.put(None)
 
     def _answer(self, rank: int, tag: int, share: torch.Tensor) -> None:
-        self._answers.put((share, rank, tag))
+        self._sendings.put((share, rank, tag))
 
-    def _send_answers(self) -> None:
-        """One after the other: a rank that requests a share has a place for it already. A share is kept until it was sent."""
-        while (answer := self._answers.get()) is not None:
-            share, rank, tag = answer
-            self._wire.send(share, rank, tag).wait()
+    def _send(self) -> None:
+        """One after the other: a rank that requests a share has a place for it already, and a thread that takes the rest. What
+        is sent is kept until it was."""
+        for _ in range(2):
+            while (sending := self._sendings.get()) is not None:
+                messages = self._tidings(sending) if isinstance(sending, int) else [sending]
+                for values, rank, tag in messages:
+                    self._wire.send(values, rank, tag).wait()
+
+    def _tidings(self, bucket: int) -> list[tuple[torch.Tensor, int, int]]:
+        with self._lock:
+            step, edits = self._reached_to_tell.pop(bucket, (0, 0))
+        message = torch.tensor([self._wire.rank, bucket, step, edits, _REACHED])
+        return [(message, rank, ANYONES) for rank in self._others]

@@ -149,7 +149,7 @@ class GatheredWeights:
 
     def _begin(self, chunk: GatheredChunk) -> None:
         if chunk.is_dropped:
-            raise RuntimeError("Cannot read a view of a weight: its optimizer was closed. Take a view of the parameter anew.")
+            raise RuntimeError("Cannot read a weight: its optimizer was closed. Take a view of the parameter anew.")
         chunk.memory = chunk.visible()
         chunk.is_lent = chunk.memory is not None
         if chunk.memory is not None:

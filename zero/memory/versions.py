@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -33,26 +35,37 @@ class _Share:
 
     published: torch.Tensor
     newest: torch.Tensor
-    overwritten: list[tuple[Span, torch.Tensor]] = field(default_factory=list)
+    num_edits: int = 0
+    overwritten: deque[tuple[Span, torch.Tensor]] = field(default_factory=deque)  # by the last edits
+    reached: dict[int, Version] = field(default_factory=dict)  # by other ranks, as far as they have said so
 
     def at(self, edits: int) -> torch.Tensor:
-        if edits == len(self.overwritten):
+        if edits == self.num_edits:
             return self.newest
         share = self.newest.clone()
-        for span, values in reversed(self.overwritten[edits:]):
+        for span, values in itertools.islice(reversed(self.overwritten), self.num_edits - edits):
             share[span.start : span.stop] = values
         return share
+
+    def let_go(self, step: int, num_others: int) -> None:
+        """Drops what no rank can ask for any more."""
+        others = [version.edits if version.step == step else 0 for version in self.reached.values()]
+        reached = min(others, default=self.num_edits) if len(others) == num_others else 0
+        while self.num_edits - len(self.overwritten) < reached and self.overwritten:
+            self.overwritten.popleft()
 
 
 class VersionedShares:
     """Shares that are read by their version.
 
     A share is never edited in place, as another rank may be reading it: an edit makes a new one. What it overwrote is kept
-    until the next step, for ranks that have not come to the edit yet. A step writes in place: all ranks have come to it, and
-    none reads any more. A request for a version that this rank has not reached is answered when it has; nobody waits for it.
+    for ranks that have not come to the edit yet: until all of them have said that they have, or until the next step. A step
+    writes in place: all ranks have come to it, and none reads any more. A request for a version that this rank has not reached
+    is answered when it has; nobody waits for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_others: int = 0) -> None:
+        self._num_others = num_others  # ranks that read these shares
         self._step = 0
         self._shares: dict[int, _Share] = {}  # by bucket
         self._requests: list[_Request] = []  # for versions that are still to come
@@ -68,7 +81,7 @@ class VersionedShares:
             self._shares.pop(bucket, None)
 
     def version(self, bucket: int) -> Version:
-        return Version(self._step, len(self._shares[bucket].overwritten))
+        return Version(self._step, self._shares[bucket].num_edits)
 
     def newest(self, bucket: int) -> torch.Tensor:
         return self._shares[bucket].newest
@@ -82,17 +95,19 @@ class VersionedShares:
 
         def replace() -> None:
             share.newest = edited
+            share.num_edits += 1
             share.overwritten.append((span, overwritten))
+            share.let_go(self._step, self._num_others)
 
         self._change(replace)
 
     def begin_step(self) -> list[int]:
         """No rank reads any more, and all have made the same edits: those are taken over. Returns where there were any."""
         with self._lock:
-            edited = [bucket for bucket, share in self._shares.items() if share.overwritten]
+            edited = [bucket for bucket, share in self._shares.items() if share.num_edits]
             for share in map(self._shares.__getitem__, edited):
                 share.published.copy_(share.newest)
-                share.newest = share.published
+                share.newest, share.num_edits = share.published, 0
                 share.overwritten.clear()
             return edited
 
@@ -114,12 +129,22 @@ class VersionedShares:
         if share is not None:
             answer(share)
 
+    def reached(self, rank: int, bucket: int, step: int, edits: int) -> None:
+        """Another rank says that it asks for no older version of a bucket."""
+        with self._lock:
+            share = self._shares.get(bucket)
+            if share is not None:
+                share.reached[rank] = Version(step, edits)
+                share.let_go(self._step, self._num_others)
+
     def _at(self, bucket: int, version: Version) -> torch.Tensor | None:
         """None where it is still to come."""
         share = self._shares.get(bucket)
-        if share is None or version.step > self._step or version.edits > len(share.overwritten):
+        if share is None or version.step > self._step or version.edits > share.num_edits:
             return None
         assert version.step == self._step, f"bucket {bucket} was read as of step {version.step}, in step {self._step}"
+        least = share.num_edits - len(share.overwritten)
+        assert version.edits >= least, f"bucket {bucket} was read as of edit {version.edits}, and all ranks were at {least}"
         return share.at(version.edits)
 
     def _change(self, change: Callable[[], None]) -> None:

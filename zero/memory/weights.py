@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +30,10 @@ class Weights(Protocol):
     def room(self) -> float:
         """Bytes on the device that whole weights may take and do not, now."""
 
+    @property
+    def num_fetched_bytes(self) -> int:
+        """That came from other ranks so far, for operators that needed them."""
+
     def prepare(self) -> None:
         """Chunks that are new in the layout will be filled. A collective."""
 
@@ -55,6 +59,9 @@ class Weights(Protocol):
 
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
         """Whether it is one of these, and not trained by now."""
+
+    def frozen(self) -> Sequence[torch.nn.Parameter]:
+        """All of which that is so."""
 
     def frozen_pieces(self) -> Iterator[tuple[torch.nn.Parameter, ParamFormat, list[tuple[Span, torch.Tensor]]]]:
         """Them, and the memory of what this rank has of each, to be written in a step. In an order that all ranks have."""
@@ -87,6 +94,13 @@ class Weights(Protocol):
     def renewed(self) -> Sequence[int]:
         """The buckets whose share is in other memory than when this was last asked, as the user edited weights."""
 
+    def check_edits(self, written: Collection[torch.Tensor]) -> None:
+        """These parameters will be loaded: raises unless all ranks edited the others alike. A collective where weights are in
+        shares."""
+
+    def take_edits(self) -> None:
+        """Takes over what the user edited, alike on all ranks or not. All ranks do it, and have met since they read weights."""
+
     def begin_step(self) -> None:
         """Shares are written from now on. A collective."""
 
@@ -117,6 +131,10 @@ class FlatBuffer:
     def room(self) -> float:
         return math.inf
 
+    @property
+    def num_fetched_bytes(self) -> int:
+        return 0
+
     def prepare(self) -> None: ...
 
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
@@ -144,6 +162,9 @@ class FlatBuffer:
 
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
         return False
+
+    def frozen(self) -> Sequence[torch.nn.Parameter]:
+        return ()
 
     def frozen_pieces(self) -> Iterator[tuple[torch.nn.Parameter, ParamFormat, list[tuple[Span, torch.Tensor]]]]:
         return iter(())
@@ -177,6 +198,10 @@ class FlatBuffer:
 
     def renewed(self) -> Sequence[int]:
         return ()
+
+    def check_edits(self, written: Collection[torch.Tensor]) -> None: ...
+
+    def take_edits(self) -> None: ...
 
     def begin_step(self) -> None: ...
 

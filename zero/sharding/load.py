@@ -73,8 +73,10 @@ def load_from(
         loading = _Loading(about, manifest, lines, bool(optimizer_states), has_schedule)
         all_or_none(group, "A load", lambda: loading.check(range(group.rank, len(manifest.files), group.size)))
         all_or_none(group, "A load", loading.read_plain)
+        about.parts.placer.weights.check_edits(loading.written())
         loading.take_plain()
         optimizer.zero_grad()
+        about.parts.publisher.take_edits()
         loading.fill_unshared()
         about.parts.publisher.begin()
         loading.fill()
@@ -125,6 +127,10 @@ class _Loading:
         self.training = values.decode(manifest.training, lines.extra)
         self.extra: Any = None
         self._left_out = set(self.training.get("left_out", ()))
+
+    def written(self) -> set[torch.Tensor]:
+        """The parameters that get other values."""
+        return {tensor for name, tensor in self._tensors().items() if not self._stays(name)}
 
     def check(self, files: Collection[int]) -> None:
         """Raises unless everything that the model has is in the checkpoint, and everything that is in it has a place; of its

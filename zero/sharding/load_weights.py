@@ -55,8 +55,11 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
 
     files, match = all_or_none(sharded[0].group, "A load of weights", prepare) if sharded else prepare()
     try:
+        for parts in sharded:
+            parts.placer.weights.check_edits(match.keys)
         for optimizer in optimizers:
             optimizer.zero_grad()
+            optimizer.parts.publisher.take_edits()
         rest = dict(match.keys)
         with ProgressBar("loading", sum(map(_numel, rest)), not sharded or sharded[0].group.rank == 0, "elements") as bar:
             for parts in sharded:

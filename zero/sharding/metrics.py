@@ -90,7 +90,8 @@ class MetricsWriter:
 
     def _sent(self) -> dict[str, int]:
         parts = self._optimizer.parts
-        return {"reduced": parts.window.reducer.inflight.num_bytes, "published": parts.publisher.num_bytes}
+        fetched = parts.placer.weights.num_fetched_bytes
+        return {"reduced": parts.window.reducer.inflight.num_bytes, "published": parts.publisher.num_bytes, "fetched": fetched}
 
     def close(self) -> None:
         """Closes the files. No collective."""

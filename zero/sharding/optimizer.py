@@ -59,7 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.group = parts.group
         self._parts = parts
         remember(self)
-        self._release = weakref.finalize(self, parts.release_anywhere)
+        self._release = weakref.finalize(self, parts.release_anywhere, gives_up=True)
         self._release.atexit = False
         give_modes(self, inner)
         self.skipped_steps = 0
@@ -299,7 +299,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The optimizer's state goes with it: take `state_dict()` before, for whoever goes on. Deleting the optimizer closes it.
         """
-        self._release()
+        self._parts.release_anywhere()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from accelerators import Accelerator
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
+from zero.errors import GroupLost
 from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
@@ -66,17 +67,27 @@ class ShardingState:
     def layout_ref(self) -> LayoutRef:
         return self.masters.layout_ref
 
-    def release(self) -> None:
-        """Makes the model plain: no hooks, storage of its own for every parameter, and nothing of ours kept alive."""
+    def release(self, gives_up: bool = False) -> None:
+        """Makes the model plain: no hooks, storage of its own for every parameter, and nothing of ours kept alive. Where values
+        of other ranks cannot be had it raises, and can be tried again; or parameters are left without, if it gives up."""
         if self.closed:
             return
         self.offloader.reload(False, ["weights"])  # first of all: it may fail, and be tried again
-        self.closed = True
-        self.hooks.detach()
         self.window.forget()
         self.offloader.reload(False, ["gradients"])  # of which there are none by now
+        values = []
+        try:
+            values = self.placer.own_values(elsewhere=self.window.sync.tracker.replaced())
+        except GroupLost as error:
+            if not gives_up:
+                raise GroupLost(
+                    "Cannot close: the weights are in shares, and those of other ranks cannot be had: the group is lost. "
+                    "Call rebuild() first where every rank is still there, or load the last checkpoint in a new process."
+                ) from error
+        self.closed = True
+        self.hooks.detach()
         leave(self.params.tensors)
-        self.placer.detach(elsewhere=self.window.sync.tracker.replaced())
+        self.placer.detach(values)
         self.updater.forget_state()
         self.updater.restore_kernels()
         self.placer.release()
@@ -88,10 +99,10 @@ class ShardingState:
             else:
                 self.pending_save.on_reported(close)  # ranks have yet to tell each other how it went
 
-    def release_anywhere(self) -> None:
+    def release_anywhere(self, gives_up: bool = False) -> None:
         """The same, also where garbage is collected in the middle of somebody's tracing, where nothing real may be touched."""
         with _disable_current_modes():
-            self.release()
+            self.release(gives_up)
 
     def to_home(self, param: int, whole: torch.Tensor) -> torch.Tensor:
         """Something whole of a parameter, in the memory where its shares live."""

@@ -44,10 +44,10 @@ def weights_at(bucket, rank, step, edits):
 class Rank:
     def __init__(self, rank, world):
         self.rank, self.world = rank, world
-        self.shares = VersionedShares()
+        self.shares = VersionedShares(world - 1)
         for bucket in range(NUM_BUCKETS):
             self.shares.add(bucket, weights_at(bucket, rank, 0, 0))
-        self.pulls = Pulls(GlooWire(rank, world), self.shares.request)
+        self.pulls = Pulls(GlooWire(rank, world), self.shares.request, self.shares.reached)
 
     def read(self, bucket):
         step, edits = self.shares.version(bucket)
@@ -63,6 +63,8 @@ class Rank:
     def edit(self, bucket):
         step, edits = self.shares.version(bucket)
         self.shares.edit(bucket, Span(0, SHARE), weights_at(bucket, self.rank, step, edits + 1))
+        if self.rank or edits % 2:  # not all say it each time
+            self.pulls.tell_reached(bucket, *self.shares.version(bucket))
 
     def step(self):
         dist.barrier()  # as a window that settles: nobody reads any more
@@ -159,7 +161,7 @@ def test_a_rank_that_leaves_twice_is_counted_once_and_answers_until_all_have_lef
 
 
 def test_versions_are_kept_until_the_step_and_answered_when_they_are_reached():
-    shares, answers = VersionedShares(), []
+    shares, answers = VersionedShares(1), []
     shares.request(0, 0, 0, lambda share: answers.append(("first", share.tolist())))
     assert answers == []
     shares.add(0, torch.zeros(2))
@@ -174,3 +176,46 @@ def test_versions_are_kept_until_the_step_and_answered_when_they_are_reached():
     shares.newest(0).add_(1.0)
     shares.end_step()
     assert answers[3:] == [("stepped", [2.0, 2.0])] and shares.version(0) == (1, 0)
+
+
+def test_what_edits_overwrote_is_kept_until_no_rank_can_ask_for_it():
+    shares = VersionedShares(2)
+    shares.add(0, torch.zeros(2))
+
+    def kept():
+        return len(shares._shares[0].overwritten)
+
+    def at(edits):
+        answers = []
+        shares.request(0, 0, edits, lambda share: answers.append(share.tolist()))
+        return answers
+
+    for edit in range(1, 5):
+        shares.edit(0, Span(0, 1), torch.full((1,), float(edit)))
+    shares.reached(1, 0, 0, 3)
+    assert kept() == 4 and at(0) == [[0.0, 0.0]]
+    shares.reached(2, 0, 0, 2)
+    assert kept() == 2 and at(2) == [[2.0, 0.0]] and at(3) == [[3.0, 0.0]]
+    with pytest.raises(AssertionError, match="read as of edit 1, and all ranks were at 2"):
+        at(1)
+    shares.reached(1, 0, 0, 9)  # that rank is ahead
+    shares.reached(2, 0, 0, 5)
+    assert kept() == 0 and at(4) == [[4.0, 0.0]] and at(5) == []
+    for _ in range(2):
+        shares.edit(0, Span(1, 2), torch.ones(1))
+    assert kept() == 1
+    shares.begin_step()
+    shares.end_step()
+    shares.edit(0, Span(0, 2), torch.ones(2))
+    assert kept() == 1  # what was said is of the last step
+    shares.reached(1, 0, 2, 0)
+    shares.reached(2, 0, 1, 1)
+    assert kept() == 1  # and what is of one to come is not used yet
+
+
+def test_where_no_other_rank_reads_nothing_is_kept():
+    shares = VersionedShares()
+    shares.add(0, torch.zeros(2))
+    for edit in range(3):
+        shares.edit(0, Span(0, 2), torch.full((2,), float(edit)))
+    assert shares.version(0) == (0, 3) and not shares._shares[0].overwritten

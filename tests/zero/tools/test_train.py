@@ -65,7 +65,11 @@ def train_here(rank, world, directory, changes, signalled_at=None):
     return found.begun_at, found.stopped_by, memory
 
 
-@pytest.mark.parametrize("changes", [{}, {"stage": 1, "dtype": "bfloat16", "accumulation": 2}], ids=["plain", "accumulating"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"stage": 1, "dtype": "bfloat16", "accumulation": 2}, {"stage": 3, "dtype": "bfloat16"}],
+    ids=["plain", "accumulating", "weights in shares"],
+)
 def test_what_was_interrupted_goes_on_as_if_it_had_not_been(changes, tmp_path):
     assert ranks.run(2, train_here, tmp_path / "whole", changes) == [(0, None, 2)] * 2
     stopped = ranks.run(2, train_here, tmp_path / "twice", changes, 3)
@@ -76,11 +80,12 @@ def test_what_was_interrupted_goes_on_as_if_it_had_not_been(changes, tmp_path):
     assert losses(tmp_path / "twice") == losses(tmp_path / "whole")
 
 
-def test_fewer_ranks_go_on_along_the_same_curve_at_another_stage(tmp_path):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fewer_ranks_go_on_along_the_same_curve_at_another_stage(stage, tmp_path):
     smooth = {"dropout": 0.0}
     ranks.run(3, train_here, tmp_path / "whole", smooth)
     ranks.run(3, train_here, tmp_path / "fewer", smooth, 3)
-    assert ranks.run(2, train_here, tmp_path / "fewer", {**smooth, "stage": 1})[0][1:] == (None, 2)
+    assert ranks.run(2, train_here, tmp_path / "fewer", {**smooth, "stage": stage})[0][1:] == (None, 2)
     assert losses(tmp_path / "fewer") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
 
 
@@ -358,6 +363,19 @@ def test_a_rank_that_is_killed_starts_the_job_again_from_the_latest_checkpoint(u
     assert losses(tmp_path / "trained") == uninterrupted
     assert "exitcode: -9" in out and re.search(r"^0 +counted ", out, re.MULTILINE) and "It writes:\ndef " in out
     assert (tmp_path / "trained" / "report.html").is_file()
+
+
+def test_the_command_trains_two_ranks_with_weights_in_shares_as_with_whole_ones(tmp_path):
+    (tmp_path / "text").write_bytes(TEXT)
+    for stage in (2, 3):
+        launcher = started(
+            f"python -m zero train --ranks 2 --stage {stage} --steps 4 --directory stage{stage} --data text "
+            "--layers 1 --width 32 --context 16 --batch 4 --dropout 0 --seed 0",
+            tmp_path,
+        )
+        out, _ = launcher.communicate(timeout=90)
+        assert launcher.returncode == 0 and f"parameters at stage {stage} on 2 ranks" in out, out
+    assert len(losses(tmp_path / "stage3")) == 4 and losses(tmp_path / "stage3") == losses(tmp_path / "stage2")
 
 
 @pytest.mark.full

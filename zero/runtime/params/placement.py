@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -134,13 +134,19 @@ class ParamPlacer:
                 flattener.recycle(source)
 
     @torch.no_grad()
-    def detach(self, elsewhere: int) -> None:
-        """Gives every parameter memory of its own, with its present value; but those, as bits, that the model does not have."""
-        for slot in self.weights.layout_ref.layout.slots:
-            if slot is not None and slot.chunk < self.weights.num_chunks and not elsewhere >> slot.param & 1:
-                tensor = self._params.tensors[slot.param]
-                self.weights.detach(tensor, tensor.data.clone(memory_format=torch.preserve_format))
-        self.weights.return_frozen()
+    def own_values(self, elsewhere: int) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Every parameter with a copy of its present value; but those, as bits, that the model does not have. A collective
+        where weights are in shares."""
+        placed = [slot.param for slot in self.weights.layout_ref.layout.slots
+                  if slot is not None and slot.chunk < self.weights.num_chunks and not elsewhere >> slot.param & 1]  # fmt: skip
+        tensors = [*map(self._params.tensors.__getitem__, placed), *self.weights.frozen()]
+        return [(tensor, tensor.data.clone(memory_format=torch.preserve_format)) for tensor in tensors]
+
+    @torch.no_grad()
+    def detach(self, values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+        """Gives these parameters these values, as memory of their own."""
+        for tensor, own in values:
+            self.weights.detach(tensor, own)
 
     @torch.no_grad()
     def remove(self, dtypes: Mapping[int, torch.dtype], before: FlatLayout) -> None:

@@ -34,6 +34,11 @@ class WeightPublisher(Timed):
         self._weights.begin_step()
         self.follow_edits()
 
+    def take_edits(self) -> None:
+        """Takes over what the user edited, before a load. All ranks do it, and have met since they read weights."""
+        self._weights.take_edits()
+        self.follow_edits()
+
     def follow_edits(self) -> None:
         """Points masters that are the weights themselves at what these are by now."""
         for bucket in self._weights.renewed():

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 
 from zero.plan.spans import Span
 
+_LEAST_EDIT = 1024  # elements that an edit counts at least: what is kept of it has a size of its own
+_LEAST_MANY = 16 * _LEAST_EDIT
 _ROW = 4096
+_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd: no edit before is forgotten
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class EditLog:
-    """The edits of one rank, in order, each with a checksum of its values, which stays on the device until ranks compare."""
+    """The edits of one rank, as a checksum for each place that was edited, which stays on the device until ranks compare."""
 
     def __init__(self) -> None:
-        self._edits: list[tuple[int, Span, torch.Tensor]] = []
+        self._edits: dict[tuple[int, Span], torch.Tensor] = {}  # in the order of the last edit of each
+        self._num_edited: dict[int, int] = {}  # elements by chunk
 
     def note(self, chunk: int, written: Span, memory: torch.Tensor) -> None:
-        self._edits.append((chunk, written, checksum(memory[written.start : written.stop])))
+        self._num_edited[chunk] = self._num_edited.get(chunk, 0) + max(written.numel, _LEAST_EDIT)
+        sums = checksum(memory[written.start : written.stop]) + 1
+        before = self._edits.pop((chunk, written), None)
+        self._edits[chunk, written] = sums if before is None else before * _FACTOR + sums
 
-    def digest(self) -> bytes:
-        """The same on two ranks exactly when they made the same edits; no bytes where there were none."""
-        if not self._edits:
-            return b""
-        lines = [f"{chunk} {written.start} {written.stop} {sums.tolist()}" for chunk, written, sums in self._edits]
-        return hashlib.sha256("\n".join(lines).encode()).digest()
+    def digest(self, concerns: Callable[[int, Span], bool] = lambda chunk, written: True) -> bytes:
+        """The same on two ranks exactly when they made the same edits, of those that it concerns; no bytes where there were
+        none."""
+        edits = [(chunk, written, sums) for (chunk, written), sums in self._edits.items() if concerns(chunk, written)]
+        lines = [f"{chunk} {written.start} {written.stop} {sums.tolist()}" for chunk, written, sums in edits]
+        return hashlib.sha256("\n".join(lines).encode()).digest() if lines else b""
+
+    def are_many(self, chunk: int, numel: int) -> bool:
+        """Whether so many elements of a chunk, of all that it has, were edited since this was true, also if some repeatedly."""
+        if self._num_edited.get(chunk, 0) < max(numel, _LEAST_MANY):
+            return False
+        del self._num_edited[chunk]
+        return True
 
     def clear(self) -> None:
         self._edits.clear()

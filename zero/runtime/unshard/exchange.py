@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from zero.comm.exchange import exchange_about
 from zero.comm.group import Group
 from zero.comm.pulls import Pull, Pulls
 from zero.comm.results import CompletedResult
-from zero.errors import RanksDiffer
+from zero.errors import GroupLost, RanksDiffer
 from zero.memory.gathered import Arrival, GatheredChunk, GatheredWeights
 from zero.memory.versions import VersionedShares
 from zero.plan.spans import Span
@@ -49,9 +50,9 @@ class ShareExchange:
         self.cache = GatheredWeights(device, budget_bytes)
         self.group = group
         self.device = device
-        self.versions = VersionedShares()  # this rank's shares in host memory, as other ranks get them
+        self.versions = VersionedShares(group.size - 1)  # this rank's shares in host memory, as other ranks get them
         self.versions.add(_STEP_ENDED, torch.zeros(1))
-        self.pulls = Pulls(group.new_wire(), self.versions.request)
+        self.pulls = self._new_pulls()
         self._shares: dict[int, Share] = {}  # by number
         self._removed: set[int] = set()  # but other ranks may still read them
         self._edits = EditLog()
@@ -92,6 +93,9 @@ class ShareExchange:
                     self._renew(share)
                 else:
                     share.memory[inside.start : inside.stop] = values
+            if self._edits.are_many(shares[0].number, sum(share.bucket.numel for share in shares)):
+                for share in shares:  # others keep for this rank what it will not ask for
+                    self.pulls.tell_reached(share.number, *self.versions.version(share.number))
 
     def is_edited(self, share: Share) -> bool:
         """Since the last step."""
@@ -111,13 +115,37 @@ class ShareExchange:
     def begin_step(self) -> None:
         """Shares are written from now on. A collective."""
         self.cache.end_window()  # this rank reads nothing any more
-        digests = exchange_about(self.group, "an update of weights in shares", self._edits.digest())
-        for rank, digest in enumerate(digests):
-            if digest != digests[0]:
-                raise RanksDiffer(
-                    f"Cannot step: rank {rank} of {len(digests)} edited weights that rank 0 did not edit so since the last "
-                    "step. Edit weights alike on all ranks."
-                )
+        rank = self._differing("an update of weights in shares", self._edits.digest())
+        if rank is not None:
+            raise RanksDiffer(
+                f"Cannot step: rank {rank} of {self.group.size} edited weights that rank 0 did not edit so since the last "
+                "step. Edit weights alike on all ranks; to go on from here, load a checkpoint or weights."
+            )
+        self._take_over()
+
+    def check_edits(self, kept: Mapping[int, Sequence[Span]]) -> None:
+        """Raises unless all ranks edited these parts of chunks alike. What else is edited will be overwritten. A collective."""
+        digest = self._edits.digest(lambda chunk, written: any(map(written.overlap, kept.get(chunk, ()))))
+        rank = self._differing("a load of weights in shares", digest)
+        if rank is not None:
+            raise RanksDiffer(
+                f"Cannot load: rank {rank} of {self.group.size} edited weights that rank 0 did not edit so since the last step "
+                "and that are not in what is loaded. Nothing was changed. Load all weights."
+            )
+
+    def take_edits(self) -> None:
+        """What is there now is a new version, whoever edited it. All ranks have come here, and will overwrite what differs."""
+        self.cache.end_window()
+        self._take_over()
+        self.end_step(())
+
+    def _differing(self, about: str, digest: bytes) -> int | None:
+        """The first rank that differs from rank 0. When this returns nobody asks whether a step has ended, or reads weights."""
+        self.wait_for_others()
+        digests = exchange_about(self.group, about, digest)
+        return next((rank for rank, other in enumerate(digests) if other != digests[0]), None)
+
+    def _take_over(self) -> None:
         self._edits.clear()
         while self._removed:
             self.versions.forget(self._removed.pop())
@@ -140,14 +168,20 @@ class ShareExchange:
 
     def close(self) -> None:
         """This rank reads no share of others any more. A collective."""
-        self.wait_for_others()
+        with contextlib.suppress(GroupLost):
+            self.wait_for_others()
         self.pulls.close()
 
     def reconnect(self) -> None:
         """The group has new connections. A collective."""
         self.cache.free_all()
-        self.pulls = Pulls(self.group.new_wire(), self.versions.request)
+        num_pulled_bytes = self.pulls.num_pulled_bytes
+        self.pulls = self._new_pulls()
+        self.pulls.num_pulled_bytes = num_pulled_bytes
         self._ask_others()
+
+    def _new_pulls(self) -> Pulls:
+        return Pulls(self.group.new_wire(), self.versions.request, self.versions.reached)
 
 
 class ShardedChunk(GatheredChunk):
@@ -160,6 +194,11 @@ class ShardedChunk(GatheredChunk):
         self._shares = shares
         self._common = common  # the whole chunk, in memory that all ranks see
         self._exchange = exchange
+
+    @property
+    def number(self) -> int:
+        """By which its edits are known, on all ranks."""
+        return self._shares[0].number
 
     def visible(self) -> torch.Tensor | None:
         return self._seen() if self._exchange.device.type == "cpu" else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -55,6 +55,10 @@ class ShardedWeights:
 
     def room(self) -> float:
         return self.exchange.cache.budget_bytes - self.exchange.cache.num_bytes
+
+    @property
+    def num_fetched_bytes(self) -> int:
+        return self.exchange.pulls.num_pulled_bytes
 
     def prepare(self) -> None:
         layout, exchange = self.layout_ref.layout, self.exchange
@@ -142,6 +146,9 @@ class ShardedWeights:
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
         return self._frozen is not None and isinstance(tensor, Absent) and tensor.in_chunk in self._frozen.chunks
 
+    def frozen(self) -> list[torch.nn.Parameter]:
+        return [] if self._frozen is None else list(filter(self.has_frozen, self._frozen._params.tensors))
+
     def frozen_pieces(self) -> Iterator[tuple[torch.nn.Parameter, ParamFormat, list[tuple[Span, torch.Tensor]]]]:
         frozen = self._frozen
         if frozen is not None:
@@ -157,7 +164,7 @@ class ShardedWeights:
 
     def return_frozen(self) -> None:
         if self._frozen is not None:
-            for tensor in filter(self.has_frozen, self._frozen._params.tensors):
+            for tensor in self.frozen():
                 self._frozen.detach(tensor, tensor.data.clone(memory_format=torch.preserve_format))
             self._frozen.forget()
             self._frozen = None
@@ -218,6 +225,17 @@ class ShardedWeights:
             self._shares[bucket].is_renewed = False
         return renewed
 
+    def check_edits(self, written: Collection[torch.Tensor]) -> None:
+        kept: dict[int, list[Span]] = {}
+        for weights in (self, *([self._frozen] if self._frozen is not None else ())):
+            for slot in weights.layout_ref.layout.slots:
+                if slot is not None and weights._params.tensors[slot.param] not in written:
+                    kept.setdefault(weights.chunks[slot.chunk].number, []).append(slot.span)
+        self.exchange.check_edits(kept)
+
+    def take_edits(self) -> None:
+        self.exchange.take_edits()
+
     def begin_step(self) -> None:
         self.exchange.begin_step()
 
@@ -229,6 +247,8 @@ class ShardedWeights:
         self.exchange.end_step(written)
 
     def close(self) -> None:
+        if self._frozen is not None:
+            self._frozen.forget()
         self.exchange.close()
 
     def reconnect(self) -> None:
