@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,10 +31,12 @@ class Staging:
         accelerator: Accelerator,
         allocate: Callable[[int, torch.dtype], torch.Tensor],
         is_read: Callable[[torch.Tensor], bool] = lambda _: True,
+        room: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._accelerator = accelerator
         self._allocate = allocate
         self._is_reusable = is_read  # by everybody who still may
+        self.room = room  # bytes that buffers on their way may take, beside those that a rank in pace needs
         self._free: dict[torch.dtype, list[_Returned]] = {}
         self._whole: dict[int, torch.Tensor] = {}  # what was lent a part of, by its address
         self._sizes: dict[torch.dtype, int] = {}

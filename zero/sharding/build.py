@@ -118,7 +118,7 @@ def _assemble(
             return group.staging(numel, dtype, place.device)
 
     def wire() -> ShardingState:
-        staging = Staging(place.accelerator, allocate, group.is_read)
+        staging = Staging(place.accelerator, allocate, group.is_read, weights.room)
         gradients = GradientShard(layout_ref, memory_guard.homes)
         reduce_dtype = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
         kinds = host_step_dtypes(layout.params, place.device)
@@ -135,7 +135,6 @@ def _assemble(
             reduce_dtype,
             checks_finite=config.on_nonfinite == "raise",
             sums=sums,
-            room=weights.room,
         )
         reducer = Reducer(layout_ref, formats, place.accelerator, staging, inflight)
         grad_ops = ShardedGradOps(layout_ref, formats, group, inflight)

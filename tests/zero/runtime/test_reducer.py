@@ -229,7 +229,7 @@ class HostBeside(DeviceHome):
 def test_rounds_of_a_rank_that_is_ahead_wait_on_the_host_and_leave_in_their_order(room, at_once):
     bench = Bench()
     host = bench.shard.homes.host = HostBeside()
-    bench.wire.holds_back, bench.reducer.inflight._room = True, lambda: room
+    bench.wire.holds_back, bench.staging.room = True, lambda: room
     for window in range(4):
         for param in (2, 1, 0):
             bench.give(param, 10 ** window)
@@ -245,7 +245,7 @@ def test_rounds_of_a_rank_that_is_ahead_wait_on_the_host_and_leave_in_their_orde
 def test_what_waits_on_the_host_is_let_go_with_what_is_abandoned():
     bench = Bench()
     host = bench.shard.homes.host = HostBeside()
-    bench.wire.holds_back, bench.reducer.inflight._room = True, lambda: 0
+    bench.wire.holds_back, bench.staging.room = True, lambda: 0
     for param in (2, 1, 0):
         bench.give(param, 1)
     assert len(host.mirrors) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -60,8 +59,8 @@ class InflightReductions(Timed):
 
     [Note: ahead of other ranks]
     A rank that is ahead of others would have a whole backward on its way, as it never waits for them. On a device, beside two
-    rounds, only so much is as `room` says that there is room for; further rounds wait on the host, and are sent in their order
-    as earlier ones land. A rank that is ahead has the time for two copies.
+    rounds, only so much is as `Staging.room` has room for; further rounds wait on the host, and are sent in their order as
+    earlier ones land. A rank that is ahead has the time for two copies.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class InflightReductions(Timed):
         reduce_dtype: torch.dtype | None = None,
         checks_finite: bool = False,
         sums: Sums | None = None,
-        room: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self.num_bytes = 0  # sent so far, by this rank
         self._layout_ref = layout_ref
@@ -87,7 +85,6 @@ class InflightReductions(Timed):
         self._reduce_dtype = reduce_dtype
         self.sums = sums or SumsByTorch()
         self._ranks = group.rank, group.size
-        self._room = room
         self._in_flight: deque[_Round] = deque()
         self._waiting: deque[_Waiting] = deque()
 
@@ -123,7 +120,7 @@ class InflightReductions(Timed):
         if homes.host is homes.device or len(self._in_flight) < _ALWAYS_SENT:
             return True
         sent = sum(round_.buffer.nbytes for round_ in self._in_flight)
-        return not self._waiting and sent + num_bytes <= self._room()
+        return not self._waiting and sent + num_bytes <= self._staging.room()
 
     def _put_aside(self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype) -> None:
         mirror = self.shard.homes.host.mirror(buffer)
