@@ -76,8 +76,8 @@ def budget_of(
     `num_ranks` are there; None for as many as share the layout. `waits`: whether all gradients wait, in the dtype of sums, for
     the last backward of a window. `in_lines`: whether moments lie as masters do, each in one line for all of a share.
     `one_host`: whether ranks read what others send where that lies. `one_pass`: whether a step takes sums from where what was
-    sent lay. `shards_weights`: whether weights are in shares. `on_host`: whether
-    the device is a host; other ranks read shares of weights there. `gathered_bytes`: what whole weights may take.
+    sent lay. `shards_weights`: whether weights are in shares. `on_host`: whether the device is a host; other ranks read shares
+    of weights there. `gathered_bytes`: what whole weights may take.
 
     [Note: pace]
     This is what a rank needs that keeps pace with the others, once the order of its gradients is known: a bucket is full

@@ -134,7 +134,7 @@ class ShareExchange:
             )
 
     def take_edits(self) -> None:
-        """What is there now is a new version, whoever edited it. All ranks have come here, and will overwrite what differs."""
+        """What is there now is a new version, edited alike or not. All ranks have come here and will overwrite what differs."""
         self.cache.end_window()
         self._take_over()
         self.end_step(())
