@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -35,11 +35,17 @@ class GatheredChunk(ABC):
         self.arrival: Arrival | None = None  # of what was fetched and not waited for yet
         self.num_users = 0  # operators that run on it
         self.unwritten: dict[str, Span] = {}  # parameters in it that have no values yet
-        self.views: dict[int, torch.Tensor] = {}  # parameters in it, as their operators are given them
+        self.views: dict[Hashable, torch.Tensor] = {}  # what operators were given of it
+        cache.total_bytes += self.num_bytes
 
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def stays(self) -> bool:
+        """It is whole, and nothing frees it before the window ends."""
+        return self.memory is not None and self.arrival is None and (self.is_lent or self.cache.fits_all)
 
     @abstractmethod
     def visible(self) -> torch.Tensor | None:
@@ -66,6 +72,7 @@ class GatheredWeights:
 
     def __init__(self, device: torch.device, budget_bytes: float = 0.0) -> None:
         self.budget_bytes = budget_bytes
+        self.total_bytes = 0  # of all chunks
         self.num_bytes = 0  # that are gathered now
         self.peak_bytes = 0
         self.num_fetches = 0
@@ -75,6 +82,11 @@ class GatheredWeights:
         self._gathered: dict[GatheredChunk, None] = {}
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}  # pages that are there: to make them takes time
         self._lock = threading.RLock()  # forward and backward run in threads of their own
+
+    @property
+    def fits_all(self) -> bool:
+        """Nothing is ever freed to make room."""
+        return self.total_bytes <= self.budget_bytes
 
     @contextlib.contextmanager
     def using(self, chunks: Iterable[GatheredChunk]) -> Iterator[None]:
@@ -126,6 +138,7 @@ class GatheredWeights:
         with self._lock:
             for chunk in chunks:
                 chunk.is_dropped = True
+                self.total_bytes -= chunk.num_bytes
                 if chunk.memory is not None:
                     self._free(chunk)
             self.order = UseOrder()

@@ -182,3 +182,26 @@ def test_uses_in_a_row_are_one_and_a_window_without_any_is_forgotten():
     assert order.distance(1) < order.distance(0) < order.distance(7)
     order.use(1)
     assert order.upcoming(2) == [0] and order.distance(0) < order.distance(1)
+
+
+@pytest.mark.parametrize("budget, stay", [(11 * 4, False), (12 * 4, True), (math.inf, True)])
+def test_a_chunk_stays_once_it_has_arrived_where_all_fit(budget, stay):
+    weights, _ = weights_of([4] * 3, budget)
+    chunk, seen = weights.chunks[0], weights.chunks[1]
+    seen.seen = torch.ones(4)
+    assert not chunk.stays
+    use(weights, 0)
+    assert chunk.stays == stay
+    chunk.arrival = Gather(chunk.memory, 0.0)
+    assert not chunk.stays  # it is on its way
+    chunk.arrival = None
+    weights.acquire([seen])
+    assert seen.stays  # it takes no memory
+    weights.make_own(seen)
+    assert seen.stays == stay
+    weights.release([seen])
+    weights.end_window()
+    assert not chunk.stays and not seen.stays
+    weights.forget(weights.chunks[2:])
+    use(weights, 0)
+    assert chunk.stays  # two fit

@@ -59,8 +59,8 @@ class OneRank:
         self.weights = GatheredWeights(torch.device("cpu"))
         self.weights.poison = True
         by_dtype = {}
-        for index, (name, param) in enumerate(named):
-            by_dtype.setdefault(param.dtype, []).append((index, name, param))
+        for name, param in named:
+            by_dtype.setdefault(param.dtype, []).append((name, param))
         for dtype, members in by_dtype.items():
             for first in range(0, len(members), in_chunk):
                 self.lay(dtype, members[first : first + in_chunk])
@@ -71,14 +71,14 @@ class OneRank:
         line, start = torch.full((sum(max(1, param.numel()) for *_, param in members),), 99.0, dtype=dtype), 0
         chunk = OwnedChunk(self.weights, line)
         self.chunks.append(chunk)
-        for index, name, param in members:
+        for name, param in members:
             order = sorted(range(param.dim()), key=lambda dim: -param.stride(dim))  # of memory, as it was
             strides, step = [0] * param.dim(), 1
             for dim in reversed(order):
                 strides[dim], step = step, step * max(1, param.shape[dim])
             line.as_strided(param.shape, strides, start).copy_(param.detach())
             shadow = torch.empty(chunk.numel, dtype=dtype, device="meta").as_strided(param.shape, strides, start)
-            absent = make_absent_param(chunk, index, name, shadow, param.device, param.requires_grad)
+            absent = make_absent_param(chunk, name, shadow, param.device, param.requires_grad)
             start += max(1, param.numel())
             become_absent(param, absent)
 
@@ -556,3 +556,27 @@ def test_parametrizations_may_be_added_to_absent_parameters():
     expected = model[0].weight.whole() * 2
     parametrize.register_parametrization(model[0], "weight", Double())
     assert torch.equal(model[0].weight, expected)
+
+
+def test_operators_take_what_is_there_without_asking_the_cache():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    state, acquired = OneRank(model, math.inf), []
+    acquire = state.weights.acquire
+    state.weights.acquire = lambda chunks: acquired.extend(chunks := list(dict.fromkeys(chunks))) or acquire(chunks)
+    for _ in range(3):
+        model(inputs(4, 8)).square().sum().backward()
+    assert sorted(map(id, acquired)) == sorted(map(id, state.chunks))  # each for its first operator
+    state.weights.end_window()
+    model(inputs(4, 8))
+    assert len(acquired) == 2 * len(state.chunks)
+
+
+def test_views_of_a_weight_lie_where_they_did_and_not_all_of_them_are_kept():
+    model = nn.Linear(8, 200)
+    expected = model.weight.detach().clone()
+    OneRank(model, 0)
+    for _ in range(2):
+        for start in range(200):
+            assert torch.equal(model.weight[start : start + 2].t() + 0, expected[start : start + 2].t())
+            assert torch.equal(model.weight.view(100, 16)[start // 2] + 0, expected.view(100, 16)[start // 2])
+    assert len(model.weight.shadow.views) <= 64

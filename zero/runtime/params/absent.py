@@ -6,13 +6,15 @@ all views of it: what autograd saves of a weight is a handle, and no memory. Bel
 a tensor comes to `_dispatch`, whether Python called it or C++ did in a backward; there the weights are gathered for as long
 as it runs. Nothing rests on modules, on hooks, or on an end of a backward: a weight cannot be read while it is not there.
 
-A *shadow* says where a tensor lies: it is on the meta device, with the size, stride and offset of the place in the chunk.
+A *shadow* says where a tensor lies: its tensor is on the meta device, with the size, stride and offset of the place in the
+chunk. Operators run for every weight of every layer, so what they need again is kept: a shadow keeps its views, a chunk the
+plain tensors of shadows while it is whole.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +28,23 @@ _A_CLONE = "Use a clone of it."
 _CLOSE = "Call close() on the optimizer first."
 
 
+class Shadow:
+    """Where a tensor lies in its chunk."""
+
+    __slots__ = ("geometry", "tensor", "views")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.views: dict[Any, Any] = {}  # shadows of its views, by what made them
+
+
 class Absent(torch.Tensor):
     """What absent parameters and their views have in common."""
 
     in_chunk: GatheredChunk
-    param_index: int | None  # None: a view
     label: str
-    shadow: torch.Tensor
+    shadow: Shadow
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -43,7 +55,7 @@ class Absent(torch.Tensor):
     @property
     def extent(self) -> Span:
         """From its first to its last element, in elements of the chunk."""
-        shadow = self.shadow
+        shadow = self.shadow.tensor
         if not shadow.numel():
             return Span(0, 0)
         length = sum((size - 1) * stride for size, stride in zip(shadow.shape, shadow.stride(), strict=True)) + 1
@@ -134,30 +146,26 @@ class AbsentView(Absent):
 
 
 _ABSENT = frozenset((AbsentParameter, AbsentView))
+_MOST_VIEWS = 64  # that a shadow keeps
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
 
 def make_absent_param(
-    in_chunk: GatheredChunk, param: int, label: str, shadow: torch.Tensor, device: torch.device, requires_grad: bool
+    in_chunk: GatheredChunk, label: str, shadow: torch.Tensor, device: torch.device, requires_grad: bool
 ) -> AbsentParameter:
     """A parameter without memory that lies where its shadow says."""
-    made: AbsentParameter = _without_memory(AbsentParameter, shadow, device, requires_grad)
-    made.in_chunk, made.param_index, made.label, made.shadow = in_chunk, param, label, shadow
-    return made
+    return _without_memory(AbsentParameter, in_chunk, label, Shadow(shadow), device, requires_grad)  # type: ignore[no-any-return]
 
 
-def _make_view(of: Absent, shadow: torch.Tensor) -> AbsentView:
-    made: AbsentView = _without_memory(AbsentView, shadow, of.device, False)
-    made.in_chunk, made.param_index, made.label, made.shadow = of.in_chunk, None, of.label, shadow
-    return made
-
-
-def _without_memory(cls: type[Absent], shadow: torch.Tensor, device: torch.device, requires_grad: bool) -> Any:
+def _without_memory(
+    cls: type[Absent], in_chunk: GatheredChunk, label: str, shadow: Shadow, device: torch.device, requires_grad: bool
+) -> Any:
+    size, stride, offset = shadow.geometry
     made: Any = torch.Tensor._make_wrapper_subclass(
-        cls, shadow.shape, strides=shadow.stride(), storage_offset=shadow.storage_offset(), dtype=shadow.dtype, device=device,
-        requires_grad=requires_grad,
-    )  # fmt: skip
+        cls, size, strides=stride, storage_offset=offset, dtype=shadow.tensor.dtype, device=device, requires_grad=requires_grad
+    )
     torch._C._set_throw_on_mutable_data_ptr(made)  # C++ code that takes its pointer is told, and would crash otherwise
+    made.in_chunk, made.label, made.shadow = in_chunk, label, shadow
     return made
 
 
@@ -166,22 +174,30 @@ def _without_memory(cls: type[Absent], shadow: torch.Tensor, device: torch.devic
 
 def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     kind, written = operator_of(func)
-    absent = list(_absent_in((*args, *kwargs.values())))
     if kind is Kind.VIEW:
-        return _view(func, args, kwargs, absent[0])
+        return _view(func, args, kwargs)
+    absent = _absent_in((*args, *kwargs.values()) if kwargs else args)
     if kind is Kind.REFUSED:
         return _set(func, absent[0], args)
-    targets = list(_absent_in([kwargs.get(name) if position >= len(args) else args[position] for name, position in written]))
+    if kind is Kind.READ and all(tensor.in_chunk.stays for tensor in absent):  # the common case, and a quick one
+        return _run(func, args, kwargs, absent)
+    targets = _absent_in([kwargs.get(name) if position >= len(args) else args[position] for name, position in written])
     with _gathered(absent):
         for tensor in targets:
             tensor.in_chunk.cache.make_own(tensor.in_chunk)
-        given: dict[int, Absent] = {}  # by id of the plain tensor that takes its place
-        plain_args = [_plain_of(value, given) for value in args]
-        plain_kwargs = {name: _plain_of(value, given) for name, value in kwargs.items()}
-        result = func(*plain_args, **plain_kwargs)
-        for tensor in targets:
-            tensor.in_chunk.edited(tensor.extent)
-        return _apart(result, {tensor.in_chunk for tensor in absent}, given)
+        return _run(func, args, kwargs, absent, targets)
+
+
+def _run(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], absent: Sequence[Absent], targets: Sequence[Absent] = ()
+) -> Any:
+    given: dict[int, Absent] = {}  # by id of the plain tensor that takes its place
+    plain_args = [_plain_of(value, given) for value in args]
+    plain_kwargs = {name: _plain_of(value, given) for name, value in kwargs.items()}
+    result = func(*plain_args, **plain_kwargs)
+    for tensor in targets:
+        tensor.in_chunk.edited(tensor.extent)
+    return _apart(result, absent, given)
 
 
 def _set(func: Any, tensor: Absent, args: Sequence[Any]) -> Any:
@@ -194,12 +210,14 @@ def _set(func: Any, tensor: Absent, args: Sequence[Any]) -> Any:
     return tensor
 
 
-def _absent_in(values: Sequence[Any]) -> Iterator[Absent]:
+def _absent_in(values: Sequence[Any]) -> list[Absent]:
+    absent = []
     for value in values:
         if type(value) in _ABSENT:
-            yield value
+            absent.append(value)
         elif type(value) in (list, tuple):
-            yield from (member for member in value if type(member) in _ABSENT)
+            absent += [member for member in value if type(member) in _ABSENT]
+    return absent
 
 
 @contextlib.contextmanager
@@ -217,50 +235,67 @@ def _plain_of(value: Any, given: dict[int, Absent]) -> Any:
         return type(value)(_plain_of(member, given) for member in value)
     if type(value) not in _ABSENT:
         return value
-    chunk = value.in_chunk
-    plain = None if value.param_index is None else chunk.views.get(value.param_index)
+    shadow, views = value.shadow, value.in_chunk.views
+    plain = views.get(shadow)
     if plain is None:
-        shadow, memory = value.shadow, chunk.memory
+        memory = value.in_chunk.memory
         assert memory is not None
-        memory = memory if memory.dtype == shadow.dtype else memory.view(shadow.dtype)
-        start = memory.storage_offset() + shadow.storage_offset()  # its storage may have more than this chunk
-        plain = memory.as_strided(shadow.shape, shadow.stride(), start)
-        if value.param_index is not None:
-            chunk.views[value.param_index] = plain
+        memory = memory if memory.dtype == shadow.tensor.dtype else memory.view(shadow.tensor.dtype)
+        size, stride, offset = shadow.geometry
+        plain = memory.as_strided(size, stride, memory.storage_offset() + offset)  # its storage may have more than this chunk
+        views[shadow] = plain
     given[id(plain)] = value
     return plain
 
 
-def _apart(result: Any, chunks: Collection[GatheredChunk], given: Mapping[int, Absent]) -> Any:
+def _apart(result: Any, absent: Sequence[Absent], given: Mapping[int, Absent]) -> Any:
     """A result that is an argument is the absent one. One that lies in a gathered chunk, against its schema, is copied."""
     if type(result) in (list, tuple):
-        return type(result)(_apart(member, chunks, given) for member in result)
+        return type(result)(_apart(member, absent, given) for member in result)
     if not isinstance(result, torch.Tensor):
         return result
     if id(result) in given:
         return given[id(result)]
-    if type(result) is torch.Tensor and result.numel() and any(_lies_in(result, chunk) for chunk in chunks):
+    if type(result) is torch.Tensor and _lies_in_one(result, absent):
         return result.clone()
     return result
 
 
-def _lies_in(tensor: torch.Tensor, chunk: GatheredChunk) -> bool:
-    memory = chunk.memory
+def _lies_in_one(tensor: torch.Tensor, absent: Sequence[Absent]) -> bool:
+    """Whether it has the memory of one of their chunks."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout in _COMPRESSED:
         tensor = tensor.values()
-    if memory is None or tensor.device != memory.device or tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or not tensor.numel():
         return False
-    return bool(tensor.untyped_storage()._cdata == memory.untyped_storage()._cdata)
+    storage = tensor.untyped_storage()._cdata
+    memories = [each.in_chunk.memory for each in absent]
+    return any(memory is not None and memory.untyped_storage()._cdata == storage for memory in memories)
 
 
-def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], of: Absent) -> Any:
+def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Views are made of shadows: nothing is gathered for them. Those of a parameter are no inference tensors, wherever made."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
-            return _view(func, args, kwargs, of)
-    made = func(*(value.shadow if type(value) in _ABSENT else value for value in args), **kwargs)
-    if isinstance(made, torch.Tensor):
-        return _make_view(of, made)
-    return type(made)(_make_view(of, one) for one in made)
+            return _view(func, args, kwargs)
+    of: Absent = args[0]
+    key = func if len(args) == 1 and not kwargs else (func, *map(_hashable, args[1:]), *kwargs.items())
+    made = of.shadow.views.get(key)
+    if made is None:
+        tensors = func(of.shadow.tensor, *args[1:], **kwargs)
+        made = Shadow(tensors) if isinstance(tensors, torch.Tensor) else type(tensors)(map(Shadow, tensors))
+        if len(of.shadow.views) == _MOST_VIEWS:  # as those of a slice that moves
+            of.shadow.views.clear()
+        of.shadow.views[key] = made
+    if isinstance(made, Shadow):
+        return _view_at(made, of)
+    return type(made)([_view_at(one, of) for one in made])
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if type(value) is list else value
+
+
+def _view_at(shadow: Shadow, of: Absent) -> AbsentView:
+    return _without_memory(AbsentView, of.in_chunk, of.label, shadow, of.device, False)  # type: ignore[no-any-return]

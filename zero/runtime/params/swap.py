@@ -12,7 +12,7 @@ from torch import nn
 from zero.memory.gathered import GatheredChunk
 from zero.runtime.params.absent import AbsentParameter
 
-_OWN = ("in_chunk", "param_index", "label", "shadow")  # what an absent parameter knows, and a plain one does not
+_OWN = ("in_chunk", "label", "shadow")  # what an absent parameter knows, and a plain one does not
 
 
 def can_swap() -> bool:

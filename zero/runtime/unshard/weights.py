@@ -106,7 +106,7 @@ class ShardedWeights:
         name = self._params.names[param]
         if tensor.is_meta and tensor.numel():
             chunk.unwritten[name] = slot.span
-        become_absent(tensor, make_absent_param(chunk, param, name, shadow, self.exchange.device, tensor.requires_grad))
+        become_absent(tensor, make_absent_param(chunk, name, shadow, self.exchange.device, tensor.requires_grad))
 
     def detach(self, tensor: torch.nn.Parameter, values: torch.Tensor) -> None:
         if isinstance(tensor, Absent):
