@@ -97,6 +97,7 @@ def test_fresh_seeds_are_right_when_sharded(fresh):
     assert not failures, f"RANDOM_TRAININGS={base}\n{failures}"
 
 
+@pytest.mark.full
 def test_a_few_fresh_seeds_are_right_over_gloo(fresh):
     base, points = fresh
     failures = parity.run([point for point in points if point.world > 1][:NUM_OVER_GLOO])

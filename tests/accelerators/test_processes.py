@@ -83,7 +83,7 @@ def test_no_thread_runs_and_no_lock_is_kept_that_a_fork_could_break():
 
 
 @pytest.mark.promise("X07")
-@pytest.mark.parametrize("local_rank", ["0", "3"])
+@pytest.mark.parametrize("local_rank", [pytest.param("0", marks=pytest.mark.full), "3"])
 def test_every_rank_of_a_host_gets_the_one_cpu(local_rank):
     program = """
         import accelerators, torch

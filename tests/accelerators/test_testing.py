@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 HONEST = """
 from accelerators.testing import AcceleratorContract
 from accelerators.backends.cpu import CpuAccelerator
@@ -84,6 +86,7 @@ def test_every_lie_is_found_by_the_test_that_is_there_for_it(tmp_path):
         assert f"FAILED {test}" in report, f"no test found {lie!r}\n{report}"
 
 
+@pytest.mark.full
 def test_a_failing_check_says_what_to_override(tmp_path):
     lies = """
 class Lie(CpuAccelerator):

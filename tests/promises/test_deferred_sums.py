@@ -145,7 +145,7 @@ def compare(rank, world, kernels, stage, dtype, options):
         ("fused", 2, 1, "bfloat16"),
         pytest.param("fused", 1, 1, None, marks=pytest.mark.full),
         pytest.param("fused", 2, 2, "bfloat16", marks=pytest.mark.full),
-        pytest.param("compiled", 1, 1, None, marks=needs_compiler),
+        pytest.param("compiled", 1, 1, None, marks=[needs_compiler, pytest.mark.full]),
         pytest.param("compiled", 2, 2, "bfloat16", marks=needs_compiler),
     ],
 )
@@ -156,6 +156,7 @@ def test_a_training_is_the_same_whatever_comes_between_backward_and_step(kernels
         assert waited["look"] == [0, 0, 0]  # who wanted a sum may want it again
 
 
+@pytest.mark.full
 @FUSED_BY_DAY
 def test_they_wait_also_where_ranks_share_no_memory(kernels):
     for waited in ranks.run(2, compare, kernels, 2, "bfloat16", {"shared_memory": False}):
@@ -261,7 +262,9 @@ def be_late(rank, world, stage, kernels, accumulation):
 
 
 @KERNELS
-@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("stage", "accumulation"), [(1, 2), *(pytest.param(stage, 1, marks=pytest.mark.full) for stage in (0, 1, 2))]
+)
 def test_what_a_slow_rank_still_has_to_read_is_not_written_over(stage, accumulation, kernels):
     fast, slow = ranks.run(2, be_late, stage, kernels, accumulation)
     expected, _ = ranks.run(2, be_late, stage, "torch", accumulation)
@@ -433,6 +436,7 @@ def clip_with_threads(rank, world, kernels):
         pytest.param("compiled", marks=needs_compiler),
     ],
 )
+@pytest.mark.full
 def test_ranks_of_different_threads_clip_alike(kernels):
     one, other = ranks.run(2, clip_with_threads, kernels, fresh=True)
     torch.testing.assert_close(one, other, rtol=0, atol=0)

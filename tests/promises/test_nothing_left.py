@@ -141,7 +141,7 @@ def fail_often(rank, world, device, way, options):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="this system does not list what a process holds")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("sim", marks=needs_sim)])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.full), pytest.param("sim", marks=needs_sim)])
 @pytest.mark.parametrize("way", WAYS)
 def test_after_a_failure_in_any_phase_nothing_of_ours_is_left_in_the_process(way, device):
     options = {"stage": 2} if device == "cpu" else {"stage": 2, "offload": {"pinned": True}}

@@ -102,6 +102,7 @@ def test_the_fused_step_gives_the_same_bits_wherever_shares_live(stage):
         assert difference(half, none) is None and difference(whole, none) is None
 
 
+@pytest.mark.full
 @needs_sim
 @needs_compiler
 @pytest.mark.promise("H01", "H03")
@@ -218,6 +219,7 @@ def train_cases(rank, world, names, stage):
     return found
 
 
+@pytest.mark.full
 @needs_sim
 @pytest.mark.promise("H01")
 @SHARDED
@@ -238,7 +240,7 @@ def different_bits(ours, theirs):
 
 
 @pytest.mark.promise("H01", "H03")
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 4))])
 def test_on_the_cpu_every_case_of_the_zoo_gives_the_same_bits_with_offload_and_without(part):
     for number, name in enumerate(sorted(CASES)[part::4]):
         case = CASES[name]
@@ -295,6 +297,7 @@ def test_to_load_the_optimizer_alone_changes_no_weight_wherever_parts_of_a_param
         assert found == [True] * len(points)
 
 
+@pytest.mark.full
 @needs_sim
 @pytest.mark.promise("H01")
 @SHARDED

@@ -199,7 +199,7 @@ def trained(rank, world, name, options):
     return seen, masters
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1)), 2])
 @pytest.mark.parametrize("name", EVENTS)
 def test_weights_have_the_same_bits_through_shared_memory_and_over_messages(name, stage):
     def run(shared_memory):

@@ -81,7 +81,8 @@ def stall_and_go_on(rank, world, late, new_world, stage):
 
 
 @pytest.mark.parametrize(
-    ("new_world", "stage"), [(False, 2), (True, 2), (False, 3), pytest.param(True, 3, marks=pytest.mark.full)]
+    ("new_world", "stage"),
+    [(True, 2), *(pytest.param(*one, marks=pytest.mark.full) for one in [(False, 2), (False, 3), (True, 3)])],
 )
 def test_after_a_rank_came_too_late_all_go_on_as_if_the_window_had_not_been(new_world, stage):
     undisturbed = ranks.run(2, stall_and_go_on, False, False, stage)
@@ -440,6 +441,7 @@ def test_a_program_that_ended_torch_distributed_itself_ends_well():
     assert ends(start(last)) == [(0, "", "")] * 2
 
 
+@pytest.mark.full
 @pytest.mark.promise("X12")
 def test_ranks_that_are_daemons_of_a_program_end_with_it():
     program = """
@@ -506,6 +508,7 @@ STANDS_STILL = """
 """
 
 
+@pytest.mark.full
 @pytest.mark.promise("X15")
 def test_ctrl_c_ends_a_rank_that_waits_for_one_that_stands_still_long_before_the_time_limit():
     waits, stands = processes = start(STANDS_STILL, limits="timeout_s=300.0")
@@ -581,13 +584,12 @@ ENDED_BY_THE_USER = """
     torch.distributed.destroy_process_group()
 """
 ONE_RAISES = "if optimizer.group.rank == 1: raise LookupError\nstep()"
-ENDINGS = ["step()", ENDED_BY_THE_USER, ONE_RAISES]
-MORE_ENDINGS = ["optimizer.close()", "del optimizer", ENGINE, REFUSED, "raise LookupError"]
+ENDINGS = ("step()", ENDED_BY_THE_USER, ONE_RAISES, "optimizer.close()", "del optimizer", ENGINE, REFUSED, "raise LookupError")
 
 
 @pytest.mark.promise("X12")
 @needs_proc
-@pytest.mark.parametrize("last", [*ENDINGS, *(pytest.param(last, marks=pytest.mark.full) for last in MORE_ENDINGS)])
+@pytest.mark.parametrize("last", [ENDINGS[0], *(pytest.param(last, marks=pytest.mark.full) for last in ENDINGS[1:])])
 def test_no_thread_that_takes_the_lock_of_the_interpreter_is_left_when_that_ends(last):
     """One that waits for the lock while the interpreter ends takes the process down with SIGABRT, whatever had been trained."""
     found = ends(start(last, first=COUNTS_THREADS_LAST))
@@ -682,6 +684,7 @@ def norms_of(folder, world, restarts=0, **environment):
     return [(int(step), int(size), float(norm)) for step, size, norm in found]
 
 
+@pytest.mark.full
 def test_a_port_that_another_program_uses_is_named_with_what_to_set():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -436,6 +436,9 @@ def train_on(place, model, optimizer, rank):
 
 
 @needs_sim
-@pytest.mark.parametrize(("world", "dtype", "frozen"), [(1, None, False), (2, None, True), (2, "bfloat16", False)])
+@pytest.mark.parametrize(
+    ("world", "dtype", "frozen"),
+    [(2, None, True), *(pytest.param(*one, False, marks=pytest.mark.full) for one in [(1, None), (2, "bfloat16")])],
+)
 def test_weights_in_shares_leave_the_device_for_a_while(world, dtype, frozen):
     ranks.run(world, sent_to_the_host, dtype, frozen, env={"ACCELERATOR": "sim"}, apart="sim")

@@ -288,7 +288,7 @@ def command(*arguments):
     )
 
 
-@pytest.mark.parametrize(("target", "stage"), [("subject", 2), ("in_shares", 3)])
+@pytest.mark.parametrize(("target", "stage"), [("subject", 2), pytest.param("in_shares", 3, marks=pytest.mark.full)])
 def test_the_command_says_equal_at_any_number_of_ranks(script, target, stage):
     done = command(f"{script}:{target}", "--ranks", 2, "--json")
     assert done.returncode == 0, done.stderr
@@ -296,6 +296,7 @@ def test_the_command_says_equal_at_any_number_of_ranks(script, target, stage):
     assert found["equal"] and found["num_ranks"] == 2 and found["num_steps"] == 2 and found["stage"] == stage
 
 
+@pytest.mark.full
 def test_the_command_names_the_difference(script):
     done = command(f"{script}:broken")
     assert done.returncode == 1, done.stderr

@@ -59,6 +59,7 @@ def test_an_engine_trains_without_loading_the_compiler_and_leaves_torch_as_it_wa
     assert said(TRAINED.format(given=given)) == ["False {}"]
 
 
+@pytest.mark.full
 def test_whoever_makes_a_plain_optimizer_later_has_torch_tell_its_compiler_as_ever():
     assert said(TRAINED.format(given=WITHOUT["its own Lion"]) + THEN_COMPILED) == ["False {}", "True True True"]
 

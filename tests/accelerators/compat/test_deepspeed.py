@@ -161,6 +161,7 @@ if os.environ.get(INSIDE):
         accelerator = lambda: adapt(Chip())  # noqa: E731
 
 
+@pytest.mark.full
 @needs_sim
 def test_an_adapted_device_with_streams_keeps_the_contract():
     command = [sys.executable, "-m", "pytest", "-q", "-rsfE", "-p", "no:cacheprovider", f"{__file__}::TestAdaptedChip"]

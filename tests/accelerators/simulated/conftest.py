@@ -1,10 +1,12 @@
 """Tests of the simulated device run in one process of their own.
 
 Once the device is up it is this process's accelerator to torch, which tests of other things must not meet. So the tests that
-were selected in this folder run once, together, in a pytest inside; here each one reports what became of it there. A module
-that says `HERE = True` runs in this process and does not bring the device up.
+were selected in this folder run once, together, in a pytest inside; here each one reports what became of it there. Where
+pytest runs in several processes, the first that comes here starts it and the others wait. A module that says `HERE = True`
+runs in this process and does not bring the device up.
 """
 
+import fcntl
 import json
 import os
 import subprocess
@@ -24,7 +26,8 @@ def runs_here(item):
 
 
 class Inside:
-    """The reports of the process inside, by test; it runs when the first one is asked for."""
+    """The reports of the process inside, by test, from a folder that all processes of this pytest share; it runs when the first
+    one is asked for."""
 
     def __init__(self, nodeids, folder):
         self.nodeids, self.folder = nodeids, folder
@@ -36,20 +39,31 @@ class Inside:
         return self.reports[nodeid]
 
     def _run(self):
-        written = Path(self.folder) / "reports"
+        written = self.folder / "reports"
+        with open(self.folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not written.exists():
+                (self.folder / "said").write_text(self._start(written))
+        lines, said = written.read_text().splitlines(), (self.folder / "said").read_text()
+        reports = {report["nodeid"]: report for report in map(json.loads, lines)}
+        missing = {"outcome": "failed", "text": f"it did not run inside:\n{said}"}
+        return {nodeid: reports.get(nodeid, missing) for nodeid in self.nodeids}
+
+    def _start(self, written):
+        written.touch()
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.nodeids]
         environment = {**os.environ, **ENVIRONMENT, INSIDE: str(written)}
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-        lines = written.read_text().splitlines() if written.exists() else []
-        reports = {report["nodeid"]: report for report in map(json.loads, lines)}
-        missing = {"outcome": "failed", "text": f"it did not run inside:\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"}
-        return {nodeid: reports.get(nodeid, missing) for nodeid in self.nodeids}
+        return f"{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
 
 
 @pytest.fixture(scope="session")
 def inside(request, tmp_path_factory):
     selected = [item for item in request.session.items if item.path.parent == FOLDER and not runs_here(item)]
-    return Inside([item.nodeid for item in selected], tmp_path_factory.mktemp("inside"))
+    shared = tmp_path_factory.getbasetemp()
+    shared = (shared.parent if os.environ.get("PYTEST_XDIST_WORKER") else shared) / "inside"
+    shared.mkdir(exist_ok=True)
+    return Inside([item.nodeid for item in selected], shared)
 
 
 @pytest.hookimpl(tryfirst=True)

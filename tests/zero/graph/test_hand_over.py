@@ -398,6 +398,7 @@ def compile_late(rank: int, world: int) -> list[torch.Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
+@pytest.mark.full
 def test_ranks_that_compile_at_different_speeds_wait_for_each_other():
     ranks.run(2, compile_late, timeout=60.0)
 

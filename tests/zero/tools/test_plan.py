@@ -202,7 +202,13 @@ WITH_ACTIVATIONS = [(1, None, "none", 3), (2, "bfloat16", "cpu", 1)]
 
 
 @needs_sim
-@pytest.mark.parametrize(("points", "batch"), [(STATES, 1), (WITH_ACTIVATIONS, 256)], ids=["model states", "activations too"])
+@pytest.mark.parametrize(
+    ("points", "batch"),
+    [
+        pytest.param(STATES, 1, id="model states"),
+        pytest.param(WITH_ACTIVATIONS, 256, id="activations too", marks=pytest.mark.full),
+    ],
+)
 def test_the_peak_is_within_5_percent_of_what_a_rank_of_two_holds(points, batch):
     measured = ranks.run(2, measure, points, batch, apart="sim", timeout=120.0)[0]
     rehearsed = ["--batch", batch] if batch > 1 else []

@@ -365,6 +365,7 @@ def test_a_rank_that_is_killed_starts_the_job_again_from_the_latest_checkpoint(u
     assert (tmp_path / "trained" / "report.html").is_file()
 
 
+@pytest.mark.full
 def test_the_command_trains_two_ranks_with_weights_in_shares_as_with_whole_ones(tmp_path):
     (tmp_path / "text").write_bytes(TEXT)
     for stage in (2, 3):
