@@ -71,7 +71,7 @@ def config_of(case: Case, point: Point, time_limit_s: float = 30.0) -> ZeroConfi
         reduce=case.reduce,
         loss_scale=_loss_scale(scale) if point.dtype == "fp16" else None,
         on_nonfinite="skip" if skips or point.dtype == "fp16" else "propagate",
-        elementwise=True,
+        **{"whole_tensors" if "whole" in case.tags else "elementwise": True},
         timeout_s=time_limit_s,
         gathered_bytes=0,  # the least, with which most is fetched and freed
         shared_memory=point.device != APART,

@@ -38,6 +38,7 @@ from tests.grid import Point
 from tests.oracle import LOW, Trace, train
 from tests.random_training import SEEDED, random_case
 from tests.zoo import CASES, Case
+from tests.zoo.whole_tensors import given
 from zero.comm.group import Group
 from zero.comm.loopback import LoopbackGroup, run_ranks
 from zero.engine.engine import Engine
@@ -82,7 +83,7 @@ def train_point(point: Point, rank: int, group: Any = None) -> Trace:
         # Built there and not moved there: moving to a device like this one makes new parameters, without ties and hooks.
         with torch.device(device), _building:
             model = case.build()
-        inner = case.optimizer(model)
+        inner = given(case.optimizer(model))
         optimizer = ShardedOptimizer(model, inner, config_of(case, point, TIME_LIMIT_S), group)
         try:
             face = ENTRIES[point.entry](optimizer)
@@ -106,7 +107,9 @@ def _masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     narrow = [index for index, param in enumerate(parts.params.tensors) if param.dtype in LOW]
     laid_out = [index for index in narrow if parts.layout_ref.layout.slots[index] is not None]
     for index in laid_out:
-        own += [(index, piece.in_param, piece_of.detach().cpu().numpy()) for piece, piece_of in parts.masters.of(index)]
+        form = parts.window.grad_ops.formats[index]
+        pieces = [(piece.in_param, form.line_of(master.detach())) for piece, master in parts.masters.of(index)]
+        own += [(index, span, line.cpu().numpy()) for span, line in pieces]
     lines = {index: torch.zeros(parts.params.tensors[index].numel()) for index in laid_out}
     for message in _exchange(parts.group, pickle.dumps(own)) if laid_out else ():
         for index, span, values in pickle.loads(message):

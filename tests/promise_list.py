@@ -37,6 +37,7 @@ AREAS = {
     "E": ("lifecycle and configuration", 7),
     "P": ("torch.compile", 12),
     "S": ("weights in shares", 14),
+    "W": ("whole tensors", 3),
 }
 IDS = tuple(f"{area}{number:02d}" for area, (_, count) in AREAS.items() for number in range(1, count + 1))
 

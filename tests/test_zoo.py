@@ -79,12 +79,14 @@ def test_a_case_gives_the_same_twice_and_whatever_the_order_of_the_sums(name):
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "fp32" in case.exact])
 def test_a_case_that_says_it_is_exact_rounds_nowhere(name):
-    """In fp64 it gives the same numbers, so no sum of it depends on its order."""
+    """In fp64 it gives the same numbers, so no sum of it depends on its order. Where the optimizer rounds within one tensor, as
+    one of matrices does, its gradients do, which do not depend on the weights then."""
     case = CASES[name]
     for narrow, wide in zip(reference(case, 4), reference(case, 4, "fp64"), strict=True):
         for one, other in zip(narrow.steps, wide.steps, strict=True):
-            for parameter, weight in one.weights.items():
-                assert torch.equal(weight.double(), other.weights[parameter].double()), parameter
+            found, wide_ones = (one.grads, other.grads) if "whole" in case.tags else (one.weights, other.weights)
+            for parameter, values in found.items():
+                assert values is None or torch.equal(values.double(), wide_ones[parameter].double()), parameter
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, case in CASES.items() for dtype in case.dtypes[1:]])

@@ -621,6 +621,16 @@ class Lamb(OPTIM.SGD):
     """Scales by the norm of the whole weight."""
 
 
+class LambOfAll(Lamb):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.param_groups[0]["max_grad_norm"] = 1.0
+
+
+class Prodigy(OPTIM.SGD):
+    """Adds up over all parameters."""
+
+
 class Undeclared(OPTIM.SGD):
     """Nobody knows what it looks at."""
 
@@ -628,15 +638,27 @@ class Undeclared(OPTIM.SGD):
         return super().step(closure)
 
 
+REFUSED = {
+    "LBFGS": (OPTIM.LBFGS, {}, r"Cannot shard LBFGS: it searches along one line through all parameters"),
+    "Prodigy": (Prodigy, {"elementwise": True}, r"Cannot shard Prodigy: it finds its rate from sums over all parameters"),
+    "a norm of all": (LambOfAll, {}, r"Cannot shard LambOfAll: it divides by the norm of all .* with max_grad_norm=1.0"),
+    "whole ones declared element-wise": (OPTIM.Adafactor, {"elementwise": True}, r"Adafactor looks at whole tensors"),
+    "a subclass": (Lamb, {"elementwise": True}, r"Cannot shard Lamb element by element: Lamb looks at whole tensors"),
+    "undeclared": (Undeclared, {}, r"Undeclared.*elementwise=True.*whole_tensors=True.*zero\.verify"),
+}
+
+
 @STAGES
-@pytest.mark.parametrize("kind", [Lamb, OPTIM.Adafactor, OPTIM.LBFGS, Undeclared])
+@pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("world", [1, 2])
-def test_an_optimizer_that_needs_whole_tensors_or_that_nobody_vouches_for_is_refused_by_name(stage, kind, world):
+def test_an_optimizer_that_cannot_be_given_shares_or_that_nobody_vouches_for_is_refused_by_name(stage, name, world):
+    kind, options, message = REFUSED[name]
+
     def program(group):
         model = models[group.rank]
         before = [parameter.data_ptr() for parameter in model.parameters()]
-        with pytest.raises(ValueError, match=rf"{kind.__name__}.*(elementwise=True|looks at whole tensors)"):
-            shard(model, kind(model.parameters(), lr=0.1), stage=stage, group=group)
+        with pytest.raises(ValueError, match=message):
+            shard(model, kind(model.parameters(), lr=0.1), stage=stage, group=group, **options)
         assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
     models = [real_mlp() for _ in range(world)]

@@ -257,11 +257,14 @@ class WithBits(OPTIM.SGD):
 
 
 @pytest.mark.parametrize("make", [Adam8bit, lambda params: WithBits(params, 8)], ids=["by its name", "by its setting"])
-def test_an_optimizer_whose_state_is_quantised_in_blocks_is_refused_for_that_reason(make):
+def test_an_optimizer_whose_state_is_quantised_in_blocks_has_whole_tensors_and_nothing_else(make):
     made = model()
-    with pytest.raises(ValueError, match=r"Cannot shard \w+: its state is quantised in blocks.* not element-wise\. Use"):
+    with pytest.raises(ValueError, match=r"Cannot shard \w+ element by element: its state is quantised in blocks"):
         shard(made, make(made.parameters()), stage=2, group=solo(), elementwise=True)
     shard(made, WithBits(made.parameters(), 32), stage=2, group=solo(), elementwise=True).close()
+    optimizer = shard(made, make(made.parameters()), stage=2, group=solo())
+    assert all(bucket.is_whole for bucket in optimizer.parts.layout_ref.layout.buckets)
+    optimizer.close()
 
 
 @pytest.mark.parametrize(

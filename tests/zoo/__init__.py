@@ -10,6 +10,7 @@ from tests.zoo import (  # noqa: F401 - each import registers its cases
     optimizers,
     shapes,
     sharing,
+    whole_tensors,
 )
 from tests.zoo.case import CASES, Case
 

@@ -186,7 +186,7 @@ def merged(outlines: Mapping[str, Outline], parts: Sequence[Part]) -> dict[str, 
         if len(kinds) > 1:
             raise CheckpointFailed(
                 f"The state of {name} was to be saved, but what goes with no element differs between ranks: "
-                f"{' and '.join(sorted(kinds))[:200]}. Only what treats every element by itself can be sharded."
+                f"{' and '.join(sorted(kinds))[:200]}. Pass whole_tensors=True where the optimizer looks at whole tensors."
             )
         state, plain = (having[0][1].state.get(name, {}), having[0][1].plain.get(name, {})) if having else ({}, {})
         found[name] = Stored(**asdict(outline), state=state, plain=plain, stretches=tuple(stretches))

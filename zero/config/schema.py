@@ -244,7 +244,8 @@ class ZeroConfig(ConfigModel):
     check_weights_every: Count | None = None  # so many steps, all ranks compare their weights
     on_unused: Literal["leave", "raise"] = "leave"
     kernels: Kernels = "torch"
-    elementwise: bool | None = None
+    elementwise: bool | None = None  # what an optimizer is that nothing is known of: it treats every element by itself
+    whole_tensors: bool | None = None  # or it looks at whole tensors, one at a time
     start: Literal["broadcast", "verify"] = "broadcast"
     timeout_s: Positive = 60.0
     first_step_timeout_s: Positive = 1800.0
@@ -292,6 +293,7 @@ class ZeroConfig(ConfigModel):
              "predivide was asked for, but reduce='sum' divides nothing. Leave predivide out, or reduce by mean"),
             (self.kernels == "fused" and self.optimizer is not None and self.optimizer.kind not in FUSED_IN_TORCH,
              "kernels='fused' was asked for, but torch has no fused kernel for this optimizer. Use kernels='torch'"),
+            (bool(self.elementwise and self.whole_tensors), "elementwise and whole_tensors exclude each other. Give one"),
             (self.first_step_timeout_s < self.timeout_s,
              "first_step_timeout_s is shorter than timeout_s, but the first step may also compile. Make it at least as long"),
         )
@@ -345,6 +347,4 @@ def _flat(block: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(_shown(item) for item in value) or "none"
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -65,6 +65,14 @@ class ParamFormat:
         """The elements of a tensor of this shape as they lie in the slot; a view where its memory allows."""
         return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
 
+    def line_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same of a tensor of this shape; a stretch of the line as it is."""
+        return self.flatten(tensor) if tensor.shape == self.shape else tensor
+
+    def shaped_like(self, target: torch.Tensor, line: torch.Tensor) -> torch.Tensor:
+        """What is to be written to a tensor of this shape, or to a stretch of the line."""
+        return self.unflatten(line) if target.shape == self.shape else line
+
     def view_at(self, line: torch.Tensor, start: int) -> torch.Tensor:
         """The view of a slot in a line that begins at `start`; in one operation, as `shaped` of a slice are two."""
         return line.as_strided(self.shape, self._strides, line.storage_offset() + start)

@@ -1,12 +1,13 @@
-"""The shares as the optimizer sees them: one nn.Parameter a piece."""
+"""The shares as the optimizer sees them: one nn.Parameter a piece, in the parameter's own shape where that has one owner."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
-from zero.memory.formats import sum_dtype
+from zero.memory.formats import ParamFormat, sum_dtype
 from zero.memory.homes.home import DONE, Home, Transfer
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.weights import Weights
@@ -24,12 +25,21 @@ class Masters:
     that copy.
     """
 
-    def __init__(self, layout_ref: LayoutRef, rank: int, weights: Weights, shard: Shard, rounded: bool = False) -> None:
+    def __init__(
+        self,
+        layout_ref: LayoutRef,
+        rank: int,
+        weights: Weights,
+        shard: Shard,
+        formats: Sequence[ParamFormat],
+        rounded: bool = False,
+    ) -> None:
         self.shard = shard
         self.pieces: dict[int, list[tuple[Piece, torch.nn.Parameter]]] = {}  # by parameter
         self._in_block: dict[Block, list[tuple[Piece, torch.nn.Parameter]]] = {}
         self.layout_ref = layout_ref
         self.rank = rank
+        self._formats = formats
         self._rounded_at_start = rounded
         self._weights = weights
         self._fetched: dict[int, tuple[Transfer, torch.Tensor]] = {}  # weights in their masters' home, or on their way to it
@@ -55,7 +65,9 @@ class Masters:
         for slot in layout.slots:
             if slot is not None and slot.param not in self.pieces:
                 pieces = layout.pieces(slot.param, self.rank)
-                self.pieces[slot.param] = [(piece, torch.nn.Parameter(self.shard.piece(piece))) for piece in pieces]
+                self.pieces[slot.param] = [
+                    (piece, torch.nn.Parameter(self.shaped(piece, self.shard.piece(piece)))) for piece in pieces
+                ]
                 for piece, master in self.pieces[slot.param]:
                     self._in_block.setdefault(layout.block_of(piece), []).append((piece, master))
         for members in self._in_block.values():
@@ -68,13 +80,19 @@ class Masters:
         for piece, master in (member for pieces in self.pieces.values() for member in pieces):
             if piece.bucket == bucket:
                 is_here = share.device == master.device
-                master.data = share[piece.in_share.start : piece.in_share.stop] if is_here else master.new_empty(0)
+                line = share[piece.in_share.start : piece.in_share.stop]
+                master.data = self.shaped(piece, line) if is_here else master.new_empty(0)
 
     def renew(self, bucket: int) -> None:
         """Points the masters of a bucket at its weights, which are in other memory by now, where they are these themselves."""
         if not self.is_copy(bucket):
             self.shard.shares[bucket] = self._weights.share(bucket, self.rank)
             self.cut(bucket)
+
+    def shaped(self, piece: Piece, line: torch.Tensor) -> torch.Tensor:
+        """What lies in a piece, as the optimizer is given it: a parameter that has one owner in its shape."""
+        is_whole = self.layout_ref.layout.buckets[piece.bucket].is_whole
+        return self._formats[piece.param].unflatten(line) if is_whole else line
 
     def of(self, param: int) -> list[tuple[Piece, torch.nn.Parameter]]:
         return self.pieces.get(param, [])

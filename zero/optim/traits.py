@@ -1,13 +1,17 @@
-"""What is known of torch's optimizers: which treat every element by itself, and how many moments they keep."""
+"""What is known of optimizers: which treat every element by itself, which look at whole tensors, and how many moments they
+keep."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zero.optim.lion import Lion
+from zero.optim.several import with_members
 
 # Optimizers that treat every element by itself, so that a share of the elements steps as the whole would.
 _OPTIM = torch.optim
@@ -36,14 +40,34 @@ _HARMLESS = frozenset((
 KERNELS = ("fused", "foreach")  # what a group says of how its step is computed
 
 
+# Optimizers that look at a tensor as a whole, and at one at a time. Those in the second line compute with its rows and columns.
 WHOLE_TENSOR = {
-    "LAMB", "Lamb", "FusedLamb", "LARS",
-    "Adafactor", "Muon", "Shampoo", "LBFGS", "SOAP", "GaLoreAdamW", "SparseAdam",
+    "LAMB", "Lamb", "LARS", "Adafactor",
+    "Muon", "Shampoo", "SOAP", "GaLoreAdamW", "GaLoreAdafactor",
 }  # fmt: skip
+_OF_MATRICES = {"Muon", "Shampoo", "SOAP", "GaLoreAdamW", "GaLoreAdafactor"}
+
+
+# Optimizers that add something up over all parameters, and what is theirs.
+OF_ALL_TENSORS = {
+    "LBFGS": "searches along one line through all parameters",
+    "FusedLamb": "divides by the norm of all gradients together",
+    "FusedLAMB": "divides by the norm of all gradients together",
+    "Prodigy": "finds its rate from sums over all parameters",
+    "DAdaptAdam": "finds its rate from sums over all parameters",
+    "DAdaptSGD": "finds its rate from sums over all parameters",
+    "DAdaptLion": "finds its rate from sums over all parameters",
+    "DAdaptAdaGrad": "finds its rate from sums over all parameters",
+    "SparseAdam": "wants sparse gradients",
+}
+
+
+# Settings with which optimizers of the first kind become such of the second.
+_OVER_ALL = ("max_grad_norm", "pre_norm")
 
 
 # Values an element that an optimizer remembers, where it is not two.
-_MOMENTS = {_OPTIM.SGD: 0, _OPTIM.Adagrad: 1, _OPTIM.RMSprop: 1, _OPTIM.ASGD: 1, Lion: 1}
+_MOMENTS = {_OPTIM.SGD: 0, _OPTIM.Adagrad: 1, _OPTIM.RMSprop: 1, _OPTIM.ASGD: 1, Lion: 1, _OPTIM.Muon: 1, _OPTIM.Adafactor: 0}
 
 
 _MORE = ("momentum", "amsgrad", "centered")  # settings of a group that want one more
@@ -51,8 +75,12 @@ _MORE = ("momentum", "amsgrad", "centered")  # settings of a group that want one
 
 def num_moments(optimizer: torch.optim.Optimizer) -> list[int]:
     """Values an element of its state, by group; two for an optimizer that we do not know."""
+    return [_num_moments(member, group) for member, group in with_members(optimizer)]
+
+
+def _num_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
     known = next((number for kind, number in _MOMENTS.items() if isinstance(optimizer, kind)), 2)
-    return [known + sum(bool(group.get(setting)) for setting in _MORE) for group in optimizer.param_groups]
+    return known + (0 if isinstance(optimizer, _OPTIM.Muon) else sum(bool(group.get(setting)) for setting in _MORE))
 
 
 def known_kind(optimizer: torch.optim.Optimizer) -> type | None:
@@ -90,3 +118,41 @@ def is_quantised_in_blocks(optimizer: torch.optim.Optimizer) -> bool:
         return True
     bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)  # as bitsandbytes has it of optimizers with both
     return isinstance(bits, int) and bits < 16
+
+
+def of_all_tensors(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why it must see all parameters to step one; None where nothing of the kind is known."""
+    found = next((OF_ALL_TENSORS[base.__name__] for base in type(optimizer).__mro__ if base.__name__ in OF_ALL_TENSORS), None)
+    settings = [name for name in _OVER_ALL if any(group.get(name) for group in optimizer.param_groups)]
+    if found is None and known_whole(optimizer) is not None and settings:
+        return f"divides by the norm of all gradients together, with {settings[0]}={optimizer.param_groups[0].get(settings[0])}"
+    return found
+
+
+def known_whole(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why it is known to need whole tensors; None where it is not."""
+    name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in WHOLE_TENSOR), None)
+    if name is not None:
+        return f"{name} looks at whole tensors"
+    if is_quantised_in_blocks(optimizer):
+        return "its state is quantised in blocks, whose elements share a scale"
+    return None
+
+
+def whole_groups(optimizer: torch.optim.Optimizer, whole_tensors: bool | None) -> list[bool]:
+    """By group, whether each of its tensors belongs to one rank: as the group says, as it is known of its optimizer, or as is
+    said of those that nothing is known of."""
+    return [_is_whole(member, group, bool(whole_tensors)) for member, group in with_members(optimizer)]
+
+
+def _is_whole(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], whole_tensors: bool) -> bool:
+    if known_whole(optimizer) is not None or group.get("whole") is not None:
+        return bool(group.get("whole", True))
+    return whole_tensors and known_kind(optimizer) is None
+
+
+def work_of(optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int]) -> int:
+    """Of the update of one whole tensor, in no unit: what is done with each element of a matrix grows with its shorter side."""
+    kind = type(with_members(optimizer)[group][0])
+    of_matrices = len(shape) > 1 and any(base.__name__ in _OF_MATRICES for base in kind.__mro__)
+    return max(1, math.prod(shape)) * (max(1, min(shape[-2:])) if of_matrices else 1)

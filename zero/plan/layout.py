@@ -10,6 +10,9 @@ gradients travel in is as large as the largest. Every bucket divides evenly amon
 rank's part is its *share*, and a slot's part of a share is a *piece*. A piece never crosses a bucket, so
 whatever is done bucket by bucket needs no other index arithmetic than this file's.
 
+What an optimizer looks at as a whole tensor has one *owner*: it lies in one rank's share of one bucket, and is one piece; see
+[Note: shelves] in owners.py. Its chunks are of such parameters alone, and each is one bucket, as large as it must be.
+
 A bucket whose shares live on the host beside an accelerator is *offloaded*; chunks do not mix the two kinds. Host memory
 is worked through in *blocks* that fit the processor's cache, so there a piece ends where its block does.
 
@@ -28,6 +31,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from zero.plan.owners import Tensor, height_of, shelves_of, stacked, starts_in, work_of
 from zero.plan.spans import Span, round_up
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,6 +46,7 @@ class ParamSpec:
     dtype: str
     group: int = 0  # which of the optimizer's groups it is in; no part of where it lies
     offload: float = 0.0  # how much of what is sharded of its group is to live on the host
+    work: int = 0  # of its update, where one rank must have all of it for that; 0 where its elements may be anybody's
 
     @property
     def numel(self) -> int:
@@ -81,6 +86,7 @@ class Bucket:
     span: Span  # in the chunk
     params: tuple[int, ...]
     num_shares: int
+    is_whole: bool = False  # whether each of its parameters has one owner
     offloaded: bool = False
 
     @property
@@ -152,7 +158,7 @@ class FlatLayout:
             share = self.buckets[index].share(rank)
             found = slot.span.overlap(share)
             if found is not None:
-                for block in found.shifted(-share.start).cut(self.block_numel):
+                for block in found.shifted(-share.start).cut(self._block_numel(index)):
                     yield Piece(param, index, block, block.shifted(share.start - slot.span.start))
 
     def blocks(self, bucket: int) -> tuple[Block, ...]:
@@ -160,7 +166,19 @@ class FlatLayout:
         return self._blocks[bucket]
 
     def block_of(self, piece: Piece) -> Block:
-        return self._blocks[piece.bucket][0 if self.block_numel is None else piece.in_share.start // self.block_numel]
+        block_numel = self._block_numel(piece.bucket)
+        return self._blocks[piece.bucket][0 if block_numel is None else piece.in_share.start // block_numel]
+
+    def owner(self, param: int) -> int | None:
+        """The rank that has all of a parameter that is one; None where every rank may have some, and where it lies nowhere."""
+        slot = self.slots[param]
+        if slot is None or not self.params[param].work:
+            return None
+        return next((slot.span.start // self.buckets[index].share_numel for index in self.buckets_of(param)), 0)
+
+    def work_of(self, rank: int) -> int:
+        """That the updates of all tensors are which it owns."""
+        return sum(spec.work for param, spec in enumerate(self.params) if self.owner(param) == rank)
 
     def parts(self, param: int) -> tuple[Part, ...]:
         """The parameter's part of each of its buckets."""
@@ -176,6 +194,9 @@ class FlatLayout:
     def owned_numel(self, rank: int) -> int:
         """Elements of all shares of one rank, padding included; the same on every rank."""
         return sum(bucket.share(rank).numel for bucket in self.buckets)
+
+    def _block_numel(self, bucket: int) -> int | None:
+        return None if self.buckets[bucket].is_whole else self.block_numel
 
     @cached_property
     def digest(self) -> str:
@@ -209,7 +230,7 @@ class FlatLayout:
     def _blocks(self) -> tuple[tuple[Block, ...], ...]:
         wholes = (Span(0, bucket.share_numel) for bucket in self.buckets)
         return tuple(
-            tuple(Block(index, span, span.stop == whole.stop) for span in whole.cut(self.block_numel))
+            tuple(Block(index, span, span.stop == whole.stop) for span in whole.cut(self._block_numel(index)))
             for index, whole in enumerate(wholes)
         )
 
@@ -248,14 +269,15 @@ class _Builder:
         self._slots = list(layout.slots)
         self._chunks = list(layout.chunks)
         self._buckets: list[Bucket] = []
+        self._loads = [layout.work_of(rank) for rank in range(layout.num_shares)]
 
     def add(self, params: Collection[int]) -> FlatLayout:
-        kinds: dict[tuple[str, float], list[int]] = {}
+        kinds: dict[tuple[str, float, bool], list[int]] = {}
         for param in sorted(params, reverse=True):
             spec = self._layout.params[param]
-            kinds.setdefault((spec.dtype, spec.offload), []).append(param)
-        for (dtype, _), members in kinds.items():
-            self._lay(dtype, members)
+            kinds.setdefault((spec.dtype, spec.offload, spec.work > 0), []).append(param)
+        for (dtype, _, is_whole), members in kinds.items():
+            (self._lay_whole if is_whole else self._lay)(dtype, members)
         # a bucket is full when the last of its parameters is reached, which is the first of them in the model's order
         new = sorted(self._buckets, key=lambda bucket: -min(bucket.params))
         buckets = (*self._layout.buckets, *self._offloaded(new))
@@ -281,6 +303,16 @@ class _Builder:
             slots = [Span(starts[at], ends[at]).shifted(-starts[own.start]) for at in range(own.start, own.stop)]
             self._close(dtype, params[own.start : own.stop], slots)
 
+    def _lay_whole(self, dtype: str, params: Sequence[int]) -> None:
+        specs, align, loads = self._layout.params, self._align(dtype), self._loads
+        tensors = [Tensor(param, round_up(specs[param].numel, align), specs[param].work) for param in params]
+        for shelf in stacked(shelves_of(tensors, loads), self._bucket_numel(dtype)):
+            starts, numel = starts_in(shelf), height_of(shelf) * len(shelf)
+            self._add_chunk(dtype, numel, list(starts), [Span(at, at + specs[own].numel) for own, at in starts.items()])
+            if numel:
+                self._buckets.append(Bucket(len(self._chunks) - 1, Span(0, numel), tuple(starts), len(shelf), True))
+            loads[:] = [load + work_of(region) for load, region in zip(loads, shelf, strict=True)]
+
     def _offloaded(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         """Those that backward fills first go to the host, as their copies have the most time: of each kind as much as asked."""
         total: Counter[float] = Counter()
@@ -297,18 +329,22 @@ class _Builder:
 
     def _close(self, dtype: str, params: Sequence[int], slots: Sequence[Span]) -> None:
         index, unit = len(self._chunks), self._layout.num_shares * self._align(dtype)
-        for param, span in zip(params, slots, strict=True):
-            self._slots[param] = Slot(param, index, span)
         numel = round_up(slots[-1].stop, unit)
-        self._chunks.append(Chunk(dtype, numel, tuple(params)))
+        self._add_chunk(dtype, numel, params, slots)
         num_buckets = max(1, -(-numel // round_up(self._bucket_numel(dtype), unit)))
         step = round_up(-(-numel // num_buckets), unit)
         for start in range(0, numel, max(1, step)):
             span = Span(start, min(start + step, numel))
             self._buckets.append(Bucket(index, span, tuple(params), self._layout.num_shares))
 
+    def _add_chunk(self, dtype: str, numel: int, params: Sequence[int], slots: Sequence[Span]) -> None:
+        for param, span in zip(params, slots, strict=True):
+            self._slots[param] = Slot(param, len(self._chunks), span)
+        self._chunks.append(Chunk(dtype, numel, tuple(params)))
+
     def _align(self, dtype: str) -> int:
         return self._layout.align_bytes // ITEM_BYTES[dtype]
 
     def _bucket_numel(self, dtype: str) -> int:
         return max(1, self._layout.bucket_bytes // ITEM_BYTES[dtype])
+

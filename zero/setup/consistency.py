@@ -15,6 +15,7 @@ from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.errors import RanksDiffer
 from zero.memory.formats import bytes_of, dtype_name
+from zero.optim.several import name_of
 
 if TYPE_CHECKING:
     from zero.setup.param_selection import ManagedParams
@@ -34,7 +35,7 @@ def verify_same_setup(
     words = {True: "parameter left out", False: "frozen parameter"}
     lines += [f"{words[param.requires_grad]} {name} {tuple(param.shape)} {param.dtype}" for name, param in others]
     lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
-    lines += [f"optimizer {type(optimizer).__name__}", *settings_of(optimizer).split("\n")]
+    lines += [f"optimizer {name_of(optimizer)}", *settings_of(optimizer).split("\n")]
     if config.start == "verify":
         named = zip(chosen.names, chosen.tensors, strict=True)
         lines += [f"weights of {name}: {bits_of(tensor).hex()}" for name, tensor in named if not tensor.is_meta]

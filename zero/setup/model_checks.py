@@ -9,7 +9,8 @@ from torch import nn
 
 from accelerators import Accelerator
 from zero.memory.formats import DTYPES, overlapping
-from zero.optim.traits import ELEMENTWISE, WHOLE_TENSOR, is_quantised_in_blocks, known_kind
+from zero.optim.several import members_of, name_of
+from zero.optim.traits import ELEMENTWISE, known_kind, known_whole, of_all_tensors
 
 
 def check_model(model: nn.Module) -> None:
@@ -39,34 +40,41 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
-    """Refuses an optimizer that needs whole tensors, and one that nobody vouches for."""
+def check_optimizer(optimizer: torch.optim.Optimizer, elementwise: bool | None, whole_tensors: bool | None) -> None:
+    """Refuses an optimizer that sees all parameters at once, and one that nobody vouches for."""
     if hasattr(optimizer, "parts"):
         raise ValueError("Sharding was asked for with an optimizer that is sharded already. Pass it once, or close() it first.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         found = type(optimizer).__name__
         raise TypeError(f"An optimizer was asked for, but a {found} was found. Pass a torch.optim.Optimizer.")
-    kind = type(optimizer)
-    whole = next((base.__name__ for base in kind.__mro__ if base.__name__ in WHOLE_TENSOR), None)
-    if whole is not None:
-        raise ValueError(
-            f"Sharding with {kind.__name__} was asked for, but {whole} looks at whole tensors, and each rank would give it a "
-            "share of them. Use an optimizer that treats every element by itself, such as AdamW."
-        )
-    if is_quantised_in_blocks(optimizer):
-        raise ValueError(
-            f"Cannot shard {kind.__name__}: its state is quantised in blocks, which share a scale and would be cut between "
-            "ranks, so it is not element-wise. Use one with state in full precision, such as AdamW, and offload it."
-        )
     if any(group.get("differentiable") for group in (optimizer.defaults, *optimizer.param_groups)):
         raise ValueError(
-            f"Cannot shard {kind.__name__} with differentiable=True: a sharded step is not recorded by autograd. Leave it out."
+            f"Cannot shard {name_of(optimizer)} with differentiable=True: a sharded step is not recorded by autograd. "
+            "Leave it out."
         )
-    if known_kind(optimizer) is None and not elementwise:
+    for member in members_of(optimizer):
+        _check_kind(member, elementwise, whole_tensors)
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, elementwise: bool | None, whole_tensors: bool | None) -> None:
+    kind, whole, why = type(optimizer), known_whole(optimizer), of_all_tensors(optimizer)
+    if why is not None:
+        raise ValueError(
+            f"Cannot shard {kind.__name__}: it {why}, and each rank would have its own part of them alone. Use an optimizer "
+            "that steps one tensor at a time, such as AdamW or Muon, and clip with clip=."
+        )
+    said = [group.get("whole") for group in optimizer.param_groups]
+    if whole is not None and (elementwise or False in said):
+        raise ValueError(
+            f"Cannot shard {kind.__name__} element by element: {whole}, and would be given a share of a tensor. Leave "
+            "elementwise=True and 'whole': False out: each of its tensors belongs to one rank."
+        )
+    if known_kind(optimizer) is None and whole is None and not (elementwise or whole_tensors) and None in said:
         known = ", ".join(known.__name__ for known in ELEMENTWISE)
         raise ValueError(
             f"Sharding with {kind.__module__}.{kind.__qualname__} was asked for, which is not known to treat every element by "
-            f"itself. Pass elementwise=True if it does, or use one of {known}."
+            "itself. Pass elementwise=True if it does, whole_tensors=True if it looks at all of a tensor but at no other one, "
+            f"and try that with zero.verify; or use one of {known}."
         )
 
 

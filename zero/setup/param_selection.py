@@ -13,6 +13,7 @@ from torch import nn
 import accelerators
 from zero.config.schema import Offload, ZeroConfig
 from zero.memory.formats import DTYPES, dtype_name
+from zero.optim.traits import whole_groups, work_of
 from zero.plan.layout import ParamSpec
 
 logger = logging.getLogger("zero")
@@ -27,6 +28,7 @@ class ManagedParams:
     groups: list[int]
     dtypes: list[torch.dtype]
     offload: list[float]  # how much of the group's shares is to live on the host
+    works: list[int]  # of the update of each, where it has one owner; else 0
     unmanaged: list[str]  # trainable, but in no group of the optimizer
 
     @property
@@ -35,15 +37,31 @@ class ManagedParams:
         return {index for index, tensor in enumerate(self.tensors) if not tensor.requires_grad}
 
     def specs(self) -> list[ParamSpec]:
-        return specs_of(self.names, self.tensors, self.groups, self.dtypes, self.offload)
+        return specs_of(self.names, self.tensors, self.groups, self.dtypes, self.offload, self.works)
 
 
 def specs_of(
-    names: list[str], tensors: list[nn.Parameter], groups: list[int], dtypes: list[torch.dtype], offload: list[float]
+    names: list[str],
+    tensors: list[nn.Parameter],
+    groups: list[int],
+    dtypes: list[torch.dtype],
+    offload: list[float],
+    works: list[int],
 ) -> list[ParamSpec]:
     return [
-        ParamSpec(name, tuple(tensor.shape), dtype_name(dtype), group, ratio)
-        for name, tensor, group, dtype, ratio in zip(names, tensors, groups, dtypes, offload, strict=True)
+        ParamSpec(name, tuple(tensor.shape), dtype_name(dtype), group, ratio, work)
+        for name, tensor, group, dtype, ratio, work in zip(names, tensors, groups, dtypes, offload, works, strict=True)
+    ]
+
+
+def works_of(
+    optimizer: torch.optim.Optimizer, config: ZeroConfig, tensors: list[nn.Parameter], groups: list[int]
+) -> list[int]:
+    """Of the update of each tensor, where it has one owner; else 0. `groups` are the optimizer's, by tensor."""
+    is_whole = whole_groups(optimizer, config.whole_tensors)
+    return [
+        work_of(optimizer, group, tensor.shape) if is_whole[group] else 0
+        for tensor, group in zip(tensors, groups, strict=True)
     ]
 
 
@@ -79,7 +97,9 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     groups = [group_of[id(param)] for _, param in named]
     placed = zip(groups, (place_of(param) for _, param in named), strict=True)
     offload = [ratio_of(optimizer.param_groups[group], config, device) for group, device in placed]
-    return ManagedParams([n for n, _ in named], [p for _, p in named], groups, dtypes, offload, left_out)
+    tensors = [param for _, param in named]
+    works = works_of(optimizer, config, tensors, groups)
+    return ManagedParams([name for name, _ in named], tensors, groups, dtypes, offload, works, left_out)
 
 
 def fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:

@@ -98,7 +98,7 @@ def _assemble(
         room = memory_guard.room_for_weights(config.gathered_bytes, layout.extended(range(len(chosen.names))), chosen.tensors)
         weights = ShardedWeights(layout_ref, params, ShareExchange(group, place.device, room))
     rank, shard = group.rank if layout.num_shares > 1 else 0, Shard(layout_ref, memory_guard.homes)
-    masters = Masters(layout_ref, rank, weights, shard, rounded=config.masters == "rounded")
+    masters = Masters(layout_ref, rank, weights, shard, formats, rounded=config.masters == "rounded")
     placer = ParamPlacer(params, formats, weights, masters, group, place)
     latent, dtypes = chosen.frozen, {index: tensor.dtype for index, tensor in enumerate(chosen.tensors)}
     hooks = GradHooks(params)

@@ -22,6 +22,7 @@ from zero.checkpoint.rng_state import put_back
 from zero.comm.exchange import all_or_none, require_same_args
 from zero.errors import BadCheckpoint
 from zero.memory.formats import dtype_named
+from zero.optim.several import name_of
 from zero.sharding.loss_scaler import loaded_scale
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import lies_nowhere, plain_entry, take_settings
@@ -184,9 +185,9 @@ class _Loading:
         about, saved = self._about, self.training["groups"]
         inner = about.optimizer.inner
         hint = "Make the optimizer that was saved, or load with optimizer_states=False."
-        if self.training["optimizer"] not in (None, type(inner).__name__):  # what was imported does not say
+        if self.training["optimizer"] not in (None, name_of(inner)):  # what was imported does not say
             raise ValueError(
-                f"A load into {type(inner).__name__} was asked for, but the state is {self.training['optimizer']}'s. {hint}"
+                f"A load into {name_of(inner)} was asked for, but the state is {self.training['optimizer']}'s. {hint}"
             )
         own = [set(map(self._source, group["params"])) for group in about.groups()]
         theirs = [set(group["params"]) for group in saved]
@@ -277,7 +278,7 @@ class _Loading:
         parts, inner, source = self._about.parts, self._about.optimizer.inner, self._source(name)
         form, stored = parts.window.grad_ops.formats[index], self._manifest.parameters[source]
         for piece, master in parts.masters.of(index):
-            self._lines.copy(source, VALUE, form, piece.in_param, master.detach())
+            self._lines.copy(source, VALUE, form, piece.in_param, form.line_of(master.detach()))
             if not self._states:
                 continue
             before, entries = inner.state.pop(master, {}), {}
@@ -285,9 +286,8 @@ class _Loading:
                 wide = dtype_named(dtype)
                 wide = master.dtype if wide.is_floating_point else wide
                 held = before.get(key)
-                fits = isinstance(held, torch.Tensor) and held.shape == master.shape and held.dtype == wide
-                entries[key] = held if fits else torch.empty_like(master, dtype=wide)
-                self._lines.copy(source, key, form, piece.in_param, entries[key].detach())
+                entries[key] = held if _fits(held, master, wide) else torch.empty_like(master, dtype=wide)
+                self._lines.copy(source, key, form, piece.in_param, form.line_of(entries[key].detach()))
             for key, value in self._plain[source].items():
                 entries[key] = plain_entry(parts, inner, index, value)
             if entries:
@@ -312,6 +312,12 @@ class _Loading:
         """What a parameter or buffer is stored by: in other wrappers, and of tied ones another name may have been the first."""
         name = rewrapped(name, *self._wrappers)
         return self._manifest.aliases.get(name, name)
+
+
+def _fits(held: Any, master: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether an entry of the state can be overwritten element by element as the master lies."""
+    kind = (master.shape, master.stride(), dtype)
+    return isinstance(held, torch.Tensor) and (held.shape, held.stride(), held.dtype) == kind
 
 
 @torch.no_grad()

@@ -87,7 +87,8 @@ def _into_shares(parts: ShardingState, match: _Match, files: WeightFiles) -> Ite
     for index, tensor in enumerate(params.tensors):
         if tensor in match.keys and not lies_nowhere(parts, index):
             for piece, master in parts.masters.of(index):
-                master.copy_(_stretch(files, match.keys[tensor], formats[index], piece.in_param))
+                stretch = _stretch(files, match.keys[tensor], formats[index], piece.in_param)
+                master.copy_(formats[index].shaped_like(master, stretch))
             weights.note_written(tensor)
             yield tensor
     for tensor, param_format, pieces in weights.frozen_pieces():

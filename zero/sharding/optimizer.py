@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from zero.comm.exchange import exchange_about
 from zero.config.schema import DEFAULT_BUCKET_BYTES, ZeroConfig
 from zero.config.supported import check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
+from zero.optim.several import as_one
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.plan.loss_scale import LossScale
 from zero.runtime.params.swap import gathered, params_of
@@ -45,7 +46,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # A fused inner optimizer offers this to GradScaler, which then leaves unscaling to it; ours does it on the shares.
     _step_supports_amp_scaling = False
 
-    def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, config: ZeroConfig, group: Any = None) -> None:
+    def __init__(self, model: nn.Module, inner: Any, config: ZeroConfig, group: Any = None) -> None:
+        inner = as_one(inner)
         config = with_loss_scale(config, inner)
         parts = build(model, inner, config, group)
         with skip_dynamo_import():
@@ -54,7 +56,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = inner.state
         for hooks in _HOOKS:  # those registered on the one, before or after, are those of the other
             setattr(self, hooks, getattr(inner, hooks))
-        self.inner = inner
+        self.inner: torch.optim.Optimizer = inner
         self.model = model
         self.group = parts.group
         self._parts = parts
@@ -189,7 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The global gradient of a parameter, whole on every rank; None where no rank had one. A collective."""
         window, index = self.parts.window, self._index(param)
         self.parts.offloader.check("whole_grad", "weights", "gradients")
-        self._about("whole_grad", index)
+        exchange_about(self.group, f"whole_grad of {self.parts.params.names[index]}", b"")
         window.settle("whole_grad")
         if not window.used >> index & 1:
             return None
@@ -200,7 +202,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The optimizer's state of a parameter, whole on every rank. A collective."""
         self.parts.offloader.check("whole_state", "moments", "weights")
         index = self._index(param)
-        self._about("whole_state", index)
+        exchange_about(self.group, f"whole_state of {self.parts.params.names[index]}", b"")
         return whole_state(self.parts, self.inner, index)
 
     def any_rank(self, flag: bool) -> bool:
@@ -307,10 +309,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "state_dict(), which loads at any number of ranks."
         )
 
-    def _about(self, what: str, param: int) -> None:
-        """All ranks ask for the same."""
-        exchange_about(self.group, f"{what} of {self.parts.params.names[param]}", b"")
-
     def _index(self, param: nn.Parameter) -> int:
         index = self.parts.params.index.get(id(param))
         if index is None:
@@ -323,7 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def shard(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     stage: int,
     dtype: torch.dtype | str | None = None,
@@ -335,7 +333,8 @@ def shard(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     **options: Any,
 ) -> ShardedOptimizer:
-    """Shards what `optimizer` needs to train `model` over the ranks of `group`, and returns the optimizer to use instead.
+    """Shards what `optimizer`, or each of a list, needs to train `model` over the ranks of `group`, and returns the one
+    optimizer to use instead.
 
     `dtype` casts floating parameters and keeps fp32 masters; `clip` limits the norm of the gradients at every
     step; `accumulation` declares how many backwards make a step; `reduce` is "mean", "sum" or a divisor;

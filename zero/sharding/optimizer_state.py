@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zero.checkpoint import values
 from zero.comm.exchange import exchange_texts
 from zero.errors import ZeroError
 from zero.memory.formats import dtype_name, goes_with_elements, sum_dtype
@@ -59,8 +60,9 @@ def whole_state_dict(parts: ShardingState, inner: torch.optim.Optimizer) -> dict
 
 def edited(parts: ShardingState, param: int, piece: Piece, master: torch.Tensor) -> torch.Tensor:
     """The exact value of one piece, for a parameter that lies elsewhere than it was put."""
-    line = parts.window.grad_ops.formats[param].flatten(parts.params.tensors[param].detach())
-    return exact(line[piece.in_param.start : piece.in_param.stop].to(master.device), master)
+    form = parts.window.grad_ops.formats[param]
+    line = form.flatten(parts.params.tensors[param].detach())[piece.in_param.start : piece.in_param.stop]
+    return exact(form.shaped_like(master, line).to(master.device), master)
 
 
 def _has_copy(parts: ShardingState, param: int) -> bool:
@@ -119,7 +121,7 @@ def load_state(parts: ShardingState, inner: torch.optim.Optimizer, state_dict: M
             line = parts.window.grad_ops.formats[param].flatten(masters[name])
             for piece, master in parts.masters.of(param):
                 if parts.masters.is_copy(piece.bucket):  # else it is a part of the weights, which are not loaded here
-                    master.copy_(line[piece.in_param.start : piece.in_param.stop])
+                    master.copy_(parts.masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]))
     parts.updater.order_state()
 
 
@@ -177,11 +179,15 @@ def lies_nowhere(parts: ShardingState, param: int) -> bool:
 
 
 def plain_entry(parts: ShardingState, inner: torch.optim.Optimizer, param: int, value: Any) -> Any:
-    """A copy of what goes with no element, such as a step count, where torch wants it."""
+    """A copy of what goes with no element, where torch wants it: a number, such as a step count, on the host, and what an
+    optimizer of whole tensors has of one more beside its master."""
+    if isinstance(value, (list, tuple, dict)):
+        copies = [plain_entry(parts, inner, param, each) for each in (value.values() if isinstance(value, dict) else value)]
+        return type(value)(zip(value, copies, strict=True) if isinstance(value, dict) else copies)
     if not isinstance(value, torch.Tensor):
-        return value
+        return copy.deepcopy(value)
     settings = inner.param_groups[parts.layout_ref.layout.params[param].group]
-    beside = settings.get("fused") or settings.get("capturable")
+    beside = value.dim() or settings.get("fused") or settings.get("capturable")
     return value.to(parts.masters.of(param)[0][1].device if beside else value.device, copy=True)
 
 
@@ -194,7 +200,7 @@ def _give_pieces(
         for key, value in state.items():
             if key in elementwise:
                 line = form.flatten(value.to(master.device))
-                own[key] = line[piece.in_param.start : piece.in_param.stop].clone()
+                own[key] = parts.masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]).clone()
             else:
                 own[key] = plain_entry(parts, inner, param, value)
         inner.state[master] = own
@@ -205,8 +211,8 @@ def _whole_state(parts: ShardingState, inner: torch.optim.Optimizer, param: int)
         kept = copy.deepcopy(inner.state.get(parts.params.tensors[param], {}))
         shape = parts.params.tensors[param].shape
         return kept, {key for key, value in kept.items() if goes_with_elements(key, value, shape)}
-    own = [(piece, inner.state[master]) for piece, master in parts.masters.of(param) if master in inner.state]
-    name = parts.params.names[param]
+    own = [(master, inner.state[master]) for _, master in parts.masters.of(param) if master in inner.state]
+    name, pieces = parts.params.names[param], [piece for piece, master in parts.masters.of(param) if master in inner.state]
     known: dict[str, list[Any]] = {}
     for text in exchange_texts(parts.group, _described(own)):  # a rank without a piece learns here what the others have
         for described in json.loads(text):
@@ -214,31 +220,29 @@ def _whole_state(parts: ShardingState, inner: torch.optim.Optimizer, param: int)
                 if json.dumps(known.setdefault(key, entry)) != json.dumps(entry) or entry[0] == "unknown":
                     raise ZeroError(
                         f"State {key} of {name} was asked for, but it is neither one value for each element nor a plain value "
-                        f"that all ranks share: {str(entry[2])[:60]}. Only what treats every element by itself can be sharded."
+                        f"that all ranks share: {str(entry[2])[:60]}. Pass whole_tensors=True where the optimizer looks at "
+                        "whole tensors."
                     )
     whole: dict[str, Any] = {}
     for key, (kind, dtype, value) in known.items():
         if kind == "elements":
-            pieces = {piece: state[key] for piece, state in own}
-            whole[key] = parts.to_home(param, parts.window.grad_ops.whole(param, pieces.__getitem__, getattr(torch, dtype)))
+            mine = {piece: state[key] for piece, (_, state) in zip(pieces, own, strict=True)}
+            whole[key] = parts.to_home(param, parts.window.grad_ops.whole(param, mine.__getitem__, getattr(torch, dtype)))
         else:
-            whole[key] = value if kind == "value" else torch.tensor(value, dtype=getattr(torch, dtype), device="cpu")
+            whole[key] = values.decode(value)
     return whole, {key for key, (kind, _, _) in known.items() if kind == "elements"}
 
 
-def _described(own: Sequence[tuple[Piece, Mapping[str, Any]]]) -> str:
-    """The kind and dtype of every entry of every piece's state, and what goes with no element."""
+def _described(own: Sequence[tuple[torch.Tensor, Mapping[str, Any]]]) -> str:
+    """The kind and dtype of every entry of every master's state, and what goes with no element."""
     described: list[dict[str, list[Any]]] = [{} for _ in own]
-    for entries, (piece, state) in zip(described, own, strict=True):
+    for entries, (master, state) in zip(described, own, strict=True):
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                entries[key] = ["value", None, value]
-            elif value.shape == (piece.in_share.numel,):
+            if goes_with_elements(key, value, master.shape):
                 entries[key] = ["elements", dtype_name(value.dtype), None]
-            else:
-                entries[key] = ["tensor", dtype_name(value.dtype), value.tolist()]
+                continue
             try:
-                json.dumps(entries[key])
-            except TypeError:
+                entries[key] = ["value", None, values.encode(value, key)]
+            except ValueError:
                 entries[key] = ["unknown", None, repr(value)]
     return json.dumps(described)

@@ -14,7 +14,9 @@ from zero.checkpoint.module_names import Named
 from zero.checkpoint.rng_state import random_bytes
 from zero.checkpoint.writer import ShardPayload
 from zero.memory.formats import ParamFormat, dtype_name, goes_with_elements, sum_dtype
+from zero.optim.several import name_of
 from zero.plan.layout import Piece
+from zero.plan.spans import Span
 from zero.runtime.grads.phase import Phase
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import edited, lies_nowhere
@@ -119,7 +121,7 @@ class TrainingSnapshot:
         """What is no tensor of a parameter."""
         optimizer, engine, parts = self.optimizer, self.engine, self.parts
         return {
-            "optimizer": type(optimizer.inner).__name__,
+            "optimizer": name_of(optimizer.inner),
             "groups": self.groups(),
             "step": parts.window.sync.step,
             "skipped_steps": optimizer.skipped_steps,
@@ -150,6 +152,7 @@ def _outline(tensor: torch.Tensor, order: tuple[int, ...] | None, value: torch.d
 @torch.no_grad()
 def _cargo(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bool) -> ShardPayload:
     parts = about.parts
+    formats = parts.window.grad_ops.formats
     parts.adopt()
     cargo = ShardPayload(Part(), {})
     elsewhere = set(parts.window.sync.tracker.relocated())
@@ -160,10 +163,10 @@ def _cargo(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bo
             for piece, master in parts.masters.of(index):
                 if _is_ours(parts, piece):
                     value = edited(parts, index, piece, master) if index in elsewhere else master
-                    _add(cargo, name, value, about.optimizer.inner.state.get(master, {}), piece)
+                    _add(cargo, name, value, about.optimizer.inner.state.get(master, {}), piece.in_param, formats[index])
         elif parts.group.rank == 0:
-            tensor, form = parts.params.tensors[index], parts.window.grad_ops.formats[index]
-            _add(cargo, name, tensor, about.optimizer.inner.state.get(tensor, {}), None, form)
+            tensor = parts.params.tensors[index]
+            _add(cargo, name, tensor, about.optimizer.inner.state.get(tensor, {}), None, formats[index])
     tensors: Any = cargo.tensors
     if parts.group.rank == 0:
         for name, tensor in about.unmanaged():
@@ -185,13 +188,13 @@ def _add(
     name: str,
     value: torch.Tensor,
     state: Mapping[str, Any],
-    piece: Piece | None,
+    span: Span | None,
     form: ParamFormat | None = None,
 ) -> None:
     """A stretch of a parameter, or all of it, with its state."""
     part, tensors = cargo.part, cargo.tensors
-    start, stop = (0, value.numel()) if piece is None else (piece.in_param.start, piece.in_param.stop)
-    line: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach if form is None else form.flatten
+    start, stop = (0, value.numel()) if span is None else (span.start, span.stop)
+    line: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach if form is None else form.line_of
     part.stretches.setdefault(name, []).append((start, stop))
     dtypes, plain = {}, {}
     entries: dict[str, Any] = {VALUE: value}

@@ -17,6 +17,7 @@ from zero.errors import GroupLost
 from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
+from zero.optim.several import Optimizers
 from zero.plan.layout import FlatLayout
 from zero.plan.stages import stage_of
 from zero.runtime.grads.ownership import check_unmanaged, leave, manage
@@ -30,7 +31,7 @@ from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.step.updater import Updater
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import check_devices, check_dtypes, check_params, check_settings_on_host
-from zero.setup.param_selection import offload_of, ratio_of, specs_of
+from zero.setup.param_selection import offload_of, ratio_of, specs_of, works_of
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.state_offload import StateOffloader
 
@@ -143,7 +144,9 @@ class ShardingState:
         first, inner, device = len(self.params.tensors), self.updater.inner, self.masters.shard.device
         ratio = ratio_of(inner.param_groups[group], self.config, device)
         dtypes = [tensor.dtype for tensor in tensors]
-        specs = specs_of(names, tensors, [group] * len(names), dtypes, [ratio] * len(names))
+        groups = [group] * len(names)
+        works = works_of(inner, self.config, tensors, groups)
+        specs = specs_of(names, tensors, groups, dtypes, [ratio] * len(names), works)
         check_unmanaged(names, tensors)
         has_frozen = self.placer.weights.has_frozen  # which were checked when they were taken
         unknown = {name: tensor for name, tensor in zip(names, tensors, strict=True) if not has_frozen(tensor)}
@@ -184,6 +187,8 @@ class ShardingState:
 def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer, params: Params) -> None:
     """Refuses what was done to the optimizer that was sharded, and not to the one that it became: both have their groups and
     their state in common, and what one alone has got would be without effect."""
+    if isinstance(inner, Optimizers):
+        inner.check()
     changed = "other state" if inner.state is not sharded.state else "other groups"
     if inner.state is sharded.state and inner.param_groups is sharded.param_groups:
         held = [param for group in inner.param_groups for param in group["params"] if id(param) not in params.index]

@@ -83,9 +83,11 @@ def _fill(
     optimizer: ShardedOptimizer, index: int, value: torch.Tensor, target: Callable[[Piece, torch.Tensor], torch.Tensor]
 ) -> None:
     parts = optimizer.parts
-    line = parts.window.grad_ops.formats[index].flatten(value.detach())
+    form = parts.window.grad_ops.formats[index]
+    line = form.flatten(value.detach())
     for piece, master in parts.masters.of(index):
-        target(piece, master).copy_(line[piece.in_param.start : piece.in_param.stop])
+        own = target(piece, master)
+        own.copy_(form.shaped_like(own, line[piece.in_param.start : piece.in_param.stop]))
 
 
 def _check_shape(param: nn.Parameter, value: torch.Tensor, what: str) -> None:

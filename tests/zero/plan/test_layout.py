@@ -211,3 +211,59 @@ def test_buckets_of_a_large_parameter_differ_by_no_more_than_their_rounding(layo
         numels = [bucket.span.numel for bucket in layout.buckets if bucket.chunk == chunk]
         unit = layout.num_shares * layout.align_bytes // ITEM_BYTES[found.dtype]
         assert not numels or max(numels) - min(numels) < len(numels) * unit
+
+
+# whole tensors ----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def whole_layouts(draw):
+    """Some parameters with one owner each, some that are anybody's, some that join later."""
+    kinds, works = st.sampled_from(["float32", "bfloat16"]), st.integers(0, 3)
+    specs = [ParamSpec(f"p{at}", shape, draw(kinds), work=draw(works)) for at, shape in enumerate(draw(shapes))]
+    latent = draw(st.sets(st.integers(0, max(0, len(specs) - 1)))) if specs else set()
+    options = draw(st.sampled_from([1, 64, 10**6])), 16, latent, draw(st.sampled_from([None, 8]))
+    return FlatLayout.build(specs, draw(st.integers(1, 5)), *options), latent
+
+
+@some_sixty
+@given(whole_layouts())
+def test_a_parameter_with_an_owner_is_one_piece_of_that_rank_and_nobody_elses(found):
+    layout, latent = found
+    layout = layout.extended(latent)
+    for param, spec in enumerate(layout.params):
+        pieces = {rank: list(layout.pieces(param, rank)) for rank in range(layout.num_shares)}
+        assert sum(piece.in_param.numel for own in pieces.values() for piece in own) == spec.numel
+        if spec.work and spec.numel:
+            [piece] = pieces[layout.owner(param)]
+            assert piece.in_param.start == 0 and layout.buckets[piece.bucket].is_whole
+            assert layout.block_of(piece).span.numel == layout.buckets[piece.bucket].share_numel
+        elif not spec.work:
+            assert layout.owner(param) is None
+
+
+@some_sixty
+@given(whole_layouts())
+def test_whole_tensors_lie_apart_aligned_in_chunks_of_their_own_and_leave_the_others_where_they_were(found):
+    layout, _ = found
+    for slot in placed(layout):
+        assert slot.span.start * ITEM_BYTES[layout.params[slot.param].dtype] % layout.align_bytes == 0
+        together = layout.chunks[slot.chunk].params
+        assert {bool(layout.params[other].work) for other in together} == {bool(layout.params[slot.param].work)}
+    for chunk, _ in enumerate(layout.chunks):
+        spans = [layout.slots[param].span for param in layout.chunks[chunk].params]
+        assert spans == sorted(spans, key=lambda span: (span.start, span.stop))
+        assert all(before.stop <= after.start for before, after in itertools.pairwise(spans))
+    bare = FlatLayout.build([spec for spec in layout.params if not spec.work], layout.num_shares, 64, 16)
+    with_them = FlatLayout.build(layout.params, layout.num_shares, 64, 16)
+    rest = [slot for slot, spec in zip(with_them.slots, layout.params, strict=True) if not spec.work]
+    assert [slot.span for slot in rest] == [slot.span for slot in bare.slots]
+
+
+@some_sixty
+@given(whole_layouts())
+def test_padding_of_whole_tensors_is_in_the_gaps(found):
+    layout, _ = found
+    for index, bucket in enumerate(layout.buckets):
+        filled = sum(part.in_param.numel for param in bucket.params for part in layout.parts(param) if part.bucket == index)
+        assert filled + sum(gap.numel for gap in layout.gaps[index]) == bucket.span.numel

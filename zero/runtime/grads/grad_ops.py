@@ -174,7 +174,8 @@ class ShardedGradOps:
             mine = self._rank * bucket.share_numel
             for piece in self.pieces(param):
                 if piece.bucket == index:
-                    gathered[mine + piece.in_share.start : mine + piece.in_share.stop].copy_(values(piece))
+                    line = self.formats[param].line_of(values(piece))
+                    gathered[mine + piece.in_share.start : mine + piece.in_share.stop].copy_(line)
             if self._sharded:
                 self._group.all_gather(gathered).wait()
             found.append(gathered[part.start : part.stop])

@@ -13,6 +13,7 @@ from torch import nn
 
 from zero.errors import NonFinite
 from zero.memory.masters import Masters
+from zero.optim.steps import has_step_of_its_own, step_without_hooks
 from zero.optim.traits import known_kind
 from zero.plan.layout import Block
 from zero.runtime.grads.grad_ops import ShardedGradOps
@@ -95,7 +96,7 @@ class Updater(Timed):
         index, groups = self._params.index, self._inner.param_groups
         held = [((number, at), id(p)) for number, group in enumerate(groups) for at, p in enumerate(group["params"])]
         self._places = {index[param]: place for place, param in held if param in index}
-        if known_kind(self._inner) in self.policy.by_blocks and not _has_step_of_its_own(self._inner):
+        if known_kind(self._inner) in self.policy.by_blocks and not has_step_of_its_own(self._inner):
             return [(block,) for block in blocks]
         return [blocks]
 
@@ -104,7 +105,7 @@ class Updater(Timed):
         """Before any of them is stepped."""
         self._members.clear()
         inner, shard = self._inner, self._masters.shard
-        if self._fused_step is None or _has_step_of_its_own(inner) or not _is_torchs(type(inner).step):
+        if self._fused_step is None or has_step_of_its_own(inner) or not _is_torchs(type(inner).step):
             return
         blocks = [block for batch in batches for block in batch if shard.share(block.bucket).is_cpu]
         self._members |= {block: self._members_of(block, used) for block in blocks}
@@ -152,12 +153,12 @@ class Updater(Timed):
         for block in batch:
             for piece, master in self._masters.in_block(block):
                 if used >> piece.param & 1 and piece.param in self._places:
-                    master.grad = self._grad_ops.shard.piece(piece)
+                    master.grad = self._masters.shaped(piece, self._grad_ops.shard.piece(piece))
                     fed.append((self._places[piece.param], master))
         fed.sort(key=lambda member: member[0])
         try:
             with self._in_groups(fed):
-                _step_without_hooks(self._inner)
+                step_without_hooks(self._inner)
         finally:
             for _, master in fed:
                 master.grad = None
@@ -227,21 +228,6 @@ class Updater(Timed):
         return [name for name, norm in norms if not math.isfinite(norm)][:5]
 
 
-def _has_step_of_its_own(inner: torch.optim.Optimizer) -> bool:
-    """Put there by somebody, who wants it to be called: once, with everything."""
-    own = vars(inner).get("step")
-    return own is not None and not hasattr(own, "_wrapped_by_lr_sched")
-
-
 def _is_torchs(step: Any) -> bool:
     """And nobody's who gave the class another one, and wants that to be called."""
     return str(getattr(step, "__module__", "")).startswith("torch.")
-
-
-def _step_without_hooks(inner: torch.optim.Optimizer) -> None:
-    """Those around its step are run by the optimizer that the user holds, once; around this one they would run again."""
-    if _has_step_of_its_own(inner):
-        inner.step()
-        return
-    step = type(inner).step
-    getattr(step, "__wrapped__", step)(inner) if getattr(step, "hooked", False) else step(inner)

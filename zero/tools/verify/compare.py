@@ -240,7 +240,7 @@ class _Pair:
         yield "weight", parts.params.tensors[index], plain.weights[number], moved
         for piece, mine in parts.masters.of(index):
             here = slice(piece.in_param.start, piece.in_param.stop)
-            yield "master", mine, form.flatten(master)[here], moved
+            yield "master", form.line_of(mine), form.flatten(master)[here], moved
             own = self._sharded.inner.state.get(mine, {})
             if own.keys() != state.keys():
                 yield f"state ({', '.join(own) or 'none'}; plain: {', '.join(state) or 'none'})", _ONE, 0 * _ONE, 0.0
@@ -248,8 +248,8 @@ class _Pair:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     goes_along = value.shape == master.shape and own[key].shape == mine.shape
-                    values = form.flatten(value)[here] if goes_along else value
-                    yield key, own[key], values, float(value.abs().max()) if value.numel() else 0.0
+                    mine_of, values = (form.line_of(own[key]), form.flatten(value)[here]) if goes_along else (own[key], value)
+                    yield key, mine_of, values, float(value.abs().max()) if value.numel() else 0.0
 
 
 _ONE = torch.ones(1)

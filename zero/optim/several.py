@@ -1,0 +1,94 @@
+"""Several optimizers of one model as one: Muon for its matrices, say, and AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zero.optim.steps import step_without_hooks
+
+
+class Optimizers(torch.optim.Optimizer):
+    """Has the groups of all its members, which are their own dicts, and one state for all. A step is one of each, in order."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        self.members = tuple(members)
+        self._is_made = False
+        super().__init__([group for member in members for group in member.param_groups], {})
+        self._is_made = True
+        for member in members:
+            self.state.update(member.state)
+            member.state = self.state
+        self.register_step_pre_hook(self._before)
+        self.register_step_post_hook(self._after)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._is_made:
+            raise ValueError("Cannot add a group to several optimizers: it is not said to which. Add it before sharding.")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for member in self.members:
+            step_without_hooks(member)
+        return loss
+
+    def check(self) -> None:
+        """Raises where a member is not what it was when they were put together."""
+        known = set(map(id, self.param_groups))
+        for member in self.members:
+            if member.state is not self.state or not known.issuperset(map(id, member.param_groups)):
+                raise ValueError(
+                    f"Cannot step: the {type(member).__name__} that was sharded has got other state or other groups since. Use "
+                    "the sharded optimizer for load_state_dict, and change its groups and its state in place."
+                )
+
+    def _before(self, _: Any, args: Any, options: Any) -> None:
+        for member in self.members:
+            member._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
+            for hook in member._optimizer_step_pre_hooks.values():
+                hook(member, args, options)
+
+    def _after(self, _: Any, args: Any, options: Any) -> None:
+        for member in self.members:
+            for hook in member._optimizer_step_post_hooks.values():
+                hook(member, args, options)
+
+
+def as_one(optimizer: Any) -> Any:
+    """What was given, or the optimizers of a list as one."""
+    if not isinstance(optimizer, (list, tuple)):
+        return optimizer
+    for member in optimizer:
+        _check_member(member)
+    return Optimizers(optimizer) if len(optimizer) != 1 else optimizer[0]
+
+
+def _check_member(member: Any) -> None:
+    if not isinstance(member, torch.optim.Optimizer):
+        raise TypeError(f"Cannot shard a list with a {type(member).__name__} in it. Pass torch.optim.Optimizers.")
+    if hasattr(member, "parts"):
+        raise ValueError("Cannot shard a list with an optimizer that is sharded already. Pass it once, or close() it first.")
+    if any(callable(getattr(type(member), mode, None)) for mode in ("train", "eval")):
+        raise ValueError(f"Cannot shard {type(member).__name__} beside others: it has modes. Shard it alone.")
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that step."""
+    return optimizer.members if isinstance(optimizer, Optimizers) else (optimizer,)
+
+
+def with_members(optimizer: torch.optim.Optimizer) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Every group, with the optimizer that steps it."""
+    stepped_by = {id(group): member for member in members_of(optimizer) for group in member.param_groups}
+    return [(stepped_by[id(group)], group) for group in optimizer.param_groups]
+
+
+def name_of(optimizer: torch.optim.Optimizer) -> str:
+    return " and ".join(type(member).__name__ for member in members_of(optimizer))
