@@ -9,6 +9,7 @@ import json
 import math
 import os
 import struct
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +42,7 @@ class WeightFiles:
     def __init__(self, source: str | os.PathLike[str]) -> None:
         self.source = Path(source)
         self.tensors: dict[str, FileTensor] = {}
-        self.num_bytes_read = 0  # by this process
-        self._open: list[int] = []
+        self._open: list[_OpenFile] = []
         try:
             for file in _files_of(self.source):
                 self.tensors.update(self._safetensors(file) if file.suffix == ".safetensors" else self._pickled(file))
@@ -50,29 +50,22 @@ class WeightFiles:
             self.close()
             raise
 
-    def read(self, name: str, span: Span | None = None) -> torch.Tensor:
-        """A tensor as it is in the file, or so many of its elements in a line."""
-        found = self.tensors[name]
-        numel = math.prod(found.shape)
-        values = found.read(Span(0, numel) if span is None else span)
-        self.num_bytes_read += values.nbytes
-        return values.view(found.shape) if span is None else values
-
     def close(self) -> None:
+        """Now; or else a file is closed when nobody has a tensor of it any more."""
         while self._open:
-            os.close(self._open.pop())
+            self._open.pop().close()
 
     def _safetensors(self, file: Path) -> Mapping[str, FileTensor]:
-        descriptor = os.open(file, os.O_RDONLY)
-        self._open.append(descriptor)
-        size = os.fstat(descriptor).st_size
+        opened = _OpenFile(file)
+        self._open.append(opened)
+        size = opened.size()
         try:
-            [length] = struct.unpack("<Q", os.pread(descriptor, 8, 0))
+            [length] = struct.unpack("<Q", bytes(opened.read(0, 8).numpy()))
             if length > size:
                 raise ValueError("its header is longer than the file")
-            header = json.loads(os.pread(descriptor, length, 8))
+            header = json.loads(bytes(opened.read(8, length).numpy()))
             header.pop("__metadata__", None)
-            tensors = {name: _tensor_at(descriptor, 8 + length, about) for name, about in header.items()}
+            tensors = {name: _tensor_at(opened, 8 + length, about) for name, about in header.items()}
             end = max((about["data_offsets"][1] for about in header.values()), default=0)
         except (struct.error, ValueError, KeyError, TypeError) as error:
             raise BadCheckpoint(f"Cannot read {file}: it is no safetensors file ({error}). Fetch it again.") from error
@@ -109,21 +102,36 @@ def _files_of(source: Path) -> list[Path]:
     return [source]
 
 
-def _tensor_at(descriptor: int, base: int, about: Mapping[str, Any]) -> FileTensor:
+class _OpenFile:
+    """Open until it is closed, or nobody has it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def read(self, start: int, num_bytes: int) -> torch.Tensor:
+        values = torch.empty(num_bytes, dtype=torch.uint8)
+        memory: Any = values.numpy()
+        left, at = memoryview(memory), start
+        while left:  # one call reads 2 GiB at most
+            num_read = os.preadv(self._descriptor, [left], at)
+            if not num_read:
+                raise BadCheckpoint(f"Cannot read {self._path}: it became shorter while it was read. Fetch it again.")
+            left, at = left[num_read:], at + num_read
+        return values
+
+
+def _tensor_at(file: _OpenFile, base: int, about: Mapping[str, Any]) -> FileTensor:
     shape, dtype, (start, stop) = tuple(about["shape"]), _DTYPES[about["dtype"]], about["data_offsets"]
     if stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError("a tensor is not as long as its shape says")
 
     def read(span: Span) -> torch.Tensor:
-        values = torch.empty(span.numel * dtype.itemsize, dtype=torch.uint8)
-        memory: Any = values.numpy()
-        left, at = memoryview(memory), base + start + span.start * dtype.itemsize
-        while left:  # one call reads 2 GiB at most
-            num_read = os.preadv(descriptor, [left], at)
-            if not num_read:
-                raise BadCheckpoint("Cannot read weights: a file became shorter while it was read. Fetch it again.")
-            left, at = left[num_read:], at + num_read
-        return values.view(dtype)
+        return file.read(base + start + span.start * dtype.itemsize, span.numel * dtype.itemsize).view(dtype)
 
     return FileTensor(shape, dtype, read)
 

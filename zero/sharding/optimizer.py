@@ -323,7 +323,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def shard(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     *,
     stage: int,
     dtype: torch.dtype | str | None = None,
@@ -335,16 +335,16 @@ def shard(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     **options: Any,
 ) -> ShardedOptimizer:
-    """Shards what `optimizer` needs to train `model` over the ranks of `group`, and returns the optimizer to use instead.
+    """Shards what `optimizer`, or what it makes of the parameters, needs to train `model` over the ranks of `group`, and
+    returns the optimizer to use instead.
 
-    `dtype` casts floating parameters and keeps fp32 masters; `clip` limits the norm of the gradients at every
-    step; `accumulation` declares how many backwards make a step; `reduce` is "mean", "sum" or a divisor;
-    `offload="cpu"` keeps masters, optimizer state and gradient shares on the host; `bucket_bytes` are reduced at
-    once. The other options are the fields of `zero.ZeroConfig`. Constructing is a collective.
-    """
+    `dtype` casts floating parameters and keeps fp32 masters; `clip` limits the norm of the gradients at every step;
+    `accumulation` declares how many backwards make a step; `reduce` is "mean", "sum" or a divisor; `offload="cpu"` keeps
+    masters, optimizer state and gradients on the host; `bucket_bytes` are reduced at once; `zero.ZeroConfig` has others. A
+    collective."""
     options |= {"dtype": dtype, "clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload}
     options = {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in options.items()}
     config = ZeroConfig(stage=stage, bucket_bytes=bucket_bytes, **options)
     check_supported(config)
     check_plain_loop(config)
-    return ShardedOptimizer(model, optimizer, config, group)
+    return ShardedOptimizer(model, optimizer(model.parameters()) if callable(optimizer) else optimizer, config, group)
