@@ -50,7 +50,8 @@ class Unread(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """A plain tensor with these values."""
-        made = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
+        device = "cpu" if self.is_meta else self.device
+        made = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=device)
         return made.copy_(whole(self.viewed()))
 
     def viewed(self) -> Values:
@@ -80,6 +81,8 @@ class Unread(torch.Tensor):
         raise self.refusal("take data_ptr() of")
 
     def untyped_storage(self) -> Any:
+        if self.is_meta:  # as of all tensors there: a size
+            return torch.empty(self.shape, dtype=self.dtype, device="meta").untyped_storage()
         raise self.refusal("take untyped_storage() of")
 
     def storage(self) -> Any:

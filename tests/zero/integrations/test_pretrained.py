@@ -1,0 +1,178 @@
+"""Hugging Face models from files into shares: as plain from_pretrained gives them, and no rank reads more than its shares."""
+
+import json
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.zero.integrations.on_ranks import both_ranks
+
+HERE = "tests.zero.integrations.test_pretrained"
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed (it needs Python 3.11)"
+)
+SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def tiny(kind):
+    """A model with random weights."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    if kind == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=1))
+    if kind == "gpt2":
+        return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2))
+    if kind == "qwen3_moe":
+        moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
+        return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SIZES, **moe, num_key_value_heads=1))
+    if kind == "t5":
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+        return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=64, decoder_start_token_id=0, **sizes))
+    if kind == "bert":
+        return hf.BertForSequenceClassification(hf.BertConfig(**SIZES, max_position_embeddings=32))
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    return hf.ResNetForImageClassification(hf.ResNetConfig(**sizes))
+
+
+KINDS = ("llama", "gpt2", "qwen3_moe", "t5", "bert", "resnet")
+
+
+def inputs(kind, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "resnet":
+        return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator), "labels": torch.tensor([0, 1])}
+    tokens = torch.randint(1, 64, (2, 8), generator=generator)
+    return {"input_ids": tokens, "labels": torch.tensor([0, 1]) if kind == "bert" else tokens}
+
+
+def state(model):
+    """All that a model computes with: non-persistent buffers too."""
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    return {name: value.detach().clone() for name, value in named.items()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+def loaded_as_plain(folder, kind, options, as_context=False, model_class=None):
+    """Loads a model in both ways, compares, and trains both."""
+    import zero
+    from zero.checkpoint import weight_files
+    from zero.integrations.transformers import from_pretrained, loading
+    from zero.runtime.params.unread import Unread
+
+    model_class = model_class or type(tiny(kind))
+    torch.manual_seed(7)
+    plain = model_class.from_pretrained(folder, **options)
+    torch.manual_seed(7)
+    read, counted = weight_files._OpenFile.read, []
+
+    def counting(file, start, num_bytes):
+        counted.append(num_bytes)
+        return read(file, start, num_bytes)
+
+    weight_files._OpenFile.read = counting
+    try:
+        if as_context:
+            with loading(stage=3):
+                model = model_class.from_pretrained(folder, **options)
+        else:
+            model = from_pretrained(model_class, folder, stage=3, **options)
+        at_load = sum(counted)
+        assert any(type(param) is Unread for param in model.parameters())
+        ties = [list(each.state_dict(keep_vars=True).values()) for each in (model, plain)]
+        assert [[a is b for b in ties[0]] for a in ties[0]] == [[a is b for b in ties[1]] for a in ties[1]]
+        model.train()
+        plain.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = zero.shard(model, optimizer, stage=3, bucket_bytes=2048, gathered_bytes=0)
+    finally:
+        weight_files._OpenFile.read = read
+    assert_same(state(model), state(plain))
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
+    assert model.config.to_dict() == plain.config.to_dict()
+    beside = zero.shard(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), stage=2, bucket_bytes=2048)
+    for step in range(2):
+        for each, its in ((model, optimizer), (plain, beside)):
+            torch.manual_seed(step)
+            each(**inputs(kind, 10 * step + optimizer.group.rank)).loss.backward()
+            its.step()
+            its.zero_grad()
+    assert_same(state(model), state(plain))
+    optimizer.close()
+    beside.close()
+    return at_load, sum(counted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_is_that_of_plain_from_pretrained_bit_by_bit(kind, tmp_path):
+    model = tiny(kind)
+    model.save_pretrained(tmp_path)
+    found = both_ranks(f"{HERE}:loaded_as_plain", str(tmp_path), kind, {"dtype": torch.bfloat16} if kind == "llama" else {})
+    file = tmp_path / "model.safetensors"
+    tensors, size = load_file(file), file.stat().st_size
+    assert (kind == "qwen3_moe") is any(".experts.3.gate_proj." in name for name in tensors)  # as others have it, not fused
+    whole = sum(tensor.nbytes for tensor in tensors.values())
+    buffers = sum(tensor.nbytes for name, tensor in tensors.items() if name in dict(model.named_buffers()))
+    for at_load, read in found:  # the header, and the buffers
+        assert at_load == size - whole + buffers
+        assert read - at_load < 0.7 * whole
+    assert sum(read - at_load for at_load, read in found) == whole - buffers
+
+
+def tensors_in(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def shared(folder, kind, stage=3, **options):
+    """A model from files, and its optimizer."""
+    import zero
+    from zero.integrations.transformers import from_pretrained
+
+    model = from_pretrained(type(tiny(kind)), folder, stage=stage)
+    make = partial(torch.optim.AdamW, lr=0.01)
+    return model, zero.shard(model, make, stage=stage, bucket_bytes=2048, gathered_bytes=0, **options)
+
+
+def saved(folder, out, kind, stage, dtype, max_shard_size):
+    """Saves what was loaded, trained or not; what it is, and how much was whole at a time."""
+    from zero.integrations.transformers import save_pretrained
+
+    model, optimizer = shared(folder, kind, stage, dtype=dtype)
+    model(**inputs(kind, optimizer.group.rank)).loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        plain = type(model).from_pretrained(folder).to(next(model.parameters()).dtype)
+        plain.load_state_dict(model.state_dict())
+        plain.config = model.config  # a forward writes to it
+    if optimizer.group.rank == 0:
+        plain.save_pretrained(f"{out}-plain", max_shard_size=max_shard_size)
+    save_pretrained(model, out, max_shard_size=max_shard_size)
+    optimizer.close()
+    again = type(model).from_pretrained(out)
+    assert_same(state(again), state(model))
+
+
+@pytest.mark.parametrize(("kind", "stage", "dtype", "max_shard_size"), [
+    ("llama", 3, "bfloat16", "4KB"), ("gpt2", 3, None, "1GB"), ("qwen3_moe", 3, None, "4KB"), ("t5", 3, None, "1GB"),
+    ("bert", 2, None, "1GB"), ("resnet", 3, None, "2KB"),
+])  # fmt: skip
+def test_what_is_saved_from_shares_is_what_plain_save_pretrained_writes(kind, stage, dtype, max_shard_size, tmp_path):
+    tiny(kind).save_pretrained(tmp_path / "before")
+    both_ranks(f"{HERE}:saved", str(tmp_path / "before"), str(tmp_path / "out"), kind, stage, dtype, max_shard_size)
+    found, expected = tmp_path / "out", tmp_path / "out-plain"
+    assert_same(tensors_in(found), tensors_in(expected))
+    for path in expected.glob("*config.json"):
+        assert json.loads((found / path.name).read_text()) == json.loads(path.read_text())
+    index = found / "model.safetensors.index.json"
+    assert index.exists() is max_shard_size.endswith("KB") and len(list(found.iterdir())) > 1
+    if kind != "qwen3_moe":  # of which plain transformers counts what the experts of a layer share for each of them
+        assert sorted(path.name for path in found.iterdir()) == sorted(path.name for path in expected.iterdir())
+        assert not index.exists() or json.loads(index.read_text()) == json.loads((expected / index.name).read_text())
