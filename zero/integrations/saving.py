@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from zero.checkpoint.weight_writer import total_bytes, write_file
 from zero.comm.connect import connect
 from zero.comm.exchange import all_or_none
 from zero.plan.spans import Span
-from zero.runtime.params.swap import gathered
 from zero.runtime.params.unread import Unread
 from zero.sharding.live import optimizers_of
 
@@ -48,27 +48,17 @@ def save_pretrained(model: Any, folder: Any, **options: Any) -> None:
 
 
 @contextlib.contextmanager
-def saving(model: Any) -> Iterator[dict[str, Any] | None]:
+def saving(model: Any) -> Iterator[dict[str, Any]]:
     """Inside, this rank may call what saves a model with this state dict. No collective."""
-    adapters = getattr(model, "peft_config", None)
-    if adapters:
-        with gathered(_of_adapters(model, adapters)):
-            yield None
-    else:
-        with torch.no_grad(), _streaming():
-            yield _state_of(model)
-
-
-def _of_adapters(model: nn.Module, adapters: Mapping[str, Any]) -> list[nn.Parameter]:
-    """What has the name of one in its own."""
-    return [param for name, param in model.named_parameters() if adapters.keys() & set(name.split("."))]
+    with torch.no_grad(), _streaming():
+        yield _state_of(model)
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict, each tensor once, with parameters that are gathered when they are read."""
+    """The model's state dict, with parameters that are gathered when they are read."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     gathering = _Gathering()
-    for name in _other_names(model, state):
+    for name in () if hasattr(model, "peft_config") else _other_names(model, state):  # PEFT chooses itself
         del state[name]
     for name, value in state.items():
         if isinstance(value, nn.Parameter):  # on a device where nobody looks for its memory
@@ -125,13 +115,18 @@ class _Whole:
 
 @contextlib.contextmanager
 def _streaming() -> Iterator[None]:
-    """transformers writes files one tensor after the other."""
-    before = modeling_utils.safe_save_file
-    modeling_utils.safe_save_file = safetensors.torch.save_file = _write  # the latter is what a Trainer calls
+    """Files are written one tensor after the other, by a Trainer, by models and by PEFT."""
+    places = [(safetensors.torch, "save_file"), (modeling_utils, "safe_save_file")]
+    if "peft.peft_model" in sys.modules:
+        places.append((sys.modules["peft.peft_model"], "safe_save_file"))
+    before = [getattr(module, name) for module, name in places]
     try:
+        for module, name in places:
+            setattr(module, name, _write)
         yield
     finally:
-        modeling_utils.safe_save_file = safetensors.torch.save_file = before
+        for (module, name), write in zip(places, before, strict=True):
+            setattr(module, name, write)
 
 
 def _write(tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None) -> None:

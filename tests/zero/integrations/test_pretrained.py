@@ -176,3 +176,93 @@ def test_what_is_saved_from_shares_is_what_plain_save_pretrained_writes(kind, st
     if kind != "qwen3_moe":  # of which plain transformers counts what the experts of a layer share for each of them
         assert sorted(path.name for path in found.iterdir()) == sorted(path.name for path in expected.iterdir())
         assert not index.exists() or json.loads(index.read_text()) == json.loads((expected / index.name).read_text())
+
+
+def loaded_in_many_ways(folder):
+    """In files of other kinds, in other dtypes, in the context, with a head that is in no file."""
+    import transformers as hf
+
+    loaded_as_plain(f"{folder}/sharded", "llama", {"dtype": "auto"}, True)
+    loaded_as_plain(f"{folder}/both", "gpt2", {}, True)
+    loaded_as_plain(f"{folder}/t5", "t5", {"dtype": torch.bfloat16})
+    loaded_as_plain(f"{folder}/base", "bert", {"num_labels": 3}, model_class=hf.BertForSequenceClassification)
+    loaded_as_plain(f"{folder}/sharded", "llama", {}, model_class=hf.AutoModelForCausalLM)
+
+
+def test_files_of_all_kinds_dtypes_and_missing_heads_are_as_in_plain_from_pretrained(tmp_path):
+    tiny("llama").to(torch.bfloat16).save_pretrained(tmp_path / "sharded", max_shard_size="4KB")
+    tiny("t5").save_pretrained(tmp_path / "t5")
+    tiny("bert").bert.save_pretrained(tmp_path / "base")
+    gpt2 = tiny("gpt2")
+    gpt2.config.save_pretrained(tmp_path / "both")
+    torch.save(gpt2.state_dict(), tmp_path / "both" / "pytorch_model.bin")  # under both names of what is tied
+    both_ranks(f"{HERE}:loaded_in_many_ways", str(tmp_path))
+
+
+def resized(folder):
+    """Embeddings that get more rows before sharding, and may not after it."""
+    import zero
+    from zero.integrations.transformers import from_pretrained
+    from zero.runtime.params.unread import Unread
+
+    found = []
+    for kind in ("llama", "gpt2"):
+        model_class = type(tiny(kind))
+        plain = model_class.from_pretrained(f"{folder}/{kind}")
+        model = from_pretrained(model_class, f"{folder}/{kind}", stage=3)
+        for each in (plain, model):
+            torch.manual_seed(3)
+            each.resize_token_embeddings(70, mean_resizing=kind == "llama")
+        assert sum(type(param) is Unread for param in model.parameters()) > 5
+        optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=3)
+        assert_same(state(model), state(plain))
+        before = model.get_input_embeddings().weight
+        with pytest.raises(RuntimeError, match=r"Cannot assign .* to \.data of .* weights are in shares.* Call close") as error:
+            model.resize_token_embeddings(80)
+        assert model.get_input_embeddings().weight is before and before.shape == (70, 16)
+        assert_same(state(model), state(plain))
+        optimizer.close()
+        model.resize_token_embeddings(80)
+        assert model.get_input_embeddings().weight.shape == (80, 16)
+        found.append(str(error.value))
+    return found
+
+
+def test_embeddings_are_resized_before_sharding_and_an_error_says_so_afterwards(tmp_path):
+    for kind in ("llama", "gpt2"):
+        tiny(kind).save_pretrained(tmp_path / kind)
+    both_ranks(f"{HERE}:resized", str(tmp_path))
+
+
+def generated(folder, kind):
+    """Ranks generate so many tokens as each likes, from its own prompt; in turn with steps."""
+    from transformers import set_seed
+
+    model, optimizer = shared(folder, kind)
+    plain = type(model).from_pretrained(folder)
+    rank = optimizer.group.rank
+    prompt = torch.arange(1, 4 + 2 * rank).view(1, -1)
+    for step in range(2):
+        with torch.no_grad():
+            plain.load_state_dict(model.state_dict())
+        for number in range(1 + rank):
+            for sample in (False, True):
+                options = {"max_new_tokens": 3 + 5 * rank + number, "do_sample": sample, "pad_token_id": 0}
+                model.eval()
+                plain.eval()
+                set_seed(number)
+                expected = plain.generate(prompt, **options)
+                set_seed(number)
+                assert torch.equal(model.generate(prompt, **options), expected)
+        model.train()
+        model(**inputs(kind, step + rank)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.full),
+                                  pytest.param("t5", marks=pytest.mark.full)])  # fmt: skip
+def test_ranks_generate_unequal_numbers_of_tokens_as_a_plain_model_does(kind, tmp_path):
+    tiny(kind).save_pretrained(tmp_path)
+    both_ranks(f"{HERE}:generated", str(tmp_path), kind)

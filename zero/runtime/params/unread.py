@@ -181,10 +181,10 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     name = func.overloadpacket.__name__
     if name.endswith("_like") or name.startswith("new_"):  # of its shape, and without its values
         return func(*map(_shadow_of, args), **{**kwargs, "device": kwargs.get("device") or unread[0].device})
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in unread):
-        raise unread[0].refusal(f"run {func} on")
     if func is torch.ops.aten.equal.default and all(type(value) is Unread for value in args):
         return _equal(*args)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in unread):
+        raise unread[0].refusal(f"run {func} on")
     if func is not torch.ops.aten.copy_.default:
         warnings.warn(
             f"{unread[0].label} is read from its file for {func}, and will be each time. {_SHARD}", RuntimeWarning, stacklevel=2
