@@ -65,7 +65,8 @@ class UnreadParams:
     def _to_meta(self) -> None:
         here = accelerators.current().device()
         for param in self._params:
-            if param.device != here:
+            there = param.device
+            if there.type != here.type or there.index not in (None, here.index or 0):
                 raise ValueError(
                     f"Cannot shard: {param.label} would be read to {param.device}, and the accelerator is {here}. Move the "
                     "model there first, as with model.to(accelerators.current().device()); that reads nothing."
