@@ -5,6 +5,7 @@ Any stretch of a tensor can be read by itself, so each rank reads only what is i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -43,12 +44,34 @@ class WeightFiles:
         self.source = Path(source)
         self.tensors: dict[str, FileTensor] = {}
         self._open: list[_OpenFile] = []
+        where = dict[str, str]()
         try:
-            for file in _files_of(self.source):
-                self.tensors.update(self._safetensors(file) if file.suffix == ".safetensors" else self._pickled(file))
+            files, listed = _files_of(self.source)
+            for file in files:
+                found = self._safetensors(file) if file.suffix == ".safetensors" else self._pickled(file)
+                twice = sorted(found.keys() & self.tensors.keys())
+                if twice:
+                    raise BadCheckpoint(
+                        f"Cannot read {self.source}: {twice[0]} is in {where[twice[0]]} and in {file.name}. Keep the files of "
+                        "one model only."
+                    )
+                self.tensors.update(found)
+                where.update(dict.fromkeys(found, file.name))
+            for name, file_name in listed.items():
+                if where.get(name) != file_name:
+                    raise BadCheckpoint(
+                        f"Cannot read {self.source}: its index says that {name} is in {file_name}, and it is in "
+                        f"{where.get(name, 'no file')}. Fetch the files again."
+                    )
         except BaseException:
             self.close()
             raise
+
+    @property
+    def digest(self) -> str:
+        """Of what the files are said to have, the same for all who have the same ones."""
+        said = [(name, found.shape, str(found.dtype)) for name, found in sorted(self.tensors.items())]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
     def close(self) -> None:
         """Now; or else a file is closed when nobody has a tensor of it any more."""
@@ -65,10 +88,14 @@ class WeightFiles:
                 raise ValueError("its header is longer than the file")
             header = json.loads(bytes(opened.read(8, length).numpy()))
             header.pop("__metadata__", None)
+            unknown = next((name for name, about in header.items() if about["dtype"] not in _DTYPES), None)
+            if unknown is not None:
+                raise ValueError(f"{unknown} has dtype {header[unknown]['dtype']}, which cannot be held")
             tensors = {name: _tensor_at(opened, 8 + length, about) for name, about in header.items()}
             end = max((about["data_offsets"][1] for about in header.values()), default=0)
         except (struct.error, ValueError, KeyError, TypeError) as error:
-            raise BadCheckpoint(f"Cannot read {file}: it is no safetensors file ({error}). Fetch it again.") from error
+            what = f"it is no safetensors file that is known here ({_text_of(error)})"
+            raise BadCheckpoint(f"Cannot read {file}: {what}. Fetch it again.") from error
         if 8 + length + end != size:
             raise BadCheckpoint(f"Cannot read {file}: it has {size} bytes and should have {8 + length + end}. Fetch it again.")
         return tensors
@@ -85,7 +112,12 @@ class WeightFiles:
         return {name: _tensor_of(value) for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
 
 
-def _files_of(source: Path) -> list[Path]:
+def _text_of(error: Exception) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _files_of(source: Path) -> tuple[list[Path], Mapping[str, str]]:
+    """The files, and what an index says is in which."""
     if source.is_dir():
         found = next((sorted(source.glob(kind)) for kind in _IN_FOLDERS if any(source.glob(kind))), [])
         if len(found) > 1 and found[0].suffix == ".json":
@@ -93,13 +125,21 @@ def _files_of(source: Path) -> list[Path]:
             raise FileNotFoundError(f"Cannot choose among the indices in {source}: {names}. Pass the path of one of them.")
         if not found:
             raise FileNotFoundError(f"Cannot find weights in {source}: it has no safetensors and no torch file. Pass a file.")
-        return _files_of(found[0]) if found[0].suffix == ".json" else found
+        return _files_of(found[0]) if found[0].suffix == ".json" else (found, {})
     if not source.is_file():
         raise FileNotFoundError(f"Cannot find weights at {source}: there is no such file or folder. Pass the path of one.")
     if source.suffix == ".json":
-        files = json.loads(source.read_text()).get("weight_map", {}).values()
-        return [source.parent / name for name in dict.fromkeys(files)]
-    return [source]
+        try:
+            listed = dict(json.loads(source.read_text())["weight_map"])
+        except (ValueError, TypeError, KeyError) as error:
+            what = f"it is no index of weights ({_text_of(error)})"
+            raise BadCheckpoint(f"Cannot read {source}: {what}. Fetch it again.") from error
+        files = [source.parent / name for name in dict.fromkeys(listed.values())]
+        lacking = next((file for file in files if not file.is_file()), None)
+        if lacking is not None:
+            raise FileNotFoundError(f"Cannot find {lacking}, which {source.name} lists. Fetch it.")
+        return files, listed
+    return [source], {}
 
 
 class _OpenFile:

@@ -6,7 +6,6 @@ ever; only what it is given of the files are tensors that are read when the mode
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,6 +75,11 @@ class loading:
         if state_dict is None and checkpoint_files:
             state_dict = self._unread(list(map(Path, checkpoint_files)), load_config.sharded_metadata)
         result = self._before.__func__(model, state_dict, checkpoint_files, load_config, *args, **options)
+        if state_dict and not any(isinstance(param, Unread) for param in model.parameters()):
+            raise BadCheckpoint(
+                f"Cannot load {type(model).__name__}: nothing in {Path(checkpoint_files[0]).parent} is a parameter of it, "
+                "which is of another architecture. Load the class that was saved."
+            )
         _read_buffers(model)
         return result
 
@@ -85,10 +89,9 @@ class loading:
             opened = WeightFiles(file)
             for name, values in opened.tensors.items():
                 if name in found:
-                    raise BadCheckpoint(f"Cannot load {name}: it is in {file.name} and in a file before it.")
+                    raise BadCheckpoint(f"Cannot load {name}: it is in {file.name} and in a file before it. Keep one of them.")
                 found[name] = Unread.of(values, name)
-            said = json.dumps([(name, values.shape, str(values.dtype)) for name, values in opened.tensors.items()])
-            self._loaded.append(hashlib.sha256(f"{file.stat().st_size} {said}".encode()).hexdigest())
+            self._loaded.append(opened.digest)
         for name, file_name in (index or {}).get("weight_map", {}).items():
             if name not in found:
                 raise BadCheckpoint(

@@ -13,7 +13,7 @@ from torch import nn
 from zero.checkpoint.module_names import Named, unwrapped
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.weight_files import WeightFiles
-from zero.comm.exchange import all_or_none, run_on_all
+from zero.comm.exchange import all_or_none, require_same_args, run_on_all
 from zero.memory.values import Values, whole
 from zero.sharding.fill import LOAD_AGAIN, failed_on, fill
 from zero.sharding.live import optimizers_of
@@ -55,6 +55,8 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
 
     files, match = all_or_none(sharded[0].group, "A load of weights", prepare) if sharded else prepare()
     try:
+        if sharded:
+            require_same_args(sharded[0].group, "A load of weights", files=files.digest, strict=strict)
         for parts in sharded:
             parts.placer.weights.check_edits(match.keys)
         for optimizer in optimizers:
@@ -110,13 +112,14 @@ class _Match:
 
     @staticmethod
     def of(named: Named, files: WeightFiles, strict: bool) -> _Match:
-        match, there = _Match(), {unwrapped(key): key for key in files.tensors}
+        match, there = _Match(), dict[str, str]()
+        twice = [f"{key} and {there[unwrapped(key)]}" for key in files.tensors if there.setdefault(unwrapped(key), key) != key]
         tensors: dict[str, Any] = {**named.parameters, **named.buffers}
         names: dict[str, list[str]] = {name: [name] for name in tensors}
         for alias, name in named.aliases.items():
             names[name].append(alias)
         rename = _renaming([alias for each in names.values() for alias in each], list(there))
-        used, shapes = set[str](), []
+        used, shapes, kinds = set[str](), [], []
         for name, tensor in tensors.items():
             found = [there[key] for key in map(rename, names[name]) if key in there]
             used.update(found)
@@ -124,17 +127,21 @@ class _Match:
                 match.missing.append(name)
             elif files.tensors[found[0]].shape != tuple(tensor.shape):
                 shapes.append(f"{name} is {tuple(tensor.shape)} here and {files.tensors[found[0]].shape} there")
+            elif files.tensors[found[0]].dtype.is_floating_point is not tensor.is_floating_point():
+                kinds.append(f"{name} is {tensor.dtype} here and {files.tensors[found[0]].dtype} there")
             else:
                 match.keys[tensor] = found[0]
         match.unexpected = [key for key in files.tensors if key not in used]
-        problems = [f"of another shape: {_some(shapes)}"] if shapes else []
+        wrong = {"of another shape": shapes, "of a dtype that cannot be held": kinds, "of one name": twice}
+        problems = [f"{what}: {_some(found)}" for what, found in wrong.items() if found]
+        is_wrong = bool(problems)
         if strict:
             problems += [f"missing: {_some(match.missing)}"] if match.missing else []
             problems += [f"unexpected: {_some(match.unexpected)}"] if match.unexpected else []
         if problems:
             raise ValueError(
                 f"Cannot load weights from {files.source}: {'; '.join(problems)}. Nothing was changed. Pass the files of this "
-                "model" + ("." if shapes else ", or strict=False to leave out what does not match.")
+                "model" + ("." if is_wrong else ", or strict=False to leave out what does not match.")
             )
         return match
 

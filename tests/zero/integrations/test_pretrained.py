@@ -1,12 +1,13 @@
 """Hugging Face models from files into shares: as plain from_pretrained gives them, and no rank reads more than its shares."""
 
 import json
+import re
 from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.zero.integrations.on_ranks import both_ranks
 
@@ -266,3 +267,51 @@ def generated(folder, kind):
 def test_ranks_generate_unequal_numbers_of_tokens_as_a_plain_model_does(kind, tmp_path):
     tiny(kind).save_pretrained(tmp_path)
     both_ranks(f"{HERE}:generated", str(tmp_path), kind)
+
+
+def refused(folder):
+    """What each rank says of a folder that is wrong, on both ranks or on the second."""
+    import transformers as hf
+
+    from zero.integrations.transformers import from_pretrained
+
+    said = {}
+    rank = torch.distributed.get_rank()
+    llama = hf.LlamaForCausalLM
+    for name, model_class, path, options in (
+        ("truncated", llama, f"{folder}/truncated", {}),
+        ("index", llama, f"{folder}/index", {}),
+        ("missing on one", llama, folder + ("/good" if rank == 0 else "/nowhere"), {"local_files_only": True}),
+        ("other on one", llama, folder + ("/good" if rank == 0 else "/other"), {}),
+        ("architecture", hf.ResNetForImageClassification, f"{folder}/good", {}),
+        ("device map", llama, f"{folder}/good", {"device_map": {"": "meta"}}),
+    ):
+        if name == "architecture":
+            options = {"config": tiny("resnet").config}
+        with pytest.raises(Exception) as error:
+            from_pretrained(model_class, path, stage=3, **options)
+        said[name] = f"{type(error.value).__name__}: {error.value}"
+    assert hf.LlamaForCausalLM.from_pretrained(f"{folder}/good").lm_head.weight.numel()  # plain again
+    return said
+
+
+def test_bad_folders_are_named_on_all_ranks(tmp_path):
+    for name in ("good", "truncated", "index", "other"):
+        tiny("llama").save_pretrained(tmp_path / name, max_shard_size="8KB")
+    files = sorted((tmp_path / "truncated").glob("*.safetensors"))
+    files[-1].write_bytes(files[-1].read_bytes()[:-10])
+    index = tmp_path / "index" / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    listed["weight_map"]["model.layers.9.weight"] = files[0].name
+    index.write_text(json.dumps(listed))
+    state = load_file(tmp_path / "other" / files[0].name)
+    save_file({name: value.double() for name, value in state.items()}, tmp_path / "other" / files[0].name, {"format": "pt"})
+    here, there = both_ranks(f"{HERE}:refused", str(tmp_path))
+    for said in (here, there):
+        assert re.search(rf"BadCheckpoint: Cannot read .*{files[-1].name}: it has \d+ bytes and should have", said["truncated"])
+        assert re.search(r"BadCheckpoint: Cannot load model\.layers\.9\.weight: the index says .* in no file", said["index"])
+        assert re.search(r"RanksDiffer: .* rank 1 of 2 has other files than rank 0", said["other on one"])
+        assert re.search(r"Cannot load ResNet.*nothing in .* is a parameter of it.*another architecture", said["architecture"])
+        assert re.search(r"Cannot load .* device_map=.*Leave device_map out, and move the model", said["device map"])
+    assert re.search(r"(?s)RankFailed: Cannot load the model: rank 1 of 2 could not\. \w+: .*nowhere", here["missing on one"])
+    assert "nowhere" in there["missing on one"]
