@@ -1,5 +1,6 @@
 """What DeepSpeed's users find under the names they know: calls of the engine, optimizers, and the numbers it starts from."""
 
+import json
 import logging
 import types
 
@@ -212,6 +213,23 @@ def test_the_weights_are_written_in_the_dtype_that_they_train_in(name, exclude, 
     assert set(found) == {key for key in expected if not exclude or "frozen" not in key}
     assert all(value.dtype == torch.bfloat16 and torch.equal(value, expected[key]) for key, value in found.items())
     assert path.stat().st_size < 4000
+
+
+def test_the_weights_are_written_in_files_of_a_given_size(tmp_path):
+    def program(group):
+        engine = engine_of(group, build=Tied, dtype="bfloat16")
+        with pytest.raises(ValueError, match=r"Cannot write pytorch_model\.bin with max_shard_bytes=50: .* \.safetensors"):
+            engine.save_16bit_model(tmp_path, max_shard_bytes=50)
+        assert engine.save_16bit_model(tmp_path, "weights.safetensors", max_shard_bytes=50)
+        return {key: value.clone() for key, value in engine.module.state_dict().items()}
+
+    expected = run_ranks(2, program)[0]
+    index = json.loads((tmp_path / "weights.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2 and set(index["weight_map"]) == set(expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*files, "weights.safetensors.index.json"]
+    found = {name: value for file in files for name, value in load_file(tmp_path / file).items()}
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_checkpoint_without_frozen_parameters_leaves_those_of_the_model(tmp_path):

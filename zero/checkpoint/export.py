@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from zero.checkpoint import disk, values
+from zero.checkpoint import values
 from zero.checkpoint.folder import Folder, check_file, read_manifest
 from zero.checkpoint.manifest import VALUE, Manifest
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.reader import Lines
-from zero.checkpoint.tensor_files import write_stream
-from zero.memory.formats import bytes_of
+from zero.checkpoint.weight_writer import Sizes, in_file, total_bytes, write_file, write_files
 
 INDEX = "model.safetensors.index.json"
 _ALIASES = "zero.aliases"
@@ -120,31 +118,12 @@ class _Exporting:
         modules = values.decode(self.manifest.training, self.lines.extra)["modules"]
         if modules:
             metadata[_MODULES] = json.dumps(values.encode(modules, "modules"))
-        total = sum(map(_num_bytes, sizes.values()))
-        with ProgressBar(f"writing {out.name}", total) as bar:
-            if shard_bytes is None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                self._write(out, sizes, metadata, bar)
-                return [out]
-            out.mkdir(parents=True, exist_ok=True)
-            shards = list(_cut(sizes, shard_bytes))
-            places = {}
-            for number, shard in enumerate(shards, 1):
-                path = out / f"model-{number:05}-of-{len(shards):05}.safetensors"
-                self._write(path, shard, metadata, bar)
-                places.update(dict.fromkeys(shard, path.name))
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-            disk.replace(out / INDEX, json.dumps(index, indent=2))
-            return [*(out / name for name in sorted(set(places.values()))), out / INDEX]
-
-    def _write(self, path: Path, sizes: Sizes, metadata: Mapping[str, str], bar: ProgressBar) -> None:
-        beside = path.with_name(f".{path.name}.saving")
-        beside.unlink(missing_ok=True)
-        try:
-            write_stream(beside, sizes, map(self._tensor, sizes), bar.advance, metadata)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with ProgressBar(f"writing {out.name}", total_bytes(sizes)) as bar:
+            if shard_bytes is not None:
+                return write_files(out, "model", sizes, self._tensor, metadata, bar, shard_bytes)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_file(out, sizes, self._tensor, metadata, bar)
+            return [out]
 
     def _sizes(self) -> Sizes:
         found: Sizes = {}
@@ -152,7 +131,7 @@ class _Exporting:
             found[name] = self._cast(getattr(torch, stored.dtype)), stored.shape
         for name, buffer in self.manifest.buffers.items():
             found[name] = getattr(torch, buffer.dtype), buffer.shape
-        return dict(sorted(found.items(), key=lambda pair: (-pair[1][0].itemsize, pair[0])))
+        return dict(sorted(found.items()))
 
     def _cast(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
@@ -182,29 +161,5 @@ class _Exporting:
         stored = self.manifest.parameters[name]
         found: dict[str, Any] = dict(values.decode(stored.plain))
         for key in stored.state:
-            tensor = self.lines.whole(name, key).contiguous()
-            file = scratch.with_name(f"{scratch.name}.{len(found)}")
-            file.write_bytes(bytes_of(tensor))
-            mapped = torch.from_file(str(file), size=tensor.numel(), dtype=tensor.dtype) if tensor.numel() else tensor
-            found[key] = mapped.reshape(tensor.shape)
+            found[key] = in_file(self.lines.whole(name, key), scratch.with_name(f"{scratch.name}.{len(found)}"))
         return found
-
-
-Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-
-
-def _num_bytes(size: tuple[torch.dtype, tuple[int, ...]]) -> int:
-    return torch.Size(size[1]).numel() * size[0].itemsize
-
-
-def _cut(sizes: Sizes, shard_bytes: int) -> Iterator[Sizes]:
-    shard: Sizes = {}
-    so_far = 0
-    for name, size in sizes.items():
-        if shard and so_far + _num_bytes(size) > shard_bytes:
-            yield shard
-            shard, so_far = {}, 0
-        shard[name] = size
-        so_far += _num_bytes(size)
-    if shard:
-        yield shard

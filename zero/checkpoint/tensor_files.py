@@ -27,6 +27,11 @@ _MOST_ON_HOST = 64 * 2**20  # bytes of a tensor on a device that are copied at a
 Metadata = Mapping[str, str]
 
 
+def has_name(dtype: torch.dtype) -> bool:
+    """Whether other programs can read a tensor of this dtype."""
+    return dtype in _NAMES
+
+
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], written: Written = lambda _: None, metadata: Metadata | None = None
 ) -> tuple[int, str]:

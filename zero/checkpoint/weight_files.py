@@ -5,10 +5,12 @@ Any stretch of a tensor can be read by itself, so each rank reads only what is i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import struct
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,41 +43,59 @@ class WeightFiles:
     def __init__(self, source: str | os.PathLike[str]) -> None:
         self.source = Path(source)
         self.tensors: dict[str, FileTensor] = {}
-        self.num_bytes_read = 0  # by this process
-        self._open: list[int] = []
+        self._open: list[_OpenFile] = []
+        where = dict[str, str]()
         try:
-            for file in _files_of(self.source):
-                self.tensors.update(self._safetensors(file) if file.suffix == ".safetensors" else self._pickled(file))
+            files, listed = _files_of(self.source)
+            for file in files:
+                found = self._safetensors(file) if file.suffix == ".safetensors" else self._pickled(file)
+                twice = sorted(found.keys() & self.tensors.keys())
+                if twice:
+                    raise BadCheckpoint(
+                        f"Cannot read {self.source}: {twice[0]} is in {where[twice[0]]} and in {file.name}. Keep the files of "
+                        "one model only."
+                    )
+                self.tensors.update(found)
+                where.update(dict.fromkeys(found, file.name))
+            for name, file_name in listed.items():
+                if where.get(name) != file_name:
+                    raise BadCheckpoint(
+                        f"Cannot read {self.source}: its index says that {name} is in {file_name}, and it is in "
+                        f"{where.get(name, 'no file')}. Fetch the files again."
+                    )
         except BaseException:
             self.close()
             raise
 
-    def read(self, name: str, span: Span | None = None) -> torch.Tensor:
-        """A tensor as it is in the file, or so many of its elements in a line."""
-        found = self.tensors[name]
-        numel = math.prod(found.shape)
-        values = found.read(Span(0, numel) if span is None else span)
-        self.num_bytes_read += values.nbytes
-        return values.view(found.shape) if span is None else values
+    @property
+    def digest(self) -> str:
+        """Of what the files are said to have, the same for all who have the same ones."""
+        said = [(name, found.shape, str(found.dtype)) for name, found in sorted(self.tensors.items())]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
     def close(self) -> None:
+        """Now; or else a file is closed when nobody has a tensor of it any more."""
         while self._open:
-            os.close(self._open.pop())
+            self._open.pop().close()
 
     def _safetensors(self, file: Path) -> Mapping[str, FileTensor]:
-        descriptor = os.open(file, os.O_RDONLY)
-        self._open.append(descriptor)
-        size = os.fstat(descriptor).st_size
+        opened = _OpenFile(file)
+        self._open.append(opened)
+        size = opened.size()
         try:
-            [length] = struct.unpack("<Q", os.pread(descriptor, 8, 0))
+            [length] = struct.unpack("<Q", bytes(opened.read(0, 8).numpy()))
             if length > size:
                 raise ValueError("its header is longer than the file")
-            header = json.loads(os.pread(descriptor, length, 8))
+            header = json.loads(bytes(opened.read(8, length).numpy()))
             header.pop("__metadata__", None)
-            tensors = {name: _tensor_at(descriptor, 8 + length, about) for name, about in header.items()}
+            unknown = next((name for name, about in header.items() if about["dtype"] not in _DTYPES), None)
+            if unknown is not None:
+                raise ValueError(f"{unknown} has dtype {header[unknown]['dtype']}, which cannot be held")
+            tensors = {name: _tensor_at(opened, 8 + length, about) for name, about in header.items()}
             end = max((about["data_offsets"][1] for about in header.values()), default=0)
         except (struct.error, ValueError, KeyError, TypeError) as error:
-            raise BadCheckpoint(f"Cannot read {file}: it is no safetensors file ({error}). Fetch it again.") from error
+            what = f"it is no safetensors file that is known here ({_text_of(error)})"
+            raise BadCheckpoint(f"Cannot read {file}: {what}. Fetch it again.") from error
         if 8 + length + end != size:
             raise BadCheckpoint(f"Cannot read {file}: it has {size} bytes and should have {8 + length + end}. Fetch it again.")
         return tensors
@@ -92,7 +112,12 @@ class WeightFiles:
         return {name: _tensor_of(value) for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
 
 
-def _files_of(source: Path) -> list[Path]:
+def _text_of(error: Exception) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _files_of(source: Path) -> tuple[list[Path], Mapping[str, str]]:
+    """The files, and what an index says is in which."""
     if source.is_dir():
         found = next((sorted(source.glob(kind)) for kind in _IN_FOLDERS if any(source.glob(kind))), [])
         if len(found) > 1 and found[0].suffix == ".json":
@@ -100,30 +125,53 @@ def _files_of(source: Path) -> list[Path]:
             raise FileNotFoundError(f"Cannot choose among the indices in {source}: {names}. Pass the path of one of them.")
         if not found:
             raise FileNotFoundError(f"Cannot find weights in {source}: it has no safetensors and no torch file. Pass a file.")
-        return _files_of(found[0]) if found[0].suffix == ".json" else found
+        return _files_of(found[0]) if found[0].suffix == ".json" else (found, {})
     if not source.is_file():
         raise FileNotFoundError(f"Cannot find weights at {source}: there is no such file or folder. Pass the path of one.")
     if source.suffix == ".json":
-        files = json.loads(source.read_text()).get("weight_map", {}).values()
-        return [source.parent / name for name in dict.fromkeys(files)]
-    return [source]
+        try:
+            listed = dict(json.loads(source.read_text())["weight_map"])
+        except (ValueError, TypeError, KeyError) as error:
+            what = f"it is no index of weights ({_text_of(error)})"
+            raise BadCheckpoint(f"Cannot read {source}: {what}. Fetch it again.") from error
+        files = [source.parent / name for name in dict.fromkeys(listed.values())]
+        lacking = next((file for file in files if not file.is_file()), None)
+        if lacking is not None:
+            raise FileNotFoundError(f"Cannot find {lacking}, which {source.name} lists. Fetch it.")
+        return files, listed
+    return [source], {}
 
 
-def _tensor_at(descriptor: int, base: int, about: Mapping[str, Any]) -> FileTensor:
+class _OpenFile:
+    """Open until it is closed, or nobody has it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def read(self, start: int, num_bytes: int) -> torch.Tensor:
+        values = torch.empty(num_bytes, dtype=torch.uint8)
+        memory: Any = values.numpy()
+        left, at = memoryview(memory), start
+        while left:  # one call reads 2 GiB at most
+            num_read = os.preadv(self._descriptor, [left], at)
+            if not num_read:
+                raise BadCheckpoint(f"Cannot read {self._path}: it became shorter while it was read. Fetch it again.")
+            left, at = left[num_read:], at + num_read
+        return values
+
+
+def _tensor_at(file: _OpenFile, base: int, about: Mapping[str, Any]) -> FileTensor:
     shape, dtype, (start, stop) = tuple(about["shape"]), _DTYPES[about["dtype"]], about["data_offsets"]
     if stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError("a tensor is not as long as its shape says")
 
     def read(span: Span) -> torch.Tensor:
-        values = torch.empty(span.numel * dtype.itemsize, dtype=torch.uint8)
-        memory: Any = values.numpy()
-        left, at = memoryview(memory), base + start + span.start * dtype.itemsize
-        while left:  # one call reads 2 GiB at most
-            num_read = os.preadv(descriptor, [left], at)
-            if not num_read:
-                raise BadCheckpoint("Cannot read weights: a file became shorter while it was read. Fetch it again.")
-            left, at = left[num_read:], at + num_read
-        return values.view(dtype)
+        return file.read(base + start + span.start * dtype.itemsize, span.numel * dtype.itemsize).view(dtype)
 
     return FileTensor(shape, dtype, read)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
+from zero.checkpoint.progress_bar import ProgressBar
+from zero.checkpoint.weight_writer import in_file, total_bytes, write_file, write_files
 from zero.comm.exchange import all_or_none, require_same_args
 from zero.comm.group import Group
 from zero.sharding.load import latest, load_from
@@ -32,32 +34,51 @@ def state_dict_of(module: nn.Module, *arguments: Any, exclude_frozen: bool, **op
     return state_dict
 
 
-def write_weights(group: Group, path: Path, module: nn.Module, exclude_frozen: bool) -> bool:
-    """Writes a module's state dict on rank 0, whole or not at all. A collective."""
+def write_weights(
+    group: Group, path: Path, module: nn.Module, exclude_frozen: bool, max_shard_bytes: int | None = None
+) -> bool:
+    """Writes a module's state dict on rank 0, one tensor in memory at a time. A collective."""
+    if max_shard_bytes is not None and (path.suffix != ".safetensors" or max_shard_bytes < 1):
+        raise ValueError(
+            f"Cannot write {path.name} with max_shard_bytes={max_shard_bytes}: several files are safetensors, of a byte or "
+            "more. Pass such a number, and a name that ends in .safetensors."
+        )
 
     def write() -> None:
         if group.rank:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        copies: dict[int, torch.Tensor] = {}  # by id: what is one tensor under several names stays one
         whole = state_dict_of(module, exclude_frozen=exclude_frozen, keep_vars=True)
-        for name, value in whole.items():
-            if isinstance(value, torch.Tensor):
-                if id(value) not in copies:
-                    copies[id(value)] = value.detach().cpu().clone()
-                whole[name] = copies[id(value)]
-        beside = path.with_name(f".{path.name}.saving")
-        try:
-            if path.suffix == ".safetensors":
-                save_file({name: value.clone() for name, value in whole.items()}, beside, {"format": "pt"})
-            else:
-                torch.save(whole, beside)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        if path.suffix == ".safetensors":
+            _write_safetensors(path, whole, max_shard_bytes)
+        else:
+            _write_torch(path, whole)
 
     all_or_none(group, f"Saving {path.name}", write)
     return True
+
+
+def _write_safetensors(path: Path, whole: Mapping[str, torch.Tensor], max_shard_bytes: int | None) -> None:
+    sizes = {name: (value.dtype, tuple(value.shape)) for name, value in whole.items()}
+    with ProgressBar(f"writing {path.name}", total_bytes(sizes)) as bar, torch.no_grad():
+        if max_shard_bytes is None:
+            write_file(path, sizes, whole.__getitem__, {"format": "pt"}, bar)
+        else:
+            write_files(path.parent, path.stem, sizes, whole.__getitem__, {"format": "pt"}, bar, max_shard_bytes)
+
+
+def _write_torch(path: Path, whole: dict[str, Any]) -> None:
+    """What is one tensor under several names stays one."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        copies: dict[int, torch.Tensor] = {}  # by id
+        for name, value in whole.items():
+            if isinstance(value, torch.Tensor):
+                if id(value) not in copies:
+                    copies[id(value)] = in_file(value, Path(scratch) / str(len(copies)))
+                whole[name] = copies[id(value)]
+        beside = Path(scratch) / "whole"
+        torch.save(whole, beside)
+        os.replace(beside, path)
 
 
 class Checkpoints:
@@ -92,10 +113,13 @@ class Checkpoints:
         save_dir: str | os.PathLike[str],
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
+        max_shard_bytes: int | None = None,
     ) -> bool:
         """Writes the model's state dict, in the dtype that it trains in, for plain torch: safetensors where the name ends so,
-        else with torch.save. Rank 0 writes; a collective."""
-        return write_weights(self.optimizer.group, Path(save_dir) / save_filename, self.module, exclude_frozen_parameters)
+        with `max_shard_bytes` in files of about that size and an index; else with torch.save. Rank 0 writes, with one tensor
+        in memory at a time; a collective."""
+        path = Path(save_dir) / save_filename
+        return write_weights(self.optimizer.group, path, self.module, exclude_frozen_parameters, max_shard_bytes)
 
     def load_checkpoint(
         self,

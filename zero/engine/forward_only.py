@@ -106,9 +106,11 @@ class ForwardEngine(ModelAnswers):
         save_dir: str | os.PathLike[str],
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
+        max_shard_bytes: int | None = None,
     ) -> bool:
         """Writes the model's state dict; as of an engine that trains. A collective."""
-        return write_weights(self.group, Path(save_dir) / save_filename, self.module, exclude_frozen_parameters)
+        path = Path(save_dir) / save_filename
+        return write_weights(self.group, path, self.module, exclude_frozen_parameters, max_shard_bytes)
 
     def loss_scale(self) -> float:
         """1.0: nothing is scaled."""

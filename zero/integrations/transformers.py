@@ -16,12 +16,14 @@ from zero.engine.optimizers import own_optimizer
 from zero.integrations.accelerate import ShardedAccelerator
 from zero.integrations.options import Framework, Given, Options, read_options
 from zero.optim.schedules import build_schedule
-from zero.runtime.params.swap import gathered
 from zero.sharding.load import load
 from zero.sharding.save import save
 
 try:
     from transformers import Trainer
+
+    from zero.integrations.pretrained import from_pretrained, loading
+    from zero.integrations.saving import save_pretrained, saving
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"zero.integrations.transformers was imported, but {error.name} is not installed. "
@@ -29,15 +31,17 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+__all__ = ["ShardedTrainer", "ShardedTrainerMixin", "from_pretrained", "loading", "save_pretrained"]
 _FOLDER, _TAG = "zero", "state"  # in each of the Trainer's checkpoints
 
 
-class Sharding:
-    """What makes a Trainer shard: `class MyTrainer(Sharding, Seq2SeqTrainer)` for one of your own."""
+class ShardedTrainerMixin:
+    """What makes a Trainer shard: `class MyTrainer(ShardedTrainerMixin, SFTTrainer)` for one of your own or of TRL's."""
 
     accelerator: Any
     args: Any
     model: Any
+    state: Any
     optimizer: Any
     lr_scheduler: Any
 
@@ -106,13 +110,26 @@ class Sharding:
             )
         ShardedAccelerator.of(self.accelerator, self._options().shard)
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        """The whole model, which the first rank writes alone: at stage 3 it has it in memory meanwhile."""
-        with gathered(self.model.parameters()):
-            super()._save(*args, **kwargs)  # type: ignore[misc]
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """The whole model, which the first rank writes alone, one weight after the other."""
+        with saving(self.model) as its:
+            super()._save(output_dir, its if state_dict is None else state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save(Path(output_dir) / _FOLDER, self.accelerator.sharded, _TAG, scheduler=self.lr_scheduler)
+        frozen = {"exclude_frozen": bool(getattr(self.model, "peft_config", None))}  # of which adapters are all that is trained
+        save(Path(output_dir) / _FOLDER, self.accelerator.sharded, _TAG, scheduler=self.lr_scheduler, **frozen)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """The weights of a checkpoint that shards were saved in come with them, once the model is sharded."""
+        if not (Path(resume_from_checkpoint) / _FOLDER).is_dir():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint) / _FOLDER
+        if best.is_dir() and self.accelerator.sharded is not None:
+            load(best, self.accelerator.sharded, _TAG, optimizer_states=False, scheduler_states=False, counters=False)
+        else:
+            super()._load_best_model()  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and (Path(checkpoint) / _FOLDER).is_dir():
@@ -121,6 +138,6 @@ class Sharding:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
 
-class ShardedTrainer(Sharding, Trainer):
+class ShardedTrainer(ShardedTrainerMixin, Trainer):
     """A Trainer that takes `zero` as one more keyword: the options of `zero.shard`, `stage` at least, or a DeepSpeed
     configuration, a dict or the path of a file."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from zero.optim.steps import step_without_hooks
+
+OneOrSeveral: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 class Optimizers(torch.optim.Optimizer):

@@ -50,6 +50,7 @@ from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.optimizer_state import adopt_state
 from zero.sharding.state import ShardingState
 from zero.sharding.state_offload import StateOffloader
+from zero.sharding.unread import UnreadParams
 
 logger = logging.getLogger("zero")
 
@@ -61,11 +62,14 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
 
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
     group = connect(accelerator_of(optimizer), given, limits, shared_memory=config.shared_memory)
+    unread = UnreadParams(model, optimizer)
     try:
+        unread.begin(group, stage_of(config.stage).shards_weights)
         params = run_on_all(group, lambda: _checked(model, optimizer, config))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
-        parts = _assemble(model, optimizer, config, plan, group)
+        parts = _assemble(model, optimizer, config, plan, group, unread)
     except BaseException:
+        unread.restore()
         if group is not given:
             group.close()
         raise
@@ -89,6 +93,7 @@ def _assemble(
     config: ZeroConfig,
     plan: ShardingPlan,
     group: Group,
+    unread: UnreadParams,
 ) -> ShardingState:
     chosen, layout, place, memory_guard = plan.params, plan.layout, plan.place, plan.memory_guard
     layout_ref, formats = LayoutRef(layout), [ParamFormat.of(tensor) for tensor in chosen.tensors]
@@ -176,6 +181,7 @@ def _assemble(
         run_on_all(group, partial(open_, parts.window))
         if stage_of(config.stage).shards_weights:
             weights.expect_values(place_buffers(model, place.device))
+            unread.fill(parts)
         built.append(weakref.ref(parts))
         manage(chosen.tensors, parts.window)
         on_failure.pop_all()

@@ -23,11 +23,11 @@ from zero.comm.exchange import all_or_none, require_same_args
 from zero.errors import BadCheckpoint
 from zero.memory.formats import dtype_named
 from zero.optim.several import name_of
+from zero.sharding.fill import publish
 from zero.sharding.loss_scaler import loaded_scale
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import lies_nowhere, plain_entry, take_settings
 from zero.sharding.snapshot import TrainingLoop, TrainingSnapshot, finish_saving, snapshot_of
-from zero.sharding.state import ShardingState
 
 logger = logging.getLogger("zero")
 
@@ -321,17 +321,6 @@ def _fits(held: Any, master: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 @torch.no_grad()
-def publish(parts: ShardingState) -> None:
-    """What was written to every rank's shares becomes everybody's weights."""
-    layout = parts.layout_ref.layout
-    for bucket in range(len(layout.buckets)):
-        for block in layout.blocks(bucket):
-            parts.masters.publish(block)
-            parts.publisher.send([block])
-    parts.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
-    parts.mid_update = False
-
-
 def _take_counters(about: TrainingSnapshot, training: Mapping[str, Any]) -> None:
     optimizer, parts = about.optimizer, about.parts
     parts.window.sync.step = training["step"]

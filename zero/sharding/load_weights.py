@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +13,10 @@ from torch import nn
 from zero.checkpoint.module_names import Named, unwrapped
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.weight_files import WeightFiles
-from zero.comm.exchange import all_or_none
-from zero.memory.formats import ParamFormat
-from zero.plan.spans import Span
+from zero.comm.exchange import all_or_none, require_same_args, run_on_all
+from zero.memory.values import Values, whole
+from zero.sharding.fill import LOAD_AGAIN, failed_on, fill
 from zero.sharding.live import optimizers_of
-from zero.sharding.load import publish
 from zero.sharding.optimizer_state import lies_nowhere
 from zero.sharding.state import ShardingState
 
@@ -55,70 +55,51 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
 
     files, match = all_or_none(sharded[0].group, "A load of weights", prepare) if sharded else prepare()
     try:
+        if sharded:
+            require_same_args(sharded[0].group, "A load of weights", files=files.digest, strict=strict)
         for parts in sharded:
             parts.placer.weights.check_edits(match.keys)
         for optimizer in optimizers:
             optimizer.zero_grad()
             optimizer.parts.publisher.take_edits()
-        rest = dict(match.keys)
-        with ProgressBar("loading", sum(map(_numel, rest)), not sharded or sharded[0].group.rank == 0, "elements") as bar:
-            for parts in sharded:
-                for tensor in _into_shares(parts, match, files):
-                    rest.pop(tensor, None)
+        rest = {tensor: files.tensors[key] for tensor, key in match.keys.items()}
+        for parts in sharded:
+            _place_late(parts, rest)
+            for tensor in fill(parts, rest):
+                del rest[tensor]
+        shown = not sharded or sharded[0].group.rank == 0
+        with ProgressBar("loading", sum(map(torch.Tensor.numel, rest)), shown, "elements") as bar:
+
+            def read() -> None:
+                for tensor, values in rest.items():
+                    _copy(tensor, values, match)
                     bar.advance(tensor.numel())
-            for tensor, key in rest.items():
-                _copy(tensor, files.read(key), match)
-                bar.advance(tensor.numel())
+
+            if sharded:
+                run_on_all(sharded[0].group, read, partial(failed_on, LOAD_AGAIN))
+            else:
+                read()
     finally:
         files.close()
     return LoadedWeights(match.missing, match.unexpected)
 
 
-def _into_shares(parts: ShardingState, match: _Match, files: WeightFiles) -> Iterable[torch.Tensor]:
-    """Fills this rank's shares. Yields the tensors that are done."""
-    weights, params = parts.placer.weights, parts.params
+def _place_late(parts: ShardingState, values: Mapping[torch.Tensor, Values]) -> None:
+    """Parameters that lie nowhere yet, and would be rounded."""
     parts.window.sync.tracker.copy_back()
-    formats = parts.window.grad_ops.formats
-    late = [index for index, tensor in enumerate(params.tensors)
-            if tensor in match.keys and lies_nowhere(parts, index) and tensor.requires_grad]  # fmt: skip
+    late = [index for index, tensor in enumerate(parts.params.tensors)
+            if tensor in values and lies_nowhere(parts, index) and tensor.requires_grad]  # fmt: skip
     if late:
         parts.window.place_params(late)
-    parts.publisher.begin()
-    for index, tensor in enumerate(params.tensors):
-        if tensor in match.keys and not lies_nowhere(parts, index):
-            for piece, master in parts.masters.of(index):
-                stretch = _stretch(files, match.keys[tensor], formats[index], piece.in_param)
-                master.copy_(formats[index].shaped_like(master, stretch))
-            weights.note_written(tensor)
-            yield tensor
-    for tensor, param_format, pieces in weights.frozen_pieces():
-        if tensor in match.keys:
-            for in_param, memory in pieces:
-                memory.copy_(_stretch(files, match.keys[tensor], param_format, in_param))
-            weights.note_written(tensor)
-            yield tensor
-    publish(parts)
-    parts.publisher.end()
 
 
-def _stretch(files: WeightFiles, key: str, param_format: ParamFormat, in_param: Span) -> torch.Tensor:
-    """Elements of a parameter as they lie in its slot."""
-    if param_format.order is None:
-        return files.read(key, in_param)
-    return param_format.flatten(files.read(key))[in_param.start : in_param.stop]
-
-
-def _copy(tensor: torch.Tensor, values: torch.Tensor, match: _Match) -> None:
+def _copy(tensor: torch.Tensor, values: Values, match: _Match) -> None:
     if tensor.is_meta:
         raise ValueError(
             f"Cannot load {match.keys[tensor]}: it is on the meta device, and the model is not sharded. Shard the model first, "
             "or give it memory with to_empty."
         )
-    tensor.copy_(values)
-
-
-def _numel(tensor: torch.Tensor) -> int:
-    return tensor.numel()
+    tensor.copy_(whole(values))
 
 
 class _Match:
@@ -131,13 +112,14 @@ class _Match:
 
     @staticmethod
     def of(named: Named, files: WeightFiles, strict: bool) -> _Match:
-        match, there = _Match(), {unwrapped(key): key for key in files.tensors}
+        match, there = _Match(), dict[str, str]()
+        twice = [f"{key} and {there[unwrapped(key)]}" for key in files.tensors if there.setdefault(unwrapped(key), key) != key]
         tensors: dict[str, Any] = {**named.parameters, **named.buffers}
         names: dict[str, list[str]] = {name: [name] for name in tensors}
         for alias, name in named.aliases.items():
             names[name].append(alias)
         rename = _renaming([alias for each in names.values() for alias in each], list(there))
-        used, shapes = set[str](), []
+        used, shapes, kinds = set[str](), [], []
         for name, tensor in tensors.items():
             found = [there[key] for key in map(rename, names[name]) if key in there]
             used.update(found)
@@ -145,17 +127,21 @@ class _Match:
                 match.missing.append(name)
             elif files.tensors[found[0]].shape != tuple(tensor.shape):
                 shapes.append(f"{name} is {tuple(tensor.shape)} here and {files.tensors[found[0]].shape} there")
+            elif files.tensors[found[0]].dtype.is_floating_point is not tensor.is_floating_point():
+                kinds.append(f"{name} is {tensor.dtype} here and {files.tensors[found[0]].dtype} there")
             else:
                 match.keys[tensor] = found[0]
         match.unexpected = [key for key in files.tensors if key not in used]
-        problems = [f"of another shape: {_some(shapes)}"] if shapes else []
+        wrong = {"of another shape": shapes, "of a dtype that cannot be held": kinds, "of one name": twice}
+        problems = [f"{what}: {_some(found)}" for what, found in wrong.items() if found]
+        is_wrong = bool(problems)
         if strict:
             problems += [f"missing: {_some(match.missing)}"] if match.missing else []
             problems += [f"unexpected: {_some(match.unexpected)}"] if match.unexpected else []
         if problems:
             raise ValueError(
                 f"Cannot load weights from {files.source}: {'; '.join(problems)}. Nothing was changed. Pass the files of this "
-                "model" + ("." if shapes else ", or strict=False to leave out what does not match.")
+                "model" + ("." if is_wrong else ", or strict=False to leave out what does not match.")
             )
         return match
 

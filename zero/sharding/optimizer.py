@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from zero.comm.exchange import exchange_about
 from zero.config.schema import DEFAULT_BUCKET_BYTES, ZeroConfig
 from zero.config.supported import check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
-from zero.optim.several import as_one
+from zero.optim.several import OneOrSeveral, as_one
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.plan.loss_scale import LossScale
 from zero.runtime.params.swap import gathered, params_of
@@ -321,7 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def shard(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizer: OneOrSeveral | Callable[[Iterable[nn.Parameter]], OneOrSeveral],
     *,
     stage: int,
     dtype: torch.dtype | str | None = None,
@@ -333,17 +333,16 @@ def shard(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     **options: Any,
 ) -> ShardedOptimizer:
-    """Shards what `optimizer`, or each of a list, needs to train `model` over the ranks of `group`, and returns the one
-    optimizer to use instead.
+    """Shards what `optimizer`, each of a list, or what a function makes of the parameters, needs to train `model` over the
+    ranks of `group`, and returns the one optimizer to use instead.
 
-    `dtype` casts floating parameters and keeps fp32 masters; `clip` limits the norm of the gradients at every
-    step; `accumulation` declares how many backwards make a step; `reduce` is "mean", "sum" or a divisor;
-    `offload="cpu"` keeps masters, optimizer state and gradient shares on the host; `bucket_bytes` are reduced at
-    once. The other options are the fields of `zero.ZeroConfig`. Constructing is a collective.
-    """
+    `dtype` casts floating parameters and keeps fp32 masters; `clip` limits the norm of the gradients at every step;
+    `accumulation` declares how many backwards make a step; `reduce` is "mean", "sum" or a divisor; `offload="cpu"` keeps
+    masters, optimizer state and gradients on the host; `bucket_bytes` are reduced at once; `zero.ZeroConfig` has others. A
+    collective."""
     options |= {"dtype": dtype, "clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload}
     options = {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in options.items()}
     config = ZeroConfig(stage=stage, bucket_bytes=bucket_bytes, **options)
     check_supported(config)
     check_plain_loop(config)
-    return ShardedOptimizer(model, optimizer, config, group)
+    return ShardedOptimizer(model, optimizer(model.parameters()) if callable(optimizer) else optimizer, config, group)

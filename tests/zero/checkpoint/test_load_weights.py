@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zero
 from tests import ranks
+from zero.checkpoint import weight_files
 from zero.checkpoint.weight_files import WeightFiles
-from zero.errors import BadCheckpoint
+from zero.errors import BadCheckpoint, CheckpointFailed, RanksDiffer
 from zero.plan.spans import Span
 
 
@@ -117,17 +118,17 @@ def read_by(rank, world, folder):
     model = made(device="meta")
     model.frozen.requires_grad_(True)
     optimizer = shard(model, 3)
-    read, counted = WeightFiles.read, []
+    read, counted = weight_files._OpenFile.read, []
 
-    def counting(files, *arguments):
-        counted.append(read(files, *arguments).nbytes)
-        return read(files, *arguments)
+    def counting(file, start, num_bytes):
+        counted.append(num_bytes)
+        return read(file, start, num_bytes)
 
-    WeightFiles.read = counting
+    weight_files._OpenFile.read = counting
     try:
         zero.load_weights(model, folder)
     finally:
-        WeightFiles.read = read
+        weight_files._OpenFile.read = read
         optimizer.close()
     return sum(counted)
 
@@ -136,7 +137,8 @@ def test_each_rank_reads_the_bytes_of_its_shares_only(tmp_path):
     source = made()
     write(source, tmp_path, "safetensors")
     whole, alike = sum(param.nbytes for param in source.parameters()), sum(buffer.nbytes for buffer in source.buffers())
-    found = ranks.run(2, read_by, tmp_path)
+    header = (tmp_path / "model.safetensors").stat().st_size - whole - alike
+    found = [num_bytes - header for num_bytes in ranks.run(2, read_by, tmp_path)]
     assert sum(found) == whole + 2 * alike and max(found) < 0.7 * whole
 
 
@@ -163,6 +165,118 @@ def test_what_does_not_match_is_said_before_anything_is_changed(tmp_path):
         zero.load_weights(model, tmp_path, strict=False)
 
 
+BAD = {
+    "a truncated file": "bytes and should have",
+    "a file that is not there": r"Cannot find .*b\.safetensors, which model\.safetensors\.index\.json lists",
+    "an index of others": r"its index says that scale is in b\.safetensors, and it is in a\.safetensors",
+    "a name in no file": r"its index says that more is in b\.safetensors, and it is in no file",
+    "no index": r"it is no index of weights \(it lacks 'weight_map'\)",
+    "a name in two files": r"scale is in a\.safetensors and in b\.safetensors",
+    "a name twice": r"of one name: scale and _orig_mod\.scale",
+    "another dtype": r"of a dtype that cannot be held: scale is torch\.(float32|bfloat16) here and torch\.int8 there",
+    "an unknown dtype": r"no safetensors file that is known here \(scale has dtype F4, which cannot be held\)",
+    "another architecture": r"missing: scale, embed\.weight, .*; unexpected: other\.weight",
+}
+
+
+def spoil(folder, what):
+    """A folder with an index and two files in which one thing is wrong."""
+    index = folder / "model.safetensors.index.json"
+    if what == "another architecture":
+        save_file({"other.weight": torch.ones(2)}, folder / "a.safetensors")
+        save_file({}, folder / "b.safetensors")
+        index.write_text(json.dumps({"weight_map": {"other.weight": "a.safetensors"}}))
+        return
+    write(made(seed=1), folder, "index")
+    places, one, other = json.loads(index.read_text())["weight_map"], *(folder / f"{name}.safetensors" for name in "ab")
+    with_scale = load_file(one)
+    if what == "a truncated file":
+        other.write_bytes(other.read_bytes()[:-4])
+    elif what == "a file that is not there":
+        other.unlink()
+    elif what == "an index of others":
+        places["scale"] = "b.safetensors"
+    elif what == "a name in no file":
+        places["more"] = "b.safetensors"
+    elif what == "a name in two files":
+        save_file({**load_file(other), "scale": with_scale["scale"]}, other)
+    elif what == "a name twice":
+        save_file({**with_scale, "_orig_mod.scale": with_scale["scale"].clone()}, one)
+    elif what == "another dtype":
+        save_file({**with_scale, "scale": torch.tensor(1, dtype=torch.int8)}, one)
+    elif what == "an unknown dtype":
+        size = int.from_bytes(one.read_bytes()[:8], "little")
+        header = json.loads(one.read_bytes()[8 : 8 + size])
+        header["scale"]["dtype"] = "F4"
+        text = json.dumps(header, separators=(",", ":")).encode()
+        one.write_bytes(len(text).to_bytes(8, "little") + text + one.read_bytes()[8 + size :])
+    index.write_text(json.dumps({"weights": places} if what == "no index" else {"weight_map": places}))
+
+
+def refuses(rank, world, folder, matches):
+    model = made(seed=2)
+    optimizer = shard(model, 3)
+    before = values(model)
+    for what, match in matches.items():
+        with pytest.raises((ValueError, FileNotFoundError), match=match):
+            zero.load_weights(model, folder / what.replace(" ", "-"))
+        assert same(values(model), before), what
+    with pytest.raises(CheckpointFailed, match=r"failed on rank 1: FileNotFoundError: Cannot find weights at .* Nothing was"):
+        zero.load_weights(model, folder / ("good" if rank == 0 else "elsewhere"))
+    with pytest.raises(RanksDiffer, match="Cannot begin a load of weights: it was called by rank 0"):
+        zero.load_weights(model, folder / ("good" if rank == 0 else "other"))
+    assert same(values(model), before)
+    train(model, optimizer, rank)
+    optimizer.close()
+
+
+def test_files_that_are_bad_are_named_on_all_ranks_and_nothing_is_changed(tmp_path):
+    for what in BAD:
+        folder = tmp_path / what.replace(" ", "-")
+        folder.mkdir()
+        spoil(folder, what)
+    for name in ("good", "other"):
+        (tmp_path / name).mkdir()
+        write(made(seed=1), tmp_path / name, "safetensors")
+    state = load_file(tmp_path / "other" / "model.safetensors")
+    save_file({**state, "scale": state["scale"].double()}, tmp_path / "other" / "model.safetensors")
+    ranks.run(2, refuses, tmp_path, BAD)
+
+
+def fails_while_it_reads(rank, world, folder):
+    model = made(seed=2, device="meta")
+    optimizer = shard(model, 3)
+    read, left = weight_files._OpenFile.read, [7]
+
+    def breaking(file, start, num_bytes):
+        left[0] -= 1
+        if rank == 1 and left[0] < 0:
+            raise OSError("the disk is gone")
+        return read(file, start, num_bytes)
+
+    weight_files._OpenFile.read = breaking
+    try:
+        with pytest.raises(CheckpointFailed, match=r"it failed on rank 1: OSError: the disk is gone\. .*Load again") as error:
+            zero.load_weights(model, folder)
+    finally:
+        weight_files._OpenFile.read = read
+    with pytest.raises(RuntimeError, match="nobody has written to"):
+        optimizer.step()
+    optimizer.zero_grad()
+    zero.load_weights(model, folder)
+    expected = made(seed=1)
+    assert same(values(model), values(expected))
+    train(model, optimizer, rank)
+    optimizer.close()
+    return str(error.value)
+
+
+def test_a_read_that_fails_on_the_way_is_named_on_all_ranks_at_once_and_can_be_tried_again(tmp_path):
+    write(made(seed=1), tmp_path, "safetensors")
+    found = ranks.run(2, fails_while_it_reads, tmp_path)
+    assert found[0] == found[1]
+
+
 def test_files_that_are_none_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     for path, problem in ((tmp_path / "empty", "it has no safetensors"), (tmp_path / "none", "there is no such file")):
@@ -173,7 +287,7 @@ def test_files_that_are_none_are_named(tmp_path):
         WeightFiles(tmp_path / "text.safetensors")
     save_file({"one": torch.arange(8.0)}, tmp_path / "short.safetensors")
     files = WeightFiles(tmp_path / "short.safetensors")
-    assert torch.equal(files.read("one", Span(2, 5)), torch.tensor([2.0, 3.0, 4.0])) and files.num_bytes_read == 12
+    assert torch.equal(files.tensors["one"].read(Span(2, 5)), torch.tensor([2.0, 3.0, 4.0]))
     files.close()
     (tmp_path / "short.safetensors").write_bytes((tmp_path / "short.safetensors").read_bytes()[:-4])
     with pytest.raises(BadCheckpoint, match="bytes and should have"):

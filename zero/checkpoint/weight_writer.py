@@ -1,0 +1,90 @@
+"""Weights for other programs: one file or several with an index, with one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from zero.checkpoint import disk
+from zero.checkpoint.progress_bar import ProgressBar
+from zero.checkpoint.tensor_files import has_name, write_stream
+from zero.memory.formats import bytes_of
+
+Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def ordered(sizes: Sizes) -> Sizes:
+    """Those of the widest dtype first, so that each begins at a multiple of it."""
+    return dict(sorted(sizes.items(), key=lambda pair: -pair[1][0].itemsize))
+
+
+def write_file(
+    path: Path, sizes: Sizes, tensor_of: Callable[[str], torch.Tensor], metadata: Mapping[str, str], bar: ProgressBar
+) -> None:
+    """A safetensors file, whole or not at all."""
+    unknown = next((f"{name} is {dtype}" for name, (dtype, _) in sizes.items() if not has_name(dtype)), None)
+    if unknown is not None:
+        raise ValueError(f"Cannot write {path.name}: {unknown}, which has no name there. Cast it, or use torch.save.")
+    beside = path.with_name(f".{path.name}.saving")
+    beside.unlink(missing_ok=True)
+    try:
+        sizes = ordered(sizes)
+        write_stream(beside, sizes, map(tensor_of, sizes), bar.advance, metadata)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_files(
+    folder: Path,
+    stem: str,
+    sizes: Sizes,
+    tensor_of: Callable[[str], torch.Tensor],
+    metadata: Mapping[str, str],
+    bar: ProgressBar,
+    shard_bytes: int,
+) -> list[Path]:
+    """Safetensors files of about so many bytes, and an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = list(_cut(ordered(sizes), shard_bytes))
+    places = {}
+    for number, shard in enumerate(shards, 1):
+        path = folder / f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
+        write_file(path, shard, tensor_of, metadata, bar)
+        places.update(dict.fromkeys(shard, path.name))
+    index = {"metadata": {"total_size": total_bytes(sizes)}, "weight_map": dict(sorted(places.items()))}
+    disk.replace(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2))
+    return [*(folder / name for name in sorted(set(places.values()))), folder / f"{stem}.safetensors.index.json"]
+
+
+def in_file(tensor: torch.Tensor, file: Path) -> torch.Tensor:
+    """The same values in a file of its own, which may go when the tensor does: for torch.save, which wants all at once."""
+    tensor = tensor.detach().contiguous()
+    file.write_bytes(bytes_of(tensor))
+    mapped = torch.from_file(str(file), size=tensor.numel(), dtype=tensor.dtype) if tensor.numel() else tensor
+    return mapped.reshape(tensor.shape)
+
+
+def total_bytes(sizes: Sizes) -> int:
+    return sum(map(_num_bytes, sizes.values()))
+
+
+def _num_bytes(size: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    return torch.Size(size[1]).numel() * size[0].itemsize
+
+
+def _cut(sizes: Sizes, shard_bytes: int) -> Iterator[Sizes]:
+    shard: Sizes = {}
+    so_far = 0
+    for name, size in sizes.items():
+        if shard and so_far + _num_bytes(size) > shard_bytes:
+            yield shard
+            shard, so_far = {}, 0
+        shard[name] = size
+        so_far += _num_bytes(size)
+    if shard:
+        yield shard

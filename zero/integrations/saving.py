@@ -1,0 +1,141 @@
+"""transformers' `save_pretrained` of models whose weights are in shares: one is whole at a time, on the rank that writes.
+
+transformers decides what is saved under which name, converts it back to the format of the files, cuts it into files and writes
+the configuration, all as ever; only what it is given are tensors that are gathered when they are written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+from transformers import modeling_utils
+
+import accelerators
+from zero.checkpoint.progress_bar import ProgressBar
+from zero.checkpoint.weight_writer import total_bytes, write_file
+from zero.comm.connect import connect
+from zero.comm.exchange import all_or_none
+from zero.plan.spans import Span
+from zero.runtime.params.unread import Unread
+from zero.sharding.live import optimizers_of
+
+
+def save_pretrained(model: Any, folder: Any, **options: Any) -> None:
+    """`model.save_pretrained(folder, **options)` of a model that is sharded, by rank 0, with one weight in memory at a time. Of
+    a model with adapters of PEFT the adapters are saved, whole. A collective."""
+    optimizers = optimizers_of(model)
+    group = optimizers[0].group if optimizers else connect(accelerators.current())
+
+    def write() -> None:
+        if group.rank == 0:
+            with saving(model) as state_dict:
+                model.save_pretrained(folder, **{"state_dict": state_dict, **options})
+
+    try:
+        all_or_none(group, "Saving a model", write)
+    finally:
+        if not optimizers:
+            group.close()
+
+
+@contextlib.contextmanager
+def saving(model: Any) -> Iterator[dict[str, Any]]:
+    """Inside, this rank may call what saves a model with this state dict. No collective."""
+    with torch.no_grad(), _streaming():
+        yield _state_of(model)
+
+
+def _state_of(model: nn.Module) -> dict[str, Any]:
+    """The model's state dict, with parameters that are gathered when they are read."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    gathering = _Gathering()
+    for name in () if hasattr(model, "peft_config") else _other_names(model, state):  # PEFT chooses itself
+        del state[name]
+    for name, value in state.items():
+        if isinstance(value, nn.Parameter):  # on a device where nobody looks for its memory
+            values = value.viewed() if isinstance(value, Unread) else _Whole(value, gathering)
+            state[name] = Unread.of(values, name, "meta")
+        elif isinstance(value, torch.Tensor):
+            state[name] = value.detach()
+    return state
+
+
+def _other_names(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
+    """Names of tied tensors under which they are not saved. Those stay that the model does not list as tied to others."""
+    listed = [
+        f"{prefix}.{pattern}" if prefix else pattern
+        for prefix, module in model.named_modules()
+        for pattern in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(id(value), []).append(name)
+    others = set[str]()
+    for same in names.values():
+        tied = [name for name in same if any(re.search(pattern, name) for pattern in listed)]
+        kept = next((name for name in same if name not in tied), max(same) if len(tied) == len(same) else same[0])
+        others.update(name for name in same if name != kept)
+    return others
+
+
+class _Gathering:
+    """The parameter that is whole."""
+
+    def __init__(self) -> None:
+        self._param: nn.Parameter | None = None
+        self._line = torch.empty(0)
+
+    def line_of(self, param: nn.Parameter) -> torch.Tensor:
+        if param is not self._param:
+            self._param, self._line = None, torch.empty(0)  # before there is another
+            self._param, self._line = param, param.detach().reshape(-1).clone().cpu()
+        return self._line
+
+
+class _Whole:
+    """The values of a parameter, gathered when they are read."""
+
+    def __init__(self, param: nn.Parameter, gathering: _Gathering) -> None:
+        self.shape = tuple(param.shape)
+        self.dtype = param.dtype
+        self._line = partial(gathering.line_of, param)
+
+    def read(self, span: Span) -> torch.Tensor:
+        return self._line()[span.start : span.stop]
+
+
+@contextlib.contextmanager
+def _streaming() -> Iterator[None]:
+    """Files are written one tensor after the other, by a Trainer, by models and by PEFT."""
+    places = [(safetensors.torch, "save_file"), (modeling_utils, "safe_save_file")]
+    if "peft.peft_model" in sys.modules:
+        places.append((sys.modules["peft.peft_model"], "safe_save_file"))
+    before = [getattr(module, name) for module, name in places]
+    try:
+        for module, name in places:
+            setattr(module, name, _write)
+        yield
+    finally:
+        for (module, name), write in zip(places, before, strict=True):
+            setattr(module, name, write)
+
+
+def _write(tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None) -> None:
+    sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    path = Path(filename)
+
+    def tensor_of(name: str) -> torch.Tensor:
+        tensor = tensors[name]
+        return tensor.detach().whole() if isinstance(tensor, Unread) else tensor  # type: ignore[attr-defined]
+
+    with ProgressBar(f"writing {path.name}", total_bytes(sizes)) as bar:
+        write_file(path, sizes, tensor_of, metadata or {}, bar)

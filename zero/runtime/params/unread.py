@@ -1,0 +1,268 @@
+"""Parameters whose values are in files until they are sharded.
+
+[Note: unread weights]
+A model that was loaded for sharding has its parameters as tensors with shape, dtype and device, and without memory. What is
+done to them before they are sharded, by casts, joins, views and copies, is remembered and done to what is read; so a model's
+own code may rename, stack and tie its weights. Sharding then reads the bytes of this rank's shares. What computes with one
+earlier is given its values for as long as it runs, unless autograd records it: a training has to be sharded first.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.memory.values import Cast, Held, Joined, Values, Viewed, whole
+from zero.plan.spans import Span
+from zero.runtime.params.operators import Kind, operator_of
+
+_SHARD = "Shard the model first, with zero.shard or a trainer that does."
+_AT_ONCE = 2**22  # elements that are compared at a time
+
+
+class Unread(torch.Tensor):
+    """A tensor whose values are made when they are read. As a parameter it is the tensor itself, as torch has it for others'
+    classes."""
+
+    source: Values  # of a contiguous tensor, of which this one is a view
+    shadow: torch.Tensor
+    label: str
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def of(values: Values, label: str, device: torch.device | str = "cpu") -> Unread:
+        made: Unread = _make(values, torch.empty(values.shape, dtype=values.dtype, device="meta"), torch.device(device), label)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return _dispatch(func, args, kwargs or {})
+
+    def read(self, span: Span) -> torch.Tensor:
+        """A stretch of its elements in a line, on the host."""
+        return self.viewed().read(span)
+
+    def whole(self) -> torch.Tensor:
+        """A plain tensor with these values."""
+        device = "cpu" if self.is_meta else self.device
+        made = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=device)
+        return made.copy_(whole(self.viewed()))
+
+    def viewed(self) -> Values:
+        """Its values by themselves; what has to be read in rows is kept by what this returns."""
+        return Viewed(self.source, self.shadow)
+
+    @property
+    def data(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if values is not self:
+            become(self, values.detach())
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.detach().whole().numpy(force=force)  # type: ignore[attr-defined]
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        return self.numpy().__array__(*args, **options)
+
+    def tolist(self) -> Any:
+        return self.detach().whole().tolist()  # type: ignore[attr-defined]
+
+    def data_ptr(self) -> int:
+        raise self.refusal("take data_ptr() of")
+
+    def untyped_storage(self) -> Any:
+        if self.is_meta:  # as of all tensors there: a size
+            return torch.empty(self.shape, dtype=self.dtype, device="meta").untyped_storage()
+        raise self.refusal("take untyped_storage() of")
+
+    def storage(self) -> Any:
+        raise self.refusal("take storage() of")
+
+    def share_memory_(self) -> Any:
+        raise self.refusal("share the memory of")
+
+    def is_shared(self) -> bool:
+        return False
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise self.refusal("lend the memory of")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.detach().whole()  # type: ignore[attr-defined]
+        return (nn.Parameter(plain, self.requires_grad) if self._is_parameter() else plain).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = _make(self.source, self.shadow, self.device, self.label)
+        made.__dict__.update({name: value for name, value in self.__dict__.items() if name not in made.__dict__})
+        memo[id(self)] = made.requires_grad_(self.requires_grad)
+        return made
+
+    def _is_parameter(self) -> bool:
+        return isinstance(self, nn.Parameter)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Unread({self.label}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def refusal(self, what: str) -> RuntimeError:
+        why = "its values are in files, and are read when the model is sharded"
+        return RuntimeError(f"Cannot {what} {self.label}: {why}. {_SHARD}")
+
+
+def unread_among(model: nn.Module, more: Sequence[torch.Tensor] = ()) -> list[Any]:
+    """The parameters that are, each once."""
+    return [param for param in dict.fromkeys([*model.parameters(), *more]) if type(param) is Unread]
+
+
+def become(param: Any, values: torch.Tensor) -> Any:
+    """From now on the parameter, which stays the same object, has these values or this memory. Returns what it was, for
+    another `become`."""
+    other: Any = values if type(values) is Unread else nn.Parameter(values, False)
+    if type(values) is Unread:
+        other = _make(values.source, values.shadow, values.device, values.label)
+    requires_grad, grad, hooks = param.requires_grad, param.grad, param._backward_hooks
+    accumulated = param._post_accumulate_grad_hooks
+    param.grad = None
+    kept = {name: value for name, value in param.__dict__.items() if name not in _OWN}
+    torch._C._swap_tensor_impl(param, other)
+    param.__class__, other.__class__ = other.__class__, param.__class__
+    mine, others = ({name: each.__dict__.pop(name) for name in _OWN if name in each.__dict__} for each in (param, other))
+    param.__dict__.update(others | kept)
+    other.__dict__.update(mine)
+    param.requires_grad_(requires_grad)
+    if hooks:
+        param._backward_hooks = hooks
+    if accumulated:
+        param._post_accumulate_grad_hooks = accumulated
+    param.grad = grad
+    return other
+
+
+_OWN = ("source", "shadow", "label")
+
+
+def _make(values: Values, shadow: torch.Tensor, device: torch.device, label: str) -> Any:
+    with torch.inference_mode(False):
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            Unread, shadow.shape, strides=shadow.stride(), storage_offset=shadow.storage_offset(), dtype=shadow.dtype,
+            device=device, requires_grad=False,
+        )  # fmt: skip
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    made.source, made.shadow, made.label = values, shadow, label
+    return made
+
+
+# operators -------------------------------------------------------------------------------------------------------------
+
+
+def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    kind, written = operator_of(func)
+    unread = [value for value in _flat((*args, *kwargs.values())) if type(value) is Unread]
+    targets = [kwargs.get(name) if position >= len(args) else args[position] for name, position in written]
+    if kind is Kind.REFUSED or any(type(value) is Unread for value in _flat(targets)):
+        raise unread[0].refusal("write to")
+    if kind is Kind.VIEW:
+        made = func(*map(_shadow_of, args), **kwargs)
+        if all(shadow.dtype == unread[0].dtype for shadow in _flat([made])):
+            return _views(made, unread[0])
+    if func in _REMEMBERED:
+        remembered = _REMEMBERED[func](*args, **kwargs)
+        if remembered is not None:
+            return remembered
+    name = func.overloadpacket.__name__
+    if name.endswith("_like") or name.startswith("new_"):  # of its shape, and without its values
+        return func(*map(_shadow_of, args), **{**kwargs, "device": kwargs.get("device") or unread[0].device})
+    if func is torch.ops.aten.equal.default and all(type(value) is Unread for value in args):
+        return _equal(*args)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in unread):
+        raise unread[0].refusal(f"run {func} on")
+    if func is not torch.ops.aten.copy_.default:
+        warnings.warn(
+            f"{unread[0].label} is read from its file for {func}, and will be each time. {_SHARD}", RuntimeWarning, stacklevel=2
+        )
+    return func(*map(_read, args), **{name: _read(value) for name, value in kwargs.items()})
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    return [member for value in values for member in (value if type(value) in (list, tuple) else (value,))]
+
+
+def _shadow_of(value: Any) -> Any:
+    return value.shadow if type(value) is Unread else value
+
+
+def _read(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(map(_read, value))
+    return value.whole() if type(value) is Unread else value
+
+
+def _views(made: Any, of: Unread) -> Any:
+    if isinstance(made, torch.Tensor):
+        return _make(of.source, made, of.device, of.label)
+    return type(made)(_views(one, of) for one in made)
+
+
+def _contiguous(values: Values, of: Unread, device: Any = None) -> Unread:
+    return Unread.of(values, of.label, of.device if device is None else device)
+
+
+def _to_copy(of: Unread, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any) -> Any:
+    if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
+        return None
+    dense = memory_format is torch.contiguous_format or of.shadow.is_contiguous()
+    values = of.viewed() if dense else of.source
+    cast: Values = values if dtype is None or dtype == of.dtype else Cast(values, dtype)
+    if dense:
+        return _contiguous(cast, of, device)
+    shadow = torch.empty(cast.shape, dtype=cast.dtype, device="meta")
+    shadow = shadow.as_strided(of.shadow.shape, of.shadow.stride(), of.shadow.storage_offset())
+    return _make(cast, shadow, of.device if device is None else torch.device(device), of.label)
+
+
+def _clone(of: Unread, *, memory_format: Any = None) -> Any:
+    return _to_copy(of, memory_format=memory_format)
+
+
+def _unsafe_view(of: Unread, shape: Sequence[int]) -> Any:
+    return _make(of.source, of.shadow.view(shape), of.device, of.label)
+
+
+def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Unread | None:
+    first = next(tensor for tensor in tensors if type(tensor) is Unread)
+    if any((tensor.dtype, tensor.device, tensor.dim()) != (first.dtype, first.device, first.dim()) for tensor in tensors):
+        return None
+    return _contiguous(Joined([_values_of(tensor) for tensor in tensors], dim % first.dim()), first)
+
+
+def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Unread | None:
+    return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
+
+
+def _values_of(tensor: torch.Tensor) -> Values:
+    return tensor.viewed() if type(tensor) is Unread else Held(tensor)
+
+
+def _equal(one: Unread, other: Unread) -> bool:
+    if one.shape != other.shape:
+        return False
+    stretches = Span(0, math.prod(one.shape)).cut(_AT_ONCE)
+    return all(torch.equal(one.read(stretch), other.read(stretch)) for stretch in stretches)
+
+
+_REMEMBERED: dict[Any, Any] = {
+    torch.ops.aten._to_copy.default: _to_copy,
+    torch.ops.aten.clone.default: _clone,
+    torch.ops.aten._unsafe_view.default: _unsafe_view,
+    torch.ops.aten.cat.default: _cat,
+    torch.ops.aten.stack.default: _stack,
+}

@@ -1,0 +1,85 @@
+"""Sharding a model whose parameters are in files: on the meta device while it is laid out, then each rank reads its shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import accelerators
+from zero.comm.exchange import exchange_texts, run_on_all
+from zero.comm.group import Group
+from zero.errors import RanksDiffer
+from zero.memory.values import Cast, Values
+from zero.runtime.params.absent import Absent
+from zero.runtime.params.unread import Unread, become, unread_among
+from zero.sharding.fill import failed_on, fill
+from zero.sharding.state import ShardingState
+
+_UNCHANGED = "Nothing was changed. Put the files where every rank can read them, and load the model again."
+
+
+class UnreadParams:
+    """The parameters of a model that are in files, all on the meta device or all as they were. See [Note: unread weights]."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        extra = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
+        self._params = unread_among(model, extra)
+        self._before: dict[Any, Unread] = {}  # what those were that are on the meta device by now
+
+    def begin(self, group: Group, shards_weights: bool) -> None:
+        """Where weights are not in shares they are read now. A collective."""
+        counts = exchange_texts(group, str(len(self._params)))
+        for rank, count in enumerate(counts):
+            if count != counts[0]:
+                raise RanksDiffer(
+                    f"Cannot shard: {counts[0]} parameters of the model are in files on rank 0, and {count} on rank {rank}. "
+                    "Load the model in the same way on all ranks."
+                )
+        if self._params and shards_weights:
+            run_on_all(group, self._to_meta)
+        elif self._params:
+            run_on_all(group, self._read, partial(failed_on, _UNCHANGED))
+
+    def fill(self, parts: ShardingState) -> None:
+        """A collective, where there are any."""
+        if not self._before:
+            return
+        values: dict[torch.Tensor, Values] = {}
+        for param, before in self._before.items():
+            its = before.viewed()
+            values[param] = Cast(its, param.dtype) if parts.config.masters == "rounded" else its
+        filled = set(fill(parts, values, _UNCHANGED))
+        whole = [param for param in self._before if param not in filled and not isinstance(param, Absent)]
+        run_on_all(parts.group, partial(self._place, whole), partial(failed_on, _UNCHANGED))
+        self._before.clear()
+
+    def restore(self) -> None:
+        """They are in files again."""
+        for param, before in self._before.items():
+            become(param, before)
+
+    def _to_meta(self) -> None:
+        here = accelerators.current().device()
+        for param in self._params:
+            there = param.device
+            if there.type != here.type or there.index not in (None, here.index or 0):
+                raise ValueError(
+                    f"Cannot shard: {param.label} would be read to {param.device}, and the accelerator is {here}. Move the "
+                    "model there first, as with model.to(accelerators.current().device()); that reads nothing."
+                )
+        for param in self._params:
+            on_meta = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
+            self._before[param] = become(param, on_meta)
+
+    def _read(self) -> None:
+        for param in self._params:
+            self._before[param] = become(param, param.detach().whole())
+
+    def _place(self, params: Sequence[Any]) -> None:
+        """Those that are in no shares."""
+        for param in params:
+            become(param, self._before[param].whole().to(param.dtype))
