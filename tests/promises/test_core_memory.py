@@ -412,7 +412,7 @@ def no_collector():
 
 def things_of(optimizer):
     parts = optimizer.parts
-    flat = [*parts.placer.weights.chunks, *parts.masters.shard.present(), *parts.window.grad_ops.shard.present()]
+    flat = [*parts.placer.weights.chunks.values(), *parts.masters.shard.present(), *parts.window.grad_ops.shard.present()]
     masters = [master for pieces in parts.masters.pieces.values() for _, master in pieces]
     objects = [optimizer, parts, parts.window, parts.window.reducer, parts.hooks, parts.masters, parts.updater, parts.publisher]
     storages = [tensor.untyped_storage() for tensor in (*flat, *masters)]

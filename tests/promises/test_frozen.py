@@ -87,7 +87,7 @@ def test_what_is_frozen_takes_no_byte_of_flat_memory_masters_gradients_or_state(
         laid = sum(chunk.numel for chunk in layout.chunks)
         padding = sum(gap.numel for gaps in layout.gaps for gap in gaps)
         assert laid - padding == trainable
-        assert sum(chunk.numel() for chunk in parts.placer.weights.chunks) == laid
+        assert sum(chunk.numel() for chunk in parts.placer.weights.chunks.values()) == laid
         owned = layout.owned_numel(group.rank)
         assert parts.masters.shard.num_bytes == 4 * owned
         backward(optimizer, model(torch.ones(2, 32, dtype=model[0].weight.dtype)).sum())

@@ -107,7 +107,7 @@ def bytes_by_state(model, optimizer, rank):
         "masters": sum(share.nbytes for bucket, share in shares.shares.items() if optimizer.parts.masters.is_copy(bucket)),
         "moments": sum(value.nbytes for entries in state for value in entries.values() if value.dim()),
         "gradients": optimizer.parts.window.grad_ops.shard.num_bytes,
-        "weights": sum(chunk.nbytes for chunk in optimizer.parts.publisher._weights.chunks),
+        "weights": sum(chunk.nbytes for chunk in optimizer.parts.publisher._weights.chunks.values()),
         "buffers": sum(b.nbytes for free in optimizer.parts.window.reducer.staging._free.values() for b, _, _ in free),
     }
     start, found = allocated(), {}

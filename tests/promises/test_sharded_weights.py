@@ -212,7 +212,8 @@ def with_frozen(rank, world, folder, dtype, shared_memory):
         train(one, its, rank)
     assert same(values(model), values(plain))
     if not shared_memory and world > 1:
-        largest = sorted((chunk.num_bytes for each in (weights, weights._frozen) for chunk in each.chunks), reverse=True)
+        chunks = [*weights.chunks.values(), *weights._frozen.chunks.values()]
+        largest = sorted((chunk.num_bytes for chunk in chunks), reverse=True)
         assert weights.exchange.cache.peak_bytes <= sum(largest[:3])
     for one, its in ((model, optimizer), (plain, beside)):
         one.base[4].requires_grad_(True)  # is in the optimizer

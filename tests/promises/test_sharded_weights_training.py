@@ -105,7 +105,8 @@ def lora(rank, world, shared_memory):
     assert same(*(values(model) for model, _ in trained))
     weights = trained[0][1].parts.placer.weights
     if not shared_memory:
-        largest = sorted((chunk.num_bytes for each in (weights, weights._frozen) for chunk in each.chunks), reverse=True)
+        chunks = [*weights.chunks.values(), *weights._frozen.chunks.values()]
+        largest = sorted((chunk.num_bytes for chunk in chunks), reverse=True)
         assert weights.exchange.cache.peak_bytes <= sum(largest[:3])  # those of an operator, and one ahead
     for _, optimizer in trained:
         optimizer.close()
@@ -208,7 +209,7 @@ def failing(rank, world, shared_memory):
             except ArithmeticError:
                 failed += 1
             optimizer.zero_grad()
-            assert not any(chunk.num_users for chunk in optimizer.parts.placer.weights.chunks)
+            assert not any(chunk.num_users for chunk in optimizer.parts.placer.weights.chunks.values())
             if num_calls < fails_at:
                 break
             if fails_at % 4 == 1:

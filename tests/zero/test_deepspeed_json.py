@@ -148,6 +148,8 @@ CHANGES = {
     "tensorboard.output_path": ({"tensorboard": {"enabled": True}}, "logs"),
     "tensorboard.job_name": ({"tensorboard": {"enabled": True}}, "tuned"),
     "zero_accelerators.masters": ({}, "rounded"),
+    "zero_accelerators.gathered_bytes": ({}, "4GiB"),
+    "zero_accelerators.keep_whole_numel": ({}, 1000),
 }
 
 
@@ -284,6 +286,9 @@ def test_every_used_key_with_one_letter_missing_is_refused():
         ({"gradient_allreduce_op": "avg"}, "must be one of mean, sum"),
         ({"data_types": {"keep_in_fp32_modules": "norm"}}, "takes a list of names"),
         ({"zero_accelerators": {"masters": "wide"}}, "must be one of exact, rounded"),
+        ({"zero_accelerators": {"gathered_bytes": "much"}}, "Cannot use zero_accelerators.gathered_bytes='much'"),
+        ({"zero_accelerators": {"gathered_bytes": -1}}, "Write bytes, 4GiB or auto or all"),
+        ({"zero_accelerators": {"keep_whole_numel": -1}}, "must be at least 0"),
         ({"torch_autocast": {"enabled": True}, "fp16": {"enabled": True}}, r"torch_autocast.dtype is bfloat16. Write float16"),
         ({"checkpoint": {"tag_validation": "foo"}}, "must be one of ignore, warn, fail"),
         ({"optimizer": {"params": {"lr": 1}}}, "Give optimizer.type too"),

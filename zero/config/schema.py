@@ -231,6 +231,7 @@ class ZeroConfig(ConfigModel):
     offload: Annotated[Offload | None, BeforeValidator(_offload)] = None
     bucket_bytes: Count = DEFAULT_BUCKET_BYTES
     gathered_bytes: Literal["auto", "all"] | Bytes = "auto"  # of whole weights on a device at stage 3
+    keep_whole_numel: Annotated[int, Field(ge=0)] = 0  # elements up to which a parameter is never in shares there
     shared_memory: bool = True  # between ranks of one host that prove they can; False: ordinary collectives
     align_bytes: Annotated[int, Field(ge=16, le=4096)] = 64
     reduce: Literal["mean", "sum"] | Positive = "mean"
@@ -313,8 +314,7 @@ class ZeroConfig(ConfigModel):
     @property
     def digest(self) -> str:
         """Twelve hexadecimal digits that are equal exactly where the effective configuration is."""
-        canonical_text = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical_text.encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:12]
 
     def text(self) -> str:
         """The effective configuration as lines `key = value`: the plain ones first, then a group for each block."""

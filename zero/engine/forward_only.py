@@ -21,7 +21,7 @@ from zero.memory.formats import DTYPES
 from zero.setup.module_sync import cast_buffers, sync_module_states
 from zero.setup.param_selection import ManagedParams, fp32_islands
 
-_NOTHING = ManagedParams([], [], [], [], [], [], [])
+_NOTHING = ManagedParams([], [], [], [], [], [], [], [])
 
 
 class ForwardEngine(ModelAnswers):

@@ -70,7 +70,7 @@ class Weights(Protocol):
         """They are whole again."""
 
     @property
-    def whole_chunks(self) -> list[torch.Tensor]:
+    def whole_chunks(self) -> dict[int, torch.Tensor]:
         """Those that parameters have their memory in, if they have any."""
 
     def share_moves(self, moved: Moved) -> Iterator[Move]:
@@ -82,7 +82,7 @@ class Weights(Protocol):
     def to_publish(self, bucket: int) -> torch.Tensor | None:
         """What other ranks' new shares are gathered into after a step; None where ranks fetch them when they need them."""
 
-    def expect_values(self, buffers: Mapping[str, torch.Tensor]) -> None:
+    def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """These were on the meta device, too."""
 
     def note_written(self, tensor: torch.nn.Parameter) -> None:
@@ -115,18 +115,18 @@ class Weights(Protocol):
 
 
 class FlatBuffer:
-    """The weights of all buckets on one device: a 1-D tensor a chunk."""
+    """Weights that are whole on this rank: a 1-D tensor a chunk."""
 
     def __init__(self, layout_ref: LayoutRef) -> None:
         self.layout_ref = layout_ref
-        self.chunks: list[torch.Tensor] = []
+        self.chunks: dict[int, torch.Tensor] = {}
 
     @property
     def num_chunks(self) -> int:
         return len(self.chunks)
 
     def memory(self) -> Iterable[torch.Tensor]:
-        return self.chunks
+        return self.chunks.values()
 
     def room(self) -> float:
         return math.inf
@@ -139,11 +139,12 @@ class FlatBuffer:
 
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
         dtype = DTYPES[self.layout_ref.layout.chunks[chunk].dtype]
-        self.chunks.append(source.to(device=device, dtype=dtype, copy=not given))
+        self.chunks[chunk] = source.to(device=device, dtype=dtype, copy=not given)
         return self.chunks[chunk] is source
 
     def forget(self, chunk: int = 0) -> None:
-        del self.chunks[chunk:]
+        for each in [each for each in self.chunks if each >= chunk]:
+            del self.chunks[each]
 
     def attach(self, param: int, tensor: torch.nn.Parameter, param_format: ParamFormat) -> None:
         tensor.data = param_format.unflatten(self.memory_of(param))
@@ -172,7 +173,7 @@ class FlatBuffer:
     def return_frozen(self) -> None: ...
 
     @property
-    def whole_chunks(self) -> list[torch.Tensor]:
+    def whole_chunks(self) -> dict[int, torch.Tensor]:
         return self.chunks
 
     def share_moves(self, moved: Moved) -> Iterator[Move]:
@@ -190,7 +191,7 @@ class FlatBuffer:
         found = layout.buckets[bucket]
         return self.chunks[found.chunk][found.span.start : found.span.stop]
 
-    def expect_values(self, buffers: Mapping[str, torch.Tensor]) -> None: ...
+    def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
     def note_written(self, tensor: torch.nn.Parameter) -> None: ...
 

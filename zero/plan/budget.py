@@ -94,8 +94,9 @@ def budget_of(
         shares[bucket.offloaded]["gradients"] += round_.share
         shares[bucket.offloaded]["masters"] += round_.share if bucket.offloaded or round_.narrow else 0
         if shards_weights:
-            shares[bucket.offloaded]["weights"] += round_.weights
-            shares[True]["weights"] += 0 if bucket.offloaded or on_host else round_.weights
+            is_kept = layout.chunks[bucket.chunk].is_kept
+            shares[bucket.offloaded and not is_kept]["weights"] += round_.weights * (layout.num_shares if is_kept else 1)
+            shares[True]["weights"] += 0 if bucket.offloaded or on_host or is_kept else round_.weights
     lines = Counter[int]()  # by bucket: the most that one of its parameters needs
     for param, spec in enumerate(layout.params):
         number = remembered[min(spec.group, len(remembered) - 1)]
@@ -117,9 +118,9 @@ def budget_of(
     stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0) if any(remembered) else 0
     staged = _staging_of(layout, rounds, buffers)
     near = [round_.share for round_ in rounds if not (round_.offloaded or (stays and round_.narrow))]
-    chunks = sorted((chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks), reverse=True)
     if not shards_weights:
-        shares[False]["weights"] = sum(chunks)
+        shares[False]["weights"] = sum(chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks)
+    gathered = [chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks if not chunk.is_kept]
     return Budget(
         device=Shares(**shares[False]),
         staging=kept,
@@ -128,7 +129,7 @@ def budget_of(
         host=Shares(**shares[True]),
         waiting=sum(round_.whole for round_ in rounds) if waits else 0,
         in_transit=_in_transit([round_ for round_ in rounds if round_.offloaded], repeats, by_blocks),
-        gathered=_gathered(chunks, gathered_bytes) if shards_weights and not one_host else 0,
+        gathered=_gathered(sorted(gathered, reverse=True), gathered_bytes) if shards_weights and not one_host else 0,
     )
 
 

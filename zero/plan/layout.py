@@ -13,8 +13,8 @@ whatever is done bucket by bucket needs no other index arithmetic than this file
 What an optimizer looks at as a whole tensor has one *owner*: it lies in one rank's share of one bucket, and is one piece; see
 [Note: shelves] in owners.py. Its chunks are of such parameters alone, and each is one bucket, as large as it must be.
 
-A bucket whose shares live on the host beside an accelerator is *offloaded*; chunks do not mix the two kinds. Host memory
-is worked through in *blocks* that fit the processor's cache, so there a piece ends where its block does.
+A bucket whose shares live on the host beside an accelerator is *offloaded*. A chunk mixes neither these with others nor weights
+that every rank keeps whole. Host memory is worked through in *blocks* that fit a cache: a piece ends where its block does.
 
 A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it;
 then the layout is *extended*, which leaves everything that lies somewhere where it is.
@@ -46,6 +46,7 @@ class ParamSpec:
     dtype: str
     group: int = 0  # which of the optimizer's groups it is in; no part of where it lies
     offload: float = 0.0  # how much of what is sharded of its group is to live on the host
+    kept: bool = False  # whether every rank keeps it whole where weights are in shares
     work: int = 0  # of its update, where one rank must have all of it for that; 0 where its elements may be anybody's
 
     @property
@@ -111,6 +112,7 @@ class Chunk:
     dtype: str
     numel: int
     params: tuple[int, ...]
+    is_kept: bool = False  # whole by every rank, where weights are in shares
 
 
 @dataclass(frozen=True)
@@ -135,10 +137,8 @@ class FlatLayout:
     ) -> FlatLayout:
         """Lays out `params`, given in the model's order, for `num_shares` ranks to share; all but the `latent` ones."""
         if bucket_bytes < 1 or num_shares < 1 or align_bytes < 16 or align_bytes & (align_bytes - 1):
-            raise ValueError(
-                f"A layout of buckets of {bucket_bytes} bytes for {num_shares} ranks, aligned to {align_bytes} bytes, was "
-                "asked for. Buckets need at least 1 byte, ranks are at least 1, and the alignment is a power of two from 16."
-            )
+            sizes = f"buckets of {bucket_bytes} bytes for {num_shares} ranks, aligned to {align_bytes} bytes"
+            raise ValueError(f"Cannot lay out {sizes}. Give at least 1 byte, 1 rank, and a power of two from 16 as alignment.")
         empty = FlatLayout((), (), (), (), num_shares, bucket_bytes, align_bytes, block_numel).joined(params)
         return empty.extended([param for param in range(len(params)) if param not in latent])
 
@@ -272,11 +272,11 @@ class _Builder:
         self._loads = [layout.work_of(rank) for rank in range(layout.num_shares)]
 
     def add(self, params: Collection[int]) -> FlatLayout:
-        kinds: dict[tuple[str, float, bool], list[int]] = {}
+        kinds: dict[tuple[str, float, bool, bool], list[int]] = {}
         for param in sorted(params, reverse=True):
             spec = self._layout.params[param]
-            kinds.setdefault((spec.dtype, spec.offload, spec.work > 0), []).append(param)
-        for (dtype, _, is_whole), members in kinds.items():
+            kinds.setdefault((spec.dtype, spec.offload, spec.kept, spec.work > 0), []).append(param)
+        for (dtype, _, _, is_whole), members in kinds.items():
             (self._lay_whole if is_whole else self._lay)(dtype, members)
         # a bucket is full when the last of its parameters is reached, which is the first of them in the model's order
         new = sorted(self._buckets, key=lambda bucket: -min(bucket.params))
@@ -340,7 +340,7 @@ class _Builder:
     def _add_chunk(self, dtype: str, numel: int, params: Sequence[int], slots: Sequence[Span]) -> None:
         for param, span in zip(params, slots, strict=True):
             self._slots[param] = Slot(param, len(self._chunks), span)
-        self._chunks.append(Chunk(dtype, numel, tuple(params)))
+        self._chunks.append(Chunk(dtype, numel, tuple(params), any(self._layout.params[param].kept for param in params)))
 
     def _align(self, dtype: str) -> int:
         return self._layout.align_bytes // ITEM_BYTES[dtype]

@@ -35,19 +35,22 @@ def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group) ->
         logger.warning("Not plain dense tensors, so taken as they are, and not from rank 0: %s", ", ".join(odd))
 
 
-def frozen_to_share(model: nn.Module, device: torch.device) -> tuple[list[str], list[nn.Parameter]]:
-    """The frozen parameters whose memory is nothing else's, and of a dtype that weights have."""
+def frozen_to_share(
+    model: nn.Module, device: torch.device, keep_whole_numel: int
+) -> tuple[list[str], list[nn.Parameter]]:
+    """The frozen parameters whose memory is nothing else's, and of a dtype that weights have. Those of so few elements stay
+    whole, unless they have no memory yet."""
     in_storage: dict[int, list[torch.Tensor]] = {}
     tensors = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
         if _memory_of(tensor) is not None and (tensor.device == device or tensor.is_meta):
             in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    def may_be_shared(param: nn.Parameter) -> bool:
+        is_large = param.numel() > keep_whole_numel or (param.is_meta and param.numel() > 0)
+        return is_large and not param.requires_grad and param.dtype in DTYPES.values()
+
     apart = {id(tensor) for together in in_storage.values() if overlapping(together) is None for tensor in together}
-    named = [
-        (name, param)
-        for name, param in model.named_parameters()
-        if not param.requires_grad and param.numel() and id(param) in apart and param.dtype in DTYPES.values()
-    ]
+    named = [(name, param) for name, param in model.named_parameters() if id(param) in apart and may_be_shared(param)]
     return [name for name, _ in named], [param for _, param in named]
 
 

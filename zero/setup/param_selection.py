@@ -15,6 +15,7 @@ from zero.config.schema import Offload, ZeroConfig
 from zero.memory.formats import DTYPES, dtype_name
 from zero.optim.traits import whole_groups, work_of
 from zero.plan.layout import ParamSpec
+from zero.plan.stages import stage_of
 
 logger = logging.getLogger("zero")
 
@@ -29,6 +30,7 @@ class ManagedParams:
     dtypes: list[torch.dtype]
     offload: list[float]  # how much of the group's shares is to live on the host
     works: list[int]  # of the update of each, where it has one owner; else 0
+    kept: list[bool]  # whether every rank keeps it whole where weights are in shares
     unmanaged: list[str]  # trainable, but in no group of the optimizer
 
     @property
@@ -37,7 +39,7 @@ class ManagedParams:
         return {index for index, tensor in enumerate(self.tensors) if not tensor.requires_grad}
 
     def specs(self) -> list[ParamSpec]:
-        return specs_of(self.names, self.tensors, self.groups, self.dtypes, self.offload, self.works)
+        return specs_of(self.names, self.tensors, self.groups, self.dtypes, self.offload, self.kept, self.works)
 
 
 def specs_of(
@@ -46,12 +48,16 @@ def specs_of(
     groups: list[int],
     dtypes: list[torch.dtype],
     offload: list[float],
+    kept: list[bool],
     works: list[int],
 ) -> list[ParamSpec]:
-    return [
-        ParamSpec(name, tuple(tensor.shape), dtype_name(dtype), group, ratio, work)
-        for name, tensor, group, dtype, ratio, work in zip(names, tensors, groups, dtypes, offload, works, strict=True)
-    ]
+    shapes, named = [tuple(tensor.shape) for tensor in tensors], map(dtype_name, dtypes)
+    return [ParamSpec(*one) for one in zip(names, shapes, named, groups, offload, kept, works, strict=True)]
+
+
+def is_kept(config: ZeroConfig, tensor: torch.Tensor) -> bool:
+    """Whether every rank keeps it whole where weights are in shares."""
+    return stage_of(config.stage).shards_weights and tensor.numel() <= config.keep_whole_numel
 
 
 def works_of(
@@ -99,7 +105,8 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     offload = [ratio_of(optimizer.param_groups[group], config, device) for group, device in placed]
     tensors = [param for _, param in named]
     works = works_of(optimizer, config, tensors, groups)
-    return ManagedParams([name for name, _ in named], tensors, groups, dtypes, offload, works, left_out)
+    kept = [is_kept(config, tensor) for tensor in tensors]
+    return ManagedParams([name for name, _ in named], tensors, groups, dtypes, offload, works, kept, left_out)
 
 
 def fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:

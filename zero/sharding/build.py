@@ -177,7 +177,8 @@ def _assemble(
         sync_module_states(model, chosen, group)
         parts = run_on_all(group, wire)
         run_on_all(group, cast)
-        weights.take_frozen(*frozen_to_share(model, place.device), place, ratio_of({}, config, place.device))
+        frozen = frozen_to_share(model, place.device, config.keep_whole_numel)
+        weights.take_frozen(*frozen, place, ratio_of({}, config, place.device))
         run_on_all(group, partial(open_, parts.window))
         if stage_of(config.stage).shards_weights:
             weights.expect_values(place_buffers(model, place.device))

@@ -31,7 +31,7 @@ from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.step.updater import Updater
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import check_devices, check_dtypes, check_params, check_settings_on_host
-from zero.setup.param_selection import offload_of, ratio_of, specs_of, works_of
+from zero.setup.param_selection import is_kept, offload_of, ratio_of, specs_of, works_of
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.state_offload import StateOffloader
 
@@ -146,7 +146,8 @@ class ShardingState:
         dtypes = [tensor.dtype for tensor in tensors]
         groups = [group] * len(names)
         works = works_of(inner, self.config, tensors, groups)
-        specs = specs_of(names, tensors, groups, dtypes, [ratio] * len(names), works)
+        kept = [is_kept(self.config, tensor) for tensor in tensors]
+        specs = specs_of(names, tensors, groups, dtypes, [ratio] * len(names), kept, works)
         check_unmanaged(names, tensors)
         has_frozen = self.placer.weights.has_frozen  # which were checked when they were taken
         unknown = {name: tensor for name, tensor in zip(names, tensors, strict=True) if not has_frozen(tensor)}

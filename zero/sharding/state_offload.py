@@ -193,7 +193,7 @@ class StateOffloader:
             shares[bucket] = self._moved(shares[bucket], home)
 
     def _weight_parts(self) -> Iterator[Move]:
-        yield from (partial(self._move_chunk, index, []) for index in range(len(self._weights.whole_chunks)))
+        yield from (partial(self._move_chunk, index, []) for index in self._weights.whole_chunks)
         yield from (partial(self._move_weights, move) for move in self._weights.share_moves(self._moved))
 
     def _move_weights(self, move: Move, home: Home) -> None:

@@ -63,7 +63,7 @@ def test_every_parameter_has_its_values_and_strides_in_flat_memory():
     before = [tensor.detach().clone(memory_format=torch.preserve_format) for tensor in tensors]
     made = flattener(tensors)
     flatten(made)
-    chunks = {chunk.untyped_storage().data_ptr() for chunk in made.weights.chunks}
+    chunks = {chunk.untyped_storage().data_ptr() for chunk in made.weights.chunks.values()}
     for tensor, expected in zip(tensors, before, strict=True):
         assert torch.equal(tensor, expected)
         assert tensor.stride() == expected.stride() or not tensor.numel()
@@ -72,7 +72,7 @@ def test_every_parameter_has_its_values_and_strides_in_flat_memory():
         assert tensor.is_leaf
     with torch.no_grad():
         tensors[0].add_(1.0)  # a view of memory with a history would refuse this
-    assert all(chunk.grad_fn is None and not chunk.requires_grad for chunk in made.weights.chunks)
+    assert all(chunk.grad_fn is None and not chunk.requires_grad for chunk in made.weights.chunks.values())
 
 
 def test_what_is_cast_is_read_before_it_is_rounded():

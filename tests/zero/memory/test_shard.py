@@ -91,8 +91,8 @@ def test_narrow_buckets_are_those_whose_sums_are_wider(line):
 @pytest.fixture
 def masters(line):
     weights = FlatBuffer(line)
-    for chunk in line.layout.chunks:
-        weights.chunks.append(torch.arange(chunk.numel, dtype=torch.float32).to(getattr(torch, chunk.dtype)))
+    for at, chunk in enumerate(line.layout.chunks):
+        weights.chunks[at] = torch.arange(chunk.numel, dtype=torch.float32).to(getattr(torch, chunk.dtype))
     formats = [ParamFormat(spec.shape, None) for spec in line.layout.params]
     made = Masters(line, 1, weights, GradientShard(line, Homes(accelerators.get("cpu"), torch.device("cpu"))), formats)
     for index, _ in enumerate(line.layout.buckets):

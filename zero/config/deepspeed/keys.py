@@ -12,7 +12,7 @@ def _each(block: str, names: str, why: str) -> dict[str, str]:
 
 
 # Options of ours that DeepSpeed has no word for.
-OWN: dict[str, str] = {"zero_accelerators.masters": "masters"}
+OWN: dict[str, str] = {f"zero_accelerators.{name}": name for name in ("masters", "gathered_bytes", "keep_whole_numel")}
 
 USED: dict[str, str] = {
     **OWN,
@@ -81,6 +81,7 @@ AUTO: dict[str, str] = {
 
 _ONE_WAY = "there is one way to lay out and reduce gradients here, and it needs no switch"
 _STAGE_3 = "what is gathered of sharded weights, and when, is learned while training; gathered_bytes limits it"
+_PERSISTENT = "small weights are in shares like others; zero_accelerators.keep_whole_numel keeps them whole"
 _ON_DEVICE = "at stage 3 shares of weights go to the host with the optimizer's state: offload_optimizer.device says it for both"
 _STAGE_3_ONLY = "weights are not offloaded below stage 3, in DeepSpeed neither"
 _OFFLOADED_WEIGHTS = "belongs to offloaded weights"
@@ -103,14 +104,15 @@ HARMLESS: dict[str, str] = {
     "zero_optimization.elastic_checkpoint": "any number of ranks loads any checkpoint",
     "zero_optimization.load_from_fp32_weights": "masters come from the checkpoint",
     "zero_optimization.cpu_offload_use_pin_memory": "write offload_optimizer.pin_memory instead",
-    **_each("zero_optimization", "sub_group_size prefetch_bucket_size stage3_prefetch_bucket_size param_persistence_threshold "
-            "stage3_param_persistence_threshold model_persistence_threshold stage3_model_persistence_threshold "
+    **_each("zero_optimization", "sub_group_size prefetch_bucket_size stage3_prefetch_bucket_size "
             "max_live_parameters stage3_max_live_parameters max_reuse_distance stage3_max_reuse_distance "
             "gather_16bit_weights_on_model_save "
             "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save module_granularity_threshold "
             "stage3_module_granularity_threshold use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params "
             "allgather_sequential stage3_allgather_sequential memory_efficient_linear pipeline_loading_checkpoint "
             "override_module_apply log_trace_cache_warnings save_muon_momentum_buffer_in_memory leaf_module", _STAGE_3),
+    **_each("zero_optimization", "param_persistence_threshold stage3_param_persistence_threshold "
+            "model_persistence_threshold stage3_model_persistence_threshold", _PERSISTENT),
     **_each("zero_optimization.offload_optimizer", "nvme_path buffer_count pipeline_read pipeline_write fast_init", _DISK),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "the step on the host has the threads of torch",
     **_each("zero_optimization.offload_param", "nvme_path buffer_count buffer_size max_in_cpu pin_memory", _OFFLOADED_WEIGHTS),

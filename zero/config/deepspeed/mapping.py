@@ -69,6 +69,8 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
         "cast_inputs": tried(lambda _: dtype == "float16" and written.flag("fp16.auto_cast"), False),
         "offload": tried(_offload, None),
         "bucket_bytes": tried(lambda _: _bucket_bytes(written, dtype), DEFAULT_BUCKET_BYTES),
+        "gathered_bytes": tried(_gathered_bytes, "auto"),
+        "keep_whole_numel": tried(lambda _: written.whole("zero_accelerators.keep_whole_numel", 0, least=0), 0),
         "reduce": tried(_reduce, "mean"),
         "reduce_dtype": tried(lambda _: written.choice("communication_data_type", _WIRE_DTYPES, None), None),
         "clip": clip or None,
@@ -92,6 +94,10 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
 def _masters(written: Written) -> Literal["exact", "rounded"]:
     choices: dict[str, Literal["exact", "rounded"]] = {"exact": "exact", "rounded": "rounded"}
     return written.choice("zero_accelerators.masters", choices, "exact")
+
+
+def _gathered_bytes(written: Written) -> Any:
+    return written.bytes_or("zero_accelerators.gathered_bytes", ("auto", "all"))
 
 
 def _stage(written: Written) -> int:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from zero.config.deepspeed.keys import AUTO
 from zero.config.registry import brief, did_you_mean, real, whole
 from zero.config.schema import DEFAULT_BUCKET_BYTES
+from zero.config.sizes import as_bytes
 
 T = TypeVar("T")
 
@@ -127,6 +128,15 @@ class Written:
             limits = f"at least {least}" if most is None else f"from {least} to {most}"
             raise ValueError(f"{path} must be {limits}, but {brief(number)} was found. Write another whole number.")
         return number
+
+    def bytes_or(self, path: str, words: tuple[str, ...]) -> int | str:
+        """A number of bytes or one of these words, the first where nothing was written."""
+        given = as_bytes(self._values.get(path, words[0]))
+        if isinstance(given, str) and given in words:
+            return given
+        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+            raise ValueError(f"Cannot use {path}={brief(given)}: that is no size. Write bytes, 4GiB or {' or '.join(words)}.")
+        return given
 
     def size(self, path: str) -> int | None:
         return self.whole(path, 1, least=1) if path in self else None

@@ -15,6 +15,7 @@ from zero.memory.homes.home import Home
 from zero.memory.homes.registry import Move, Moved
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
+from zero.memory.weights import FlatBuffer
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.plan.spans import Span
 from zero.runtime.params.absent import Absent, make_absent_param
@@ -24,18 +25,19 @@ from zero.runtime.unshard.exchange import ShardedChunk, Share, ShareExchange
 
 
 class ShardedWeights:
-    """The weights of a layout on all ranks: this rank has its share of each bucket, on the host where the bucket is offloaded.
-    Frozen weights have a layout of their own, and neither masters nor gradients."""
+    """The weights of a layout on all ranks: this rank has its share of each bucket, on the host where the bucket is offloaded,
+    and chunks whole that every rank keeps so. Frozen weights have a layout of their own, and neither masters nor gradients."""
 
     def __init__(self, layout_ref: LayoutRef, params: Params, exchange: ShareExchange, first_number: int = 0) -> None:
         self.layout_ref = layout_ref
-        self.chunks: list[ShardedChunk] = []
+        self.chunks: dict[int, ShardedChunk] = {}
+        self._kept = FlatBuffer(layout_ref)
         self._frozen: ShardedWeights | None = None
         self._is_frozen_written = False  # by this step
         self._params = params
         self._first_number = first_number  # of shares; every second one is of the frozen weights
         self.exchange = exchange
-        self._empty_buffers: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # and the version that they were made as
+        self._unwritten: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # plain tensors, and their first version
         self._shares: dict[int, Share] = {}  # by bucket
         self._common: dict[int, torch.Tensor] = {}  # memory of chunks that all ranks see
 
@@ -43,9 +45,10 @@ class ShardedWeights:
 
     @property
     def num_chunks(self) -> int:
-        return len(self.chunks)
+        return len(self.chunks) + self._kept.num_chunks
 
     def memory(self) -> Iterator[torch.Tensor]:
+        yield from self._kept.memory()
         for share in self._shares.values():
             yield share.memory
             if not share.is_served:
@@ -62,7 +65,7 @@ class ShardedWeights:
 
     def prepare(self) -> None:
         layout, exchange = self.layout_ref.layout, self.exchange
-        new = range(self.num_chunks, len(layout.chunks))
+        new = [chunk for chunk in range(self.num_chunks, len(layout.chunks)) if not layout.chunks[chunk].is_kept]
         sizes = [layout.chunks[chunk].numel * DTYPES[layout.chunks[chunk].dtype].itemsize for chunk in new]
         shared = exchange.group.shared_host_memory
         if shared is not None:
@@ -71,6 +74,8 @@ class ShardedWeights:
             self._common.update((chunk, torch.empty(size, dtype=torch.uint8)) for chunk, size in zip(new, sizes, strict=True))
 
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
+        if self.layout_ref.layout.chunks[chunk].is_kept:
+            return self._kept.fill(chunk, source, device, given)
         layout, dtype = self.layout_ref.layout, DTYPES[self.layout_ref.layout.chunks[chunk].dtype]
         common = self._common[chunk].view(dtype) if chunk in self._common else None
         with torch.inference_mode(False):  # steps will change it
@@ -83,7 +88,7 @@ class ShardedWeights:
                 number = self._first_number + 2 * index
                 self._shares[index] = self.exchange.add(number, bucket.span, own, values, bucket.offloaded)
         shares = [self._shares[index] for index in layout.buckets_in(chunk)]
-        self.chunks.append(ShardedChunk(self.exchange, layout.chunks[chunk].numel, dtype, shares, common))
+        self.chunks[chunk] = ShardedChunk(self.exchange, layout.chunks[chunk].numel, dtype, shares, common)
         return False
 
     def forget(self, chunk: int = 0) -> None:
@@ -92,18 +97,25 @@ class ShardedWeights:
                 if index in self._shares:
                     self.exchange.remove(self._shares.pop(index))
         self._common = {each: memory for each, memory in self._common.items() if each < chunk}
-        self.exchange.cache.forget(self.chunks[chunk:])
-        del self.chunks[chunk:]
+        self.exchange.cache.forget([self.chunks.pop(each) for each in list(self.chunks) if each >= chunk])
+        self._kept.forget(chunk)
 
     # parameters --------------------------------------------------------------------------------------------------
 
     def attach(self, param: int, tensor: torch.nn.Parameter, param_format: ParamFormat) -> None:
-        slot = self.layout_ref.layout.slots[param]
+        slot, name = self.layout_ref.layout.slots[param], self._params.names[param]
         assert slot is not None
+        if self.layout_ref.layout.chunks[slot.chunk].is_kept:
+            is_empty = tensor.is_meta and tensor.numel()
+            if tensor.is_meta:
+                become_plain(tensor, torch.empty_like(tensor, device=self.exchange.device))
+            self._kept.attach(param, tensor, param_format)
+            if is_empty:
+                self.expect_values({name: tensor})
+            return
         chunk = self.chunks[slot.chunk]
         line = torch.empty(chunk.numel, dtype=chunk.dtype, device="meta")
         shadow = param_format.unflatten(line[slot.span.start : slot.span.stop])
-        name = self._params.names[param]
         if tensor.is_meta and tensor.numel():
             chunk.unwritten[name] = slot.span
         become_absent(tensor, make_absent_param(chunk, name, shadow, self.exchange.device, tensor.requires_grad))
@@ -111,11 +123,15 @@ class ShardedWeights:
     def detach(self, tensor: torch.nn.Parameter, values: torch.Tensor) -> None:
         if isinstance(tensor, Absent):
             become_plain(tensor, values.to("meta") if tensor.label in tensor.in_chunk.unwritten else values)
+        elif any(each is tensor for each in self._plain_unwritten().values()):
+            become_plain(tensor, values.to("meta"))
         else:
             tensor.data = values
 
-    def memory_of(self, param: int) -> None:
-        return None
+    def memory_of(self, param: int) -> torch.Tensor | None:
+        slot = self.layout_ref.layout.slots[param]
+        is_kept = slot is not None and self.layout_ref.layout.chunks[slot.chunk].is_kept
+        return self._kept.memory_of(param) if is_kept else None
 
     # frozen parameters -------------------------------------------------------------------------------------------
 
@@ -144,7 +160,7 @@ class ShardedWeights:
             flattener.commit()
 
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
-        return self._frozen is not None and isinstance(tensor, Absent) and tensor.in_chunk in self._frozen.chunks
+        return self._frozen is not None and isinstance(tensor, Absent) and tensor.in_chunk in self._frozen.chunks.values()
 
     def frozen(self) -> list[torch.nn.Parameter]:
         return [] if self._frozen is None else list(filter(self.has_frozen, self._frozen._params.tensors))
@@ -172,8 +188,8 @@ class ShardedWeights:
     # other homes -------------------------------------------------------------------------------------------------
 
     @property
-    def whole_chunks(self) -> list[torch.Tensor]:
-        return []
+    def whole_chunks(self) -> dict[int, torch.Tensor]:
+        return self._kept.whole_chunks
 
     def share_moves(self, moved: Moved) -> Iterator[Move]:
         for share in self._shares.values():
@@ -193,23 +209,31 @@ class ShardedWeights:
     # a step ------------------------------------------------------------------------------------------------------
 
     def share(self, bucket: int, rank: int) -> torch.Tensor:
+        if bucket not in self._shares:
+            return self._kept.share(bucket, rank)
         assert rank == self.exchange.group.rank
         return self._shares[bucket].memory
 
-    def expect_values(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        self._empty_buffers = {name: (weakref.ref(buffer), buffer._version) for name, buffer in buffers.items()}
+    def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._unwritten |= {name: (weakref.ref(tensor), tensor._version) for name, tensor in tensors.items()}
 
     def note_written(self, tensor: torch.nn.Parameter) -> None:
         if isinstance(tensor, Absent):
             tensor.in_chunk.unwritten.pop(tensor.label, None)
+        for name, _ in [(name, each) for name, each in self._plain_unwritten().items() if each is tensor]:
+            del self._unwritten[name]
+
+    def _plain_unwritten(self) -> dict[str, torch.Tensor]:
+        """Plain tensors that have no values yet."""
+        found = {name: (made(), version) for name, (made, version) in self._unwritten.items()}
+        empty = {name: tensor for name, (tensor, version) in found.items() if tensor is not None and tensor._version == version}
+        self._unwritten = {name: self._unwritten[name] for name in empty}
+        return empty
 
     def check_written(self) -> None:
-        for name, (buffer, version) in list(self._empty_buffers.items()):
-            if getattr(buffer(), "_version", None) != version:
-                del self._empty_buffers[name]
-        chunks = [*(self._frozen.chunks if self._frozen is not None else ()), *self.chunks]
+        chunks = [*(self._frozen.chunks.values() if self._frozen is not None else ()), *self.chunks.values()]
         names = [name for chunk in reversed(chunks) for name in reversed(chunk.unwritten)]
-        names += self._empty_buffers
+        names += self._plain_unwritten()
         if names:
             raise RuntimeError(
                 f"Cannot step: nobody has written to {', '.join(names[:5])} ({len(names)} such parameters and buffers), which "
@@ -217,7 +241,7 @@ class ShardedWeights:
             )
 
     def to_publish(self, bucket: int) -> torch.Tensor | None:
-        return None
+        return None if bucket in self._shares else self._kept.to_publish(bucket)
 
     def renewed(self) -> Sequence[int]:
         renewed = [bucket for bucket, share in self._shares.items() if share.is_renewed]
@@ -229,7 +253,7 @@ class ShardedWeights:
         kept: dict[int, list[Span]] = {}
         for weights in (self, *([self._frozen] if self._frozen is not None else ())):
             for slot in weights.layout_ref.layout.slots:
-                if slot is not None and weights._params.tensors[slot.param] not in written:
+                if slot is not None and slot.chunk in weights.chunks and weights._params.tensors[slot.param] not in written:
                     kept.setdefault(weights.chunks[slot.chunk].number, []).append(slot.span)
         self.exchange.check_edits(kept)
 
