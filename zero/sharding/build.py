@@ -22,6 +22,7 @@ from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
 from zero.memory.weights import FlatBuffer, Weights
 from zero.optim.traits import ELEMENTWISE
+from zero.plan.budget import usual_numel
 from zero.plan.grad_scaling import Scaling
 from zero.plan.stages import stage_of
 from zero.runtime.grads.grad_ops import ShardedGradOps
@@ -118,7 +119,7 @@ def _assemble(
             return group.staging(numel, dtype, place.device)
 
     def wire() -> ShardingState:
-        staging = Staging(place.accelerator, allocate, group.is_read, weights.room)
+        staging = Staging(place.accelerator, allocate, group.is_read, weights.room, usual_numel(layout))
         gradients = GradientShard(layout_ref, memory_guard.homes)
         reduce_dtype = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
         kinds = host_step_dtypes(layout.params, place.device)
