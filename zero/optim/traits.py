@@ -40,12 +40,19 @@ _HARMLESS = frozenset((
 KERNELS = ("fused", "foreach")  # what a group says of how its step is computed
 
 
+# The same of other packages, by where they are from. Some count their calls, so they step everything at once.
+ELEMENTWISE_ELSEWHERE = {
+    "schedulefree": {"AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"},
+    "lion_pytorch": {"Lion"},
+}
+
+
 # Optimizers that look at a tensor as a whole, and at one at a time. Those in the second line compute with its rows and columns.
 WHOLE_TENSOR = {
-    "LAMB", "Lamb", "LARS", "Adafactor",
-    "Muon", "Shampoo", "SOAP", "GaLoreAdamW", "GaLoreAdafactor",
+    "LAMB", "Lamb", "LARS", "Adafactor", "AdaFactor", "CAME",
+    "Muon", "Shampoo", "SOAP", "GaLore", "GaLoreAdamW", "GaLoreAdafactor",
 }  # fmt: skip
-_OF_MATRICES = {"Muon", "Shampoo", "SOAP", "GaLoreAdamW", "GaLoreAdafactor"}
+_OF_MATRICES = {"Muon", "Shampoo", "SOAP", "GaLore", "GaLoreAdamW", "GaLoreAdafactor"}
 
 
 # Optimizers that add something up over all parameters, and what is theirs.
@@ -93,6 +100,12 @@ def known_kind(optimizer: torch.optim.Optimizer) -> type | None:
         if not _changes_nothing(parent):
             return None
     return None
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known to treat every element by itself."""
+    kind = type(optimizer)
+    return known_kind(optimizer) is not None or kind.__name__ in ELEMENTWISE_ELSEWHERE.get(kind.__module__.split(".")[0], ())
 
 
 def _changes_nothing(kind: type) -> bool:
@@ -148,7 +161,7 @@ def whole_groups(optimizer: torch.optim.Optimizer, whole_tensors: bool | None) -
 def _is_whole(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], whole_tensors: bool) -> bool:
     if known_whole(optimizer) is not None or group.get("whole") is not None:
         return bool(group.get("whole", True))
-    return whole_tensors and known_kind(optimizer) is None
+    return whole_tensors and not is_elementwise(optimizer)
 
 
 def work_of(optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 from accelerators import Accelerator
 from zero.memory.formats import DTYPES, overlapping
 from zero.optim.several import members_of, name_of
-from zero.optim.traits import ELEMENTWISE, known_kind, known_whole, of_all_tensors
+from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole, of_all_tensors
 
 
 def check_model(model: nn.Module) -> None:
@@ -72,7 +72,7 @@ def _check_kind(
             f"Cannot shard {kind.__name__} element by element: {whole}, and would be given a share of a tensor. Leave "
             "elementwise=True and 'whole': False out: each of its tensors belongs to one rank."
         )
-    if known_kind(optimizer) is None and whole is None and not (elementwise or whole_tensors) and None in said:
+    if not is_elementwise(optimizer) and whole is None and not (elementwise or whole_tensors) and None in said:
         known = ", ".join(known.__name__ for known in ELEMENTWISE)
         raise ValueError(
             f"Sharding with {kind.__module__}.{kind.__qualname__} was asked for, which is not known to treat every element by "
