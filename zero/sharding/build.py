@@ -21,7 +21,6 @@ from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
 from zero.memory.weights import FlatBuffer, Weights
-from zero.optim.traits import ELEMENTWISE
 from zero.plan.budget import usual_numel
 from zero.plan.grad_scaling import Scaling
 from zero.plan.stages import stage_of
@@ -143,7 +142,7 @@ def _assemble(
         tracker = ParamTracker(model, params, weights, formats, chosen.unmanaged)
         sync = WindowSync(group, params, layout_ref, config.text(), tracker, partial(settings_of, optimizer))
         window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params)
-        step_policy = StepPolicy(config.clip, config.on_nonfinite, ELEMENTWISE)
+        step_policy = StepPolicy(config.clip, config.on_nonfinite)
         updater = Updater(params, grad_ops, masters, optimizer, step_policy, fused_step)
         publisher = WeightPublisher(layout_ref, params, group, weights, masters)
         offloader = StateOffloader(model, place.accelerator, params, formats, weights, masters, gradients, optimizer)
