@@ -16,6 +16,7 @@ from tests.grid import BUCKET_NUMEL
 from tests.oracle import DynamicScale, StaticScale, Trace, compare, reference, train
 from tests.zoo import CASES
 from tests.zoo.case import Case
+from tests.zoo.whole_tensors import given
 from zero.comm.connect import connect
 from zero.comm.group import TimeLimits
 from zero.comm.loopback import LoopbackGroup, run_ranks
@@ -53,6 +54,8 @@ def options_of(name: str, stage: int, dtype: str, bucket: str, **options: Any) -
         options["loss_scale"] = LossScale(initial=scale.scale, dynamic=False)
     if "custom" in case.tags:
         options["elementwise"] = True
+    if "whole" in case.tags:
+        options["whole_tensors"] = True
     return options
 
 
@@ -83,7 +86,7 @@ def on_loopback(world: int, build: Callable[[], Any], program: Callable[[Loopbac
 
 def train_one(case: Case, model: Any, inner: Any, group: Any, options: dict[str, Any]) -> Trace:
     """One rank's training of a case; with the optimizer's state by name, whole."""
-    optimizer = shard(model, inner, group=group, **options)
+    optimizer = shard(model, given(inner), group=group, **options)
 
     def look() -> dict[str, Any]:
         return {"masters": masters_of(optimizer)} if options["dtype"] else {}

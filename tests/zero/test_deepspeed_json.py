@@ -293,7 +293,7 @@ def test_every_used_key_with_one_letter_missing_is_refused():
         ({"checkpoint": {"tag_validation": "foo"}}, "must be one of ignore, warn, fail"),
         ({"optimizer": {"params": {"lr": 1}}}, "Give optimizer.type too"),
         ({"scheduler": {"params": {"lr": 1}}}, "Give scheduler.type too"),
-        ({"optimizer": {"type": "Lamb"}}, "needs whole tensors"),
+        ({"optimizer": {"type": "Lamb"}}, "pass it as optimizer="),
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, "Write gradient_clipping instead"),
         ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}, "bias_correction"),
         ({"optimizer": {"type": "AdamW", "params": {"torch_adam": 2}}}, "takes true or false"),

@@ -311,7 +311,7 @@ REFUSED = {
     ),
     "an unknown key": ({"config": written(gradient_cliping=1.0)}, ValueError, "Did you mean 'gradient_clipping'"),
     "stage 4": ({"config": written(zero_optimization={"stage": 4})}, ValueError, "from 0 to 3"),
-    "Lamb": ({"config": written(optimizer={"type": "Lamb", "params": {}})}, ValueError, "whole tensors"),
+    "Lamb": ({"config": written(optimizer={"type": "Lamb", "params": {}})}, ValueError, "pass it as optimizer="),
 }  # fmt: skip
 
 

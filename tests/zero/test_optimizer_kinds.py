@@ -284,3 +284,30 @@ def test_settings_that_no_sharded_step_on_the_host_can_have_are_refused_before_a
     with pytest.raises(ValueError, match=re.escape(text)):
         shard(made, OPTIM.Adam(made.parameters(), **options), stage=2, group=solo())
     assert [parameter.data_ptr() for parameter in made.parameters()] == before
+
+
+def of_a_package(name, module):
+    """What a package would have: a class of that name, which steps by itself."""
+    body = {"__module__": module, "step": lambda self, closure=None: OPTIM.SGD.step(self, closure)}
+    return type(name, (OPTIM.SGD,), body)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "is_known"),
+    [
+        ("Lion", "lion_pytorch.lion_pytorch", True),
+        ("AdamWScheduleFree", "schedulefree.adamw_schedulefree", True),
+        ("Lion", "somebody.elses", False),
+        ("AdamWScheduleFreeClosure", "schedulefree.adamw_schedulefree_closure", False),
+    ],
+)
+def test_element_wise_optimizers_of_other_packages_are_known_by_where_they_are_from(name, module, is_known):
+    made, kind = model(), of_a_package(name, module)
+    if not is_known:
+        with pytest.raises(ValueError, match=rf"{module}.{name} was asked for, which is not known"):
+            shard(made, kind(made.parameters(), lr=0.1), stage=2, group=solo())
+        return
+    for options in ({}, {"whole_tensors": True}):  # said of what nothing is known of
+        optimizer = shard(made, kind(made.parameters(), lr=0.1), stage=2, group=solo(), **options)
+        assert not any(bucket.is_whole for bucket in optimizer.parts.layout_ref.layout.buckets)
+        optimizer.close()

@@ -150,6 +150,7 @@ _grows = _between(1.0, math.inf, open_left=True)
 _betas = Setting((0.9, 0.999), _pair_of(_decay_of_mean, _decay_of_mean))
 _no_decay = Setting(0.0, _not_negative)
 _off = Setting(False, _flag)
+_own_rate = Setting(None, _maybe(_not_negative))
 
 
 def _rate(default: float) -> Setting:
@@ -178,6 +179,11 @@ OPTIMIZERS: dict[str, dict[str, Setting]] = {
     "Adamax": _adam_like(2e-3),
     "NAdam": _adam_like(2e-3, momentum_decay=Setting(4e-3, _not_negative), decoupled_weight_decay=_off),
     "RAdam": _adam_like(1e-3, decoupled_weight_decay=_off),
+    "Muon": {  # of the matrices; the other parameters get AdamW
+        "lr": _own_rate, "muon_lr": _own_rate, "adam_lr": _own_rate, "momentum": Setting(0.95, _decay_of_mean),
+        "weight_decay": _no_decay, "betas": Setting((0.9, 0.95), _pair_of(_decay_of_mean, _decay_of_mean)),
+        "eps": Setting(1e-10, _not_negative), "ns_method": Setting("gram", _one_of("gram", "standard")),
+    },
     "ASGD": _plain(1e-2, lambd=Setting(1e-4, real), alpha=Setting(0.75, real), t0=Setting(1e6, real)),
     "Rprop": {
         "lr": _rate(1e-2),
@@ -191,16 +197,16 @@ OPTIMIZERS: dict[str, dict[str, Setting]] = {
 # Those of them for which torch has one kernel that does the whole update.
 FUSED_IN_TORCH = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 
-_WHOLE_TENSOR = "it needs whole tensors, and a rank holds a share of each"
+_NOT_TORCHS = "torch has none of that name. Make one of a package that has it, and pass it as optimizer="
+_BY_HAND = "it has no recipe here. Make it, and pass it as optimizer="
 _ONE_BIT = "its compressed communication replaces the reduction that keeps sharded training equal to plain training"
 _MUP = "its per-parameter rates come from the mup package; build it there and pass it as optimizer="
 OPTIMIZERS_REFUSED: dict[str, str] = {
-    "Lamb": _WHOLE_TENSOR,
-    "FusedLamb": _WHOLE_TENSOR,
-    "Muon": _WHOLE_TENSOR,
-    "Adafactor": _WHOLE_TENSOR,
-    "LBFGS": _WHOLE_TENSOR,
-    "Shampoo": _WHOLE_TENSOR,
+    "Lamb": _NOT_TORCHS,
+    "FusedLamb": "it divides by the norm of all gradients together, and each rank would have its own part of them alone",
+    "Adafactor": _BY_HAND,
+    "LBFGS": "it searches along one line through all parameters, and each rank has its own part of them alone",
+    "Shampoo": _NOT_TORCHS,
     "SparseAdam": "sparse gradients are not sharded",
     "OneBitAdam": _ONE_BIT,
     "ZeroOneAdam": _ONE_BIT,

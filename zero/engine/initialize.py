@@ -26,6 +26,8 @@ from zero.engine.optimizer_names import EngineOptimizer
 from zero.engine.optimizers import check_known, given_optimizer, has_fused, own_optimizer
 from zero.memory.formats import dtype_name
 from zero.optim.schedules import build_schedule
+from zero.optim.several import members_of
+from zero.optim.traits import known_whole
 from zero.sharding.metrics import board_writer
 from zero.sharding.optimizer import ShardedOptimizer
 
@@ -41,7 +43,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | ZeroConfig
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    optimizer: Any = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
@@ -56,8 +58,8 @@ def initialize(
     """The engine, its optimizer, a loader of this rank's samples and the scheduler; the last two may be None. A collective.
 
     `config` is the path of a DeepSpeed file, such a dict, or a `ZeroConfig`; `args.deepspeed_config` and
-    `config_params` are older places for it. An optimizer, or a function that makes one from the parameters, goes
-    before the one in the configuration, and so does a scheduler, or a function that makes one from the optimizer.
+    `config_params` are older places for it. An optimizer, a list of them, or a function that makes one from the
+    parameters, goes before the one in the configuration, and so does a scheduler, or a function that makes one.
     `training_data` is a dataset, of which each rank gets its own part, or a DataLoader to be used as it is. A
     process group that a launcher asks for is started unless there is one, or `dist_init_required=False` says that
     there should be one by now. Without any optimizer the engine is one for forward only, and the optimizer is None.
@@ -122,7 +124,7 @@ def _build(
     loader = _loader(training_data, config, collate_fn, group)
     if given is None and config.optimizer is None:
         return _forward_only(model, config, lr_scheduler, loader, accelerator, group)
-    inner = own_optimizer(config, params) if given is None else given
+    inner = own_optimizer(config, params, model) if given is None else given
     _check_belonging(model, inner, params, lr_scheduler)
     _close_last(model)
     move(model, accelerator.device())
@@ -229,6 +231,8 @@ def effective(
     if given is not None:
         own = "fused" if all(group.get("fused") for group in given.param_groups) else "torch"
         changes = {"optimizer": None, "kernels": "compiled" if config.kernels == "compiled" else own}
+        if config.elementwise and known_whole(given):
+            changes["elementwise"] = None  # a DeepSpeed file vouches for what is passed, and it is known what that is
     elif config.optimizer is not None and config.kernels == "fused" and not has_fused(config.optimizer, accelerator):
         logger.warning("torch has no fused %s for %s; its plain kernel steps", config.optimizer.kind, accelerator.name)
         changes = {"kernels": "torch"}
@@ -253,7 +257,8 @@ def _check_belonging(model: nn.Module, inner: torch.optim.Optimizer, params: Ite
     if lr_scheduler is not None and not hasattr(lr_scheduler, "step") and not callable(lr_scheduler):
         raise TypeError(f"lr_scheduler={lr_scheduler!r} was passed, which has no step(). Pass one, or a function for one.")
     driven = getattr(lr_scheduler, "optimizer", None)
-    if driven is not None and getattr(driven, "param_groups", None) is not inner.param_groups:
+    groups = [optimizer.param_groups for optimizer in (inner, *members_of(inner))]
+    if driven is not None and all(getattr(driven, "param_groups", None) is not its for its in groups):
         raise ValueError(
             f"lr_scheduler={type(lr_scheduler).__name__} was passed, but it drives another optimizer than the one that trains. "
             "Make it from the optimizer that is passed, or pass a function that makes it."

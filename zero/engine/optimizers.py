@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import nn
 from accelerators import Accelerator
 from zero.config.schema import OptimizerSpec, ZeroConfig
 from zero.optim.lion import Lion
+from zero.optim.several import as_one, with_members
 from zero.optim.skip_dynamo import skip_dynamo_import
-from zero.optim.traits import ELEMENTWISE
+from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole
 from zero.runtime.kernels.select import check_kernels
 
 # DeepSpeed's own Adams, told by name. They compute what torch's do, with kernels for whole memory that a share has no use for.
@@ -36,18 +37,48 @@ def _class_of(spec: OptimizerSpec) -> Callable[..., torch.optim.Optimizer]:
     return found
 
 
-def own_optimizer(config: ZeroConfig, params: list[Any]) -> torch.optim.Optimizer:
-    """The optimizer that the configuration describes."""
+def own_optimizer(config: ZeroConfig, params: list[Any], model: nn.Module | None = None) -> torch.optim.Optimizer:
+    """The optimizer that the configuration describes, of these parameters of the model."""
     assert config.optimizer is not None
+    if config.optimizer.kind == "Muon":
+        return _muon_and_adamw(config.optimizer.kwargs, params, model)
     more = {"fused": True} if config.kernels == "fused" else {}
     with skip_dynamo_import():
         return _class_of(config.optimizer)(params, **config.optimizer.kwargs, **more)
 
 
+_OF_MUON, _OF_ADAM = ("lr", "momentum", "weight_decay"), ("lr", "betas", "eps", "weight_decay")
+_NO_MATRICES = ("embed", "lm_head")  # in the names of parameters that Muon is not for
+
+
+def _muon_and_adamw(settings: Mapping[str, Any], params: list[Any], model: nn.Module | None) -> torch.optim.Optimizer:
+    """Muon for matrices and AdamW for the rest, told apart as DeepSpeed does it: by name and shape, or by what a parameter
+    says itself with `use_muon`. Settings of a group go before those of the configuration."""
+    no_matrices = {id(param) for name, param in ([] if model is None else model.named_parameters())
+                   if any(word in name.lower() for word in _NO_MATRICES)}  # fmt: skip
+    lr = settings["lr"]
+    rates = {"muon": (settings["muon_lr"], lr, 0.02), "adam": (settings["adam_lr"], lr, 3e-4)}
+    muon, adam = ({**settings, "lr": next(rate for rate in of_it if rate is not None)} for of_it in rates.values())
+    halves: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for group in params if any(isinstance(entry, dict) for entry in params) else [{"params": params}]:
+        own = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
+        is_matrix = [bool(getattr(p, "use_muon", p.dim() >= 2 and id(p) not in no_matrices)) for p in own]
+        for half, (defaults, keys) in {True: (muon, _OF_MUON), False: (adam, _OF_ADAM)}.items():
+            members = [param for param, is_one in zip(own, is_matrix, strict=True) if is_one == half]
+            if members:
+                halves[half].append({"params": members, **{key: group.get(key, defaults[key]) for key in keys}})
+    with skip_dynamo_import():
+        kinds = {torch.optim.Muon: halves[True], torch.optim.AdamW: halves[False]}
+        found: torch.optim.Optimizer = as_one([kind(groups) for kind, groups in kinds.items() if groups])
+    return found
+
+
 def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:
-    """The optimizer that was passed, or that the function which was passed makes; torch's for an Adam of DeepSpeed's own."""
+    """The optimizer that was passed, or a list of them, or that the function which was passed makes; torch's for an Adam of
+    DeepSpeed's own."""
     with skip_dynamo_import():
         made = optimizer if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer) else optimizer(params)
+        made = as_one(made)
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer={optimizer!r} was passed, which is or gives a {type(made).__name__}. Pass a torch.optim.Optimizer, "
@@ -78,11 +109,13 @@ def is_deepspeeds_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_known(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> None:
-    """Refuses, in the words of a DeepSpeed file, an optimizer that is not known to treat every element by itself."""
-    kind = type(optimizer)
-    if kind not in ELEMENTWISE and not config.elementwise:
-        raise ValueError(
-            f"Cannot shard {kind.__module__}.{kind.__qualname__}: it is not known to treat every element by itself. If it "
-            'does, write "zero_allow_untested_optimizer": true in the configuration; or use one of '
-            f"{', '.join(known.__name__ for known in ELEMENTWISE)}."
-        )
+    """Refuses, in the words of a DeepSpeed file, an optimizer of which it is not known what it looks at."""
+    for member, group in with_members(optimizer):
+        kind, is_known = type(member), is_elementwise(member) or known_whole(member) or "whole" in group
+        if not (is_known or config.elementwise or config.whole_tensors):
+            raise ValueError(
+                f"Cannot shard {kind.__module__}.{kind.__qualname__}: it is not known to treat every element by itself. If it "
+                'does, write "zero_allow_untested_optimizer": true in the configuration; if it looks at whole tensors, one at '
+                'a time, give its groups "whole": True; or use one of '
+                f"{', '.join(known.__name__ for known in ELEMENTWISE)}."
+            )

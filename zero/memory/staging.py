@@ -17,7 +17,7 @@ class Staging:
     """Keeps what is given back for the next borrower, until it is told to let go.
 
     Buffers of one dtype come in one size, the largest that anybody borrowed so far: so any serves the next borrower, and
-    as many exist as were lent at one time.
+    as many exist as were lent at one time. What is larger than usual, as buckets of whole tensors are, has a size of its own.
 
     [Note: staging lifetimes]
     A buffer given back may still be read by work on the stream that was current then, or by a copy to the host. A
@@ -32,14 +32,16 @@ class Staging:
         allocate: Callable[[int, torch.dtype], torch.Tensor],
         is_read: Callable[[torch.Tensor], bool] = lambda _: True,
         room: Callable[[], float] = lambda: math.inf,
+        usual_numel: float = math.inf,
     ) -> None:
         self._accelerator = accelerator
         self._allocate = allocate
         self._is_reusable = is_read  # by everybody who still may
         self.room = room  # bytes that buffers on their way may take, beside those that a rank in pace needs
-        self._free: dict[torch.dtype, list[_Returned]] = {}
+        self._usual_numel = usual_numel
+        self._free: dict[_Kind, list[_Returned]] = {}
         self._whole: dict[int, torch.Tensor] = {}  # what was lent a part of, by its address
-        self._sizes: dict[torch.dtype, int] = {}
+        self._sizes: dict[_Kind, int] = {}
         self.borrowed = 0
         self.most_borrowed = 0
 
@@ -47,17 +49,21 @@ class Staging:
         """Memory with anything in it: the borrower writes what it will send."""
         self.borrowed += 1
         self.most_borrowed = max(self.most_borrowed, self.borrowed)
-        if numel > self._sizes.get(dtype, 0):
-            self._sizes[dtype] = numel
-            self._free.pop(dtype, None)  # too small from now on
-        buffer = self._reuse(dtype)
+        kind = self._kind(numel, dtype)
+        if numel > self._sizes.get(kind, 0):
+            self._sizes[kind] = numel
+            self._free.pop(kind, None)  # too small from now on
+        buffer = self._reuse(kind)
         if buffer is None:
-            buffer = self._allocate(self._sizes[dtype], dtype)
+            buffer = self._allocate(self._sizes[kind], dtype)
         self._whole[buffer.data_ptr()] = buffer
         return buffer[:numel]
 
-    def _reuse(self, dtype: torch.dtype) -> torch.Tensor | None:
-        free = self._free.get(dtype, [])
+    def _kind(self, numel: int, dtype: torch.dtype) -> _Kind:
+        return dtype, numel > self._usual_numel
+
+    def _reuse(self, kind: _Kind) -> torch.Tensor | None:
+        free = self._free.get(kind, [])
         at = next((at for at in reversed(range(len(free))) if self._is_reusable(free[at].buffer)), None)
         if at is None:
             return None
@@ -73,8 +79,9 @@ class Staging:
         """`transfer`: a copy that may still read it."""
         self.borrowed -= 1
         whole = self._whole.pop(buffer.data_ptr())
-        if whole.numel() == self._sizes[whole.dtype]:
-            self._free.setdefault(whole.dtype, []).append(_Returned(whole, self._stream(), transfer))
+        kind = self._kind(whole.numel(), whole.dtype)
+        if whole.numel() == self._sizes[kind]:
+            self._free.setdefault(kind, []).append(_Returned(whole, self._stream(), transfer))
 
     def discard(self, buffer: torch.Tensor) -> None:
         """It will not come back, as somebody may write into it at any time."""
@@ -82,12 +89,12 @@ class Staging:
         del self._whole[buffer.data_ptr()]
 
     def num_bytes(self, most_free: int | None = None) -> int:
-        """Of what is lent, and of at most so many others of each dtype."""
+        """Of what is lent, and of at most so many others of each dtype and size."""
         free = (returned.buffer for kept in self._free.values() for returned in kept[:most_free])
         return sum(buffer.nbytes for buffer in (*self._whole.values(), *free))
 
     def release(self, keep: int = 0) -> None:
-        """Lets the buffers that nobody has borrowed go, but for so many of each dtype."""
+        """Lets the buffers that nobody has borrowed go, but for so many of each dtype and size."""
         for free in self._free.values():
             del free[keep:]
 
@@ -99,6 +106,9 @@ class Staging:
 
     def _stream(self) -> Stream | None:
         return None if self._accelerator.is_synchronous else self._accelerator.current_stream()
+
+
+_Kind = tuple[torch.dtype, bool]  # whether it is larger than usual
 
 
 class _Returned(NamedTuple):

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zero.optim.lion import Lion
-from zero.optim.several import with_members
+from zero.optim.several import members_of, with_members
+from zero.optim.steps import has_step_of_its_own
 
 # Optimizers that treat every element by itself, so that a share of the elements steps as the whole would.
 _OPTIM = torch.optim
@@ -40,12 +41,23 @@ _HARMLESS = frozenset((
 KERNELS = ("fused", "foreach")  # what a group says of how its step is computed
 
 
+# These and others of torch's whose steps of two tensors have nothing to do with each other.
+_BY_BLOCKS = (*ELEMENTWISE, _OPTIM.Muon, _OPTIM.Adafactor)
+
+
+# Element-wise ones of other packages, by where they are from. Some count their calls, so they step everything at once.
+ELEMENTWISE_ELSEWHERE = {
+    "schedulefree": {"AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"},
+    "lion_pytorch": {"Lion"},
+}
+
+
 # Optimizers that look at a tensor as a whole, and at one at a time. Those in the second line compute with its rows and columns.
 WHOLE_TENSOR = {
-    "LAMB", "Lamb", "LARS", "Adafactor",
-    "Muon", "Shampoo", "SOAP", "GaLoreAdamW", "GaLoreAdafactor",
+    "LAMB", "Lamb", "LARS", "Adafactor", "AdaFactor", "CAME",
+    "Muon", "Shampoo", "SOAP", "GaLore", "GaLoreAdamW", "GaLoreAdafactor",
 }  # fmt: skip
-_OF_MATRICES = {"Muon", "Shampoo", "SOAP", "GaLoreAdamW", "GaLoreAdafactor"}
+_OF_MATRICES = {"Muon", "Shampoo", "SOAP", "GaLore", "GaLoreAdamW", "GaLoreAdafactor"}
 
 
 # Optimizers that add something up over all parameters, and what is theirs.
@@ -83,16 +95,29 @@ def _num_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
     return known + (0 if isinstance(optimizer, _OPTIM.Muon) else sum(bool(group.get(setting)) for setting in _MORE))
 
 
-def known_kind(optimizer: torch.optim.Optimizer) -> type | None:
+def known_kind(optimizer: torch.optim.Optimizer, among: Collection[type] = ELEMENTWISE) -> type | None:
     """The class of ELEMENTWISE that the optimizer is: its own, or one that it inherits from and changes nothing of but the
     constructor."""
     kind = type(optimizer)
     for parent in kind.__mro__:
-        if parent in ELEMENTWISE:
+        if parent in among:
             return parent
         if not _changes_nothing(parent):
             return None
     return None
+
+
+def steps_by_blocks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it may be given one part of its parameters after the other: nobody counts the calls or wants to see all."""
+    members = members_of(optimizer)
+    known = all(known_kind(member, _BY_BLOCKS) and not has_step_of_its_own(member) for member in members)
+    return known and not has_step_of_its_own(optimizer)
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known to treat every element by itself."""
+    kind = type(optimizer)
+    return known_kind(optimizer) is not None or kind.__name__ in ELEMENTWISE_ELSEWHERE.get(kind.__module__.split(".")[0], ())
 
 
 def _changes_nothing(kind: type) -> bool:
@@ -148,7 +173,7 @@ def whole_groups(optimizer: torch.optim.Optimizer, whole_tensors: bool | None) -
 def _is_whole(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], whole_tensors: bool) -> bool:
     if known_whole(optimizer) is not None or group.get("whole") is not None:
         return bool(group.get("whole", True))
-    return whole_tensors and known_kind(optimizer) is None
+    return whole_tensors and not is_elementwise(optimizer)
 
 
 def work_of(optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int]) -> int:

@@ -107,16 +107,11 @@ def budget_of(
                 shares[layout.buckets[piece.bucket].offloaded]["moments"] += number * item * piece.in_param.numel
     for index, number in lines.items() if in_lines else ():
         shares[layout.buckets[index].offloaded]["moments"] += number * rounds[index].share
-    at_once = max((len(layout.buckets_of(param)) for param in range(len(layout.params))), default=0)  # filled by one gradient
-    sent_before = int(are_others)  # and not landed yet
     repeats = 1 + _ON_THE_WAY if num_backwards is None else num_backwards  # more of them meet no more of each other
-    buffers = min(at_once + sent_before, len(rounds) * repeats)
-    if waits and any(round_.narrow for round_ in rounds):
-        buffers = len(rounds)  # what was added up in the dtype of sums is sent in it, all when the window settles
-    kept = _staging_of(layout, rounds, min(_KEPT, buffers))
+    all_at_once = waits and any(round_.narrow for round_ in rounds)
+    kept, staged = _staging_of(layout, rounds, int(are_others), repeats, all_at_once)
     latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)
     stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0) if any(remembered) else 0
-    staged = _staging_of(layout, rounds, buffers)
     near = [round_.share for round_ in rounds if not (round_.offloaded or (stays and round_.narrow))]
     if not shards_weights:
         shares[False]["weights"] = sum(chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks)
@@ -169,13 +164,30 @@ def _coming(rank: int, num_ranks: int) -> float:
     return 1.0 - (num_ranks > 1 and rank in (0, num_ranks - 1)) / num_ranks
 
 
-def _staging_of(layout: FlatLayout, rounds: Sequence[_Round], most: int) -> int:
-    """So many buffers of each dtype, in one size."""
-    largest = Counter[str]()
-    for bucket, round_ in zip(layout.buckets, rounds, strict=True):
-        dtype = layout.chunks[bucket.chunk].dtype
-        largest[dtype] = max(largest[dtype], round_.filled)
-    return most * sum(largest.values())
+def usual_numel(layout: FlatLayout) -> int:
+    """More elements than any bucket has but those of whole tensors, which are as large as they must be."""
+    return layout.bucket_bytes // min(ITEM_BYTES.values()) + layout.num_shares * layout.align_bytes
+
+
+def _staging_of(
+    layout: FlatLayout, rounds: Sequence[_Round], sent_before: int, repeats: int, all_at_once: bool
+) -> tuple[int, int]:
+    """Bytes of buffers that are kept, and of all that there are at one time: as many of each dtype as one gradient fills, and
+    those that were sent before and have not landed, in one size; larger ones than usual apart. `all_at_once`: what was added
+    up in the dtype of sums is sent in it, when the window settles."""
+    kept = staged = 0
+    usual = usual_numel(layout)
+    for is_large in (False, True):
+        of_it = {index for index, bucket in enumerate(layout.buckets) if (bucket.span.numel > usual) == is_large}
+        filled = max((len(of_it.intersection(layout.buckets_of(param))) for param in range(len(layout.params))), default=0)
+        buffers = len(of_it) if all_at_once else min(filled + sent_before, len(of_it) * repeats)
+        largest = Counter[str]()
+        for index in of_it:
+            dtype = layout.chunks[layout.buckets[index].chunk].dtype
+            largest[dtype] = max(largest[dtype], rounds[index].filled)
+        staged += buffers * sum(largest.values())
+        kept += min(_KEPT, buffers) * sum(largest.values())
+    return kept, staged
 
 
 def _exchanged(rounds: Sequence[_Round], repeats: int, waits: bool, stays: bool, latest: int) -> int:

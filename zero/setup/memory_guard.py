@@ -16,7 +16,7 @@ from zero.config.schema import Offload
 from zero.memory.homes.registry import Homes
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
-from zero.optim.traits import known_kind, num_moments
+from zero.optim.traits import num_moments, steps_by_blocks
 from zero.plan.budget import Budget, budget_of
 from zero.plan.layout import ITEM_BYTES, FlatLayout
 
@@ -68,9 +68,8 @@ class MemoryGuard:
         return f"{said} No setting makes that fit: use more ranks, a narrower dtype, or a smaller model or batch."
 
     def _budget(self, layout: FlatLayout, shards_weights: bool) -> Budget:
-        by_blocks = known_kind(self._optimizer) is not None
         moments, in_lines = num_moments(self._optimizer), self._contiguous_moments
-        how = {"by_blocks": by_blocks, "in_lines": in_lines, "on_host": self._place.is_host}
+        how = {"by_blocks": steps_by_blocks(self._optimizer), "in_lines": in_lines, "on_host": self._place.is_host}
         return budget_of(layout, num_moments=moments, shards_weights=shards_weights, **how)
 
     def room_for_weights(self, asked: int | str, layout: FlatLayout, tensors: Iterable[torch.Tensor]) -> float:

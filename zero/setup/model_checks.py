@@ -10,7 +10,7 @@ from torch import nn
 from accelerators import Accelerator
 from zero.memory.formats import DTYPES, overlapping
 from zero.optim.several import members_of, name_of
-from zero.optim.traits import ELEMENTWISE, known_kind, known_whole, of_all_tensors
+from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole, of_all_tensors
 
 
 def check_model(model: nn.Module) -> None:
@@ -53,10 +53,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, elementwise: bool | None, 
             "Leave it out."
         )
     for member in members_of(optimizer):
-        _check_kind(member, elementwise, whole_tensors)
+        _check_kind(member, elementwise, whole_tensors, is_alone=member is optimizer)
 
 
-def _check_kind(optimizer: torch.optim.Optimizer, elementwise: bool | None, whole_tensors: bool | None) -> None:
+def _check_kind(
+    optimizer: torch.optim.Optimizer, elementwise: bool | None, whole_tensors: bool | None, is_alone: bool
+) -> None:
+    """What is said of several optimizers is said of those that nothing is known of."""
     kind, whole, why = type(optimizer), known_whole(optimizer), of_all_tensors(optimizer)
     if why is not None:
         raise ValueError(
@@ -64,12 +67,12 @@ def _check_kind(optimizer: torch.optim.Optimizer, elementwise: bool | None, whol
             "that steps one tensor at a time, such as AdamW or Muon, and clip with clip=."
         )
     said = [group.get("whole") for group in optimizer.param_groups]
-    if whole is not None and (elementwise or False in said):
+    if whole is not None and ((elementwise and is_alone) or False in said):
         raise ValueError(
             f"Cannot shard {kind.__name__} element by element: {whole}, and would be given a share of a tensor. Leave "
             "elementwise=True and 'whole': False out: each of its tensors belongs to one rank."
         )
-    if known_kind(optimizer) is None and whole is None and not (elementwise or whole_tensors) and None in said:
+    if not is_elementwise(optimizer) and whole is None and not (elementwise or whole_tensors) and None in said:
         known = ", ".join(known.__name__ for known in ELEMENTWISE)
         raise ValueError(
             f"Sharding with {kind.__module__}.{kind.__qualname__} was asked for, which is not known to treat every element by "

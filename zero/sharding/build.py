@@ -21,7 +21,7 @@ from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
 from zero.memory.weights import FlatBuffer, Weights
-from zero.optim.traits import ELEMENTWISE
+from zero.plan.budget import usual_numel
 from zero.plan.grad_scaling import Scaling
 from zero.plan.stages import stage_of
 from zero.runtime.grads.grad_ops import ShardedGradOps
@@ -123,7 +123,7 @@ def _assemble(
             return group.staging(numel, dtype, place.device)
 
     def wire() -> ShardingState:
-        staging = Staging(place.accelerator, allocate, group.is_read, weights.room)
+        staging = Staging(place.accelerator, allocate, group.is_read, weights.room, usual_numel(layout))
         gradients = GradientShard(layout_ref, memory_guard.homes)
         reduce_dtype = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
         kinds = host_step_dtypes(layout.params, place.device)
@@ -147,7 +147,7 @@ def _assemble(
         tracker = ParamTracker(model, params, weights, formats, chosen.unmanaged)
         sync = WindowSync(group, params, layout_ref, config.text(), tracker, partial(settings_of, optimizer))
         window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params)
-        step_policy = StepPolicy(config.clip, config.on_nonfinite, ELEMENTWISE)
+        step_policy = StepPolicy(config.clip, config.on_nonfinite)
         updater = Updater(params, grad_ops, masters, optimizer, step_policy, fused_step)
         publisher = WeightPublisher(layout_ref, params, group, weights, masters)
         offloader = StateOffloader(model, place.accelerator, params, formats, weights, masters, gradients, optimizer)

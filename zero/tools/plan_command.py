@@ -22,7 +22,10 @@ The peak is that of model states alone: activations come on top, as much as the 
 the function is called with N and gives the model and a function that makes a loss of it; then a training is rehearsed on
 the simulated device as one rank of so many, and the peak that was counted, activations included, is what is shown."""
 
-_MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0}
+_MOMENTS: dict[str, int | tuple[int, int]] = {
+    "adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0,
+    "muon": (1, 2),  # of matrices, and AdamW of the rest
+}  # fmt: skip
 _KERNELS = ("torch", "fused", "compiled")
 _IN_ONE_PASS = ("adamw", "adam")  # by kernels other than torch's
 _LEAST_BUCKET = 64 * 1024
@@ -82,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     # Imported here: torch is not for those who ask for another subcommand.
     from accelerators.memory import format_bytes, parse_bytes
     from zero.config.schema import DEFAULT_BUCKET_BYTES
+    from zero.plan.layout import FlatLayout
+    from zero.tools.planning.owners import Owners, for_muon
     from zero.tools.planning.subject import read_subject
 
     for name in ("ranks", "ranks_per_host", "accumulation", "batch"):
@@ -94,6 +99,12 @@ def run(args: argparse.Namespace) -> int:
     args.gathered_bytes = math.inf if args.gathered_bytes == "all" else parse_bytes(args.gathered_bytes)
     space = _space(args)
     subject = read_subject(args.model, args.dtype, bucket_bytes, args.batch)
+    owners = None
+    if args.optimizer == "muon":
+        if args.batch is not None:
+            raise ValueError("Cannot rehearse with Muon: --batch trains with AdamW. Leave one of the two out.")
+        subject = replace(subject, params=tuple(for_muon(subject.params)))
+        owners = Owners.of(FlatLayout.build(subject.params, args.ranks, bucket_bytes))
     if args.batch is not None and subject.build is None:
         raise ValueError(f"--batch {args.batch} was asked for, but {args.model} makes no model. Give a function that does.")
     rows, counted = _rows(args, subject, space, bucket_bytes)
@@ -105,12 +116,13 @@ def run(args: argparse.Namespace) -> int:
         f"The peak is that of {'a rehearsed window' if counted else 'model states alone'}; {told}.",
         "Nothing fits. Take more ranks, devices with more memory, or a narrower dtype." if best is None else
         f"* is recommended: stage {best.stage}{'' if best.offload == 'none' else ', offload to the host'}, "
-        f"{format_bytes(best.cost.peak)} a rank.",
+        f"{format_bytes(best.cost.peak)} a rank.", *([] if owners is None else ["", *owners.words()]),
     ]  # fmt: skip
     answer = {
         "model": subject.words, "parameters": subject.numel, "dtype": subject.dtypes, "ranks": args.ranks,
         "memory_bytes": space.device, "host_memory_bytes": space.host, "includes_activations": bool(counted),
         "rows": [{**row.as_dict(), "recommended": row is best} for row in rows],
+        "owners": None if owners is None else owners.as_dict(),
     }  # fmt: skip
     tell(args.json, answer, "\n".join(lines))
     return NO if best is None else DONE
@@ -146,6 +158,7 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
     from zero.plan.costs import cost_of
     from zero.plan.layout import FlatLayout
     from zero.plan.stages import STAGES
+    from zero.tools.planning.owners import Owners
     from zero.tools.planning.rehearsing import counting_device, rehearse
 
     rows, (device, counted) = [], counting_device() if args.batch else ("", "")
@@ -157,6 +170,7 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
             one_pass = space.is_host and args.kernels != "torch" and args.optimizer in _IN_ONE_PASS
             moments, one_host = _MOMENTS[args.optimizer], space.is_host and (args.ranks_per_host or args.ranks) >= args.ranks
             rank = int(args.ranks > 2)  # one that is neither the first nor the last receives the most
+            rank = rank if args.optimizer != "muon" else Owners.of(layout).busiest
             cost = cost_of(layout, stage, args.ranks, rank, moments, args.accumulation, one_host, one_pass, space.is_host,
                            args.gathered_bytes)  # fmt: skip
             other_bytes = subject.buffer_bytes + subject.frozen_bytes // (args.ranks if row.shards_weights else 1)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from examples import mixed_precision, recomputation, sampler_and_schedule
+from examples import mixed_precision, muon, recomputation, sampler_and_schedule
 from tests.zero.integrations.on_ranks import assert_runs_as_a_program, assert_same_training, both_ranks, plain_training
 
 
@@ -71,7 +71,7 @@ def test_autocast_trains_to_the_rounding_of_its_dtype():
     assert means == pytest.approx(plain, rel=rounding)
 
 
-@pytest.mark.parametrize("name", ["mixed_precision", "recomputation", "sampler_and_schedule"])
+@pytest.mark.parametrize("name", ["mixed_precision", "muon", "recomputation", "sampler_and_schedule"])
 def test_the_example_runs_as_a_program(name, tmp_path):
     assert_runs_as_a_program(name, tmp_path)
 
@@ -85,3 +85,21 @@ def test_what_is_recomputed_trains_as_what_is_kept(use_reentrant):
             yield model(torch.cat([recomputation.batch_of(step, rank) for rank in range(2)])).square().mean()
 
     assert_same_training(found, *plain_training(recomputation.Blocks(None), losses))
+
+
+@pytest.mark.promise("W01")
+def test_muon_and_adamw_train_a_gpt_on_two_ranks_to_the_bit_as_in_one_process():
+    found = both_ranks("examples.muon:train", 6)
+    model = muon.make_model()
+    optimizers = muon.make_optimizers(model)
+    for step in range(6):
+        for rank, batch in enumerate(muon.batch_of(step).chunk(2)):
+            loss = model(batch)
+            (loss / 2).backward()
+            assert found[rank][0][step] == loss.item(), (step, rank)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for rank in found:
+        assert all(torch.equal(rank[1][name], value) for name, value in model.state_dict().items())
+    assert found[0][0][-1] < found[0][0][0]

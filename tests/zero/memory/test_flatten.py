@@ -324,6 +324,17 @@ def test_what_is_given_back_is_lent_again_and_counted():
     assert staging.borrow(8, torch.float32).data_ptr() != two.data_ptr()
 
 
+def test_what_is_larger_than_usual_has_a_size_of_its_own():
+    staging = Staging(accelerators.get("cpu"), lambda numel, dtype: torch.empty(numel, dtype=dtype), usual_numel=8)
+    large, usual = staging.borrow(100, torch.float32), staging.borrow(8, torch.float32)
+    assert staging.num_bytes() == 4 * 108
+    staging.give_back(large)
+    staging.give_back(usual)
+    assert staging.borrow(7, torch.float32).data_ptr() == usual.data_ptr()
+    assert staging.borrow(90, torch.float32).data_ptr() == large.data_ptr()
+    assert staging.num_bytes() == 4 * 108
+
+
 def test_a_borrower_on_another_stream_waits_for_the_one_before():
     streams = Streams()
     staging = Staging(streams, lambda numel, dtype: torch.empty(numel, dtype=dtype))

@@ -137,6 +137,38 @@ def test_what_cannot_be_planned_for_is_said(words, said, capsys):
     assert status == 2 and said in told
 
 
+@pytest.mark.promise("W02")
+def test_with_muon_it_is_told_who_owns_how_many_matrices_and_how_even_that_is(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = [tmp_path / "config.json", "--memory", "80GiB", "--host-memory", "1TiB", "--optimizer", "muon", "--ranks"]
+    for number in (1, 2, 8, 64):
+        status, answer = planned(capsys, *words, number)
+        owners = answer["owners"]
+        assert sum(owners["tensors"]) == 7 * 32 and len(owners["tensors"]) == number
+        assert sum(owners["num_bytes"]) == 2 * 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+        assert owners["balance"] <= 1.1 and owners["padding"] < 0.1 and status == 0
+        moments = row_of(answer, 2)["moments"]
+        assert moments == 2 * max(owners["num_bytes"]) + 8 * (answer["parameters"] - sum(owners["num_bytes"]) // 2) // number
+    assert main(["plan", *map(str, words), "8"]) == 0
+    told = capsys.readouterr().out
+    assert "Muon steps 224 matrices, each on the rank that owns it: 28 a rank, 1.51 GiB of weights." in told
+    assert "The busiest rank has 1.00 of the mean work, padding takes 0.0%" in told
+    status, answer = planned(capsys, tmp_path / "config.json", "--memory", "80GiB", "--host-memory", "1TiB")
+    assert answer["owners"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["7B"], "Cannot plan for Muon: there is no matrix"),
+        ([f"{__name__}:planned_for", "--batch", 4], "Cannot rehearse with Muon"),
+    ],
+)
+def test_what_cannot_be_planned_for_muon_is_said(words, said, capsys):
+    status, told = planned(capsys, *words, "--optimizer", "muon")
+    assert status not in (0, 1) and said in told
+
+
 # measured ----------------------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +197,7 @@ def all_in_pace(group, bucket, sum_dtype, reduce=TorchGroup.all_reduce):
     return in_pace(group, bucket, sum_dtype, reduce)
 
 
-def measure(rank, world, points, batch):
+def measure(rank, world, points, batch, make=adamw):
     """The most that a rank of a real group holds in a window, by point."""
     device, place, found = accelerators.get("sim"), place_of(rank, "sim"), []
     with place:
@@ -178,7 +210,7 @@ def measure(rank, world, points, batch):
             model = layers(batch)
         asked = {"stage": stage, "dtype": dtype, "offload": offload, "accumulation": accumulation, "bucket_bytes": BUCKET}
         with mock.patch.object(TorchGroup, "reduce_scatter", in_pace), mock.patch.object(TorchGroup, "all_reduce", all_in_pace):
-            optimizer = shard(model, adamw(model), timeout_s=20.0, **asked)
+            optimizer = shard(model, make(model), timeout_s=20.0, **asked)
         for _ in range(3):
             for _ in range(accumulation):
                 device.reset_peak_memory()
@@ -217,6 +249,21 @@ def test_the_peak_is_within_5_percent_of_what_a_rank_of_two_holds(points, batch)
         words += ["--dtype", dtype] if dtype else []
         answer = json.loads(ranks.run(1, plan_here, [f"{__name__}:planned_for", *words, *rehearsed], apart="sim")[0])
         assert answer["includes_activations"] == (batch > 1)
+        assert row_of(answer, stage, offload)["peak"] == pytest.approx(peak, rel=0.05), (stage, dtype, offload, accumulation)
+
+
+def muon(model):
+    return torch.optim.Muon(model.parameters())
+
+
+@needs_sim
+def test_the_peak_is_that_for_muon_too():
+    points = [(2, None, "none", 1), (1, "bfloat16", "none", 1), (1, None, "none", 3)]
+    measured = ranks.run(2, measure, points, 1, muon, apart="sim", timeout=120.0)[0]
+    for (stage, dtype, offload, accumulation), peak in zip(points, measured, strict=True):
+        words = ["--ranks", 2, "--memory", "80GiB", "--accumulation", accumulation, "--bucket-bytes", BUCKET, "--json"]
+        words += ["--optimizer", "muon", *(["--dtype", dtype] if dtype else [])]
+        answer = json.loads(ranks.run(1, plan_here, [f"{__name__}:planned_for", *words], apart="sim")[0])
         assert row_of(answer, stage, offload)["peak"] == pytest.approx(peak, rel=0.05), (stage, dtype, offload, accumulation)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from zero.errors import NonFinite
 from zero.memory.masters import Masters
 from zero.optim.steps import has_step_of_its_own, step_without_hooks
-from zero.optim.traits import known_kind
+from zero.optim.traits import steps_by_blocks
 from zero.plan.layout import Block
 from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.runtime.kernels.adam_step import FusedStep, Gradient, Member
@@ -37,7 +37,6 @@ class StepPolicy:
 
     clip: float | None = None
     on_nonfinite: str = "propagate"  # or "skip", "raise"
-    by_blocks: Collection[type] = ()  # optimizers that may be given one block after the other
 
 
 class Updater(Timed):
@@ -45,7 +44,9 @@ class Updater(Timed):
 
     [Note: blocks]
     An optimizer that is known to treat every element by itself is given one block after the other, each while it is in
-    the processor's cache: its edits adopted, its gradients clipped, stepped, and cast. Any other steps on all at once.
+    the processor's cache: its edits adopted, its gradients clipped, stepped, and cast. One that is known to treat every
+    tensor by itself is given one bucket of whole tensors after the other, which are on their way to the other ranks while
+    the next is stepped. Any other steps on all at once.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Updater(Timed):
         index, groups = self._params.index, self._inner.param_groups
         held = [((number, at), id(p)) for number, group in enumerate(groups) for at, p in enumerate(group["params"])]
         self._places = {index[param]: place for place, param in held if param in index}
-        if known_kind(self._inner) in self.policy.by_blocks and not has_step_of_its_own(self._inner):
+        if steps_by_blocks(self._inner):
             return [(block,) for block in blocks]
         return [blocks]
 

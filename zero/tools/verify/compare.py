@@ -145,7 +145,7 @@ class _Subject:
         model, inner = copy.deepcopy((self.model, self.optimizer))
         params = list(model.parameters())
         if inner is None:
-            inner = own_optimizer(self.config, params) if self.make is None else given_optimizer(self.make, params)
+            inner = own_optimizer(self.config, params, model) if self.make is None else given_optimizer(self.make, params)
             strangers = {id(param) for group in inner.param_groups for param in group["params"]} - set(map(id, params))
             if strangers:
                 raise ValueError(

@@ -1,0 +1,153 @@
+"""Muon as a DeepSpeed file writes it, and optimizers that are passed as a list."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.promises.loops import one_step, same, weights
+from tests.zoo.case import draw, filled, real_loss
+from tests.zoo.whole_tensors import matrices_and_others
+from zero.comm.loopback import run_ranks
+
+OPTIM = torch.optim
+
+
+class Net(nn.Module):
+    """What Muon is for, and what it is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.lm_head = nn.Linear(4, 3, bias=False)
+
+    def forward(self, x):
+        return self.lm_head(self.layers(x + self.embedding.weight.sum(0)))
+
+
+def net():
+    return filled(Net(), real=True)
+
+
+def config(**params):
+    return {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Muon", "params": params},
+            "zero_optimization": {"stage": 2}}  # fmt: skip
+
+
+SETTINGS = {"lr": 0.03, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-2}
+
+
+def by_hand(model, lr=0.03):
+    rest = [model.embedding.weight, model.layers[0].bias, model.layers[2].bias, model.lm_head.weight]
+    return [
+        OPTIM.Muon([model.layers[0].weight, model.layers[2].weight], lr=lr, momentum=0.9, weight_decay=0.1),
+        OPTIM.AdamW(rest, lr=0.01, betas=(0.8, 0.9), eps=1e-2, weight_decay=0.1),
+    ]
+
+
+def trained(world, **options):
+    """The weights after three steps of an engine, of each rank."""
+    models = [net() for _ in range(world)]
+    made = [{name: value(model) if callable(value) else value for name, value in options.items()} for model in models]
+
+    def one(group):
+        model = models[group.rank]
+        engine, *_ = zero.initialize(model=model, mesh_param=None, **made[group.rank], mpu=None)
+        for step in range(3):
+            engine.backward(real_loss(engine(draw(model, (3, 4), group.rank, step, real=True))))
+            engine.step()
+        return weights(model)
+
+    return one(type("Alone", (), {"rank": 0})) if world == 1 else run_ranks(world, one, 20.0)
+
+
+def plain():
+    model = net()
+    optimizers = by_hand(model)
+    for step in range(3):
+        real_loss(model(draw(model, (3, 4), 0, step, real=True))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def test_muon_of_a_deepspeed_file_trains_matrices_and_adamw_the_rest():
+    assert same(trained(1, config=config(**SETTINGS)), plain())
+
+
+def test_optimizers_passed_as_a_list_train_under_an_engine():
+    file = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+    assert same(trained(1, config=file, optimizer=by_hand), plain())
+
+
+def groups_of(engine):
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    return [([names[id(param)] for param in group["params"]], group["lr"]) for group in engine.optimizer.param_groups]
+
+
+def test_rates_defaults_and_settings_of_groups_are_deepspeeds():
+    engine, *_ = zero.initialize(model=net(), config=config())
+    assert groups_of(engine) == [
+        (["layers.0.weight", "layers.2.weight"], 0.02),
+        (["embedding.weight", "layers.0.bias", "layers.2.bias", "lm_head.weight"], 3e-4),
+    ]
+    assert engine.optimizer.param_groups[0]["weight_decay"] == 0.0 and engine.optimizer.param_groups[1]["betas"] == (0.9, 0.95)
+    engine.destroy()
+    model = net()
+    first = {"params": list(model.layers.parameters()), "lr": 0.5}
+    second = {"params": [model.embedding.weight, model.lm_head.weight], "weight_decay": 0.25}
+    engine, *_ = zero.initialize(model=model, model_parameters=[first, second], config=config(lr=0.1, muon_lr=0.2))
+    assert groups_of(engine) == [
+        (["layers.0.weight", "layers.2.weight"], 0.5),
+        (["layers.0.bias", "layers.2.bias"], 0.5),
+        (["embedding.weight", "lm_head.weight"], 0.1),
+    ]
+    assert engine.optimizer.param_groups[2]["weight_decay"] == 0.25
+    engine.destroy()
+
+
+def test_a_parameter_may_say_itself_whether_muon_is_for_it():
+    model = net()
+    model.lm_head.weight.use_muon, model.layers[0].weight.use_muon = True, False
+    engine, *_ = zero.initialize(model=model, config=config())
+    assert groups_of(engine)[0][0] == ["layers.2.weight", "lm_head.weight"]
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [({"per_head_muon": True}, "per_head_muon"), ({"momentum": 1.0}, "momentum"), ({"ns_method": "svd"}, "ns_method")],
+)
+def test_settings_of_muon_that_are_not_served_are_named(params, message):
+    with pytest.raises(ValueError, match=message):
+        zero.initialize(model=net(), config=config(**params))
+
+
+def test_a_schedule_of_one_of_the_optimizers_drives_it_and_another_ones_is_refused(caplog):
+    model = net()
+    optimizers = by_hand(model)
+    schedule = OPTIM.lr_scheduler.LambdaLR(optimizers[0], lambda step: 0.5**step)
+    file = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 1}}
+    engine, *_ = zero.initialize(model=model, optimizer=optimizers, lr_scheduler=schedule, config=file)
+    with caplog.at_level(logging.WARNING):
+        engine.backward(real_loss(engine(draw(model, (3, 4), 0, 0, real=True))))
+        engine.step()
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.015, 0.01]
+    engine.destroy()
+    stranger = OPTIM.lr_scheduler.LambdaLR(by_hand(net())[0], lambda step: 1.0)
+    other = net()
+    with pytest.raises(ValueError, match="drives another optimizer"):
+        zero.initialize(model=other, optimizer=by_hand(other), lr_scheduler=stranger, config=file)
+
+
+def test_a_list_of_one_is_that_one():
+    model = net()
+    muon = OPTIM.Muon(matrices_and_others(model)[0])
+    optimizer = zero.shard(model, [muon], stage=2)
+    one_step(model, optimizer)
+    assert optimizer.inner is muon
+    optimizer.close()
