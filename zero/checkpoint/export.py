@@ -18,6 +18,7 @@ from zero.checkpoint.manifest import VALUE, Manifest
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.reader import Lines
 from zero.checkpoint.weight_writer import Sizes, in_file, total_bytes, write_file, write_files
+from zero.memory.values import Held, Values
 
 INDEX = "model.safetensors.index.json"
 _ALIASES = "zero.aliases"
@@ -120,9 +121,9 @@ class _Exporting:
             metadata[_MODULES] = json.dumps(values.encode(modules, "modules"))
         with ProgressBar(f"writing {out.name}", total_bytes(sizes)) as bar:
             if shard_bytes is not None:
-                return write_files(out, "model", sizes, self._tensor, metadata, bar, shard_bytes)
+                return write_files(out, "model", sizes, self._values, metadata, bar, shard_bytes)
             out.parent.mkdir(parents=True, exist_ok=True)
-            write_file(out, sizes, self._tensor, metadata, bar)
+            write_file(out, sizes, self._values, metadata, bar)
             return [out]
 
     def _sizes(self) -> Sizes:
@@ -136,10 +137,10 @@ class _Exporting:
     def _cast(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def _values(self, name: str) -> Values:
         if name in self.manifest.buffers:
-            return self.lines.buffer(name)
-        return self.lines.whole(name, VALUE).to(self._cast(getattr(torch, self.manifest.parameters[name].dtype)))
+            return Held(self.lines.buffer(name))
+        return Held(self.lines.whole(name, VALUE).to(self._cast(getattr(torch, self.manifest.parameters[name].dtype))))
 
     def write_optimizer(self, out: Path) -> Path:
         """Tensors pass through files of their own: torch.save wants all of them at once, and reads them from there."""
