@@ -2,11 +2,12 @@
 
     python benchmarks/loading.py --folder DIR
 
-A Llama in bf16 of the given size lies in safetensors files. Each rank runs in a cgroup of its own with a limit on memory, where the
-system lets this program make one. Timed are: the files read once, in large pieces, by one process; `from_pretrained` and
+A Llama in bf16 of the given size lies in safetensors files. Each rank runs in a cgroup of its own with a limit on memory, where
+the system lets this program make one. Timed are: the files read once, in large pieces, by one process; `from_pretrained` and
 `zero.shard` at stage 3, until the last rank has its shares; as many bytes written once, with a sync; and `save_pretrained`.
-Before each reading the system is told to forget the files. Peaks are of a rank's resident memory beyond what it had after its
-imports. By default the model is frozen but for one norm, as under adapters; with --trained all of it has masters in fp32 too.
+Before each reading the system is told to forget the files. Peaks are beyond what a rank had after its imports, of its own
+memory and its shares; that of others which it sees is theirs. By default the model is frozen but for one norm, as under
+adapters; with --trained all of it has masters in fp32 too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -101,6 +103,22 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+class Own:
+    """Memory that is this process's alone, looked at now and then, beyond what it was."""
+
+    def __init__(self) -> None:
+        self._before = self._most = status("RssAnon")
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        while True:
+            self._most = max(self._most, status("RssAnon"))
+            time.sleep(0.02)
+
+    def peak(self) -> int:
+        return self._most - self._before
+
+
 def run(options: argparse.Namespace) -> None:
     """One rank: what it took and what it had, as a line of JSON."""
     import torch
@@ -116,21 +134,20 @@ def run(options: argparse.Namespace) -> None:
     reset_peak()
     before, begin = status("VmRSS"), time.perf_counter()
     model = from_pretrained(AutoModelForCausalLM, options.model, stage=3)
-    loaded = status("VmHWM")
     if not options.trained:
         model.requires_grad_(False).model.norm.requires_grad_(True)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = zero.shard(model, torch.optim.SGD(trained, lr=0.1), stage=3)
     torch.distributed.barrier()
-    read_s, read_peak = time.perf_counter() - begin, status("VmHWM") - before
-    found = {"read_s": read_s, "read_peak": read_peak, "loaded_peak": loaded - before, "before": before}
+    found = {"read_s": time.perf_counter() - begin, "read_peak": status("VmHWM") - before}
+    own = Own()
     torch.distributed.barrier()
-    reset_peak()
-    held, begin = status("VmRSS"), time.perf_counter()
+    begin = time.perf_counter()
     save_pretrained(model, options.out, max_shard_size="1GB")
-    found |= {"write_s": time.perf_counter() - begin, "write_peak": status("VmHWM") - held}
+    found |= {"write_s": time.perf_counter() - begin, "write_peak": own.peak()}
     print(json.dumps(found), flush=True)
     torch.distributed.barrier()
+    assert not optimizer.skipped_steps
     os._exit(0)  # or the optimizer would close, and make the model plain: on all ranks, with all of its memory
 
 
@@ -162,19 +179,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--trained", action="store_true", help="all of the model, with masters in fp32")
     parser.add_argument("--folder", help="a directory on the disk to be measured (default: the temporary one)")
-    for name in ("model", "out"):
+    for name in ("make", "model", "out"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.model:
         run(options)
         return
-    num_bytes = int(options.gib * GIB)
+    if options.make:
+        write_model(Path(options.make), int(options.gib * GIB), GIB)
+        return
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         folder, out = Path(place) / "model", Path(place) / "out"
         folder.mkdir()
-        maker = "import sys; sys.path[0:0] = sys.argv[4:]; from loading import *; write_model(Path(sys.argv[1]), *map(int, sys.argv[2:4]))"
-        here = str(Path(__file__).parent)
-        subprocess.run([sys.executable, "-c", maker, str(folder), str(num_bytes), str(GIB), here], check=True)
+        make = [sys.executable, __file__, "--make", str(folder), "--gib", str(options.gib)]
+        subprocess.run(make, check=True, env=environment())
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         groups = [limited(rank, int(options.limit_gib * GIB)) if options.limit_gib else None for rank in range(options.ranks)]
         held = f"in cgroups of {options.limit_gib} GiB" if all(groups) else "not limited, as no cgroup could be made here"
@@ -187,6 +205,11 @@ def main() -> None:
                 group.rmdir()
 
 
+def environment(**more: object) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in more.items()}
+
+
 def measure(options: argparse.Namespace, folder: Path, out: Path, size: int, groups: list[Path | None]) -> None:
     forget(folder)
     plain_read, plain_write = read_once(folder), write_once(out.with_name("plain"), size)
@@ -195,13 +218,12 @@ def measure(options: argparse.Namespace, folder: Path, out: Path, size: int, gro
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, __file__, "--model", str(folder), "--out", str(out)] + ["--trained"] * options.trained
-    root = str(Path(__file__).parents[1])
     started = []
     for rank, group in enumerate(groups):
-        environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks),
-                                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-                                    "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}  # fmt: skip
-        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=partial(join, group)))
+        launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks}
+        launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        how = {"env": environment(**launch), "stdout": subprocess.PIPE, "text": True, "preexec_fn": partial(join, group)}
+        started.append(subprocess.Popen(command, **how))
     said = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise SystemExit(f"A rank ended with {[process.returncode for process in started]}: -9 is for want of memory.")
@@ -209,10 +231,11 @@ def measure(options: argparse.Namespace, folder: Path, out: Path, size: int, gro
     share, mib = size / options.ranks, 2**20
     read_s, write_s = (max(rank[key] for rank in found) for key in ("read_s", "write_s"))
     peak, write_peak = (max(rank[key] for rank in found) / mib for key in ("read_peak", "write_peak"))
-    print(f"in  {read_s:6.2f} s, {read_s / plain_read:5.2f} of {plain_read:.2f} s to read the files once; a rank's peak is its share "
-          f"({share / mib:.0f} MiB) and {peak - share / mib:.0f} MiB")  # fmt: skip
-    print(f"out {write_s:6.2f} s, {write_s / plain_write:5.2f} of {plain_write:.2f} s to write as much once; {write_peak:.0f} MiB more than before",
-          flush=True)  # fmt: skip
+    share_mib = share / mib
+    print(f"in  {read_s:6.2f} s, {read_s / plain_read:5.2f} of {plain_read:.2f} s to read the files once; "
+          f"a rank's peak is its share ({share_mib:.0f} MiB) and {peak - share_mib:.0f} MiB")  # fmt: skip
+    print(f"out {write_s:6.2f} s, {write_s / plain_write:5.2f} of {plain_write:.2f} s to write as much once; "
+          f"{write_peak:.0f} MiB more than before", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
