@@ -111,7 +111,7 @@ def test_a_large_model_is_loaded_and_written_in_cgroups_that_do_not_hold_it(tmp_
     if find_spec("transformers") is None:
         pytest.skip("transformers is not installed (it needs Python 3.11)")
     environment = {**os.environ, "ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options = ["--gib", "0.5", "--limit-gib", "0.75", "--rounds", "1", "--folder", str(tmp_path)]
+    options = ["--gib", "0.5", "--limit-gib", "0.65", "--rounds", "1", "--folder", str(tmp_path)]
     command = [sys.executable, "benchmarks/loading.py", *options]
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
     assert found.returncode == 0, found.stderr
@@ -119,4 +119,4 @@ def test_a_large_model_is_loaded_and_written_in_cgroups_that_do_not_hold_it(tmp_
         pytest.skip("no cgroup can be made here: that takes root, and a memory controller that is delegated")
     [peak] = re.findall(r"its share \((\d+) MiB\) and (\d+) MiB", found.stdout)
     [more] = re.findall(r"; (\d+) MiB more than before", found.stdout)
-    assert 250 < int(peak[0]) < 260 and int(peak[1]) < 256 and int(more) < 256, found.stdout
+    assert int(peak[0]) > 200 and int(peak[1]) < 256 and int(more) < 256, found.stdout
