@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,18 @@ def test_on_the_host_there_is_no_training_on_an_accelerator_to_time():
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert found.returncode == 1 and not found.stdout
     assert "was asked for" in found.stderr and "is the host" in found.stderr and "Run it on" in found.stderr
+
+
+def test_a_large_model_is_loaded_and_written_in_cgroups_that_do_not_hold_it(tmp_path):
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed (it needs Python 3.11)")
+    environment = {**os.environ, "ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options = ["--gib", "0.5", "--limit-gib", "0.65", "--rounds", "1", "--folder", str(tmp_path)]
+    command = [sys.executable, "benchmarks/loading.py", *options]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    assert found.returncode == 0, found.stderr
+    if "no cgroup could be made" in found.stdout:
+        pytest.skip("no cgroup can be made here: that takes root, and a memory controller that is delegated")
+    [peak] = re.findall(r"its share \((\d+) MiB\) and (\d+) MiB", found.stdout)
+    [more] = re.findall(r"; (\d+) MiB more than before", found.stdout)
+    assert int(peak[0]) > 200 and int(peak[1]) < 256 and int(more) < 256, found.stdout

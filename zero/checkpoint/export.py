@@ -13,11 +13,13 @@ import torch
 from safetensors import safe_open
 
 from zero.checkpoint import values
+from zero.checkpoint.dcp import write_dcp
 from zero.checkpoint.folder import Folder, check_file, read_manifest
 from zero.checkpoint.manifest import VALUE, Manifest
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.reader import Lines
 from zero.checkpoint.weight_writer import Sizes, in_file, total_bytes, write_file, write_files
+from zero.memory.values import Held, Values, whole
 
 INDEX = "model.safetensors.index.json"
 _ALIASES = "zero.aliases"
@@ -32,15 +34,21 @@ def export(
     shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     optimizer: str | os.PathLike[str] | None = None,
+    format: str = "safetensors",
 ) -> list[Path]:
     """Writes the weights and buffers of a checkpoint to the safetensors file `out`; gives the paths written. No collective.
 
     `read_export` gives them as a state dict that the plain model takes, and so does safetensors' own `load_model`. Tied
     weights are written once, with their other names in the file's metadata. With `shard_bytes` `out` is a folder
     of files of about that size and an index. Floating weights are in the dtype that they were trained in, or in `dtype`.
-    `optimizer` names a file for a state dict that a plain torch optimizer takes.
+    `optimizer` names a file for a state dict that a plain torch optimizer takes. With `format="dcp"` `out` is a folder that
+    torch.distributed.checkpoint loads, with "model" and "optim" as torch's get_state_dict has them, for FSDP2.
     """
-    _check_asked(Path(os.fspath(out)), shard_bytes, dtype)
+    if format not in ("safetensors", "dcp"):
+        raise ValueError(f"Cannot export with format={format!r}: there are 'safetensors' and 'dcp'. Pass one of them.")
+    if format == "dcp" and (shard_bytes is not None or optimizer is not None):
+        raise ValueError("Cannot export with format='dcp' and shard_bytes or optimizer: the folder has all. Leave them out.")
+    _check_asked(Path(os.fspath(out)), 1 if format == "dcp" else shard_bytes, dtype)
     folder = Folder.at(directory).find(tag)
     manifest = read_manifest(folder)
     with ProgressBar(f"checking {folder.name}", sum(file.num_bytes for file in manifest.files)) as bar:
@@ -49,6 +57,8 @@ def export(
     lines = Lines(folder, manifest)
     try:
         exporting = _Exporting(manifest, lines, dtype)
+        if format == "dcp":
+            return exporting.write_distributed(Path(os.fspath(out)))
         made = exporting.write_weights(Path(os.fspath(out)), shard_bytes)
         if optimizer is not None:
             made.append(exporting.write_optimizer(Path(os.fspath(optimizer))))
@@ -120,9 +130,9 @@ class _Exporting:
             metadata[_MODULES] = json.dumps(values.encode(modules, "modules"))
         with ProgressBar(f"writing {out.name}", total_bytes(sizes)) as bar:
             if shard_bytes is not None:
-                return write_files(out, "model", sizes, self._tensor, metadata, bar, shard_bytes)
+                return write_files(out, "model", sizes, self._values, metadata, bar, shard_bytes)
             out.parent.mkdir(parents=True, exist_ok=True)
-            write_file(out, sizes, self._tensor, metadata, bar)
+            write_file(out, sizes, self._values, metadata, bar)
             return [out]
 
     def _sizes(self) -> Sizes:
@@ -136,10 +146,22 @@ class _Exporting:
     def _cast(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def _values(self, name: str) -> Values:
         if name in self.manifest.buffers:
-            return self.lines.buffer(name)
-        return self.lines.whole(name, VALUE).to(self._cast(getattr(torch, self.manifest.parameters[name].dtype)))
+            return Held(self.lines.buffer(name))
+        return Held(self.lines.whole(name, VALUE).to(self._cast(getattr(torch, self.manifest.parameters[name].dtype))))
+
+    def write_distributed(self, out: Path) -> list[Path]:
+        """As `write_optimizer`, tensors pass through files of their own."""
+        out.mkdir(parents=True, exist_ok=True)
+        groups = values.decode(self.manifest.training, self.lines.extra)["groups"]
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+            named = {name: Path(scratch) / str(number) for number, name in enumerate(self._sizes())}
+            model = {name: in_file(whole(self._values(name)), file) for name, file in named.items()}
+            model.update({alias: model[name] for alias, name in self.manifest.aliases.items()})
+            state = {name: self._state(name, named[name].with_suffix(".state")) for name in self.manifest.parameters}
+            optim = {"state": {name: its for name, its in state.items() if its}, "param_groups": groups}
+            return write_dcp({"model": model, "optim": optim}, out)
 
     def write_optimizer(self, out: Path) -> Path:
         """Tensors pass through files of their own: torch.save wants all of them at once, and reads them from there."""

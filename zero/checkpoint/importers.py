@@ -1,4 +1,4 @@
-"""What others saved, as a checkpoint of ours: DeepSpeed's ZeRO-1 and ZeRO-2, and plain torch's state dicts.
+"""What others saved, as a checkpoint of ours: DeepSpeed's ZeRO-1 and ZeRO-2, torch's state dicts, plain and distributed.
 
 Files are read with `weights_only`: nobody's code runs. DeepSpeed pickles three classes of its own into its files, which
 stand-ins without behaviour take the place of; any other class is refused by name.
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from zero.checkpoint import values
+from zero.checkpoint.dcp import is_dcp, model_and_optimizer, read_dcp, tied_again
 from zero.checkpoint.folder import LATEST, Folder, file_of
 from zero.checkpoint.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
 from zero.checkpoint.tensor_files import write_tensors
@@ -63,12 +64,17 @@ def import_checkpoint(
 ) -> Path:
     """Writes what is in `source` as a checkpoint into the directory `out`, and gives its path. No collective.
 
-    `source` is a directory of DeepSpeed's, of which `tag` names one checkpoint (the latest where it is None), or a file with a
-    model's state dict. For the latter `optimizer` is a file with the state dict of a plain optimizer, whose parameters have
-    numbers: they are the model's in their order, and `buffers` are patterns of names that are no parameters.
+    `source` is a directory of DeepSpeed's, of which `tag` names one checkpoint (the latest where it is None), one that
+    torch.distributed.checkpoint wrote, as FSDP2's are, or a file with a model's state dict. For the last two `buffers` are
+    patterns of names that are no parameters, and `optimizer` is where the state of the optimizer lies apart: a distributed
+    checkpoint, or a file with the state dict of a plain optimizer, whose parameters have numbers: they are the model's in
+    their order.
     """
     path = Path(os.fspath(source))
-    found = _from_deepspeed(path, tag) if path.is_dir() else _from_torch(path, optimizer, buffers)
+    if is_dcp(path):
+        found = _from_dcp(path, optimizer, buffers)
+    else:
+        found = _from_deepspeed(path, tag) if path.is_dir() else _from_torch(path, optimizer, buffers)
     return _write(found, Folder.at(out), f"global_step{found.more.get('step', 0)}")
 
 
@@ -208,9 +214,29 @@ def _scale_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
 # plain torch's ----------------------------------------------------------------------------------------------------------
 
 
+def _from_dcp(path: Path, optimizer: Any, patterns: Sequence[str]) -> _Found:
+    model, its = model_and_optimizer(read_dcp(path))
+    if optimizer is not None:
+        its = model_and_optimizer(read_dcp(Path(os.fspath(optimizer))))[1]
+    trained = {name for group in (its or {}).get("param_groups", ()) for name in group["params"]}
+    found = _of_model(path, tied_again(model, trained), patterns)
+    for name, entries in (its or {}).get("state", {}).items():
+        if name not in found.values:
+            raise BadCheckpoint(f"Cannot take the state of {name} from {path}: it is no parameter there.")
+        found.state[name] = dict(entries)
+    found.groups = [dict(group) for group in (its or {}).get("param_groups", ())]
+    return found
+
+
 def _from_torch(path: Path, optimizer: Any, patterns: Sequence[str]) -> _Found:
+    found = _of_model(path, _load(path), patterns)
+    if optimizer is not None:
+        _take_numbered(found, _load(Path(os.fspath(optimizer))))
+    return found
+
+
+def _of_model(path: Path, loaded: Any, patterns: Sequence[str]) -> _Found:
     found, first = _Found(), dict[Any, str]()
-    loaded = _load(path)
     if not isinstance(loaded, Mapping):
         raise BadCheckpoint(f"{path} was to be read as a model's state dict, but it is a {type(loaded).__name__}.")
     for name, tensor in loaded.items():
@@ -224,8 +250,6 @@ def _from_torch(path: Path, optimizer: Any, patterns: Sequence[str]) -> _Found:
             found.buffers[name] = tensor
         else:
             found.values[name], found.dtypes[name] = tensor, tensor.dtype
-    if optimizer is not None:
-        _take_numbered(found, _load(Path(os.fspath(optimizer))))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Weights for other programs: one file or several with an index, with one tensor in memory at a time."""
+"""Weights for other programs: one file or several with an index, of which a stretch is in memory at a time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from zero.checkpoint import disk
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.tensor_files import has_name, write_stream
 from zero.memory.formats import bytes_of
+from zero.memory.values import Values
+from zero.plan.spans import Span
+
+_AT_ONCE = 2**24  # bytes that are read at a time
 
 Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -23,7 +27,7 @@ def ordered(sizes: Sizes) -> Sizes:
 
 
 def write_file(
-    path: Path, sizes: Sizes, tensor_of: Callable[[str], torch.Tensor], metadata: Mapping[str, str], bar: ProgressBar
+    path: Path, sizes: Sizes, values_of: Callable[[str], Values], metadata: Mapping[str, str], bar: ProgressBar
 ) -> None:
     """A safetensors file, whole or not at all."""
     unknown = next((f"{name} is {dtype}" for name, (dtype, _) in sizes.items() if not has_name(dtype)), None)
@@ -33,7 +37,7 @@ def write_file(
     beside.unlink(missing_ok=True)
     try:
         sizes = ordered(sizes)
-        write_stream(beside, sizes, map(tensor_of, sizes), bar.advance, metadata)
+        write_stream(beside, sizes, _stretches(sizes, values_of), bar.advance, metadata)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
@@ -43,7 +47,7 @@ def write_files(
     folder: Path,
     stem: str,
     sizes: Sizes,
-    tensor_of: Callable[[str], torch.Tensor],
+    values_of: Callable[[str], Values],
     metadata: Mapping[str, str],
     bar: ProgressBar,
     shard_bytes: int,
@@ -54,11 +58,18 @@ def write_files(
     places = {}
     for number, shard in enumerate(shards, 1):
         path = folder / f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
-        write_file(path, shard, tensor_of, metadata, bar)
+        write_file(path, shard, values_of, metadata, bar)
         places.update(dict.fromkeys(shard, path.name))
     index = {"metadata": {"total_size": total_bytes(sizes)}, "weight_map": dict(sorted(places.items()))}
     disk.replace(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2))
     return [*(folder / name for name in sorted(set(places.values()))), folder / f"{stem}.safetensors.index.json"]
+
+
+def _stretches(sizes: Sizes, values_of: Callable[[str], Values]) -> Iterator[torch.Tensor]:
+    for name, (dtype, shape) in sizes.items():
+        values = values_of(name)
+        for stretch in Span(0, torch.Size(shape).numel()).cut(_AT_ONCE // dtype.itemsize):
+            yield values.read(stretch)
 
 
 def in_file(tensor: torch.Tensor, file: Path) -> torch.Tensor:

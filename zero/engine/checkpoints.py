@@ -16,6 +16,8 @@ from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.weight_writer import in_file, total_bytes, write_file, write_files
 from zero.comm.exchange import all_or_none, require_same_args
 from zero.comm.group import Group
+from zero.memory.values import Values
+from zero.runtime.params.reading import ParamReader
 from zero.sharding.load import latest, load_from
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.save import save
@@ -60,11 +62,15 @@ def write_weights(
 
 def _write_safetensors(path: Path, whole: Mapping[str, torch.Tensor], max_shard_bytes: int | None) -> None:
     sizes = {name: (value.dtype, tuple(value.shape)) for name, value in whole.items()}
-    with ProgressBar(f"writing {path.name}", total_bytes(sizes)) as bar, torch.no_grad():
+    with ProgressBar(f"writing {path.name}", total_bytes(sizes)) as bar, ParamReader() as reader:
+
+        def values_of(name: str) -> Values:
+            return reader.values_of(whole[name])
+
         if max_shard_bytes is None:
-            write_file(path, sizes, whole.__getitem__, {"format": "pt"}, bar)
+            write_file(path, sizes, values_of, {"format": "pt"}, bar)
         else:
-            write_files(path.parent, path.stem, sizes, whole.__getitem__, {"format": "pt"}, bar, max_shard_bytes)
+            write_files(path.parent, path.stem, sizes, values_of, {"format": "pt"}, bar, max_shard_bytes)
 
 
 def _write_torch(path: Path, whole: dict[str, Any]) -> None:

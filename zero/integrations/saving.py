@@ -10,7 +10,6 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.weight_writer import total_bytes, write_file
 from zero.comm.connect import connect
 from zero.comm.exchange import all_or_none
-from zero.plan.spans import Span
+from zero.runtime.params.reading import ParamReader
 from zero.runtime.params.unread import Unread
 from zero.sharding.live import optimizers_of
 
@@ -50,20 +49,18 @@ def save_pretrained(model: Any, folder: Any, **options: Any) -> None:
 @contextlib.contextmanager
 def saving(model: Any) -> Iterator[dict[str, Any]]:
     """Inside, this rank may call what saves a model with this state dict. No collective."""
-    with torch.no_grad(), _streaming():
-        yield _state_of(model)
+    with torch.no_grad(), _streaming(), ParamReader() as reader:
+        yield _state_of(model, reader)
 
 
-def _state_of(model: nn.Module) -> dict[str, Any]:
+def _state_of(model: nn.Module, reader: ParamReader) -> dict[str, Any]:
     """The model's state dict, with parameters that are gathered when they are read."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
-    gathering = _Gathering()
     for name in () if hasattr(model, "peft_config") else _other_names(model, state):  # PEFT chooses itself
         del state[name]
     for name, value in state.items():
         if isinstance(value, nn.Parameter):  # on a device where nobody looks for its memory
-            values = value.viewed() if isinstance(value, Unread) else _Whole(value, gathering)
-            state[name] = Unread.of(values, name, "meta")
+            state[name] = Unread.of(reader.values_of(value), name, "meta")
         elif isinstance(value, torch.Tensor):
             state[name] = value.detach()
     return state
@@ -87,32 +84,6 @@ def _other_names(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
     return others
 
 
-class _Gathering:
-    """The parameter that is whole."""
-
-    def __init__(self) -> None:
-        self._param: nn.Parameter | None = None
-        self._line = torch.empty(0)
-
-    def line_of(self, param: nn.Parameter) -> torch.Tensor:
-        if param is not self._param:
-            self._param, self._line = None, torch.empty(0)  # before there is another
-            self._param, self._line = param, param.detach().reshape(-1).clone().cpu()
-        return self._line
-
-
-class _Whole:
-    """The values of a parameter, gathered when they are read."""
-
-    def __init__(self, param: nn.Parameter, gathering: _Gathering) -> None:
-        self.shape = tuple(param.shape)
-        self.dtype = param.dtype
-        self._line = partial(gathering.line_of, param)
-
-    def read(self, span: Span) -> torch.Tensor:
-        return self._line()[span.start : span.stop]
-
-
 @contextlib.contextmanager
 def _streaming() -> Iterator[None]:
     """Files are written one tensor after the other, by a Trainer, by models and by PEFT."""
@@ -133,9 +104,5 @@ def _write(tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Mapping
     sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     path = Path(filename)
 
-    def tensor_of(name: str) -> torch.Tensor:
-        tensor = tensors[name]
-        return tensor.detach().whole() if isinstance(tensor, Unread) else tensor  # type: ignore[attr-defined]
-
-    with ProgressBar(f"writing {path.name}", total_bytes(sizes)) as bar:
-        write_file(path, sizes, tensor_of, metadata or {}, bar)
+    with ProgressBar(f"writing {path.name}", total_bytes(sizes)) as bar, ParamReader() as reader:
+        write_file(path, sizes, lambda name: reader.values_of(tensors[name]), metadata or {}, bar)

@@ -83,6 +83,15 @@ class Flattener:
             source[end:].zero_()
         return source
 
+    def nothing(self, chunk: int) -> torch.Tensor | None:
+        """NaN for all of a chunk, in memory of one number, if none of its parameters has values yet."""
+        params = self.weights.layout_ref.layout.chunks[chunk].params
+        if not all(self.tensors[param].is_meta for param in params):
+            return None
+        self.dtypes.update((param, self.tensors[param].dtype) for param in params)
+        numel, dtype = self.size_of(chunk)
+        return torch.full((1,), float("nan"), dtype=dtype).expand(numel)
+
     def _allocated(self, numel: int, dtype: torch.dtype, on_device: bool) -> tuple[torch.Tensor, bool]:
         """Memory on the device, if it is to be there and the device has what it said; on the host otherwise."""
         spare, self._spare = self._spare, None

@@ -19,6 +19,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )  # fmt: skip
     parser.add_argument("directory", help="where the checkpoints are")
     parser.add_argument("out", help="a file to write; with --shard-size a folder")
+    parser.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors", help="dcp: a folder for FSDP2")
     parser.add_argument("--tag", help="which checkpoint (default: the latest)")
     parser.add_argument("--shard-size", metavar="BYTES", help="write files of about this size, such as 5G, and an index")
     parser.add_argument("--dtype", choices=_DTYPES, help="of floating weights (default: as they were trained)")
@@ -33,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     shard_bytes = None if args.shard_size is None else _bytes_of(args.shard_size)
-    made = export(args.directory, args.out, args.tag, shard_bytes=shard_bytes, dtype=dtype, optimizer=args.optimizer)
+    options = {"shard_bytes": shard_bytes, "dtype": dtype, "optimizer": args.optimizer, "format": args.format}
+    made = export(args.directory, args.out, args.tag, **options)
     tell(args.json, {"written": [str(path) for path in made]}, "\n".join(map(str, made)))
     return DONE
 

@@ -10,13 +10,13 @@ from zero.tools.cli import DONE, Subparsers, add_command, tell
 def add_parser(subparsers: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(
-        subparsers, "import", "make a checkpoint of what DeepSpeed or plain torch saved", "Runs no code of what it reads.",
+        subparsers, "import", "make a checkpoint of what DeepSpeed or torch saved", "Runs no code of what it reads.",
         run, "written",
     )  # fmt: skip
-    parser.add_argument("source", help="a directory of DeepSpeed ZeRO-1 or ZeRO-2, or a file with a model's state dict")
+    parser.add_argument("source", help="of DeepSpeed ZeRO-1 or 2, of torch.distributed.checkpoint, or a model's state dict")
     parser.add_argument("out", help="the directory to write a checkpoint into")
     parser.add_argument("--tag", help="which checkpoint of DeepSpeed's (default: the latest)")
-    parser.add_argument("--optimizer", metavar="FILE", help="a plain optimizer's state dict, beside a model's")
+    parser.add_argument("--optimizer", metavar="FILE", help="the optimizer's state, where it lies apart")
     told = "names in a model's state dict that are no parameters, such as '*.mask'; may be given several times"
     parser.add_argument("--buffer", metavar="PATTERN", action="append", default=[], help=told)
 

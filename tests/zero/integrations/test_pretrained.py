@@ -1,5 +1,7 @@
 """Hugging Face models from files into shares: as plain from_pretrained gives them, and no rank reads more than its shares."""
 
+import contextlib
+import io
 import json
 import re
 from functools import partial
@@ -315,3 +317,25 @@ def test_bad_folders_are_named_on_all_ranks(tmp_path):
         assert re.search(r"Cannot load .* device_map=.*Leave device_map out, and move the model", said["device map"])
     assert re.search(r"(?s)RankFailed: Cannot load the model: rank 1 of 2 could not\. \w+: .*nowhere", here["missing on one"])
     assert "nowhere" in there["missing on one"]
+
+
+def made_in_shares(folder):
+    """The example, which begins with random weights, and again with what it wrote."""
+    from transformers import AutoModelForCausalLM
+
+    from examples.llama_stage3 import main
+
+    printed = []
+    for begin in ([], ["--model", f"{folder}/first"]):
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text):
+            main([*begin, "--out", f"{folder}/{'second' if begin else 'first'}"])
+        printed.append([float(loss) for loss in re.findall(r"loss (\S+)", text.getvalue())])
+        AutoModelForCausalLM.from_pretrained(f"{folder}/first")
+    return printed
+
+
+def test_the_example_trains_from_the_meta_device_and_goes_on_from_what_it_saved(tmp_path):
+    (first, second), nothing = both_ranks(f"{HERE}:made_in_shares", str(tmp_path))
+    assert nothing == [[], []]
+    assert first[0] > first[-1] > second[0] > second[-1]

@@ -82,9 +82,11 @@ class ShardedWeights:
             for index in layout.buckets_in(chunk):
                 bucket = layout.buckets[index]
                 own = bucket.share(self.exchange.group.rank)
-                values = source[own.start : own.stop].to(device="cpu", dtype=dtype, copy=True)
-                if common is not None:
-                    values = common[own.start : own.stop].copy_(values)
+                part = source[own.start : own.stop]
+                if common is None:
+                    values = torch.empty(part.shape, dtype=dtype).copy_(part)
+                else:
+                    values = common[own.start : own.stop].copy_(part)
                 number = self._first_number + 2 * index
                 self._shares[index] = self.exchange.add(number, bucket.span, own, values, bucket.offloaded)
         shares = [self._shares[index] for index in layout.buckets_in(chunk)]
@@ -146,9 +148,11 @@ class ShardedWeights:
         flattener = Flattener(frozen, tensors, formats, place)
 
         def move(chunk: int) -> None:
-            source = flattener.read(chunk)
+            nothing = flattener.nothing(chunk)
+            source = flattener.read(chunk) if nothing is None else nothing
             flattener.write(chunk, source)
-            flattener.recycle(source)
+            if nothing is None:
+                flattener.recycle(source)
 
         for chunk in range(len(laid_out.chunks)):
             try:

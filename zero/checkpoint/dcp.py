@@ -1,0 +1,128 @@
+"""torch's distributed checkpoints, as FSDP2 saves and loads them: written with torch, and read without running code of theirs.
+
+Torch pickles what such a checkpoint has into `.metadata`. A few classes that say where which part of a tensor lies are known
+here; any other is refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero.errors import BadCheckpoint
+from zero.memory.formats import bytes_of
+
+METADATA = ".metadata"
+_KNOWN = {
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+_ROOTS = "model", "model_state_dict", "state_dict"
+_OPTIMIZERS = "optim", "optimizer", "optimizers", "optim_state_dict", "optimizer_state_dict"
+
+
+def is_dcp(folder: Path) -> bool:
+    return (folder / METADATA).is_file()
+
+
+def write_dcp(state_dict: Mapping[str, Any], out: Path) -> list[Path]:
+    """Writes a nested state dict on this rank alone."""
+    import torch.distributed.checkpoint.state_dict_saver as saver
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        saver.save(dict(state_dict), checkpoint_id=out, no_dist=True)
+    return sorted(path for path in out.iterdir() if path.is_file())
+
+
+def read_dcp(folder: Path) -> dict[Any, Any]:
+    """The nested state dict that was saved; lists are dicts by number."""
+    try:
+        metadata = _Metadata(io.BytesIO((folder / METADATA).read_bytes())).load()
+        leaves = _leaves(folder, metadata)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AttributeError, KeyError) as error:
+        if isinstance(error, BadCheckpoint):
+            raise
+        raise BadCheckpoint(f"Cannot read {folder} as a distributed checkpoint of torch: {error}. Save it again.") from error
+    nested: dict[Any, Any] = {}
+    paths = metadata.planner_data or {}
+    for key in dict.fromkeys([*paths, *leaves]):  # in the order in which the model has them
+        *parents, last = paths.get(key) or (key,)
+        inside = nested
+        for parent in parents:
+            inside = inside.setdefault(parent, {})
+        inside[last] = leaves[key]
+    return nested
+
+
+def tied_again(model: Mapping[str, Any], trained: Collection[str]) -> dict[str, Any]:
+    """A model's state dict, in which matrices with the same bits are one tensor: such a checkpoint has what is tied under each
+    of its names. The name of those that is `trained`, or else the first, comes first."""
+    first: dict[Any, torch.Tensor] = {}
+    found = {}
+    for name in sorted(model, key=lambda name: name not in trained):
+        value = model[name]
+        if isinstance(value, torch.Tensor) and value.dim() > 1 and value.numel() and (value != value.reshape(-1)[0]).any():
+            bits = value.dtype, value.shape, hashlib.sha256(bytes_of(value)).digest()
+            same = first.setdefault(bits, value)
+            value = value if name in trained else same
+        found[name] = value
+    return found
+
+
+def model_and_optimizer(nested: Mapping[Any, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """A model's state dict and an optimizer's, under the names that programs have for them; or all of it is the model's."""
+    while len(nested) == 1 and isinstance(only := next(iter(nested.values())), dict) and not nested.keys() & {*_ROOTS}:
+        nested = only  # an `app`, as torch's own examples have it
+    model = next((nested[name] for name in _ROOTS if isinstance(nested.get(name), dict)), None)
+    optimizer = next((nested[name] for name in _OPTIMIZERS if isinstance(nested.get(name), dict)), None)
+    if model is None:
+        model = {name: value for name, value in nested.items() if isinstance(value, torch.Tensor)}
+    if optimizer is not None:
+        groups = optimizer.get("param_groups", {})
+        optimizer = {**optimizer, "param_groups": list(groups.values() if isinstance(groups, dict) else groups)}
+    return model, optimizer
+
+
+class _Metadata(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout))
+        if not is_dtype and name not in _KNOWN.get(module, ()):
+            raise BadCheckpoint(f"Cannot read a distributed checkpoint: it needs {module}.{name}, and no code is run for it.")
+        return super().find_class(module, name)
+
+
+def _leaves(folder: Path, metadata: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for index, where in metadata.storage_data.items():
+        if getattr(where, "transform_descriptors", None):
+            raise BadCheckpoint(f"Cannot read {index.fqn} from {folder}: it is compressed. Save it without extensions.")
+        about = metadata.state_dict_metadata[index.fqn]
+        with open(folder / where.relative_path, "rb") as file:
+            file.seek(where.offset)
+            value = torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)
+        if not isinstance(value, torch.Tensor) or len(about.chunks) == 1:
+            found[index.fqn] = value
+            continue
+        whole = found.setdefault(index.fqn, torch.empty(about.size, dtype=value.dtype))
+        for dim, start in enumerate(index.offset):
+            whole = whole.narrow(dim, start, value.shape[dim])
+        whole.copy_(value)
+    lacking = metadata.state_dict_metadata.keys() - found.keys()
+    if lacking:
+        raise BadCheckpoint(f"Cannot read {folder}: {sorted(lacking)[0]} is in no file of it. Save it again.")
+    return found
