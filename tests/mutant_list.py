@@ -264,7 +264,7 @@ NAMED = [
         Replace(the(Tuple, "STEPPED"), "(Phase.SETTLED, *{it})"),
     ),
     Mutant("apart: a settled window that the model cleared is not compared", "agree", Drop(the(Call, "_different_windows"))),
-    Mutant("apart: ranks may ask for different parameters", "ShardedOptimizer.whole_grad", Drop(the(Call, "_about"))),
+    Mutant("apart: ranks may ask for different parameters", "ShardedOptimizer.whole_grad", Drop(the(Call, "exchange_about"))),
     Mutant("apart: a failure on all ranks begins no window", "agree", Drop(the(keyword, "starts_over").value.values[2])),
     Mutant(
         "apart: a step that is refused ends no window",

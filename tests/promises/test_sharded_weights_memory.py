@@ -134,3 +134,31 @@ def test_the_peak_of_weights_in_shares_is_planned_within_5_percent(tmp_path, off
     [row] = [row for row in answer["rows"] if (row["stage"], row["offload"]) == (3, offload)]
     for *_, peak in found:
         assert peak == pytest.approx(row["peak"], rel=0.05)
+
+
+def closed(rank, world):
+    with place_of(rank, "sim"):
+        with torch.device("meta"):
+            model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(40)))
+        adamw = torch.optim.AdamW(model.parameters())
+        optimizer = zero.shard(model, adamw, stage=3, offload="cpu", bucket_bytes=2**14, gathered_bytes=0)
+    begin(model)
+
+    def step():
+        model(torch.ones(2, 64, device=accelerators.current().device())).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before = [param.detach().cpu() for param in model.parameters()]
+    with pytest.raises(MemoryError, match="Cannot close: the device has no room for the whole model"):
+        optimizer.close()
+    assert all(torch.equal(param.detach().cpu(), value) for param, value in zip(model.parameters(), before, strict=True))
+    step()
+    optimizer.check()
+    assert not any(torch.equal(param.detach().cpu(), value) for param, value in zip(model.parameters(), before, strict=True))
+
+
+@needs_sim
+def test_a_model_that_does_not_fit_the_device_is_not_closed_and_trains_on():
+    ranks.run(2, closed, env={"ACCELERATOR": "sim", "SIM_MEMORY": str(400 * 1024)}, apart="a device with a limit")

@@ -118,7 +118,7 @@ def _leaves(folder: Path, metadata: Any) -> dict[str, Any]:
         if not isinstance(value, torch.Tensor) or len(about.chunks) == 1:
             found[index.fqn] = value
             continue
-        whole = found.setdefault(index.fqn, torch.empty(about.size, dtype=value.dtype))
+        whole = found.setdefault(index.fqn, torch.empty(about.size, dtype=value.dtype, device="cpu"))
         for dim, start in enumerate(index.offset):
             whole = whole.narrow(dim, start, value.shape[dim])
         whole.copy_(value)

@@ -154,7 +154,7 @@ class _OpenFile:
         return os.fstat(self._descriptor).st_size
 
     def read(self, start: int, num_bytes: int) -> torch.Tensor:
-        values = torch.empty(num_bytes, dtype=torch.uint8)
+        values = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         memory: Any = values.numpy()
         left, at = memoryview(memory), start
         while left:  # one call reads 2 GiB at most

@@ -90,7 +90,7 @@ class Flattener:
             return None
         self.dtypes.update((param, self.tensors[param].dtype) for param in params)
         numel, dtype = self.size_of(chunk)
-        return torch.full((1,), float("nan"), dtype=dtype).expand(numel)
+        return torch.full((1,), float("nan"), dtype=dtype, device="cpu").expand(numel)
 
     def _allocated(self, numel: int, dtype: torch.dtype, on_device: bool) -> tuple[torch.Tensor, bool]:
         """Memory on the device, if it is to be there and the device has what it said; on the host otherwise."""

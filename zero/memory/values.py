@@ -90,7 +90,7 @@ class Joined:
             begin = index * lengths[number] + inside - starts[number]
             parts.append(self.of[number].read(Span(begin, begin + stop - at)))
             at = stop
-        return torch.cat(parts or [torch.empty(0, dtype=self.dtype)]) if len(parts) != 1 else parts[0]
+        return torch.cat(parts or [torch.empty(0, dtype=self.dtype, device="cpu")]) if len(parts) != 1 else parts[0]
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Viewed:
         if self.shadow.is_contiguous():
             return self.of.read(span.shifted(start))
         if not span.numel:
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype, device="cpu")
         row_numel = math.prod(self.shape[1:])
         first, last = span.start // row_numel, -(-span.stop // row_numel)
         rows = self.shadow[first:last]

@@ -85,6 +85,12 @@ class ShardingState:
                     "Cannot close: the weights are in shares, and those of other ranks cannot be had: the group is lost. "
                     "Call rebuild() first where every rank is still there, or load the last checkpoint in a new process."
                 ) from error
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            if not gives_up:
+                raise MemoryError(
+                    "Cannot close: the device has no room for the whole model, whose weights are in shares. Nothing was "
+                    "changed. Save or export it, and let go of the optimizer and the model together."
+                ) from error
         self.closed = True
         self.hooks.detach()
         leave(self.params.tensors)

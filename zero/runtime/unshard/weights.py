@@ -84,7 +84,7 @@ class ShardedWeights:
                 own = bucket.share(self.exchange.group.rank)
                 part = source[own.start : own.stop]
                 if common is None:
-                    values = torch.empty(part.shape, dtype=dtype).copy_(part)
+                    values = torch.empty(part.shape, dtype=dtype, device="cpu").copy_(part)
                 else:
                     values = common[own.start : own.stop].copy_(part)
                 number = self._first_number + 2 * index
