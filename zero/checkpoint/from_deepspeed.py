@@ -1,4 +1,4 @@
-"""What DeepSpeed saved at stages 1 to 3."""
+"""What DeepSpeed saved at stages 1 to 3, or made universal."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from zero.errors import BadCheckpoint
 
 _MODEL, _SHARE = "mp_rank_00_model_states.pt", re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL_SHARE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")  # at stage 3
+_UNIVERSAL = Path("zero", "optimizer_state.pt")  # of what DeepSpeed makes of its checkpoints for any number of ranks
 Cut = Callable[[Sequence[torch.Tensor], Mapping[str, Any]], dict[str, torch.Tensor]]
 # What DeepSpeed keeps in its model file; the rest is the caller's.
 _OWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
     "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
     "global_samples", "checkpoint_parallel_dimensions", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+    "universal_checkpoint_info",
 }  # fmt: skip
 
 
@@ -31,23 +33,28 @@ def read_deepspeed(directory: Path, tag: str | None) -> Found:
     shares, models = _by_rank(folder, _SHARE), _by_rank(folder, _MODEL_SHARE)
     if (folder / _MODEL).is_file() and not models:
         models = {0: folder / _MODEL}
+    universal = folder / _UNIVERSAL
     known = {*shares.values(), *models.values()}
     others = [path.name for path in folder.glob("*.pt") if path not in known]
-    if not models or not shares or others:
+    if not models or not (shares or universal.is_file()) or others:
         what = f"there is {others[0]}, of another kind of training" if others else f"there is no {_MODEL} with optimizer states"
         raise BadCheckpoint(
             f"A checkpoint of DeepSpeed's ZeRO was to be read from {folder}, but {what}. Convert it with DeepSpeed to a plain "
             "state dict, and import that."
         )
     model = load_safely(models[0] if 0 in models else next(iter(models.values())))
-    states = [load_safely(path)["optimizer_state_dict"] for path in shares.values()]
-    is_stage3 = _check_complete(folder, list(shares), list(models), states)
     found = Found(aliases=dict(model.get("shared_params") or {}))
-    if is_stage3:
-        _read_shares(folder, found, model, states)
+    if universal.is_file():
+        states = [load_safely(universal)]
+        _read_universal(folder, found, model, states[0])
         _read_frozen(found, [load_safely(path) for path in models.values()])
     else:
-        _read_lines(folder, found, model, states)
+        states = [load_safely(path)["optimizer_state_dict"] for path in shares.values()]
+        if _check_complete(folder, list(shares), list(models), states) == 3:
+            _read_shares(folder, found, model, states)
+            _read_frozen(found, [load_safely(path) for path in models.values()])
+        else:
+            _read_lines(folder, found, model, states)
     buffers = set(model.get("buffer_names") or ())
     for name, tensor in model["module"].items():
         if name in buffers:
@@ -73,8 +80,8 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 def _check_complete(
     folder: Path, ranks: Sequence[int], models: Sequence[int], states: Sequence[Mapping[str, Any]]
-) -> bool:
-    """Whether it is of stage 3, once all of it is there."""
+) -> int:
+    """The stage, once all of it is there."""
     stage, count = getattr(states[0]["zero_stage"], "value", states[0]["zero_stage"]), states[0]["partition_count"]
     expected = list(range(max(count) if isinstance(count, (list, tuple)) else count))
     if stage not in (1, 2, 3) or list(ranks) != expected or list(models) != (expected if stage == 3 else [0]):
@@ -82,7 +89,7 @@ def _check_complete(
             f"A checkpoint of DeepSpeed's ZeRO was to be read from {folder}, but it is of stage {stage} and has the states of "
             f"ranks {', '.join(map(str, ranks))} of {len(expected)}. All of them are needed."
         )
-    return bool(stage == 3)
+    return int(stage)
 
 
 # stages 1 and 2 ---------------------------------------------------------------------------------------------------------
@@ -167,7 +174,8 @@ def _read_shares(folder: Path, found: Found, model: Mapping[str, Any], states: S
 
 def _read_frozen(found: Found, models: Sequence[Mapping[str, Any]]) -> None:
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
-        parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
+        fragments = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
+        parts = [part.reshape(-1) for part in fragments if part is not None]
         found.values[name] = torch.cat(parts)[: torch.Size(shape).numel()].reshape(shape)
 
 
@@ -182,3 +190,38 @@ def _joined(parts: Sequence[torch.Tensor], shapes: Mapping[str, Any]) -> dict[st
     if any(part.numel() < at for part in parts):
         raise BadCheckpoint("Cannot read DeepSpeed's ZeRO-3: a rank has less than its parts of the parameters. Save it again.")
     return found
+
+
+# universal --------------------------------------------------------------------------------------------------------------
+
+
+def _read_universal(folder: Path, found: Found, model: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    """Each parameter is whole, in files of its own."""
+    groups, shapes_of = base["param_groups"], model["param_shapes"]
+    if len(groups) not in (1, len(shapes_of)):
+        raise BadCheckpoint(
+            f"Cannot read a universal checkpoint of DeepSpeed from {folder}: its {len(groups)} groups of the optimizer do not "
+            "say which parameters they have. Save it with a larger sub_group_size."
+        )
+    found.groups = [{**group, "params": []} for group in groups]
+    stepped = (base.get("optimizer_state_dict") or {}).get("state", {})
+    for number, shapes in enumerate(shapes_of):
+        found.groups[number if len(groups) > 1 else 0]["params"] += list(shapes)
+        for name, shape in shapes.items():
+            files = {path.stem: _tensor_in(path) for path in sorted((folder / "zero" / name).glob("*.pt"))}
+            if "fp32" not in files:
+                raise BadCheckpoint(f"Cannot read a universal checkpoint of DeepSpeed from {folder}: {name} is not in it.")
+            numel = torch.Size(shape).numel()
+            whole = {
+                key: value.reshape(-1)[:numel].reshape(shape) if isinstance(value, torch.Tensor) and value.dim() else value
+                for key, value in files.items()
+            }
+            found.values[name] = whole.pop("fp32")
+            if whole:
+                step = stepped.get(number, {}).get("step")
+                found.state[name] = {**({} if step is None else {"step": step}), **whole}
+
+
+def _tensor_in(path: Path) -> Any:
+    loaded = load_safely(path)
+    return loaded["param"] if isinstance(loaded, Mapping) else loaded
