@@ -1,7 +1,8 @@
 """What DeepSpeed 0.19.8 and plain torch saved becomes a checkpoint that loads, and no code of theirs runs.
 
-The files of DeepSpeed were written by its own engine, on two ranks at stage 1 and on three at stage 2, in bf16 with fp32
-masters, from a model with a tied, two frozen and five other parameters in two groups, after three steps of AdamW.
+The files of DeepSpeed were written by its own engine, on two ranks at stages 1 and 3 and on three at stage 2, in bf16 with fp32
+masters, from a model with a tied, two frozen and five other parameters in two groups, after three steps of AdamW. Its own
+script made those of stages 2 and 3 universal. `expected.pt` is what DeepSpeed gathered at stage 3 then.
 """
 
 import os
@@ -115,6 +116,53 @@ def test_a_checkpoint_of_deepspeed_goes_on_on_any_number_of_ranks(folder, dtype,
         optimizer.close()
 
     run_ranks(4, program, 30.0)
+
+
+@pytest.mark.parametrize(("folder", "stage"), [
+    ("stage3_two_ranks", 2), ("stage3_two_ranks", 3), ("universal_of_stage2", 3), ("universal_of_stage3", 3),
+])  # fmt: skip
+def test_a_checkpoint_of_deepspeeds_zero3_or_a_universal_one_has_the_values_that_deepspeed_had(folder, stage, tmp_path):
+    import_checkpoint(DATA / folder, tmp_path)
+    expected = torch.load(DATA / "stage3_two_ranks" / "expected.pt", weights_only=True)
+
+    def program(group):
+        model, optimizer = sharded(group, dtype="bfloat16", stage=stage)
+        engine = Engine(optimizer)
+        _, client = engine.load_checkpoint(tmp_path)
+        assert (client, engine.global_steps, engine.global_samples) == ({"note": "mine"}, 3, 18)
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+        state = optimizer.state_dict()
+        for name, param in model.named_parameters():
+            its = expected[name]
+            assert torch.equal(param.detach().clone().float(), its["value"].bfloat16().float()), name
+            if param.requires_grad:
+                assert torch.equal(state["masters"][name], its["value"]) and state["state"][name]["step"] == 3, name
+                for key in ("exp_avg", "exp_avg_sq"):
+                    moment = its[key]
+                    if folder == "universal_of_stage2":  # whose gradients DeepSpeed summed in another order
+                        file = torch.load(DATA / folder / "zero" / name / f"{key}.pt", weights_only=True)
+                        moment = file["param"].view(param.shape)
+                        torch.testing.assert_close(moment, its[key], rtol=1e-2, atol=1e-7)
+                    assert torch.equal(state["state"][name][key], moment), (name, key)
+        assert model.head.weight is model.emb.weight and model.seen.tolist() == [0, 1, 2]
+        engine.backward(model(torch.arange(11)).float().square().mean())
+        engine.step()
+        optimizer.close()
+
+    run_ranks(2, program, 30.0)
+
+
+def test_a_part_of_deepspeeds_zero3_that_is_missing_is_named(tmp_path):
+    import shutil
+
+    shutil.copytree(DATA / "stage3_two_ranks", tmp_path / "ds")
+    (tmp_path / "ds" / "global_step3" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(BadCheckpoint, match=r"it is of stage 3 and has the states of .* All of them are needed"):
+        import_checkpoint(tmp_path / "ds", tmp_path / "out")
+    shutil.copytree(DATA / "universal_of_stage3", tmp_path / "universal")
+    shutil.rmtree(tmp_path / "universal" / "zero" / "l.bias")
+    with pytest.raises(BadCheckpoint, match=r"Cannot read a universal checkpoint .* l\.bias is not in it"):
+        import_checkpoint(tmp_path / "universal", tmp_path / "out")
 
 
 def test_a_rank_of_deepspeed_that_is_missing_or_another_kind_of_training_is_named(tmp_path):

@@ -13,7 +13,7 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers, "import", "make a checkpoint of what DeepSpeed or torch saved", "Runs no code of what it reads.",
         run, "written",
     )  # fmt: skip
-    parser.add_argument("source", help="of DeepSpeed ZeRO-1 or 2, of torch.distributed.checkpoint, or a model's state dict")
+    parser.add_argument("source", help="of DeepSpeed's ZeRO, of torch.distributed.checkpoint, or a model's state dict")
     parser.add_argument("out", help="the directory to write a checkpoint into")
     parser.add_argument("--tag", help="which checkpoint of DeepSpeed's (default: the latest)")
     parser.add_argument("--optimizer", metavar="FILE", help="the optimizer's state, where it lies apart")

@@ -41,7 +41,7 @@ def tiny(kind):
     return hf.ResNetForImageClassification(hf.ResNetConfig(**sizes))
 
 
-KINDS = ("llama", "gpt2", "qwen3_moe", "t5", "bert", "resnet")
+AT_NIGHT = [pytest.param(kind, marks=pytest.mark.full) for kind in ("t5", "bert")]
 
 
 def inputs(kind, seed=0):
@@ -114,7 +114,7 @@ def loaded_as_plain(folder, kind, options, as_context=False, model_class=None):
     return at_load, sum(counted)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe", "resnet", *AT_NIGHT])
 def test_a_model_is_that_of_plain_from_pretrained_bit_by_bit(kind, tmp_path):
     model = tiny(kind)
     model.save_pretrained(tmp_path)
@@ -164,8 +164,9 @@ def saved(folder, out, kind, stage, dtype, max_shard_size):
 
 
 @pytest.mark.parametrize(("kind", "stage", "dtype", "max_shard_size"), [
-    ("llama", 3, "bfloat16", "4KB"), ("gpt2", 3, None, "1GB"), ("qwen3_moe", 3, None, "4KB"), ("t5", 3, None, "1GB"),
-    ("bert", 2, None, "1GB"), ("resnet", 3, None, "2KB"),
+    ("llama", 3, "bfloat16", "4KB"), ("gpt2", 3, None, "1GB"), ("qwen3_moe", 3, None, "4KB"),
+    pytest.param("t5", 3, None, "1GB", marks=pytest.mark.full), pytest.param("bert", 2, None, "1GB", marks=pytest.mark.full),
+    pytest.param("resnet", 3, None, "2KB", marks=pytest.mark.full),
 ])  # fmt: skip
 def test_what_is_saved_from_shares_is_what_plain_save_pretrained_writes(kind, stage, dtype, max_shard_size, tmp_path):
     tiny(kind).save_pretrained(tmp_path / "before")

@@ -1,0 +1,227 @@
+"""What DeepSpeed saved at stages 1 to 3, or made universal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero.checkpoint.folder import LATEST
+from zero.checkpoint.found import Found, load_safely
+from zero.errors import BadCheckpoint
+
+_MODEL, _SHARE = "mp_rank_00_model_states.pt", re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_MODEL_SHARE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")  # at stage 3
+_UNIVERSAL = Path("zero", "optimizer_state.pt")  # of what DeepSpeed makes of its checkpoints for any number of ranks
+Cut = Callable[[Sequence[torch.Tensor], Mapping[str, Any]], dict[str, torch.Tensor]]
+# What DeepSpeed keeps in its model file; the rest is the caller's.
+_OWN = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+    "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
+    "global_samples", "checkpoint_parallel_dimensions", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+    "universal_checkpoint_info",
+}  # fmt: skip
+
+
+def read_deepspeed(directory: Path, tag: str | None) -> Found:
+    if tag is None and (directory / LATEST).is_file():
+        tag = (directory / LATEST).read_text(encoding="utf-8").strip()
+    folder = directory if tag is None else directory / tag
+    shares, models = _by_rank(folder, _SHARE), _by_rank(folder, _MODEL_SHARE)
+    if (folder / _MODEL).is_file() and not models:
+        models = {0: folder / _MODEL}
+    universal = folder / _UNIVERSAL
+    known = {*shares.values(), *models.values()}
+    others = [path.name for path in folder.glob("*.pt") if path not in known]
+    if not models or not (shares or universal.is_file()) or others:
+        what = f"there is {others[0]}, of another kind of training" if others else f"there is no {_MODEL} with optimizer states"
+        raise BadCheckpoint(
+            f"A checkpoint of DeepSpeed's ZeRO was to be read from {folder}, but {what}. Convert it with DeepSpeed to a plain "
+            "state dict, and import that."
+        )
+    model = load_safely(models[0] if 0 in models else next(iter(models.values())))
+    found = Found(aliases=dict(model.get("shared_params") or {}))
+    if universal.is_file():
+        states = [load_safely(universal)]
+        _read_universal(folder, found, model, states[0])
+        _read_frozen(found, [load_safely(path) for path in models.values()])
+    else:
+        states = [load_safely(path)["optimizer_state_dict"] for path in shares.values()]
+        if _check_complete(folder, list(shares), list(models), states) == 3:
+            _read_shares(folder, found, model, states)
+            _read_frozen(found, [load_safely(path) for path in models.values()])
+        else:
+            _read_lines(folder, found, model, states)
+    buffers = set(model.get("buffer_names") or ())
+    for name, tensor in model["module"].items():
+        if name in buffers:
+            found.buffers[name] = tensor
+        elif name not in found.aliases:
+            found.dtypes[name] = tensor.dtype
+            found.values.setdefault(name, tensor)
+    counters = {name: int(model.get(name, 0)) for name in ("global_steps", "global_samples")}
+    found.more = {
+        "step": counters["global_steps"],
+        "skipped_steps": int(model.get("skipped_steps", 0)),
+        "loss_scale": _scale_of(states[0]),
+        "scheduler": model.get("lr_scheduler"),
+        "engine": {**counters, "micro_steps": 0},
+    }
+    found.extra = {key: value for key, value in model.items() if key not in _OWN}
+    return found
+
+
+def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    return dict(sorted((int(match[1]), path) for path in folder.glob("*.pt") if (match := pattern.fullmatch(path.name))))
+
+
+def _check_complete(
+    folder: Path, ranks: Sequence[int], models: Sequence[int], states: Sequence[Mapping[str, Any]]
+) -> int:
+    """The stage, once all of it is there."""
+    stage, count = getattr(states[0]["zero_stage"], "value", states[0]["zero_stage"]), states[0]["partition_count"]
+    expected = list(range(max(count) if isinstance(count, (list, tuple)) else count))
+    if stage not in (1, 2, 3) or list(ranks) != expected or list(models) != (expected if stage == 3 else [0]):
+        raise BadCheckpoint(
+            f"A checkpoint of DeepSpeed's ZeRO was to be read from {folder}, but it is of stage {stage} and has the states of "
+            f"ranks {', '.join(map(str, ranks))} of {len(expected)}. All of them are needed."
+        )
+    return int(stage)
+
+
+# stages 1 and 2 ---------------------------------------------------------------------------------------------------------
+
+
+def _read_lines(folder: Path, found: Found, model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+    for number, shapes in enumerate(model["param_shapes"]):
+        base = states[0]["base_optimizer_state"]
+        found.groups.append({**(base["param_groups"][number] if isinstance(base, dict) else {}), "params": list(shapes)})
+        found.values.update(_cut([state["single_partition_of_fp32_groups"][number] for state in states], shapes))
+        _check_values(folder, {name: found.values[name] for name in shapes}, model["module"])
+        _take_state(found, [_state_of(state, number) for state in states], shapes, _cut)
+
+
+def _cut(parts: Sequence[torch.Tensor], shapes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The parameters that lie one behind the other on what the ranks have. What is said of where each rank has what of a
+    parameter is not used: with `round_robin_gradients` it names others than lie there."""
+    line, at, found = torch.cat([part.detach() for part in parts]), 0, {}
+    for name, shape in shapes.items():
+        size = torch.Size(shape)
+        found[name] = line[at : at + size.numel()].reshape(size)
+        at += size.numel()
+    return found
+
+
+def _check_values(folder: Path, values: Mapping[str, torch.Tensor], module: Mapping[str, torch.Tensor]) -> None:
+    """A weight is its master rounded, so masters that lie elsewhere than they are looked for are noticed."""
+    for name, value in values.items():
+        if not torch.equal(value.to(module[name].dtype), module[name]):
+            raise BadCheckpoint(
+                f"{name} was to be read from {folder}, but what the optimizer states hold of it is not what the model has. "
+                "Convert the checkpoint with DeepSpeed to a plain state dict, and import that."
+            )
+
+
+def _state_of(state: Mapping[str, Any], group: int) -> Mapping[str, Any]:
+    base = state["base_optimizer_state"]
+    known: Mapping[str, Any] = base["state"].get(group, {}) if isinstance(base, dict) else base[group]
+    return known
+
+
+def _take_state(found: Found, states: Sequence[Mapping[str, Any]], shapes: Mapping[str, Any], cut: Cut) -> None:
+    for key, entry in states[0].items():
+        goes_along = isinstance(entry, torch.Tensor) and entry.dim() > 0
+        entries = cut([state[key] for state in states], shapes) if goes_along else dict.fromkeys(shapes, entry)
+        for name, its in entries.items():
+            found.state.setdefault(name, {})[key] = its
+
+
+def _scale_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    scaler = state.get("loss_scaler")
+    if not state.get("dynamic_loss_scale") or scaler is None:
+        return None
+    good_steps = scaler.cur_iter - scaler.last_overflow_iter - 2  # the first one after an overflow does not count
+    return {
+        "value": float(scaler.cur_scale),
+        "good_steps": None if good_steps < 0 else good_steps % scaler.scale_window,
+        "patience": scaler.cur_hysteresis,
+        "stuck": 0,
+    }
+
+
+# stage 3 ----------------------------------------------------------------------------------------------------------------
+
+
+def _read_shares(folder: Path, found: Found, model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+    """Each rank has a part of each parameter, one behind the other, in as many lines as the optimizer steps at a time."""
+    lines = [state["fp32_flat_groups"] for state in states]
+    groups = states[0]["optimizer_state_dict"]["param_groups"]
+    shapes_of = model["param_shapes"]
+    if len(shapes_of) != len(lines[0]) or len(groups) not in (1, len(shapes_of)):
+        raise BadCheckpoint(
+            f"A checkpoint of DeepSpeed's ZeRO-3 was to be read from {folder}, but its {len(lines[0])} lines of weights and "
+            f"{len(groups)} groups of the optimizer do not say which is which. Save it with a larger sub_group_size."
+        )
+    found.groups = [{**group, "params": []} for group in groups]
+    for number, shapes in enumerate(shapes_of):
+        found.groups[number if len(groups) > 1 else 0]["params"] += list(shapes)
+        found.values.update(_joined([rank[number] for rank in lines], shapes))
+        _take_state(found, [state["optimizer_state_dict"]["state"].get(number, {}) for state in states], shapes, _joined)
+
+
+def _read_frozen(found: Found, models: Sequence[Mapping[str, Any]]) -> None:
+    for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
+        fragments = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
+        parts = [part.reshape(-1) for part in fragments if part is not None]
+        found.values[name] = torch.cat(parts)[: torch.Size(shape).numel()].reshape(shape)
+
+
+def _joined(parts: Sequence[torch.Tensor], shapes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What the ranks have of each parameter, joined; of the last one what is no parameter any more is left out."""
+    at, found = 0, {}
+    for name, shape in shapes.items():
+        numel = torch.Size(shape).numel()
+        each = -(-numel // len(parts))
+        found[name] = torch.cat([part.detach()[at : at + each] for part in parts])[:numel].reshape(shape)
+        at += each
+    if any(part.numel() < at for part in parts):
+        raise BadCheckpoint("Cannot read DeepSpeed's ZeRO-3: a rank has less than its parts of the parameters. Save it again.")
+    return found
+
+
+# universal --------------------------------------------------------------------------------------------------------------
+
+
+def _read_universal(folder: Path, found: Found, model: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    """Each parameter is whole, in files of its own."""
+    groups, shapes_of = base["param_groups"], model["param_shapes"]
+    if len(groups) not in (1, len(shapes_of)):
+        raise BadCheckpoint(
+            f"Cannot read a universal checkpoint of DeepSpeed from {folder}: its {len(groups)} groups of the optimizer do not "
+            "say which parameters they have. Save it with a larger sub_group_size."
+        )
+    found.groups = [{**group, "params": []} for group in groups]
+    stepped = (base.get("optimizer_state_dict") or {}).get("state", {})
+    for number, shapes in enumerate(shapes_of):
+        found.groups[number if len(groups) > 1 else 0]["params"] += list(shapes)
+        for name, shape in shapes.items():
+            files = {path.stem: _tensor_in(path) for path in sorted((folder / "zero" / name).glob("*.pt"))}
+            if "fp32" not in files:
+                raise BadCheckpoint(f"Cannot read a universal checkpoint of DeepSpeed from {folder}: {name} is not in it.")
+            numel = torch.Size(shape).numel()
+            whole = {
+                key: value.reshape(-1)[:numel].reshape(shape) if isinstance(value, torch.Tensor) and value.dim() else value
+                for key, value in files.items()
+            }
+            found.values[name] = whole.pop("fp32")
+            if whole:
+                step = stepped.get(number, {}).get("step")
+                found.state[name] = {**({} if step is None else {"step": step}), **whole}
+
+
+def _tensor_in(path: Path) -> Any:
+    loaded = load_safely(path)
+    return loaded["param"] if isinstance(loaded, Mapping) else loaded
