@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ class Optimizers(torch.optim.Optimizer):
         for member in self.members:
             step_without_hooks(member)
         return loss
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimizers:
+        return Optimizers([copy.deepcopy(member, memo) for member in self.members])  # of which torch copies groups and state
 
     def check(self) -> None:
         """Raises where a member is not what it was when they were put together."""
