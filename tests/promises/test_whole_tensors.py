@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,15 +11,19 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zero
 from tests import parity
+from tests.devices import needs_sim
 from tests.grid import APART, Point, can_be
 from tests.promises.loops import TINY, differs, on_ranks, one_step, same, weights
+from tests.promises.offloads import difference, on_sim
+from tests.promises.test_offload_states import train
 from tests.zoo import CASES
-from tests.zoo.case import backward, draw, finish, real_loss, real_mlp, whole_loss
+from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, whole_loss
 from tests.zoo.whole_tensors import Apart, Orthogonal, apart, given, matrices_and_others, muon_and_adamw
 from zero.comm.loopback import run_ranks
+from zero.config.schema import Offload
 from zero.sharding.optimizer import shard
 
-OPTIM = torch.optim
+OPTIM, HALF = torch.optim, Offload(ratio=0.5)
 OURS = [name for name, case in CASES.items() if "whole" in case.tags]
 
 
@@ -324,6 +329,25 @@ def test_what_is_done_to_one_of_several_optimizers_and_would_be_without_effect_i
     optimizer.close()
 
 
+def test_a_group_that_does_not_say_what_an_unknown_optimizer_is_is_refused_also_when_it_comes_later():
+    model = real_mlp()
+    matrices, others = matrices_and_others(model)
+    groups = [{"params": matrices, "whole": True}, {"params": others, "whole": False}]
+    optimizer = shard(model, Orthogonal(groups), stage=2)
+    with pytest.raises(ValueError, match="Orthogonal was asked for, which is not known"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
+    assert len(optimizer.param_groups) == 2
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))], "whole": True})
+    optimizer.close()
+
+
+@pytest.mark.parametrize("kernels", ["fused", "compiled"])
+def test_whole_tensors_step_as_their_optimizer_has_it_and_with_no_other_kernel(kernels):
+    model = real_mlp()
+    with pytest.raises(ValueError, match=rf"Cannot use kernels='{kernels}': a group says that its tensors are whole"):
+        shard(model, adamw(True)(model), stage=2, kernels=kernels)
+
+
 def test_several_optimizers_that_stepped_before_go_on_with_their_state():
     plain, model = real_mlp(), real_mlp()
     pairs = [two(plain), two(model)]
@@ -381,3 +405,53 @@ def test_verify_proves_which_of_the_two_an_unknown_optimizer_is():
     assert found(whole_tensors=True).equal
     assert found(elementwise=True).first.what == "weight"
 
+
+@pytest.mark.parametrize("made", [True, False], ids=["a list", "a function that makes one"])
+def test_verify_tries_several_optimizers_and_changes_none(made):
+    def one(group):
+        model = models[group.rank]
+        before, optimizers = weights(model), list(two(model))
+        batches = [draw(model, (3, 4), group.rank, step, real=True) for step in range(3)]
+        given = optimizers if made else lambda params: list(two(nn.ParameterList(params)))
+        found = zero.verify(model, batches, lambda m, b: real_loss(m(b)), given, zero.ZeroConfig(stage=2), group=group)
+        assert same(before, weights(model)) and not any(optimizer.state for optimizer in optimizers)
+        return found
+
+    models = [real_mlp(), real_mlp()]
+    for found in run_ranks(2, one, 20.0):
+        assert found.equal and found.num_steps == 3
+
+
+def test_verify_allows_for_what_muon_rounds_on_its_way_and_for_nothing_else():
+    """The mean of three ranks is rounded otherwise here and there, and Newton-Schulz in bfloat16 shows the last bit."""
+    shapes = [(64, 96), (96, 96), (96, 32)]
+
+    def layers():
+        return filled(nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes)), real=True)
+
+    def found(kind):
+        models = [layers() for _ in range(3)]
+
+        def one(group):
+            model = models[group.rank]
+            batches = [draw(model, (8, 64), group.rank, step, real=True) for step in range(3)]
+            inner = kind(model.parameters(), lr=0.02)
+            return zero.verify(model, batches, lambda m, b: real_loss(m(b)), inner, zero.ZeroConfig(stage=2), group=group)
+
+        return run_ranks(3, one, 20.0)[0]
+
+    assert found(OPTIM.Muon).equal
+    assert "of what Muon moved 0.05" in str(found(OPTIM.Muon)) and "Muon" not in str(found(OPTIM.AdamW))
+
+
+def muon_and_adamw_as_a_list(model):
+    return given(muon_and_adamw(model))
+
+
+@needs_sim
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_of_whole_tensors_leave_the_device_and_come_back_with_the_same_bits(stage):
+    points = [{"stage": stage, "dtype": "bfloat16", "offload": home, "make": muon_and_adamw_as_a_list} for home in (None, HALF)]
+    expected = on_sim(2, partial(train, include=None, move=False), points)
+    for include in (None, ["masters"], ["moments", "gradients"]):
+        assert difference(on_sim(2, partial(train, include=include, move=True), points), expected) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -41,6 +42,9 @@ class Optimizers(torch.optim.Optimizer):
             step_without_hooks(member)
         return loss
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimizers:
+        return Optimizers([copy.deepcopy(member, memo) for member in self.members])  # of which torch copies groups and state
+
     def check(self) -> None:
         """Raises where a member is not what it was when they were put together."""
         known = set(map(id, self.param_groups))
@@ -65,7 +69,7 @@ class Optimizers(torch.optim.Optimizer):
 
 def as_one(optimizer: Any) -> Any:
     """What was given, or the optimizers of a list as one."""
-    if not isinstance(optimizer, (list, tuple)):
+    if not isinstance(optimizer, (list, tuple)) or not optimizer:
         return optimizer
     for member in optimizer:
         _check_member(member)

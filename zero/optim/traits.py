@@ -164,6 +164,11 @@ def known_whole(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
+def rounds_within(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step rounds to bfloat16 on its way, so that the last bit of a gradient can be seen in the update."""
+    return any(base.__name__ == "Muon" for base in type(optimizer).__mro__)
+
+
 def whole_groups(optimizer: torch.optim.Optimizer, whole_tensors: bool | None) -> list[bool]:
     """By group, whether each of its tensors belongs to one rank: as the group says, as it is known of its optimizer, or as is
     said of those that nothing is known of."""

@@ -164,6 +164,16 @@ def _coming(rank: int, num_ranks: int) -> float:
     return 1.0 - (num_ranks > 1 and rank in (0, num_ranks - 1)) / num_ranks
 
 
+def busiest_rank(layout: FlatLayout) -> int:
+    """The one that has the most of what has one owner each; 0 where nothing has."""
+    owned = Counter[int]()
+    for param, spec in enumerate(layout.params):
+        owner = layout.owner(param)
+        if owner is not None:
+            owned[owner] += spec.numel
+    return max(sorted(owned), key=owned.__getitem__, default=0)
+
+
 def usual_numel(layout: FlatLayout) -> int:
     """More elements than any bucket has but those of whole tensors, which are as large as they must be."""
     return layout.bucket_bytes // min(ITEM_BYTES.values()) + layout.num_shares * layout.align_bytes

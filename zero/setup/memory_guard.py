@@ -17,7 +17,7 @@ from zero.memory.homes.registry import Homes
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.optim.traits import num_moments, steps_by_blocks
-from zero.plan.budget import Budget, budget_of
+from zero.plan.budget import Budget, budget_of, busiest_rank
 from zero.plan.layout import ITEM_BYTES, FlatLayout
 
 
@@ -70,7 +70,7 @@ class MemoryGuard:
     def _budget(self, layout: FlatLayout, shards_weights: bool) -> Budget:
         moments, in_lines = num_moments(self._optimizer), self._contiguous_moments
         how = {"by_blocks": steps_by_blocks(self._optimizer), "in_lines": in_lines, "on_host": self._place.is_host}
-        return budget_of(layout, num_moments=moments, shards_weights=shards_weights, **how)
+        return budget_of(layout, busiest_rank(layout), num_moments=moments, shards_weights=shards_weights, **how)
 
     def room_for_weights(self, asked: int | str, layout: FlatLayout, tensors: Iterable[torch.Tensor]) -> float:
         """Bytes of whole weights that this rank may have at a time at stage 3: of what is free beside all else that is kept for

@@ -30,7 +30,7 @@ from zero.runtime.profiling import Clock
 from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.step.updater import Updater
 from zero.setup.memory_guard import MemoryGuard
-from zero.setup.model_checks import check_devices, check_dtypes, check_params, check_settings_on_host
+from zero.setup.model_checks import check_devices, check_dtypes, check_optimizer, check_params, check_settings_on_host
 from zero.setup.param_selection import is_kept, offload_of, ratio_of, specs_of, works_of
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.state_offload import StateOffloader
@@ -139,6 +139,7 @@ class ShardingState:
         inner = self.updater.inner
         inner.add_param_group(param_group)
         try:
+            check_optimizer(inner, self.config.elementwise, self.config.whole_tensors)
             tensors = [param for param in inner.param_groups[-1]["params"] if id(param) not in self.params.index]
             self.add_params(self.params.names_in(model, tensors), tensors, len(inner.param_groups) - 1)
         except BaseException:

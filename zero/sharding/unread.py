@@ -27,7 +27,7 @@ class UnreadParams:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         extra = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
-        self._params = unread_among(model, extra)
+        self._params = unread_among(model, extra) if isinstance(model, nn.Module) else []  # else it is refused later
         self._before: dict[Any, Unread] = {}  # what those were that are on the meta device by now
 
     def begin(self, group: Group, shards_weights: bool) -> None:

@@ -155,10 +155,10 @@ def _space(args: argparse.Namespace) -> Space:
 
 def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes: int) -> tuple[list[Row], str]:
     """One for each stage and place; and how they were counted, where they were."""
+    from zero.plan.budget import busiest_rank
     from zero.plan.costs import cost_of
     from zero.plan.layout import FlatLayout
     from zero.plan.stages import STAGES
-    from zero.tools.planning.owners import Owners
     from zero.tools.planning.rehearsing import counting_device, rehearse
 
     rows, (device, counted) = [], counting_device() if args.batch else ("", "")
@@ -170,7 +170,7 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
             one_pass = space.is_host and args.kernels != "torch" and args.optimizer in _IN_ONE_PASS
             moments, one_host = _MOMENTS[args.optimizer], space.is_host and (args.ranks_per_host or args.ranks) >= args.ranks
             rank = int(args.ranks > 2)  # one that is neither the first nor the last receives the most
-            rank = rank if args.optimizer != "muon" else Owners.of(layout).busiest
+            rank = rank if args.optimizer != "muon" else busiest_rank(layout)
             cost = cost_of(layout, stage, args.ranks, rank, moments, args.accumulation, one_host, one_pass, space.is_host,
                            args.gathered_bytes)  # fmt: skip
             other_bytes = subject.buffer_bytes + subject.frozen_bytes // (args.ranks if row.shards_weights else 1)

@@ -22,11 +22,13 @@ def check_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch.
     """Refuses a kernel of the step that there is none of, by trying it: torch has no list of where they run. `on_host`: masters
     are stepped there."""
     reason, one_pass = None, fused_step_of(optimizer, kernels)
-    if one_pass is not None:
+    if kernels != "torch" and any(group.get("whole") for group in optimizer.param_groups):
+        reason = "a group says that its tensors are whole, and those step as the optimizer has it"
+    elif one_pass is not None:
         one_pass.check(optimizer.param_groups)
-    if kernels == "fused":
+    if reason is None and kernels == "fused":
         reason = _why_not_fused(optimizer, device)
-    elif kernels == "compiled":
+    elif reason is None and kernels == "compiled":
         reason = _why_not_compiled(optimizer, on_host)
     if reason is not None:
         raise ValueError(f"Cannot use kernels={kernels!r}: {reason}. Use kernels='torch'.")

@@ -39,11 +39,6 @@ class Owners:
             max((bucket.span.numel * item for bucket, item in items), default=0),
         )
 
-    @property
-    def busiest(self) -> int:
-        """The rank that has the most of them."""
-        return max(range(len(self.num_bytes)), key=self.num_bytes.__getitem__)
-
     def words(self) -> list[str]:
         least, most = min(self.num_bytes), max(self.num_bytes)
         each = format_bytes(most) if least == most else f"{format_bytes(least)} to {format_bytes(most)}"

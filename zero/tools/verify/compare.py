@@ -27,6 +27,8 @@ from zero.engine.engine import Engine
 from zero.engine.initialize import Source, effective, move, read_config
 from zero.engine.optimizers import given_optimizer, own_optimizer
 from zero.memory.formats import bytes_of, dtype_name, sum_dtype
+from zero.optim.several import as_one, with_members
+from zero.optim.traits import rounds_within
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.tools.verify.reference import PlainRun, callable_of
 
@@ -86,7 +88,7 @@ def verify(
     model: nn.Module,
     batches: Iterable[Any],
     loss: Callable[[Any, Any], torch.Tensor],
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    optimizer: Any,
     config: Source,
     *,
     group: Any = None,
@@ -123,6 +125,7 @@ class _Subject:
     @staticmethod
     def of(model: nn.Module, optimizer: Any, source: Source, group: Group) -> _Subject:
         accelerator = accelerators.current()
+        optimizer = as_one(optimizer)
         is_made = isinstance(optimizer, torch.optim.Optimizer)
         own, given = copy.deepcopy((model, optimizer if is_made else None))
         example = given if is_made or optimizer is None else given_optimizer(optimizer, list(own.parameters()))
@@ -205,7 +208,10 @@ class _Pair:
         position = {id(param): number for number, param in enumerate(params)}
         # Both optimizers were copied from one, so their parameters come in the same order.
         self._plain_number = {i: position[id(param)] for i, param in enumerate(sharded.parts.params.tensors)}
-        self._narrowest = min((param.dtype for param in params), key=lambda dtype: -torch.finfo(dtype).eps)
+        rounded = [param for member, group in with_members(sharded.inner) if rounds_within(member) for param in group["params"]]
+        self._rounded = {position[id(param)] for param in rounded}  # whose step is rounded to bfloat16 on its way
+        dtypes = [torch.bfloat16] * bool(rounded) + [param.dtype for param in params]
+        self._narrowest = min(dtypes, key=lambda dtype: -torch.finfo(dtype).eps)
 
     @property
     def tolerance(self) -> tuple[str, ...]:
@@ -215,7 +221,8 @@ class _Pair:
     def _tolerance_of(self, dtype: str) -> str:
         sums = dtype_name(sum_dtype(getattr(torch, dtype)))
         told = f"{dtype}: {_ROUNDINGS} roundings of {sums} a step, and of what moved {_FIRST_STEP:g}, {self._later:g} later"
-        return told if sums == dtype else f"{told}; one rounding to {dtype} in the weights"
+        told = told if sums == dtype else f"{told}; one rounding to {dtype} in the weights"
+        return f"{told}; of what Muon moved {_LATER_STEPS['bfloat16']:g}" if self._rounded else told
 
     @property
     def _later(self) -> float:
@@ -226,7 +233,9 @@ class _Pair:
         """The first on this rank, in the order of the parameters, with the parameter's number."""
         for index, name in enumerate(self.names):
             for what, found, expected, moved in self._tensors(index):
-                wrong = _compared(found, expected, moved, _FIRST_STEP if step == 0 else self._later, step + 1)
+                by_muon = self._plain_number[index] in self._rounded and what in ("weight", "master")
+                part = _FIRST_STEP if step == 0 and not by_muon else self._later
+                wrong = _compared(found, expected, moved, part, step + 1)
                 if wrong is not None:
                     return index, Difference(step, name, what, self._sharded.parts.group.rank, *wrong)
         return None
