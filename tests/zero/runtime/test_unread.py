@@ -3,13 +3,17 @@
 import copy
 import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+import accelerators
 import zero
 from tests import ranks
+from tests.devices import needs_sim
+from tests.promises.offloads import place_of
 from zero.errors import RanksDiffer
 from zero.memory.values import Cast, Held
 from zero.plan.spans import Span
@@ -155,6 +159,32 @@ def test_a_model_in_files_trains_as_the_plain_one_does(stage, world, dtype):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(found[name], value) and found[name].dtype == value.dtype, name
+
+
+def on_another_device(rank, world):
+    """Trained there, with and without shares on the host, from files and not."""
+    place, found = place_of(rank, "sim"), []
+    with accelerators.using("sim"):
+        with pytest.raises(ValueError, match=r"weight would be read to cpu, and the accelerator is sim.* Move the model there"):
+            zero.shard(build(True), lambda params: torch.optim.AdamW(params), stage=3)
+        for is_unread, offload in ((True, None), (True, "cpu"), (False, None)):
+            model = build(is_unread).to(place)
+            assert (type(model[0].weight) is Unread) is is_unread and model[0].weight.device == place
+            make = partial(torch.optim.AdamW, lr=0.1)
+            optimizer = zero.shard(model, make, stage=3, bucket_bytes=512, offload=offload)
+            for step in range(2):
+                model((torch.arange(8) + rank + step).to(place)).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.close()
+            found.append({name: value.cpu() for name, value in model.state_dict().items()})
+    for name, value in found[-1].items():
+        assert torch.equal(found[0][name], value) and torch.equal(found[1][name], value), name
+
+
+@needs_sim
+def test_a_model_is_moved_to_a_device_before_it_is_read():
+    ranks.run(2, on_another_device, apart="sim")
 
 
 class Broken(Held):
