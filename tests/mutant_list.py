@@ -116,6 +116,7 @@ NAMED = [
     ),
     Mutant("norms are remembered over a change", "ShardedGradOps.apply_inplace", Drop(the(Call, "forget_norms"))),
     Mutant("norms are remembered over a settling", "Window.settle", Drop(the(Call, "forget_norms"))),
+    Mutant("a tensor that has one owner is stepped as a line", "Masters.shaped", Replace(the(IfExp), "{it.orelse}")),
     Mutant("keep a stale master", "Updater.step", Drop(the(Call, "adopt"))),
     Mutant("adopt every weight, edited or not", "masters.adopt", Replace(the(If), "master.copy_(weight)")),
     Mutant(

@@ -265,6 +265,36 @@ def test_states_that_are_quantised_in_blocks_do_not_depend_on_the_number_of_rank
             assert p not in optimizer.state or same(optimizer.state[p], state[name])
 
 
+class Coded(torch.Tensor):
+    """A tensor whose bits are not what its elements show, as states of few bits may be."""
+
+
+class OfCodedState(Orthogonal):
+    def _update(self, p, group):
+        self.state[p].setdefault("codes", torch.zeros_like(p).as_subclass(Coded))
+        return p.grad
+
+
+@pytest.mark.promise("O12")
+def test_a_state_of_tensors_of_another_class_trains_and_is_refused_where_it_is_to_be_saved(tmp_path):
+    def program(model, optimizer, group):
+        train_some(model, optimizer, range(2))
+        with pytest.raises(zero.ZeroError, match=r"State codes of .* was asked for"):
+            optimizer.state_dict()
+        with pytest.raises((ValueError, zero.ZeroError), match=r"checkpoint of state codes of .* cannot be stored"):
+            zero.save(tmp_path, optimizer, "there")
+        train_some(model, optimizer, range(2, 3))
+        return weights(model)
+
+    found = on_ranks(2, program, apart, lambda model: OfCodedState(model.parameters()), whole_tensors=True)
+    plain = apart()
+    optimizer = OfCodedState(plain.parameters())
+    for step in range(3):
+        whole_loss(plain(draw(plain, (3, 4), 0, step)), 1, step).backward()
+        finish(optimizer)
+    assert all(same(one, weights(plain)) for one in found)
+
+
 # several optimizers -----------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,8 @@ _NOT_ELEMENTWISE = {"step", "eta", "mu", "mu_product"}  # 0-dim entries of torch
 
 def goes_with_elements(key: str, value: object, shape: torch.Size) -> bool:
     """Whether an entry of the optimizer's state has a number for every element; of 0-dim parameters the shape does not tell."""
-    return isinstance(value, torch.Tensor) and value.shape == shape and key not in _NOT_ELEMENTWISE
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter)  # a subclass has other bits than its elements show
+    return plain and value.shape == shape and key not in _NOT_ELEMENTWISE  # type: ignore[attr-defined]
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

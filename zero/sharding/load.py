@@ -317,7 +317,7 @@ class _Loading:
 def _fits(held: Any, master: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether an entry of the state can be overwritten element by element as the master lies."""
     kind = (master.shape, master.stride(), dtype)
-    return isinstance(held, torch.Tensor) and (held.shape, held.stride(), held.dtype) == kind
+    return type(held) is torch.Tensor and (held.shape, held.stride(), held.dtype) == kind
 
 
 @torch.no_grad()
