@@ -442,7 +442,7 @@ def test_a_dtype_that_comes_later_is_stepped_like_those_that_were_there(kernels)
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["amsgrad", "capturable", "differentiable"])
+@pytest.mark.parametrize("name", ["amsgrad", "capturable"])
 def test_a_setting_that_has_no_compiled_step_is_refused_however_it_comes(name):
     words = rf"Cannot use kernels='compiled': {name} has no compiled step.*Use kernels='torch'"
     model = nn.Linear(4, 3)
