@@ -187,7 +187,7 @@ class _Loading:
         hint = "Make the optimizer that was saved, or load with optimizer_states=False."
         if self.training["optimizer"] not in (None, name_of(inner)):  # what was imported does not say
             raise ValueError(
-                f"A load into {name_of(inner)} was asked for, but the state is {self.training['optimizer']}'s. {hint}"
+                f"Cannot load into {name_of(inner)}: the state is that of {self.training['optimizer']}. {hint}"
             )
         own = [set(map(self._source, group["params"])) for group in about.groups()]
         theirs = [set(group["params"]) for group in saved]
