@@ -9,6 +9,7 @@ from torch import nn
 
 import zero
 from tests import ranks
+from tests.weight_reads import counted_reads
 from zero.checkpoint import weight_files
 from zero.checkpoint.weight_files import WeightFiles
 from zero.errors import BadCheckpoint, CheckpointFailed, RanksDiffer
@@ -118,18 +119,9 @@ def read_by(rank, world, folder):
     model = made(device="meta")
     model.frozen.requires_grad_(True)
     optimizer = shard(model, 3)
-    read, counted = weight_files._OpenFile.read, []
-
-    def counting(file, start, num_bytes):
-        counted.append(num_bytes)
-        return read(file, start, num_bytes)
-
-    weight_files._OpenFile.read = counting
-    try:
+    with counted_reads() as counted:
         zero.load_weights(model, folder)
-    finally:
-        weight_files._OpenFile.read = read
-        optimizer.close()
+    optimizer.close()
     return sum(counted)
 
 

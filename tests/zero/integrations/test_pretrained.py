@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.weight_reads import counted_reads
 from tests.zero.integrations.on_ranks import both_ranks
 
 HERE = "tests.zero.integrations.test_pretrained"
@@ -67,7 +68,6 @@ def assert_same(found, expected):
 def loaded_as_plain(folder, kind, options, as_context=False, model_class=None):
     """Loads a model in both ways, compares, and trains both."""
     import zero
-    from zero.checkpoint import weight_files
     from zero.integrations.transformers import from_pretrained, loading
     from zero.runtime.params.unread import Unread
 
@@ -75,14 +75,7 @@ def loaded_as_plain(folder, kind, options, as_context=False, model_class=None):
     torch.manual_seed(7)
     plain = model_class.from_pretrained(folder, **options)
     torch.manual_seed(7)
-    read, counted = weight_files._OpenFile.read, []
-
-    def counting(file, start, num_bytes):
-        counted.append(num_bytes)
-        return read(file, start, num_bytes)
-
-    weight_files._OpenFile.read = counting
-    try:
+    with counted_reads() as counted:
         if as_context:
             with loading(stage=3):
                 model = model_class.from_pretrained(folder, **options)
@@ -96,8 +89,6 @@ def loaded_as_plain(folder, kind, options, as_context=False, model_class=None):
         plain.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         optimizer = zero.shard(model, optimizer, stage=3, bucket_bytes=2048, gathered_bytes=0)
-    finally:
-        weight_files._OpenFile.read = read
     assert_same(state(model), state(plain))
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
     assert model.config.to_dict() == plain.config.to_dict()
