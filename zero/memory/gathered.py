@@ -35,7 +35,7 @@ class GatheredChunk(ABC):
         self.arrival: Arrival | None = None  # of what was fetched and not waited for yet
         self.num_users = 0  # operators that run on it
         self.unwritten: dict[str, Span] = {}  # parameters in it that have no values yet
-        self.views: dict[Hashable, torch.Tensor] = {}  # what operators were given of it
+        self.views: dict[Hashable, torch.Tensor] = {}  # what operators were given of its memory, or of what is lent each time
         cache.total_bytes += self.num_bytes
 
     @property
@@ -49,7 +49,7 @@ class GatheredChunk(ABC):
 
     @abstractmethod
     def visible(self) -> torch.Tensor | None:
-        """Memory that has the whole chunk, to be read only; None where it has to be gathered."""
+        """Memory that has the whole chunk, to be read only and the same each time; None where it has to be gathered."""
 
     @abstractmethod
     def fetch(self, memory: torch.Tensor) -> Arrival:
@@ -141,6 +141,7 @@ class GatheredWeights:
                 self.total_bytes -= chunk.num_bytes
                 if chunk.memory is not None:
                     self._free(chunk)
+                chunk.views.clear()
             self.order = UseOrder()
             self._spare.clear()
 
@@ -157,7 +158,6 @@ class GatheredWeights:
             if chunk.is_lent:
                 lent = chunk.memory
                 assert lent is not None
-                chunk.views.clear()
                 self._allocate(chunk).copy_(lent)
 
     def _begin(self, chunk: GatheredChunk) -> None:
@@ -177,6 +177,7 @@ class GatheredWeights:
             self.num_fetches += 1
 
     def _allocate(self, chunk: GatheredChunk) -> torch.Tensor:
+        chunk.views.clear()
         self._make_room(chunk.num_bytes)
         self.num_bytes += chunk.num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
@@ -227,6 +228,6 @@ class GatheredWeights:
     def _drop(self, chunk: GatheredChunk) -> None:
         if not chunk.is_lent:
             self.num_bytes -= chunk.num_bytes
+            chunk.views.clear()
         del self._gathered[chunk]
         chunk.memory, chunk.arrival, chunk.is_lent = None, None, False
-        chunk.views.clear()

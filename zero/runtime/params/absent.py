@@ -146,6 +146,7 @@ class AbsentView(Absent):
 
 
 _ABSENT = frozenset((AbsentParameter, AbsentView))
+_MAY_HAVE = _ABSENT | {list, tuple}  # types of arguments that are absent tensors or may have some
 _MOST_VIEWS = 64  # that a shadow keeps
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
@@ -192,8 +193,8 @@ def _run(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], absent: Sequence[Absent], targets: Sequence[Absent] = ()
 ) -> Any:
     given: dict[int, Absent] = {}  # by id of the plain tensor that takes its place
-    plain_args = [_plain_of(value, given) for value in args]
-    plain_kwargs = {name: _plain_of(value, given) for name, value in kwargs.items()}
+    plain_args = [_plain_of(value, given) if type(value) in _MAY_HAVE else value for value in args]
+    plain_kwargs = {name: _plain_of(value, given) for name, value in kwargs.items()} if kwargs else kwargs
     result = func(*plain_args, **plain_kwargs)
     for tensor in targets:
         tensor.in_chunk.edited(tensor.extent)
@@ -250,28 +251,27 @@ def _plain_of(value: Any, given: dict[int, Absent]) -> Any:
 
 def _apart(result: Any, absent: Sequence[Absent], given: Mapping[int, Absent]) -> Any:
     """A result that is an argument is the absent one. One that lies in a gathered chunk, against its schema, is copied."""
+    if type(result) is torch.Tensor:
+        if id(result) in given:
+            return given[id(result)]
+        return result.clone() if _lies_in_one(result, absent) else result
     if type(result) in (list, tuple):
         return type(result)(_apart(member, absent, given) for member in result)
-    if not isinstance(result, torch.Tensor):
-        return result
-    if id(result) in given:
-        return given[id(result)]
-    if type(result) is torch.Tensor and _lies_in_one(result, absent):
-        return result.clone()
     return result
 
 
 def _lies_in_one(tensor: torch.Tensor, absent: Sequence[Absent]) -> bool:
     """Whether it has the memory of one of their chunks."""
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor._values()
-    elif tensor.layout in _COMPRESSED:
-        tensor = tensor.values()
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return False
+    if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.sparse_coo and tensor.layout not in _COMPRESSED:
+            return False
+        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
     storage = tensor.untyped_storage()._cdata
-    memories = [each.in_chunk.memory for each in absent]
-    return any(memory is not None and memory.untyped_storage()._cdata == storage for memory in memories)
+    for each in absent:
+        memory = each.in_chunk.memory
+        if memory is not None and memory.untyped_storage()._cdata == storage:
+            return True
+    return False
 
 
 def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
