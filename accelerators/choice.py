@@ -55,8 +55,8 @@ class Selection:
     def use(self, wanted: str | Accelerator) -> Selected:
         if self.chosen is not None and not self.chosen.is_what(wanted):
             raise ValueError(
-                f"accelerators.use({wanted!r}) was asked for, but this process already uses {self.chosen.name} "
-                f"({self.chosen.why}). Call use() before anything else asks for the accelerator."
+                f"Cannot use {wanted!r}: this process already uses {self.chosen.name} ({self.chosen.why}). "
+                "Call accelerators.use() before anything else asks for the accelerator."
             )
         if self.chosen is None:
             self.chosen = self._take_wanted(wanted)
@@ -91,13 +91,13 @@ class Selection:
         if isinstance(wanted, str):
             request = parse_request(wanted, f"accelerators.use({wanted!r})")
             if request is None:
-                raise ValueError(f"accelerators.use({wanted!r}) was asked for, which names nothing. Pass a name such as 'cpu'.")
+                raise ValueError(f"Cannot use {wanted!r}: it names no accelerator. Pass a name such as 'cpu'.")
             return self._take_requested(request)
         if not isinstance(wanted, Accelerator):
-            raise TypeError(f"accelerators.use({wanted!r}) was asked for, but that is a {type(wanted).__name__}. Pass a name.")
+            raise TypeError(f"Cannot use {wanted!r}: it is a {type(wanted).__name__}. Pass the name of an accelerator.")
         reason = wanted.unavailable_reason()
         if reason is not None:
-            raise ValueError(f"accelerators.use({wanted!r}) was asked for, but {reason}. Make it available, or use another.")
+            raise ValueError(f"Cannot use {wanted!r}: {reason}. Make it available, or use another accelerator.")
         return Selected(wanted, wanted.name, "an object passed to accelerators.use")
 
     def _take_requested(self, request: Request) -> Selected:
@@ -140,7 +140,7 @@ def get(name: str) -> Accelerator:
     """The accelerator of that name, usable or not, without choosing it."""
     request = parse_request(_text(name, "accelerators.get"), f"accelerators.get({name!r})")
     if request is None or request.index is not None:
-        raise ValueError(f"accelerators.get({name!r}) was asked for, but that is no plain name. Pass one such as 'cpu'.")
+        raise ValueError(f"Cannot get accelerator {name!r}: that is not a plain name. Pass one such as 'cpu'.")
     return _choice.registry.find(request.name).accelerator
 
 
@@ -169,9 +169,9 @@ def register(name: str, factory: Factory | str | None = None, *, priority: int =
         return decorate
     clean = _text(name, "accelerators.register").strip().lower()
     if not isinstance(priority, int):
-        raise TypeError(f"Registering {clean} with priority {priority!r} was asked for, but that is no int. Pass an int.")
+        raise TypeError(f"Cannot register {clean} with priority {priority!r}: it is not an int. Pass an int.")
     if not isinstance(factory, str) and not callable(factory):
-        raise TypeError(f"Registering {factory!r} as {clean} was asked for, but that cannot be called. Pass a class.")
+        raise TypeError(f"Cannot register {factory!r} as {clean}: it cannot be called. Pass a class.")
     where = factory if isinstance(factory, str) else f"{factory.__module__}.{getattr(factory, '__qualname__', repr(factory))}"
     _choice.registry.add(Registration(clean, factory, priority, origin=f"accelerators.register ({where})"))
     return factory
@@ -179,5 +179,5 @@ def register(name: str, factory: Factory | str | None = None, *, priority: int =
 
 def _text(name: object, function: str) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"{function}({name!r}) was asked for, but a name is no {type(name).__name__}. Pass a str.")
+        raise TypeError(f"Cannot call {function}({name!r}): a name is not a {type(name).__name__}. Pass a str.")
     return name

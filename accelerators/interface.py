@@ -45,7 +45,7 @@ class Accelerator:
     def __init__(self, name: str | None = None) -> None:
         self.name = name or type(self).name
         if not self.name:
-            raise TypeError(f"An accelerator needs a name, but {type(self).__name__} has none. Set its class attribute `name`.")
+            raise TypeError(f"Cannot make a {type(self).__name__}: the class has no name. Set its class attribute `name`.")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
@@ -222,7 +222,7 @@ class Accelerator:
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` in pinned host memory; `tensor` itself where there is no such thing or it failed."""
         if tensor.device.type != "cpu":
-            raise ValueError(f"Pinning a tensor on {tensor.device} was asked for, but only host memory can. Pass a cpu tensor.")
+            raise ValueError(f"Cannot pin a tensor on {tensor.device}: only host memory is pinned. Pass a CPU tensor.")
         if not self.can_pin or tensor.numel() == 0 or tensor.is_pinned():
             return tensor
         try:
@@ -269,13 +269,13 @@ class Accelerator:
     def _check_index(self, index: int) -> int:
         if isinstance(index, bool) or not isinstance(index, int):
             raise TypeError(
-                f"Device {index!r} of {self.name} was asked for, but an index is no {type(index).__name__}. Pass an int."
+                f"Cannot take device {index!r} of {self.name}: an index is not a {type(index).__name__}. Pass an int."
             )
         count = self.device_count()
         if not 0 <= index < count:
-            advice = f"Pass 0 to {count - 1}" if count else "Look at python -m accelerators"
+            advice = f"Pass 0 to {count - 1}" if count else "python -m accelerators shows why"
             raise ValueError(
-                f"Device {index} of {self.name} was asked for, but {count} {'is' if count == 1 else 'are'} visible. {advice}."
+                f"Cannot take device {index} of {self.name}: {count} {'is' if count == 1 else 'are'} visible. {advice}."
             )
         return index
 

@@ -28,8 +28,8 @@ class Launch:
         """
         if num_ranks < self.world_size:
             raise ValueError(
-                f"{self.world_size} ranks were started, but the process group has {num_ranks}: it would train on its own. "
-                "Initialise the group from RANK and WORLD_SIZE, or start as many ranks as the group should have."
+                f"Cannot train: {self.world_size} ranks were started, and the process group has {num_ranks}, so it would train "
+                "apart from the others. Initialise the group from RANK and WORLD_SIZE, or start as many ranks as it has."
             )
 
 
@@ -39,12 +39,12 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     local_rank, local_world_size = whole_number(environment, "LOCAL_RANK"), whole_number(environment, "LOCAL_WORLD_SIZE")
     if world_size is None:
         if rank is not None:
-            raise ValueError(f"RANK={rank} was set, but WORLD_SIZE is not. Set both, as torchrun does, or neither.")
+            raise ValueError(f"Cannot use RANK={rank}: WORLD_SIZE is not set. Set both, as torchrun does, or neither.")
         _check_scheduler(environment)
         world_size = 1
     if rank is None:
         if world_size != 1:
-            raise ValueError(f"WORLD_SIZE={world_size} was set, but RANK is not. Set both, as torchrun does, or neither.")
+            raise ValueError(f"Cannot use WORLD_SIZE={world_size}: RANK is not set. Set both, as torchrun does, or neither.")
         rank = 0
     for name, place, size_name, size in (
         ("RANK", rank, "WORLD_SIZE", world_size),
@@ -52,7 +52,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         ("LOCAL_RANK", local_rank, "WORLD_SIZE", world_size if environment.get("WORLD_SIZE", "").strip() else None),
     ):
         if place is not None and size is not None and place >= size:
-            raise ValueError(f"{name}={place} was set, but {size_name} is {size}. Ranks count from 0 to {size_name} - 1.")
+            raise ValueError(f"Cannot use {name}={place}: {size_name} is {size}. Set it to 0 to {size_name} - 1.")
     return Launch(rank, world_size, local_rank)
 
 
@@ -62,7 +62,7 @@ def whole_number(environment: Mapping[str, str], variable: str) -> int | None:
     if not text:
         return None
     if not text.isdecimal():
-        raise ValueError(f"{variable}={text} was set, but a whole number of 0 or more belongs there. Let the launcher set it.")
+        raise ValueError(f"Cannot use {variable}={text}: it takes a whole number of 0 or more. Let the launcher set it.")
     return int(text)
 
 
@@ -71,7 +71,7 @@ def _check_scheduler(environment: Mapping[str, str]) -> None:
         size = whole_number(environment, size_variable)
         if size is not None and size > 1:
             raise ValueError(
-                f"{scheduler} started {size} tasks ({size_variable}), but RANK and WORLD_SIZE are not set: "
-                "each would train on its own. Start torchrun in each task, or set "
+                f"Cannot train: {scheduler} started {size} tasks ({size_variable}), and RANK and WORLD_SIZE are not set, "
+                "so each would train apart from the others. Start torchrun in each task, or set "
                 f"RANK=${rank_variable} and WORLD_SIZE=${size_variable}, with LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
             )

@@ -53,7 +53,7 @@ def parse_bytes(text: str) -> int:
     """`4GiB`, `500 MB` or `1000` in bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
-        raise ValueError(f"A number of bytes was asked for, but '{text}' was found. Write it like 4GiB, 500MB or 1000.")
+        raise ValueError(f"Cannot take '{text}' as a number of bytes: it is not one. Write it like 4GiB, 500MB or 1000.")
     return int(Decimal(match[1]) * _UNITS[match[2]])  # a float would round, and overflow
 
 
@@ -64,10 +64,12 @@ def memory_cap() -> int | None:
         return None
     try:
         cap = parse_bytes(text)
-    except ValueError as error:
-        raise ValueError(f"ACCELERATOR_MEMORY={text} was set. {error}") from None
+    except ValueError:
+        raise ValueError(
+            f"Cannot use ACCELERATOR_MEMORY={text}: it is not a number of bytes. Write it like 4GiB, 500MB or 1000."
+        ) from None
     if cap == 0:
-        raise ValueError(f"ACCELERATOR_MEMORY={text} was set, but no bytes hold nothing. Give it a size, or unset it.")
+        raise ValueError(f"Cannot use ACCELERATOR_MEMORY={text}: nothing fits in 0 bytes. Give it a size, or unset it.")
     return cap
 
 

@@ -101,8 +101,8 @@ class Candidate:
         """The one object of this accelerator in the process, usable or not."""
         if self.trial.accelerator is None:
             raise ValueError(
-                f"Accelerator {self.name} was asked for, but {self.reason}. Install or repair what {self.origin} refers to, "
-                "or ask for another: python -m accelerators shows which work here."
+                f"Cannot use accelerator {self.name}: {self.reason}. Install or repair what {self.origin} refers to, "
+                "or use another: python -m accelerators shows which work here."
             ) from self.trial.cause
         return self.trial.accelerator
 
@@ -115,8 +115,8 @@ class Candidate:
         thread = threading.get_ident()
         if thread in self._tried_by:
             raise RuntimeError(
-                f"The accelerator was asked for, but {self.name} is being tried for just that answer. "
-                "Ask in a method of it, not while it is imported or made."
+                f"Cannot choose the accelerator: whether {self.name} works is being tried at this moment. "
+                "Ask for the accelerator in a method of it, not while it is imported or made."
             )
         self._tried_by.add(thread)
         try:
@@ -165,15 +165,15 @@ class Registry:
         there = self._candidates.get(registration.name)
         if not registration.name.isidentifier():
             raise ValueError(
-                f"Registering accelerator '{registration.name}' from {registration.origin} was asked for, "
-                "but a name is one word. Use torch's name of the device."
+                f"Cannot register accelerator '{registration.name}' from {registration.origin}: a name is one word. "
+                "Use torch's name of the device."
             )
         if there is None or there.origin == FROM_TORCH:
             self._candidates[registration.name] = Candidate(registration)
         elif not there.registration.is_same_as(registration):
             raise ValueError(
-                f"Registering accelerator '{registration.name}' from {registration.origin} was asked for, but "
-                f"that name is taken ({there.origin}, priority {there.priority}). Choose another, or remove one of the two."
+                f"Cannot register accelerator '{registration.name}' from {registration.origin}: that name is taken "
+                f"({there.origin}, priority {there.priority}). Choose another, or remove one of the two."
             )
 
     def find(self, name: str, asked: str | None = None) -> Candidate:
@@ -185,8 +185,8 @@ class Registry:
         if name not in self._candidates:
             near = difflib.get_close_matches(name, self._candidates, n=1, cutoff=0.6)
             hint = f" Did you mean '{near[0]}'?" if near else " Register your own with accelerators.register."
-            found = f"{asked} was asked for, but no" if asked else "No"
-            raise ValueError(f"{found} accelerator is named '{name}'. Known: {', '.join(sorted(self._candidates))}.{hint}")
+            known = ", ".join(sorted(self._candidates))
+            raise ValueError(f"Cannot use {asked or name}: no accelerator is named '{name}'. Use one of {known}.{hint}")
         return self._candidates[name]
 
     def _read_entry_points(self) -> None:

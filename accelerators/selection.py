@@ -22,12 +22,12 @@ class Request:
 
 
 def parse_request(text: str, asked: str) -> Request | None:
-    """`" CUDA:1 "` as cuda and 1; None where nothing was asked for."""
+    """`" CUDA:1 "` as cuda and 1; None where it names nothing."""
     name, colon, index = (part.strip() for part in text.lower().partition(":"))
     if not name and not colon:
         return None
     if not name or (colon and not index.isdecimal()):
-        raise ValueError(f"{asked} was asked for, but that is neither a name nor name:index. Write it like cuda or cuda:1.")
+        raise ValueError(f"Cannot use {asked}: it is neither a name nor name:index. Write it like cuda or cuda:1.")
     return Request(name, int(index) if colon else None, asked)
 
 
@@ -55,25 +55,26 @@ def choose(candidates: Iterable[Candidate]) -> Candidate:
 
 
 def check(candidate: Candidate, request: Request) -> None:
-    """Raises unless what was asked for by name can be had."""
+    """Raises unless the accelerator that is named can be used."""
     if candidate.reason is not None:
         raise ValueError(
-            f"{request.asked} was asked for, but {candidate.reason}. "
-            "Install what it needs, or ask for another: python -m accelerators shows which work here."
+            f"Cannot use {request.asked}: {candidate.reason}. "
+            "Install what it needs, or use another: python -m accelerators shows which work here."
         ) from candidate.trial.cause
 
 
 def choose_index(request: Request | None, environment: Mapping[str, str], device_count: int) -> int | None:
     """Which device this process should use; None leaves the current one as it is.
 
-    What was asked for wins; then the launcher's LOCAL_RANK. A launcher that shows each rank its own device
+    An index that is named wins; then the launcher's LOCAL_RANK. A launcher that shows each rank its own device
     leaves one visible, whose index is 0 whatever the rank.
     """
     if request is not None and request.index is not None:
         if request.index >= device_count:
+            visible = f"{device_count} {request.name} {'is' if device_count == 1 else 'are'} visible here"
             raise ValueError(
-                f"{request.asked} was asked for, but {request.name} has {device_count} visible here. "
-                f"Ask for {request.name}:0{f' to {request.name}:{device_count - 1}' if device_count > 1 else ''}."
+                f"Cannot use {request.asked}: {visible}. "
+                f"Use {request.name}:0{f' to {request.name}:{device_count - 1}' if device_count > 1 else ''}."
             )
         return request.index
     local_rank = whole_number(environment, "LOCAL_RANK")
@@ -83,7 +84,7 @@ def choose_index(request: Request | None, environment: Mapping[str, str], device
         return 0
     if local_rank >= device_count:
         raise ValueError(
-            f"LOCAL_RANK={local_rank} was set, but only {device_count} devices are visible here. "
+            f"Cannot use LOCAL_RANK={local_rank}: only {device_count} devices are visible here. "
             "Start one rank a device, or show each rank one device of its own."
         )
     return local_rank

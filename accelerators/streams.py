@@ -58,7 +58,7 @@ class InOrderEvent:
     def elapsed_time(self, end_event: InOrderEvent) -> float:
         """Milliseconds from this event to `end_event`."""
         if self._recorded_at is None or end_event._recorded_at is None:
-            raise ValueError("The time between two events was asked for, but one was not recorded. Call record() on both.")
+            raise ValueError("Cannot measure the time between two events: one was not recorded. Call record() on both.")
         return (end_event._recorded_at - self._recorded_at) * 1e3
 
 

@@ -1,4 +1,4 @@
-"""What every system trains in `peers.py`: models that give their own loss, and their data, the same whoever trains them."""
+"""What every system trains in `peers.py`: models that return their loss, and data, the same for all systems."""
 
 from __future__ import annotations
 

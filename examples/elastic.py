@@ -20,7 +20,7 @@ STEPS, SAVE_EVERY, SAMPLES = 12, 3, 12  # SAMPLES a step, of all ranks together,
 
 
 def batch_of(step, rank, size):
-    """This rank's part of the step's samples, the same samples whoever takes them."""
+    """This rank's part of the step's samples. The samples of a step are the same at any number of ranks."""
     chance = torch.Generator().manual_seed(step)
     samples = torch.randn(SAMPLES, 8, generator=chance)
     return samples[rank::size]

@@ -45,6 +45,6 @@ def check_dtype(dtype: torch.dtype, without: Collection[str]) -> None:
     for capability in without:
         if _DTYPE_OF.get(capability) is dtype:
             raise TypeError(
-                f"A tensor of {dtype} was asked for on the simulated device, but it has no such numbers "
-                f"(SIM_WITHOUT={capability}). Use a dtype that accelerators.current().supported_dtypes() lists."
+                f"Cannot make a tensor of {dtype}: the simulated device has no such numbers (SIM_WITHOUT={capability}). "
+                "Use a dtype that accelerators.current().supported_dtypes() lists."
             )

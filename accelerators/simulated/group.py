@@ -113,7 +113,7 @@ def _need_op(tensors: Any, options: Any) -> None:
 def _need(capability: str, what: str) -> None:
     if settings.lacks(capability):
         raise RuntimeError(
-            f"{what} was asked for, but the simulated device's collectives have none (SIM_WITHOUT={capability}). Use another."
+            f"Cannot run {what}: the simulated device's collectives lack it (SIM_WITHOUT={capability}). Use another."
         )
 
 

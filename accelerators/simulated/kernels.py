@@ -21,7 +21,7 @@ def _index(device: torch.device | None) -> int:
     index = current_device() if device is None or device.index is None else device.index
     if not 0 <= index < len(accounts):
         raise RuntimeError(
-            f"Device {torch_private.NAME}:{index} was asked for, but there are {len(accounts)}. "
+            f"Cannot use device {torch_private.NAME}:{index}: there are {len(accounts)}. "
             f"Use 0 to {len(accounts) - 1}, or set SIM_DEVICES."
         )
     return index
@@ -34,7 +34,7 @@ def _new(
     dtype = dtype or torch.get_default_dtype()
     if pin_memory:
         raise RuntimeError(
-            f"Pinned memory was asked for on {torch_private.NAME}:{index}, but only host memory can be. Leave pin_memory out."
+            f"Cannot pin memory on {torch_private.NAME}:{index}: only host memory is pinned. Leave pin_memory out."
         )
     check_dtype(dtype, settings.without)
     # The room is checked before the host is asked for memory, which a request beyond the device's size may not leave standing.
@@ -121,7 +121,7 @@ def record_stream(self: torch.Tensor, stream: torch.Stream) -> None:
     """The allocator waits for `stream` before it gives this memory out again."""
     if settings.lacks("record_stream"):
         raise NotImplementedError(
-            "record_stream was asked for, but the simulated device has none (SIM_WITHOUT=record_stream). "
+            "Cannot run record_stream: the simulated device has none (SIM_WITHOUT=record_stream). "
             "Keep a reference until an event."
         )
     block = block_of(self)

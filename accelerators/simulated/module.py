@@ -40,7 +40,7 @@ def set_device(device: Any) -> None:
     index = device_index(device)
     if not 0 <= index < settings.devices:
         raise RuntimeError(
-            f"Device {NAME}:{index} was asked for, but there are {settings.devices}. Use 0 to {settings.devices - 1}."
+            f"Cannot use device {NAME}:{index}: there are {settings.devices}. Use 0 to {settings.devices - 1}."
         )
     set_current_device(index)
 

@@ -1,4 +1,4 @@
-"""Where in the user's code the work of this moment was asked for."""
+"""Where in the user's code the work of this moment was called."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class RaceError(RuntimeError):
 
 
 class Access:
-    """One operator's use of memory: which stream's how-manieth work, and where it was asked for."""
+    """One operator's use of memory: by the number of its work in the stream, and where the user called it."""
 
     __slots__ = ("count", "known", "number", "operator", "place", "who")
 

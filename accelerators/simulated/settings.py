@@ -61,13 +61,13 @@ def parse_order(text: str) -> tuple[str, int]:
 
 def _count_devices(devices: str, visible: str | None) -> int:
     if not devices.isdecimal():
-        raise ValueError(f"SIM_DEVICES={devices} was set, but a number of devices belongs there. Write it like 2.")
+        raise ValueError(f"Cannot set SIM_DEVICES={devices}: it takes a number of devices. Write it like 2.")
     if visible is None or not visible.strip():
         return int(devices)
     shown = [index.strip() for index in visible.split(",")]
     if not all(index.isdecimal() and int(index) < int(devices) for index in shown) or len(set(shown)) != len(shown):
         raise ValueError(
-            f"SIM_VISIBLE_DEVICES={visible} was set, but there are {devices} devices. "
+            f"Cannot set SIM_VISIBLE_DEVICES={visible}: there are {devices} devices. "
             f"List different indices from 0 to {int(devices) - 1}, or set SIM_DEVICES."
         )
     return len(shown)
@@ -75,7 +75,7 @@ def _count_devices(devices: str, visible: str | None) -> int:
 
 def _parse_switch(name: str, text: str) -> bool:
     if text not in ("0", "1"):
-        raise ValueError(f"{name}={text} was set, but it is a switch. Set it to 0 or 1.")
+        raise ValueError(f"Cannot set {name}={text}: it is a switch. Set it to 0 or 1.")
     return text == "1"
 
 

@@ -31,7 +31,7 @@ def bring_up() -> None:
         reason = torch_private.why_not()
         if reason is not None:
             raise RuntimeError(
-                f"The simulated device was asked for, but {reason}. Use another accelerator, or another process."
+                f"Cannot use the simulated device: {reason}. Use another accelerator, or another process."
             )
         _register()
         _is_up = True

@@ -40,8 +40,8 @@ class Account:
         free = settings.memory_bytes - self.allocated
         if num_bytes > free:
             raise torch.OutOfMemoryError(
-                f"SIM out of memory: {format_bytes(num_bytes)} ({num_bytes} bytes) were asked for on device sim:{self.index}, "
-                f"but {free} bytes of its {settings.memory_bytes} are free and {self.allocated} are allocated. "
+                f"SIM out of memory. Cannot allocate {format_bytes(num_bytes)} ({num_bytes} bytes) on sim:{self.index}: "
+                f"{free} bytes of its {settings.memory_bytes} are free and {self.allocated} are allocated. "
                 "Free tensors, or give the device more (SIM_MEMORY)."
             )
 

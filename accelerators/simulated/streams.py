@@ -25,7 +25,7 @@ def device_index(device: Any) -> int:
     found = torch.device(device)
     if found.type != NAME:
         raise ValueError(
-            f"Device {found} was given to torch.{NAME}, which serves devices of type {NAME}. Pass one of these, or an index."
+            f"Cannot use device {found} in torch.{NAME}: it serves devices of type {NAME}. Pass one of these, or an index."
         )
     return current_device() if found.index is None else found.index
 
@@ -156,11 +156,11 @@ class Event:
         """Milliseconds of the host's clock between the moments at which the two were reached."""
         if not (self._timed and end_event._timed):
             raise ValueError(
-                "The time between two events was asked for, but one has no timing. Make both with enable_timing=True."
+                "Cannot measure the time between two events: one has no timing. Make both with enable_timing=True."
             )
         if self._reached_at is None or end_event._reached_at is None:
             raise ValueError(
-                "The time between two events was asked for, but one was not reached. Record both and synchronize first."
+                "Cannot measure the time between two events: one was not reached. Record both and synchronize first."
             )
         return (end_event._reached_at - self._reached_at) * 1e3
 

@@ -20,7 +20,7 @@ def test_a_size_is_read_with_its_unit(text, num_bytes):
 
 @pytest.mark.parametrize("text", ["", "GiB", "4 giga", "-1", "1e9", "4GiBs"])
 def test_what_is_no_size_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match=r"was asked for, but .* was found\. Write it like 4GiB"):
+    with pytest.raises(ValueError, match=r"^Cannot take '.*' as a number of bytes: .*\. Write it like 4GiB"):
         parse_bytes(text)
 
 
@@ -63,7 +63,7 @@ def test_the_cap_is_read_from_the_environment_at_each_call(monkeypatch):
 @pytest.mark.parametrize("text", ["lots", "0"])
 def test_a_cap_that_is_no_size_names_the_variable(monkeypatch, text):
     monkeypatch.setenv("ACCELERATOR_MEMORY", text)
-    with pytest.raises(ValueError, match=f"ACCELERATOR_MEMORY={text} was set"):
+    with pytest.raises(ValueError, match=f"Cannot use ACCELERATOR_MEMORY={text}: "):
         accelerators.get("cpu").memory()
 
 

@@ -102,7 +102,7 @@ def test_every_rank_of_a_host_gets_the_one_cpu(local_rank):
     [
         ("1", "0,1", "sim:1 1 sim:1"),
         ("1", "1", "sim:0 0 sim:0"),  # the launcher shows each rank a device of its own
-        ("2", "0,1", "LOCAL_RANK=2 was set, but only 2 devices are visible here. Start one rank a device"),
+        ("2", "0,1", "Cannot use LOCAL_RANK=2: only 2 devices are visible here. Start one rank a device"),
     ],
 )
 def test_a_rank_allocates_on_its_own_device_of_several_or_says_that_there_is_none(local_rank, visible, expected):

@@ -979,7 +979,7 @@ def test_what_would_come_back_as_another_is_refused_at_save_with_the_path_to_it(
 def test_a_directory_that_is_none_and_one_that_is_a_checkpoint_itself_are_told_so(tmp_path):
     with training() as optimizer:
         for call in (zero.save, zero.load):
-            with pytest.raises(ValueError, match="the directory '' were asked for"):
+            with pytest.raises(ValueError, match="Cannot use '' as a directory of checkpoints"):
                 call("", optimizer)
         zero.save(tmp_path, optimizer, "a")
         with pytest.raises(FileNotFoundError, match=r"Give its directory .*, and tag='a'"):

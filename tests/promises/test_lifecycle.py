@@ -196,7 +196,7 @@ def fail_on_rank_1(rank, world):
 def test_over_gloo_a_rank_that_cannot_build_tells_the_other_and_both_can_build_again():
     (first, one), (second, other) = ranks.run(2, fail_on_rank_1, timeout=40.0)
     assert first.startswith("Rank 1 of 2 could not") and "2.bias is complex" in first
-    assert second.startswith("Sharding was asked for, but parameter 2.bias is complex")
+    assert second.startswith("Cannot shard: parameter 2.bias is complex")
     assert same(one, other)
 
 
@@ -283,7 +283,7 @@ def test_the_optimizer_of_another_model_is_refused_and_so_is_what_is_no_model():
     model = real_mlp()
     with pytest.raises(ValueError, match=r"none of its 4 trainable parameters is in the SGD .*Make the optimizer from this"):
         shard(model, sgd()(copy.deepcopy(model)), stage=2)
-    with pytest.raises(TypeError, match=r"a model was asked for, but a NoneType was found\. Pass an nn\.Module"):
+    with pytest.raises(TypeError, match=r"Cannot shard a NoneType: it is not a model\. Pass an nn\.Module"):
         shard(None, sgd()(model), stage=2)
     model.requires_grad_(False)  # what it trains may lie outside of it
     shard(model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), stage=2).close()

@@ -150,20 +150,20 @@ def test_the_first_difference_is_named_with_both_values():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ZeroConfig(), "asked for without 'stage'"),
-        (lambda: ZeroConfig(stage=4), "ZeroConfig.stage was given 4"),
-        (lambda: ZeroConfig(stage=-1), "ZeroConfig.stage was given -1"),
-        (lambda: ZeroConfig(stage=True), "ZeroConfig.stage was given True"),
-        (lambda: ZeroConfig(stage="2"), "ZeroConfig.stage was given '2'"),
+        (lambda: ZeroConfig(), "'stage' is missing"),
+        (lambda: ZeroConfig(stage=4), "ZeroConfig.stage=4: "),
+        (lambda: ZeroConfig(stage=-1), "ZeroConfig.stage=-1: "),
+        (lambda: ZeroConfig(stage=True), "ZeroConfig.stage=True: "),
+        (lambda: ZeroConfig(stage="2"), "ZeroConfig.stage='2': "),
         (lambda: ZeroConfig(stage=1, buckets=2), "Did you mean 'bucket_bytes'"),
-        (lambda: ZeroConfig(stage=1, bucket_bytes=0), "bucket_bytes was given 0"),
-        (lambda: ZeroConfig(stage=1, dtype="bf16"), "dtype was given 'bf16'"),
-        (lambda: ZeroConfig(stage=1, clip=0.0), "clip was given 0.0"),
-        (lambda: ZeroConfig(stage=1, clip=float("nan")), "clip was given nan"),
-        (lambda: ZeroConfig(stage=1, reduce="avg"), "reduce was given 'avg'"),
-        (lambda: ZeroConfig(stage=1, reduce=0), "reduce was given 0"),
+        (lambda: ZeroConfig(stage=1, bucket_bytes=0), "bucket_bytes=0: "),
+        (lambda: ZeroConfig(stage=1, dtype="bf16"), "dtype='bf16': "),
+        (lambda: ZeroConfig(stage=1, clip=0.0), "clip=0.0: "),
+        (lambda: ZeroConfig(stage=1, clip=float("nan")), "clip=nan: "),
+        (lambda: ZeroConfig(stage=1, reduce="avg"), "reduce='avg': "),
+        (lambda: ZeroConfig(stage=1, reduce=0), "reduce=0: "),
         (lambda: ZeroConfig(stage=1, offload="disk"), "offload to 'disk' was asked for.*Say 'cpu'"),
-        (lambda: ZeroConfig(stage=1, timeout_s=0), "timeout_s was given 0"),
+        (lambda: ZeroConfig(stage=1, timeout_s=0), "timeout_s=0: "),
         (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), dtype="bfloat16"), "Leave loss_scale out"),
         (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), on_nonfinite="propagate"), "Use 'skip'"),
         (lambda: ZeroConfig(stage=1, cast_inputs=True), "Give dtype"),
@@ -174,16 +174,16 @@ def test_the_first_difference_is_named_with_both_values():
         (lambda: OptimizerSpec.of("LBFGS"), "searches along one line"),
         (lambda: OptimizerSpec.of("onebitadam"), "compressed communication"),
         (lambda: OptimizerSpec.of("AdamX"), "Did you mean 'Adam"),
-        (lambda: OptimizerSpec.of(3), "asked for by its name"),
-        (lambda: OptimizerSpec.of("AdamW", {"lr": -1}), "AdamW.lr must lie in"),
-        (lambda: OptimizerSpec.of("AdamW", {"lr": "1e-3"}), "AdamW.lr takes a number"),
-        (lambda: OptimizerSpec.of("AdamW", {"lr": 10**400}), "takes a finite number"),
-        (lambda: OptimizerSpec.of("AdamW", {"betas": [0.9]}), "takes two numbers"),
-        (lambda: OptimizerSpec.of("AdamW", {"betas": [0.9, 1.0]}), "must lie in \\[0, 1\\)"),
+        (lambda: OptimizerSpec.of(3), "it is not a name"),
+        (lambda: OptimizerSpec.of("AdamW", {"lr": -1}), "AdamW.lr -1: it has to lie in"),
+        (lambda: OptimizerSpec.of("AdamW", {"lr": "1e-3"}), "AdamW.lr '1e-3': it has to be a number"),
+        (lambda: OptimizerSpec.of("AdamW", {"lr": 10**400}), "has to be finite"),
+        (lambda: OptimizerSpec.of("AdamW", {"betas": [0.9]}), "has to be two numbers"),
+        (lambda: OptimizerSpec.of("AdamW", {"betas": [0.9, 1.0]}), "has to lie in \\[0, 1\\)"),
         (lambda: OptimizerSpec.of("AdamW", {"learning_rate": 1}), "has no such setting"),
-        (lambda: ScheduleSpec.of("WarmupDecayLR"), "without 'total_num_steps'"),
-        (lambda: ScheduleSpec.of("WarmupLR", {"warmup_num_steps": 0}), "must be at least 1"),
-        (lambda: ScheduleSpec.of("WarmupLR", {"warmup_type": "cosine"}), "must be one of log, linear"),
+        (lambda: ScheduleSpec.of("WarmupDecayLR"), "'total_num_steps' is missing"),
+        (lambda: ScheduleSpec.of("WarmupLR", {"warmup_num_steps": 0}), "has to be at least 1"),
+        (lambda: ScheduleSpec.of("WarmupLR", {"warmup_type": "cosine"}), "has to be one of log, linear"),
         (lambda: ScheduleSpec.of("Warmup"), "Did you mean 'WarmupLR'"),
     ],
 )
@@ -207,7 +207,7 @@ def test_what_cannot_be_is_refused_in_words_that_help(make, words):
 )
 @pytest.mark.promise("N14")
 def test_a_loss_scale_that_cannot_work_is_refused_at_construction(settings):
-    with pytest.raises(ValueError, match="LossScale"):
+    with pytest.raises(ValueError, match=r"LossScale\.|start the loss scale"):
         LossScale(**settings)
 
 
@@ -280,7 +280,7 @@ def test_every_schedule_by_name_lists_each_of_its_settings():
 
 @pytest.mark.parametrize("field", ["loss_scale", "offload", "report", "batch", "optimizer", "schedule"])
 def test_settings_of_a_block_whose_names_are_no_texts_are_refused(field):
-    with pytest.raises(ValueError, match="whose names are no texts"):
+    with pytest.raises(ValueError, match="names of settings in a block are not strings"):
         ZeroConfig(stage=2, **{field: {1: 2}})
 
 

@@ -199,7 +199,7 @@ def test_what_an_engine_does_not_have_is_asked_of_the_model():
     assert engine.config is engine.optimizer.parts.config
     assert not hasattr(engine, "no_such_thing") and not hasattr(engine, "__len__")
     for name in ("no_such_thing", "wrong"):
-        with pytest.raises(AttributeError, match=f"{name} was asked of an Engine, but neither it nor its Speaking has it"):
+        with pytest.raises(AttributeError, match=f"Cannot find {name!r} in Engine: neither it nor its Speaking has it"):
             getattr(engine, name)
     assert not hasattr(engine.optimizer, "generate") and not hasattr(engine.optimizer, "in_features")
     assert copy.copy(engine).module is engine.module

@@ -236,7 +236,7 @@ def test_a_subclass_that_overrides_what_a_step_does_is_not(kind):
     optimizer = kind(made.parameters())
     assert known_kind(optimizer) is None
     with pytest.raises(
-        ValueError, match=rf"{kind.__name__} was asked for, which is not known to treat every element by itself"
+        ValueError, match=rf"{kind.__name__}: it is not known to treat every element by itself"
     ):
         shard(made, optimizer, stage=2, group=solo())
 
@@ -304,7 +304,7 @@ def of_a_package(name, module):
 def test_element_wise_optimizers_of_other_packages_are_known_by_where_they_are_from(name, module, is_known):
     made, kind = model(), of_a_package(name, module)
     if not is_known:
-        with pytest.raises(ValueError, match=rf"{module}.{name} was asked for, which is not known"):
+        with pytest.raises(ValueError, match=rf"{module}.{name}: it is not known"):
             shard(made, kind(made.parameters(), lr=0.1), stage=2, group=solo())
         return
     for options in ({}, {"whole_tensors": True}):  # said of what nothing is known of

@@ -64,7 +64,7 @@ def test_the_optimizer_that_was_passed_is_seen_with_this_ranks_shares(stage, hal
     saved = copy.deepcopy(own.state_dict())
     assert list(saved["state"]) == saved["param_groups"][0]["params"] and saved["param_groups"][0]["lr"] == 0.01
     engine.destroy()
-    with pytest.raises(ValueError, match="it was closed"):
+    with pytest.raises(ValueError, match="optimizer that was closed"):
         optimizer.optimizer  # noqa: B018
 
 

@@ -88,12 +88,12 @@ def read_weights(directory: str | os.PathLike[str], tag: str | None = None) -> t
 
 def _check_asked(out: Path, shard_bytes: int | None, dtype: torch.dtype | None) -> None:
     if shard_bytes is not None and shard_bytes < 1:
-        raise ValueError(f"An export with shard_bytes={shard_bytes} was asked for, but a file has bytes. Pass 1 or more.")
+        raise ValueError(f"Cannot export with shard_bytes={shard_bytes}: a file has at least one byte. Pass 1 or more.")
     if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"An export in {dtype} was asked for, but weights are no integers. Pass a floating dtype.")
+        raise ValueError(f"Cannot export weights in {dtype}: they are not integers. Pass a floating-point dtype.")
     if (shard_bytes is None) is out.is_dir() and out.exists():
         what, instead = ("a folder", "file") if out.is_dir() else ("a file", "folder")
-        raise ValueError(f"An export to {out} was asked for, but that is {what}. Name a {instead}.")
+        raise ValueError(f"Cannot export to {out}: that is {what}. Name a {instead}.")
 
 
 def read_export(out: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""The directory that checkpoints lie in: how one appears there, is found, and goes.
+"""The directory of the checkpoints: how one is added, found and removed.
 
-[Note: commit] A checkpoint is written beside the others, in a hidden folder, and renamed into its place when every file of it
-is synced; the pointer to the latest comes last. Whatever is stopped at whatever moment, the pointer names something
-complete. Where the tag exists already, the one before is renamed away first: whoever comes between the two renames
-finds it under its other name.
+[Note: commit] A checkpoint is written to a hidden folder beside the others, and renamed when every file of it is synced; the
+pointer to the latest comes last. So the pointer names a complete checkpoint whenever a process is stopped. Where the tag
+exists already, the old one is renamed away first; a reader that comes between the two renames finds it by its other name.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ def file_of(rank: int) -> str:
 def check_tag(tag: object) -> str:
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST:
         raise ValueError(
-            f"A checkpoint with the tag {tag!r} was asked for, but a tag names a folder. Use letters, digits and any of "
-            f"_ . + = @ , - in it, no dot in front, which would hide it, and not {LATEST!r}."
+            f"Cannot take {tag!r} as a tag: it has to be the name of a folder. Use letters, digits and any of _ . + = @ , - "
+            f"in it, no dot in front, which would hide it, and not {LATEST!r}."
         )
     return tag
 
@@ -50,7 +49,7 @@ class Folder:
     @staticmethod
     def at(directory: Any) -> Folder:
         if os.fspath(directory) == "":  # a variable that was not set, and not what is current
-            raise ValueError("Checkpoints in the directory '' were asked for, which names none. Pass '.' for the current one.")
+            raise ValueError("Cannot use '' as a directory of checkpoints: it names none. Pass '.' for the current one.")
         return Folder(Path(os.path.abspath(os.fspath(directory))))
 
     # finding -----------------------------------------------------------------------------------------------------
@@ -62,7 +61,7 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as error:
-            raise BadCheckpoint(f"{self.path / LATEST} was to be read, but it names no checkpoint: {error}") from error
+            raise BadCheckpoint(f"Cannot read {self.path / LATEST}: it names no checkpoint. {error}") from error
 
     def find(self, tag: str | None) -> Path:
         """The folder of a checkpoint, the latest where no tag is given."""
@@ -71,14 +70,14 @@ class Folder:
             is_one = _number(self.path) is not None
             remedy = f"its directory {self.path.parent}, and tag={self.path.name!r}" if is_one else "a tag, or save one first"
             raise FileNotFoundError(
-                f"The latest checkpoint in {self.path} was asked for, but no file {LATEST!r} there names one. Give {remedy}."
+                f"Cannot find the latest checkpoint in {self.path}: no file {LATEST!r} there names one. Give {remedy}."
             )
         for found in (self.path / wanted, self._replaced(wanted)):
             if (found / MANIFEST).is_file():
                 return found
         raise FileNotFoundError(
-            f"Checkpoint {wanted} in {self.path} was asked for, but no folder of that name has a {MANIFEST}. There are: "
-            f"{', '.join(self.tags()) or 'none'}."
+            f"Cannot find checkpoint {wanted} in {self.path}: no folder of that name has a {MANIFEST}. "
+            f"Use one of those there: {', '.join(self.tags()) or 'none'}."
         )
 
     def tags(self) -> list[str]:
@@ -103,7 +102,7 @@ class Folder:
         """A hidden folder to write to; what others left who were stopped goes."""
         target = self.path / tag
         if target.is_symlink() or (target.exists() and _number(target) is None):
-            raise FileExistsError(f"A checkpoint {target} was asked for, but something else has that name. Choose another tag.")
+            raise FileExistsError(f"Cannot save a checkpoint as {target}: something else has that name. Choose another tag.")
         self.path.mkdir(parents=True, exist_ok=True)
         for path in list(self._folders()):
             hidden = _HIDDEN.fullmatch(path.name)
@@ -167,7 +166,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise BadCheckpoint(f"{path} was to be read, but that failed: {error}. {ANOTHER}") from error
+        raise BadCheckpoint(f"Cannot read {path}: {error}. {ANOTHER}") from error
     return Manifest.read(text, str(path))
 
 
@@ -183,4 +182,4 @@ def check_file(folder: Path, manifest: Manifest, number: int, read: disk.Written
     except OSError as error:
         wrong = str(error)
     if wrong is not None:
-        raise BadCheckpoint(f"{path} was to be read, but {wrong}. {ANOTHER}")
+        raise BadCheckpoint(f"Cannot read {path}: {wrong}. {ANOTHER}")

@@ -50,8 +50,8 @@ def load_safely(path: Path) -> Any:
         refused = [name for name in unsafe if not _INERT.fullmatch(name)]
         if refused:
             raise BadCheckpoint(
-                f"{path} was to be read without running code, but it needs {', '.join(sorted(refused))}. Save tensors, "
-                "numbers, texts, lists and dicts only."
+                f"Cannot read {path} without running code: it needs {', '.join(sorted(refused))}. Save tensors, numbers, "
+                "texts, lists and dicts only."
             )
         stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_Inert,), {}), name) for name in unsafe]
         with torch.serialization.safe_globals(stand_ins):
@@ -59,4 +59,4 @@ def load_safely(path: Path) -> Any:
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         if isinstance(error, BadCheckpoint):
             raise
-        raise BadCheckpoint(f"{path} was to be read, but that failed: {error}") from error
+        raise BadCheckpoint(f"Cannot read {path}: {error}") from error

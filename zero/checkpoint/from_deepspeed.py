@@ -39,8 +39,8 @@ def read_deepspeed(directory: Path, tag: str | None) -> Found:
     if not models or not (shares or universal.is_file()) or others:
         what = f"there is {others[0]}, of another kind of training" if others else f"there is no {_MODEL} with optimizer states"
         raise BadCheckpoint(
-            f"A checkpoint of DeepSpeed's ZeRO was to be read from {folder}, but {what}. Convert it with DeepSpeed to a plain "
-            "state dict, and import that."
+            f"Cannot read a DeepSpeed ZeRO checkpoint from {folder}: {what}. Convert it with DeepSpeed to a plain state dict, "
+            "and import that."
         )
     model = load_safely(models[0] if 0 in models else next(iter(models.values())))
     found = Found(aliases=dict(model.get("shared_params") or {}))
@@ -86,8 +86,8 @@ def _check_complete(
     expected = list(range(max(count) if isinstance(count, (list, tuple)) else count))
     if stage not in (1, 2, 3) or list(ranks) != expected or list(models) != (expected if stage == 3 else [0]):
         raise BadCheckpoint(
-            f"A checkpoint of DeepSpeed's ZeRO was to be read from {folder}, but it is of stage {stage} and has the states of "
-            f"ranks {', '.join(map(str, ranks))} of {len(expected)}. All of them are needed."
+            f"Cannot read the DeepSpeed ZeRO checkpoint in {folder}: it is of stage {stage} and has the states of ranks "
+            f"{', '.join(map(str, ranks))} of {len(expected)}. Put the files of all ranks there."
         )
     return int(stage)
 
@@ -120,7 +120,7 @@ def _check_values(folder: Path, values: Mapping[str, torch.Tensor], module: Mapp
     for name, value in values.items():
         if not torch.equal(value.to(module[name].dtype), module[name]):
             raise BadCheckpoint(
-                f"{name} was to be read from {folder}, but what the optimizer states hold of it is not what the model has. "
+                f"Cannot read {name} from {folder}: the optimizer's states have other values of it than the model. "
                 "Convert the checkpoint with DeepSpeed to a plain state dict, and import that."
             )
 
@@ -162,8 +162,8 @@ def _read_shares(folder: Path, found: Found, model: Mapping[str, Any], states: S
     shapes_of = model["param_shapes"]
     if len(shapes_of) != len(lines[0]) or len(groups) not in (1, len(shapes_of)):
         raise BadCheckpoint(
-            f"A checkpoint of DeepSpeed's ZeRO-3 was to be read from {folder}, but its {len(lines[0])} lines of weights and "
-            f"{len(groups)} groups of the optimizer do not say which is which. Save it with a larger sub_group_size."
+            f"Cannot read the DeepSpeed ZeRO-3 checkpoint in {folder}: it has {len(lines[0])} flat weights and {len(groups)} "
+            "parameter groups, and does not say which belong together. Save it with a larger sub_group_size."
         )
     found.groups = [{**group, "params": []} for group in groups]
     for number, shapes in enumerate(shapes_of):

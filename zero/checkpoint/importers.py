@@ -107,10 +107,14 @@ def _from_torch(path: Path, optimizer: Any, patterns: Sequence[str]) -> Found:
 def _of_model(path: Path, loaded: Any, patterns: Sequence[str]) -> Found:
     found, first = Found(), dict[Any, str]()
     if not isinstance(loaded, Mapping):
-        raise BadCheckpoint(f"{path} was to be read as a model's state dict, but it is a {type(loaded).__name__}.")
+        raise BadCheckpoint(
+            f"Cannot read {path} as a model's state dict: it is a {type(loaded).__name__}. Give a file with a state dict."
+        )
     for name, tensor in loaded.items():
         if not isinstance(tensor, torch.Tensor):
-            raise BadCheckpoint(f"{path} was to be read, but {name} in it is a {type(tensor).__name__}, and not a tensor.")
+            raise BadCheckpoint(
+                f"Cannot read {path}: {name} in it is a {type(tensor).__name__}, not a tensor. Give a file with a state dict."
+            )
         place = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
         one = first.setdefault(place, name) if tensor.numel() else name
         if one != name:
@@ -124,7 +128,9 @@ def _of_model(path: Path, loaded: Any, patterns: Sequence[str]) -> Found:
 
 def _take_numbered(found: Found, state_dict: Mapping[str, Any]) -> None:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise BadCheckpoint("An optimizer's state dict was to be read, but there is no 'state' with 'param_groups' in it.")
+        raise BadCheckpoint(
+            "Cannot read an optimizer's state dict: it has no 'state' and 'param_groups'. Pass what state_dict() returned."
+        )
     order = sorted(number for group in state_dict["param_groups"] for number in group["params"])
     names = dict(zip(order, found.values, strict=False))
     wrong = None
@@ -138,8 +144,8 @@ def _take_numbered(found: Found, state_dict: Mapping[str, Any]) -> None:
             wrong = f"its number {number} has the shape {tuple(shapes.pop())}, and {names[number]} another"
     if wrong is not None:
         raise ValueError(
-            f"The state of a plain optimizer was to be taken by its numbers, but {wrong}. Name the buffers with --buffer, or "
-            "load the state into a plain optimizer before sharding it."
+            f"Cannot match the state of a plain optimizer by position: {wrong}. Name the buffers with --buffer, or load the "
+            "state into a plain optimizer before sharding it."
         )
     logger.warning("Taken by their numbers: %s", ", ".join(f"{number} as {name}" for number, name in names.items()))
     found.state = {names[number]: dict(entries) for number, entries in state_dict["state"].items()}

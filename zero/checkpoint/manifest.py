@@ -1,8 +1,7 @@
 """What a checkpoint holds: every parameter by its canonical name, where its elements lie, and a checksum of every file.
 
-Nothing in here speaks of stages, buckets, padding or ranks: a file holds stretches of parameters, whoever wrote it, and
-all of them together hold every element once. Values of Python's own (settings, counts, schedules) are in the
-typed form of zero/checkpoint/values.py.
+Nothing in here depends on stages, buckets, padding or ranks: a file has stretches of parameters, and all files together have
+every element once. Values of Python's own (settings, counts, schedules) are in the typed form of zero/checkpoint/values.py.
 """
 
 from __future__ import annotations
@@ -113,28 +112,28 @@ class Manifest:
         try:
             body = json.loads(text)
         except ValueError as error:
-            raise BadCheckpoint(f"{where} was to be read, but it is no JSON: {error}. {ANOTHER}") from error
+            raise BadCheckpoint(f"Cannot read {where}: it is not JSON ({error}). {ANOTHER}") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise BadCheckpoint(f"{where} was to be read, but it is no manifest of a checkpoint of ours. {ANOTHER}")
+            raise BadCheckpoint(f"Cannot read {where}: it is not the manifest of a checkpoint that zero saved. {ANOTHER}")
         if body.get("version") != VERSION:
             raise BadCheckpoint(
-                f"{where} was to be read, but its format has version {body.get('version')}, and version {VERSION} is what is "
-                "understood here. Read it with the version of zero that wrote it, or export it there."
+                f"Cannot read {where}: its format has version {body.get('version')}, and this version of zero reads "
+                f"{VERSION}. Load it with the version of zero that wrote it, or export it there."
             )
         if body.pop("sha256", None) != _hash_of(body):
-            raise BadCheckpoint(f"{where} was to be read, but its content has not the hash that it gives. {ANOTHER}")
+            raise BadCheckpoint(f"Cannot read {where}: its content does not have the hash that it names. {ANOTHER}")
         try:
             manifest = _reader().validate_python(body)  # not the text again: pydantic's JSON has limits that Python's has not
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             what = ".".join(map(str, first["loc"]))
-            raise BadCheckpoint(f"{where} was to be read, but its {what} is wrong: {first['msg']}. {ANOTHER}") from error
+            raise BadCheckpoint(f"Cannot read {where}: its {what} is wrong ({first['msg']}). {ANOTHER}") from error
         wrong = [name for name, stored in manifest.parameters.items() if not stored.covers()]
         wrong += [name for name, stored in manifest.parameters.items() if not stored.lies_in(len(manifest.files))]
         wrong += [file.name for file in manifest.files if "/" in file.name or "\\" in file.name]  # of elsewhere
         wrong += [name for name in manifest.aliases.values() if name not in {*manifest.parameters, *manifest.buffers}]
         if wrong:
-            raise BadCheckpoint(f"{where} was to be read, but what it says of {wrong[0]} cannot be. {ANOTHER}")
+            raise BadCheckpoint(f"Cannot read {where}: what it says of {wrong[0]} cannot be true. {ANOTHER}")
         return manifest
 
 
@@ -185,7 +184,7 @@ def merged(outlines: Mapping[str, Outline], parts: Sequence[Part]) -> dict[str, 
         kinds = {_dumped([part.state.get(name, {}), part.plain.get(name, {})]) for _, part in having}
         if len(kinds) > 1:
             raise CheckpointFailed(
-                f"The state of {name} was to be saved, but what goes with no element differs between ranks: "
+                f"Cannot save the state of {name}: values that belong to no element differ between ranks: "
                 f"{' and '.join(sorted(kinds))[:200]}. Pass whole_tensors=True where the optimizer looks at whole tensors."
             )
         state, plain = (having[0][1].state.get(name, {}), having[0][1].plain.get(name, {})) if having else ({}, {})

@@ -1,4 +1,4 @@
-"""Reading parameters out of a checkpoint, by stretches of their lines, whoever wrote them."""
+"""Reading parameters out of a checkpoint, in stretches of elements, from the files of any ranks."""
 
 from __future__ import annotations
 
@@ -51,10 +51,14 @@ class Lines:
                     if stretch.file in files or stretch.file >= len(self._manifest.files):
                         found = self._files.get(stretch.file, key_of(name, what, stretch.start), dtype).numel()
                         if found != stretch.span.numel:
-                            raise BadCheckpoint(f"{what} of {name} has {found} elements from {stretch.start} on. {ANOTHER}")
+                            raise BadCheckpoint(
+                                f"Cannot read {what} of {name}: it has {found} elements from {stretch.start} on. {ANOTHER}"
+                            )
         for name, told in self._manifest.buffers.items():
             if 0 in files and self._files.get(0, buffer_key(name), _dtype(told.dtype)).numel() != math.prod(told.shape):
-                raise BadCheckpoint(f"Buffer {name} has not the shape {told.shape} that the manifest gives. {ANOTHER}")
+                raise BadCheckpoint(
+                    f"Cannot read buffer {name}: it does not have the shape {told.shape} of the manifest. {ANOTHER}"
+                )
 
     def whole(self, name: str, what: str) -> torch.Tensor:
         """All of a parameter, or of an entry of its state, in its shape."""

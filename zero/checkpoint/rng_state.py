@@ -17,7 +17,7 @@ def random_bytes(accelerator: Accelerator) -> torch.Tensor:
     """Where all generators of this process are, as bytes."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": accelerator.rng_state()}
     numpy = sys.modules.get("numpy")
-    if numpy is not None:  # whoever did not import it draws nothing from it
+    if numpy is not None:  # a program that did not import it draws nothing from it
         kind, keys, *rest = numpy.random.get_state()
         states["numpy"] = (kind, keys.tolist(), *rest)
     text = json.dumps(encode(states, "random numbers"))

@@ -92,7 +92,9 @@ class TensorFiles:
     def get(self, file: int, key: str, dtype: torch.dtype) -> torch.Tensor:
         """A whole tensor of a file, flat."""
         if not 0 <= file < len(self._names):
-            raise BadCheckpoint(f"{key} was to be read from file {file} of {len(self._names)} in {self._folder}. {ANOTHER}")
+            raise BadCheckpoint(
+                f"Cannot read {key} in {self._folder}: it would be in file {file} of {len(self._names)}. {ANOTHER}"
+            )
         path = self._folder / self._names[file]
         try:
             if file not in self._open:
@@ -100,12 +102,12 @@ class TensorFiles:
                 self._open[file] = opened.__enter__()
             found: torch.Tensor = self._open[file].get_tensor(key)
         except (SafetensorError, OSError) as error:
-            raise BadCheckpoint(f"{key} was to be read from {path}, but that failed: {error}. {ANOTHER}") from error
+            raise BadCheckpoint(f"Cannot read {key} from {path}: {error}. {ANOTHER}") from error
         flat = found.reshape(-1)
         if flat.dtype == dtype:
             return flat
         if dtype in _NAMES or flat.dtype != torch.uint8:  # only what the format has no name for lies as bytes
-            raise BadCheckpoint(f"{key} was to be read from {path} as {dtype}, but it is {flat.dtype}. {ANOTHER}")
+            raise BadCheckpoint(f"Cannot read {key} from {path} as {dtype}: it is {flat.dtype}. {ANOTHER}")
         return flat.view(dtype)
 
     def read(self, file: int, key: str, dtype: torch.dtype, span: Span, target: torch.Tensor) -> None:
@@ -141,5 +143,5 @@ class _Raw:
         while len(target):
             count = self.file.readinto(target)
             if not count:
-                raise BadCheckpoint(f"{key} was to be read from {self.file.name}, but the file ends before it. {ANOTHER}")
+                raise BadCheckpoint(f"Cannot read {key} from {self.file.name}: the file ends before it. {ANOTHER}")
             target = target[count:]

@@ -61,16 +61,16 @@ class _Encoder:
         made = _simple(value)
         if made is None:
             raise ValueError(
-                f"A checkpoint of {path} was asked for, but a {kind.__module__}.{kind.__qualname__} cannot be stored. Keep "
-                "tensors, numbers, texts, bytes, and lists, tuples, sets and dicts of them."
+                f"Cannot save {path}: a {kind.__module__}.{kind.__qualname__} cannot be stored. Use tensors, numbers, "
+                "texts, bytes, and lists, tuples, sets and dicts of them."
             )
         return made
 
     def _container(self, value: Any, path: str) -> Any:
         if id(value) in self._around:
-            raise ValueError(f"A checkpoint of {path} was asked for, but it lies in itself. Keep what ends somewhere.")
+            raise ValueError(f"Cannot save {path}: it contains itself. Save something without a circle.")
         if len(self._around) == _DEEPEST:
-            raise ValueError(f"A checkpoint of {path} was asked for, but it lies {_DEEPEST} levels deep. Keep flatter values.")
+            raise ValueError(f"Cannot save {path}: it lies {_DEEPEST} levels deep. Save flatter values.")
         self._around.append(id(value))
         try:
             kind = type(value)
@@ -88,7 +88,7 @@ class _Encoder:
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
         if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
-            raise ValueError(f"A checkpoint of {path} was asked for, but it is no dense tensor with values. Make it one.")
+            raise ValueError(f"Cannot save {path}: it is not a dense tensor with values. Make it one.")
         made = [dtype_name(value.dtype), list(value.shape)]
         if self._keep is not None and value.nbytes > _INLINE_BYTES:
             coded = _tagged("tensor in a file", [*made, self._keep(value.detach())])
@@ -158,7 +158,7 @@ def decode(coded: Any, fetch: Fetch | None = None) -> Any:
         return decode(value, fetch).detach().requires_grad_()
     make = _MADE.get(name)
     if make is None:
-        raise ValueError(f"A value of type {name!r} was to be read, which no version of this format has. {value!r:.60}")
+        raise ValueError(f"Cannot read a value of type {name!r}: the format has no such type. {value!r:.60}")
     return make(value)
 
 
@@ -170,7 +170,7 @@ def _tensor_from(value: Any) -> torch.Tensor:
 
 
 def _numpy_from(value: Any) -> Any:
-    import numpy  # whoever stored one has it; nobody else needs it
+    import numpy  # only here: a program without such values does not need it
 
     dtype, shape, data = value
     return numpy.frombuffer(base64.b64decode(data), dtype=dtype).reshape(shape).copy()

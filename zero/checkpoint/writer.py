@@ -100,7 +100,7 @@ class Writer:
             self.folder.prune(plan.keep_last)
 
     def wait_for_all(self) -> None:
-        """Rank 0, which could not write its own part: whoever still writes would leave something behind."""
+        """For rank 0 that could not write its own part: a rank that still writes would leave something behind."""
         if self.rank == 0:
             for rank in range(1, self.size):
                 with contextlib.suppress(CheckpointFailed):

@@ -26,8 +26,8 @@ def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
                 for (subject, *_), place in zip(told, group.all_gather_bytes(group.phase.encode()), strict=True)
             ]
             raise RanksDiffer(
-                f"Rank {rank} of {group.size} came to {came[rank]}, rank 0 to {came[0]}. All ranks must call step, zero_grad, "
-                "operations on gradients and other collectives in the same order, and as often."
+                f"Cannot go on: rank {rank} of {group.size} came to {came[rank]}, rank 0 to {came[0]}. Call step, zero_grad, "
+                "operations on gradients and other collectives in the same order on all ranks, and as often."
             )
     return [rest for _, rest in told]
 

@@ -75,7 +75,7 @@ class _Wire(_Channel):
                 self._lost = f"ranks {absent} did not come to collective {number} within {self.time_limit_s} s"
                 self._changed.notify_all()
             if meeting.missing:
-                raise GroupLost(f"A collective of {self._size} ranks was asked for, but {self._lost}. Start the ranks again.")
+                raise GroupLost(f"Cannot run a collective of {self._size} ranks: {self._lost}. Start the ranks again.")
             brought = meeting.brought
             meeting.untaken -= 1
             if meeting.untaken == 0:
@@ -227,8 +227,8 @@ class LoopbackGroup:
     def reconnect(self, base: Any) -> None:
         if self.size > 1:
             raise ValueError(
-                f"A loopback group of {self.size} ranks was to be connected anew, but its ranks are threads, which end "
-                "together. Make another group and shard again."
+                f"Cannot rebuild a loopback group of {self.size} ranks: its ranks are threads, which end together. "
+                "Make another group and shard again."
             )
 
     def close(self) -> None:
@@ -239,8 +239,8 @@ class LoopbackGroup:
     def _meet(self, tensor: torch.Tensor, finish: Callable[[list[torch.Tensor]], torch.Tensor]) -> Pending:
         if tensor.device.type != "cpu":
             raise ValueError(
-                f"A loopback group of {self.size} ranks was asked to carry a tensor on {tensor.device}. Its ranks are threads, "
-                "and autograd runs the hooks of such a device on one thread. Use host tensors, or a process a rank."
+                f"Cannot use a tensor on {tensor.device} in a loopback group of {self.size} ranks: its ranks are threads, and "
+                "autograd runs the hooks of such a device on one thread. Use host tensors, or a process a rank."
             )
         # What is sent is a snapshot: the sender may give its buffer to the next bucket as soon as its own wait returned.
         return _Arrival(self._wires["tensors"], self._bring("tensors", tensor.clone()), finish)

@@ -130,12 +130,12 @@ class TorchGroup:
 
     def reconnect(self, base: dist.ProcessGroup | None) -> None:
         if not dist.is_initialized():
-            raise ValueError(f"A rebuild was asked for, but {_NO_WORLD}")
+            raise ValueError(f"Cannot rebuild: {_NO_WORLD}")
         ranks = self._ranks if base is None else dist.get_process_group_ranks(base)
         if len(ranks) != self.size or ranks.index(dist.get_rank()) != self.rank:
             raise ValueError(
-                f"A rebuild was asked for with ranks {ranks}, but this is rank {self.rank} of {self.size}, and each has its "
-                "own shares. Pass a group of as many, in the same order; or shard anew and load a checkpoint."
+                f"Cannot rebuild with ranks {ranks}: this is rank {self.rank} of {self.size}, and each has its own shares. "
+                "Pass a group of as many, in the same order; or shard anew and load a checkpoint."
             )
         self._watch.close()
         self._give_up("it is rebuilt")()
@@ -287,7 +287,7 @@ class TorchGroup:
         """What `call` gives; its failure ends the group, and every later call says so with the first cause."""
         self._watch.check_process()
         if self._lost is not None:
-            raise GroupLost(f"A collective was asked for, but this group was lost before: {self._lost}. {_REMEDY}")
+            raise GroupLost(f"Cannot run a collective: this group was lost before: {self._lost}. {_REMEDY}")
         try:
             if self._is_over:  # not every collective of torch would say so
                 raise RuntimeError("torch.distributed was ended")
@@ -296,8 +296,8 @@ class TorchGroup:
             if isinstance(error, ValueError) and not self._is_over:
                 raise
             self._lost = self._cause_of(error)
-            asked = f"A collective of {self.size} ranks was asked for on rank {self.rank}, {self.phase}"
-            raise GroupLost(f"{asked}, but {self._lost}. {_REMEDY}") from error
+            what = f"a collective of {self.size} ranks on rank {self.rank}, {self.phase}"
+            raise GroupLost(f"Cannot run {what}: {self._lost}. {_REMEDY}") from error
 
     def _cause_of(self, error: Exception) -> str:
         if self._is_over:

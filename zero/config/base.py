@@ -24,21 +24,21 @@ class ConfigModel(BaseModel):
             if "keywords must be strings" not in str(error):
                 raise
             raise ValueError(
-                f"{type(self).__name__} was given settings of a block whose names are no texts. Give each as 'name': value."
+                f"Cannot make {type(self).__name__}: names of settings in a block are not strings. Give each as 'name': value."
             ) from None
 
 
 def _explain(block: type[ConfigModel], problem: Any) -> str:
-    """One pydantic problem in three parts: what was asked, what was found, what to do."""
+    """One pydantic problem: what cannot be used, why, and what to do."""
     place = ".".join(str(part) for part in problem["loc"] if isinstance(part, int) or part in block.model_fields)
     if problem["type"] == "value_error":
         words = str(problem["ctx"]["error"])
-        return f"{block.__name__}{'.' + place if place else ''}: {words}{'' if words.endswith(('.', '?')) else '.'}"
+        return words if words.endswith((".", "?")) else words + "."
     if problem["type"] == "extra_forbidden":
         name = str(problem["loc"][-1])
-        return (f"{block.__name__} was given {name!r}, but has no such setting. It has: {', '.join(block.model_fields)}."
+        return (f"Cannot use {name!r}: {block.__name__} has no such setting. Use one of {', '.join(block.model_fields)}."
                 f"{did_you_mean(name, block.model_fields)}")
     if problem["type"] == "missing":
-        return f"{block.__name__} was asked for without {place!r}, which has no default. Give {place}=."
+        return f"Cannot make {block.__name__}: {place!r} is missing and has no default. Give {place}=."
     rule = problem["msg"].removeprefix("Input ")
-    return f"{block.__name__}.{place} was given {brief(problem['input'])}, but it {rule}. Give a value that fits."
+    return f"Cannot use {block.__name__}.{place}={brief(problem['input'])}: it {rule}. Give a value that fits."

@@ -36,13 +36,13 @@ def complete(kind: str, settings: Mapping[str, Setting], given: Mapping[str, obj
     """Every setting of a recipe, checked: what was given, and the default for the rest."""
     for name in given:
         if name not in settings:
-            raise ValueError(f"{name!r} was given to {kind}, which has no such setting. It has: {', '.join(settings)}."
+            raise ValueError(f"Cannot use {name!r} for {kind}: it has no such setting. Use one of {', '.join(settings)}."
                              f"{did_you_mean(name, settings)}")
     values: dict[str, Value] = {}
     for name, setting in settings.items():
         value = given.get(name, setting.default)
         if value is Required:
-            raise ValueError(f"{kind} was asked for without {name!r}, which has no default. Give it in the params of {kind}.")
+            raise ValueError(f"Cannot make {kind}: {name!r} is missing and has no default. Give it in the params of {kind}.")
         values[name] = value if name not in given and value is None else setting.check(f"{kind}.{name}", value)
     return values
 
@@ -50,13 +50,13 @@ def complete(kind: str, settings: Mapping[str, Setting], given: Mapping[str, obj
 def real(name: str, value: object) -> float:
     """A finite number; a bool is not one, and an integer too large for a float is refused rather than rounded to infinity."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} takes a number, but {brief(value)} was found. Write a plain number.")
+        raise ValueError(f"Cannot use {name} {brief(value)}: it has to be a number. Write a plain number.")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"{name} takes a finite number, but {brief(value)} was found. Write a finite one.")
+        raise ValueError(f"Cannot use {name} {brief(value)}: it has to be finite. Write a finite number.")
     return number
 
 
@@ -64,7 +64,7 @@ def whole(name: str, value: object) -> int:
     """An integer; 1e3 is one, 1.5 and True are not."""
     number = real(name, value)
     if number != math.floor(number):
-        raise ValueError(f"{name} takes a whole number, but {brief(value)} was found. Write it without a fraction.")
+        raise ValueError(f"Cannot use {name} {brief(value)}: it has to be a whole number. Write it without a fraction.")
     return value if isinstance(value, int) else int(number)
 
 
@@ -81,7 +81,7 @@ def _between(least: float, most: float, *, open_left: bool = False, open_right: 
         high = number < most if open_right else number <= most
         if not (low and high):
             left, right = "(" if open_left else "[", ")" if open_right else "]"
-            raise ValueError(f"{name} must lie in {left}{least:g}, {most:g}{right}, but {brief(value)} was found. "
+            raise ValueError(f"Cannot use {name} {brief(value)}: it has to lie in {left}{least:g}, {most:g}{right}. "
                              "Write a value in that range.")
         return number
 
@@ -92,7 +92,7 @@ def _at_least(least: int) -> Check:
     def check(name: str, value: object) -> Value:
         number = whole(name, value)
         if number < least:
-            raise ValueError(f"{name} must be at least {least}, but {brief(value)} was found. Write a larger whole number.")
+            raise ValueError(f"Cannot use {name} {brief(value)}: it has to be at least {least}. Write a larger whole number.")
         return number
 
     return check
@@ -101,7 +101,7 @@ def _at_least(least: int) -> Check:
 def _one_of(*choices: str) -> Check:
     def check(name: str, value: object) -> Value:
         if not isinstance(value, str) or value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, but {brief(value)} was found."
+            raise ValueError(f"Cannot use {name} {brief(value)}: it has to be one of {', '.join(choices)}."
                              f"{did_you_mean(value, choices) or ' Write one of them.'}")
         return value
 
@@ -111,7 +111,7 @@ def _one_of(*choices: str) -> Check:
 def _pair_of(first: Check, second: Check) -> Check:
     def check(name: str, value: object) -> Value:
         if not isinstance(value, (list, tuple)) or len(value) != 2:
-            raise ValueError(f"{name} takes two numbers, but {brief(value)} was found. Write a list of two.")
+            raise ValueError(f"Cannot use {name} {brief(value)}: it has to be two numbers. Write a list of two.")
         return (real(name, first(f"{name}[0]", value[0])), real(name, second(f"{name}[1]", value[1])))
 
     return check
@@ -124,7 +124,7 @@ def _per_group(one: Check) -> Check:
         if not isinstance(value, (list, tuple)):
             return one(name, value)
         if not value:
-            raise ValueError(f"{name} takes one number, or one for each parameter group, but an empty list was found. "
+            raise ValueError(f"Cannot use an empty list for {name}: it takes one number, or one for each parameter group. "
                              "Write a number.")
         return tuple(real(name, one(f"{name}[{i}]", item)) for i, item in enumerate(value))
 
@@ -133,7 +133,7 @@ def _per_group(one: Check) -> Check:
 
 def _flag(name: str, value: object) -> Value:
     if not isinstance(value, bool):
-        raise ValueError(f"{name} takes true or false, but {brief(value)} was found. Write true or false.")
+        raise ValueError(f"Cannot use {name} {brief(value)}: it has to be true or false. Write one of these.")
     return value
 
 
@@ -255,12 +255,12 @@ SCHEDULES: dict[str, dict[str, Setting]] = {
 def canonical(kind: object, known: Mapping[str, object], refused: Mapping[str, str], what: str) -> str:
     """The known name that `kind` spells in any case; otherwise the reason why it is refused, or the nearest known name."""
     if not isinstance(kind, str):
-        raise ValueError(f"A {what} is asked for by its name, but {brief(kind)} was found. Known: {', '.join(known)}.")
+        raise ValueError(f"Cannot use {brief(kind)} as {what}: it is not a name. Use one of {', '.join(known)}.")
     spelled = {name.lower(): name for name in known}
     if kind.lower() in spelled:
         return spelled[kind.lower()]
     for name, why in refused.items():
         if name.lower() == kind.lower():
-            raise ValueError(f"The {what} {kind!r} was asked for, but it cannot be served: {why}. Known: {', '.join(known)}.")
-    raise ValueError(f"The {what} {kind[:60]!r} was asked for, but none has that name. Known: {', '.join(known)}."
+            raise ValueError(f"Cannot use the {what} {kind!r}: {why}. Use one of {', '.join(known)}.")
+    raise ValueError(f"Cannot use the {what} {kind[:60]!r}: none has that name. Use one of {', '.join(known)}."
                      f"{did_you_mean(kind, known)}")

@@ -56,7 +56,7 @@ class LossScale(ConfigModel):
     @model_validator(mode="after")
     def _starts_above_its_floor(self) -> LossScale:
         if self.dynamic and self.initial < self.minimum:
-            raise ValueError(f"a loss scale was asked to start at {self.initial:g}, but its minimum is {self.minimum:g}. "
+            raise ValueError(f"Cannot start the loss scale at {self.initial:g}: its minimum is {self.minimum:g}. "
                              "Raise initial or lower minimum")
         return self
 
@@ -118,10 +118,10 @@ class Batch(ConfigModel):
         sizes = {**given, "world_size": world_size}
         for name, size in sizes.items():
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ValueError(f"A batch with {name}={brief(size)} was asked for, but a size is a whole number from 1 up. "
+                raise ValueError(f"Cannot make a batch with {name}={brief(size)}: a size is a whole number from 1 up. "
                                  f"Give a positive {name}.")
         if global_samples is None and micro_samples is None:
-            raise ValueError(f"A batch was asked for, but of its sizes only accumulation={accumulation} is known. "
+            raise ValueError(f"Cannot make a batch: of its sizes only accumulation={accumulation} is known. "
                              "Give global_samples or micro_samples.")
         if accumulation is None and (global_samples is None or micro_samples is None):
             accumulation = 1
@@ -141,7 +141,7 @@ class Batch(ConfigModel):
         product = self.micro_samples * self.accumulation * self.world_size
         if product != self.global_samples:
             raise ValueError(
-                f"{self.global_samples} samples a step were asked for, but {self.micro_samples} samples x {self.accumulation} "
+                f"Cannot use {self.global_samples} samples a step: {self.micro_samples} samples x {self.accumulation} "
                 f"micro-batches x {self.world_size} ranks make {product}. Change one of them, or leave one out")
         return self
 
@@ -152,7 +152,7 @@ def _divided(name: str, total: int, **factors: int) -> int:
         product *= factor
     if total % product:
         found = " x ".join(f"{factor_name}={factor}" for factor_name, factor in factors.items())
-        raise ValueError(f"{name}={total} was asked for, but it is not a multiple of {found} = {product}. "
+        raise ValueError(f"Cannot use {name}={total}: it is not a multiple of {found} = {product}. "
                          f"Choose a multiple, for example {max(1, round(total / product)) * product}.")
     return total // product
 
@@ -278,25 +278,25 @@ class ZeroConfig(ConfigModel):
         scale, half = self.loss_scale, self.dtype in ("bfloat16", "float16")
         rules = (
             (self.batch is not None and self.accumulation != self.batch.accumulation,
-             "accumulation was asked for, but the batch was counted with another number of micro-batches. Give one of the two"),
+             "Cannot use accumulation: the batch was counted with another number of micro-batches. Give one of the two"),
             (scale is not None and self.dtype == "bfloat16",
-             "a loss scale was asked for, but bfloat16 has a range that needs none. Leave loss_scale out, or use float16"),
+             "Cannot use loss_scale: bfloat16 has a range that needs none. Leave loss_scale out, or use float16"),
             (scale is not None and scale.dynamic and self.on_nonfinite != "skip",
-             f"on_nonfinite={self.on_nonfinite!r} was asked for, but a dynamic loss scale moves only when steps are skipped. "
+             f"Cannot use on_nonfinite={self.on_nonfinite!r}: a dynamic loss scale moves only when steps are skipped. "
              "Use 'skip', or a fixed scale"),
             (self.align_bytes & (self.align_bytes - 1) != 0,
-             f"align_bytes={self.align_bytes} was asked for, but memory is aligned to powers of two. Use 16, 32, 64 or more"),
+             f"Cannot use align_bytes={self.align_bytes}: memory is aligned to powers of two. Use 16, 32, 64 or more"),
             (self.cast_inputs and self.dtype is None,
-             "cast_inputs was asked for, but there is no dtype to cast them to. Give dtype"),
+             "Cannot use cast_inputs: there is no dtype to cast them to. Give dtype"),
             (self.autocast is not None and half and self.autocast != self.dtype,
-             "autocast was asked for in another 16-bit dtype than the weights have. Use one dtype for both, or leave one out"),
+             "Cannot use autocast in another 16-bit dtype than the weights have. Use one dtype for both, or leave one out"),
             (self.predivide != 1.0 and self.reduce == "sum",
-             "predivide was asked for, but reduce='sum' divides nothing. Leave predivide out, or reduce by mean"),
+             "Cannot use predivide: reduce='sum' divides nothing. Leave predivide out, or reduce by mean"),
             (self.kernels == "fused" and self.optimizer is not None and self.optimizer.kind not in FUSED_IN_TORCH,
-             "kernels='fused' was asked for, but torch has no fused kernel for this optimizer. Use kernels='torch'"),
-            (bool(self.elementwise and self.whole_tensors), "elementwise and whole_tensors exclude each other. Give one"),
+             "Cannot use kernels='fused': torch has no fused kernel for this optimizer. Use kernels='torch'"),
+            (bool(self.elementwise and self.whole_tensors), "Cannot use elementwise with whole_tensors. Give one of them"),
             (self.first_step_timeout_s < self.timeout_s,
-             "first_step_timeout_s is shorter than timeout_s, but the first step may also compile. Make it at least as long"),
+             "Cannot use first_step_timeout_s shorter than timeout_s: the first step may compile. Make it at least as long"),
         )
         for broken, words in rules:
             if broken:

@@ -26,7 +26,7 @@ def check_plain_loop(config: ZeroConfig) -> None:
     rules = (
         (config.autocast is not None, "autocast", why),
         (config.cast_inputs, "cast_inputs", why),
-        (config.optimizer is not None, "optimizer", "shard was given an optimizer to step with"),
+        (config.optimizer is not None, "optimizer", "shard steps with the optimizer that was passed"),
         (config.schedule is not None, "schedule", why),
         (config.drop_last, "drop_last", why),
         (not config.count_micro_steps, "count_micro_steps", "every step of a plain loop steps"),
@@ -38,7 +38,7 @@ def check_plain_loop(config: ZeroConfig) -> None:
 def _refuse(rules: tuple[tuple[bool, str, str], ...], remedy: str) -> None:
     for asked, what, why in rules:
         if asked:
-            raise ValueError(f"Cannot use {what}: it is not served here: {why}. {remedy}")
+            raise ValueError(f"Cannot use {what}: {why}. {remedy}")
 
 
 def _without_effect(config: ZeroConfig) -> list[str]:

@@ -173,7 +173,7 @@ class ModelAnswers:
             found = getattr(self.module, name)
         except AttributeError as error:
             raise AttributeError(
-                f"{name} was asked of an {type(self).__name__}, but neither it nor its {type(self.module).__name__} has it. "
+                f"Cannot find {name!r} in {type(self).__name__}: neither it nor its {type(self.module).__name__} has it. "
                 "Ask the optimizer or the model for what is theirs.",
                 name=name,
                 obj=self,

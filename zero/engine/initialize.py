@@ -192,7 +192,9 @@ def _the_config(args: Any, config: Source | None, config_params: Source | None) 
     given = {place: found for place, found in places.items() if found is not None}
     if len(given) != 1:
         found = " and ".join(given) or "none"
-        raise ValueError(f"One configuration is needed, but {found} of {', '.join(places)} was given. Pass config=.")
+        raise ValueError(
+            f"Cannot choose a configuration: {found} of {', '.join(places)} was passed, and one is needed. Pass config=."
+        )
     return next(iter(given.values()))
 
 
@@ -201,7 +203,7 @@ def read_config(source: Source, implied: Implied) -> ZeroConfig:
     config = source if isinstance(source, ZeroConfig) else read_deepspeed(source, implied)
     if config.batch is not None and config.batch.world_size != implied.world_size:
         raise ValueError(
-            f"A batch of {config.batch.world_size} ranks was configured, but {implied.world_size} are there. "
+            f"Cannot use a batch for {config.batch.world_size} ranks: there are {implied.world_size}. "
             "Make it with Batch.of(..., world_size=), or start as many ranks."
         )
     return config
@@ -251,16 +253,18 @@ def _check_belonging(model: nn.Module, inner: torch.optim.Optimizer, params: Ite
             tensor = tensor[1] if isinstance(tensor, tuple) else tensor
             if id(tensor) not in known:
                 raise ValueError(
-                    f"model_parameters has a parameter of shape {tuple(tensor.shape)} that neither the model nor the optimizer "
-                    "has. Pass parameters of this model, or leave model_parameters out."
+                    f"Cannot use model_parameters: neither the model nor the optimizer has its parameter of shape "
+                    f"{tuple(tensor.shape)}. Pass parameters of this model, or leave model_parameters out."
                 )
     if lr_scheduler is not None and not hasattr(lr_scheduler, "step") and not callable(lr_scheduler):
-        raise TypeError(f"lr_scheduler={lr_scheduler!r} was passed, which has no step(). Pass one, or a function for one.")
+        raise TypeError(
+            f"Cannot use lr_scheduler={lr_scheduler!r}: it has no step(). Pass a scheduler, or a function that makes one."
+        )
     driven = getattr(lr_scheduler, "optimizer", None)
     groups = [optimizer.param_groups for optimizer in (inner, *members_of(inner))]
     if driven is not None and all(getattr(driven, "param_groups", None) is not its for its in groups):
         raise ValueError(
-            f"lr_scheduler={type(lr_scheduler).__name__} was passed, but it drives another optimizer than the one that trains. "
+            f"Cannot use the lr_scheduler {type(lr_scheduler).__name__}: it drives another optimizer than the one that trains. "
             "Make it from the optimizer that is passed, or pass a function that makes it."
         )
 

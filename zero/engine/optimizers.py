@@ -81,7 +81,7 @@ def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:
         made = as_one(made)
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
-            f"optimizer={optimizer!r} was passed, which is or gives a {type(made).__name__}. Pass a torch.optim.Optimizer, "
+            f"Cannot use optimizer={optimizer!r}: it is or returns a {type(made).__name__}. Pass a torch.optim.Optimizer, "
             "or a function that makes one from the parameters."
         )
     if not is_deepspeeds_adam(made):

@@ -77,8 +77,8 @@ def compile(model_or_engine: Compiled, backend: Any = None, mode: str | None = N
         reason = f"the {backend} of torch {torch.__version__} leaves out what hands them over"
     if reason is None and has_cuda_graphs(mode) and not cudagraph_unsafe():
         raise ValueError(
-            f"mode={mode!r} was asked for, but torch {torch.__version__} would replay gradients that are handed over without "
-            "handing them over. Use another mode, or a torch whose operators can be tagged cudagraph_unsafe."
+            f"Cannot compile with mode={mode!r}: torch {torch.__version__} would replay a step without handing its gradients "
+            "over. Use another mode, or a torch whose operators can be tagged cudagraph_unsafe."
         )
     if reason is not None:
         logger.warning("Gradients take the ordinary way, at the end of each compiled backward: %s.", reason)

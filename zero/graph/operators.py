@@ -34,7 +34,7 @@ def has_hooks(param: nn.Parameter) -> bool:
     return len(param._backward_hooks or ()) > ours or bool(param._post_accumulate_grad_hooks)
 
 
-# That it changes the gradient is true of whoever takes it, and without being said so inductor has dropped it (torch 2.8).
+# It says that it changes the gradient, which is true of what takes it: without that inductor has dropped it (torch 2.8).
 torch.library.define("zero::hand_over", "(Tensor(a!) grad, int number) -> ()", tags=cudagraph_unsafe())
 
 
@@ -46,8 +46,8 @@ def hand_over(grad: torch.Tensor, number: int) -> None:
         return
     if has_hooks(param):  # which would be called with None, after all that this graph does
         raise RuntimeError(
-            f"The gradient of a parameter of shape {tuple(param.shape)} was handed over, but a hook was registered on it after "
-            "the forward, which was made for none. Register hooks before the forward."
+            f"Cannot call the hook of a parameter of shape {tuple(param.shape)}: it was registered after the forward, which "
+            "was compiled for none. Register hooks before the forward."
         )
     window, dtype = window_of(param), getattr(param, "grad_dtype", param.dtype)
     grad = grad if dtype is None else grad.to(dtype)  # as autograd does it

@@ -35,9 +35,13 @@ def check(passes: Sequence[Pass], given: Iterable[str] = ()) -> None:
     for number, each in enumerate(passes):
         name = each.run.__name__
         if missing := each.requires - there:
-            raise ValueError(f"Pass {number}, {name}, needs {_words(missing)}, which none before it provides. Reorder them.")
+            raise ValueError(
+                f"Cannot run pass {number}, {name}: it needs {_words(missing)}, which none before it provides. Reorder them."
+            )
         if unwanted := each.conflicts & there:
-            raise ValueError(f"Pass {number}, {name}, cannot follow what provides {_words(unwanted)}. Leave one of them out.")
+            raise ValueError(
+                f"Cannot run pass {number}, {name}: it cannot follow what provides {_words(unwanted)}. Leave one of them out."
+            )
         there |= each.provides
 
 
@@ -54,7 +58,7 @@ def find_gradients(backward: Backward) -> None:
 
 
 def find_all_gradients(backward: Backward) -> None:
-    """Those of all parameters, whoever waits for them."""
+    """The gradients of all parameters."""
     backward.gradients = gradients_in(backward.graph, backward.params)
 
 

@@ -75,8 +75,8 @@ def is_wanted(param: torch.nn.Parameter) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError as error:
         raise RuntimeError(
-            "torch.autograd.grad was asked for the gradient of a parameter, through a graph that hands gradients over as they "
-            "are made and returns none. Call it on a model compiled by torch.compile, or not compiled."
+            "Cannot run torch.autograd.grad for a parameter: a graph of zero.compile hands gradients over as they are made and "
+            "returns none. Call it on a model compiled by torch.compile, or not compiled."
         ) from error
 
 

@@ -30,7 +30,7 @@ try:
     from accelerate import Accelerator, DistributedType
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"zero.integrations.accelerate was imported, but {error.name} is not installed. Install zero-accelerators[accelerate].",
+        f"Cannot import zero.integrations.accelerate: {error.name} is not installed. Install zero-accelerators[accelerate].",
         name=error.name,
     ) from error
 
@@ -68,13 +68,13 @@ class ShardedAccelerator(Accelerator):
         found += [axis for axis in _AXES if splits is not None and getattr(splits, axis, 1) > 1]
         if found:
             raise ValueError(
-                f"Sharding under accelerate was asked for, but this Accelerator is set up for {found[0]}, which distributes "
-                "the model itself. Configure it for plain data parallelism, as `accelerate launch` does without a plug-in."
+                f"Cannot shard under accelerate: this Accelerator is set up for {found[0]}, which distributes the model "
+                "itself. Configure it for plain data parallelism, as `accelerate launch` does without a plug-in."
             )
         if zero.get("dtype") in ("float16", torch.float16):
             raise ValueError(
-                "Sharding under accelerate was asked for with dtype='float16', but accelerate would not hear of skipped steps, "
-                "and its schedulers would go on. Use mixed_precision='fp16', or dtype='bfloat16'."
+                "Cannot shard under accelerate with dtype='float16': accelerate would not know of skipped steps, and its "
+                "schedulers would go on. Use mixed_precision='fp16', or dtype='bfloat16'."
             )
         self.zero = dict(zero)
         self._saved: ShardedOptimizer | None = None  # while a state is saved or loaded
@@ -96,8 +96,8 @@ class ShardedAccelerator(Accelerator):
         if len(plain) != 1 or len(models) != 1 or self.sharded is not None:
             late = ", after an optimizer was prepared before" if self.sharded is not None else ""
             raise ValueError(
-                f"prepare was asked for {len(plain)} optimizers and {len(models)} models that are trained{late}, but one "
-                "optimizer is sharded for one model. Pass these two together, once; for more use zero.shard and your own loop."
+                f"Cannot prepare {len(plain)} optimizers and {len(models)} models that are trained{late}: one optimizer is "
+                "sharded for one model. Pass these two together, once; for more use zero.shard and your own loop."
             )
         (inner,), (model,) = plain, models
         if self.device_placement:
@@ -112,8 +112,8 @@ class ShardedAccelerator(Accelerator):
         """The model in its precision, and nothing around it that reduces gradients: the sharded optimizer does that."""
         if not evaluation_mode and _is_trained(model) and not _is_sharded(model):
             raise ValueError(
-                f"prepare was asked for a {type(model).__name__} without its optimizer, but what is sharded is the optimizer, "
-                "and nothing would reduce the gradients. Pass both to one prepare, or freeze a model that is not trained."
+                f"Cannot prepare a {type(model).__name__} without its optimizer: nothing would reduce its gradients. "
+                "Pass both to one prepare, or freeze a model that is not trained."
             )
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
@@ -121,8 +121,7 @@ class ShardedAccelerator(Accelerator):
         """Of a sharded optimizer, as `prepare` passes it on."""
         if not isinstance(optimizer, ShardedOptimizer) and not _is_prepared(optimizer):
             raise ValueError(
-                f"prepare_optimizer was asked for a {type(optimizer).__name__} alone, but it is sharded for a model. Pass both "
-                "to one prepare."
+                f"Cannot prepare a {type(optimizer).__name__} alone: it is sharded for a model. Pass both to one prepare."
             )
         return super().prepare_optimizer(optimizer, device_placement)
 

@@ -32,7 +32,7 @@ def _ddp_strategy() -> Any:
         with contextlib.suppress(ModuleNotFoundError):
             return import_module(f"{package}.strategies").DDPStrategy
     raise ModuleNotFoundError(
-        "zero.integrations.lightning was imported, but neither lightning nor pytorch_lightning is installed. "
+        "Cannot import zero.integrations.lightning: neither lightning nor pytorch_lightning is installed. "
         "Install zero-accelerators[lightning].",
         name="lightning",
     )
@@ -51,8 +51,8 @@ class ShardedStrategy(DDPStrategy):
         super().__init__(*args, **kwargs)
         if isinstance(zero, Mapping) and zero.get("dtype") in ("float16", torch.float16):
             raise ValueError(
-                "Sharding under Lightning was asked for with dtype='float16', but Lightning sends the loss backward itself, "
-                "without a loss scale for such weights. Use precision='16-mixed', or dtype='bfloat16'."
+                "Cannot shard under Lightning with dtype='float16': Lightning calls backward itself, without a loss scale for "
+                "such weights. Use precision='16-mixed', or dtype='bfloat16'."
             )
         self.zero = zero
         self._shares: Path | None = None  # of the checkpoint that is being loaded
@@ -71,8 +71,8 @@ class ShardedStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ValueError(
-                f"configure_optimizers gave {len(self.optimizers)} optimizers, but one is sharded for one model. Return one, "
-                "with a parameter group for each part of the model that has its own settings."
+                f"Cannot shard {len(self.optimizers)} optimizers of configure_optimizers: one is sharded for one model. Return "
+                "one, with a parameter group for each part of the model that has its own settings."
             )
         options = read_options(self.zero, self._framework(trainer)).shard
         self.optimizers = [shard(self.lightning_module, self.optimizers[0], **options)]

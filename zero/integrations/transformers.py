@@ -26,7 +26,7 @@ try:
     from zero.integrations.saving import save_pretrained, saving
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"zero.integrations.transformers was imported, but {error.name} is not installed. "
+        f"Cannot import zero.integrations.transformers: {error.name} is not installed. "
         "Install zero-accelerators[transformers].",
         name=error.name,
     ) from error
@@ -100,12 +100,12 @@ class ShardedTrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self.args.n_gpu > 1:
             raise ValueError(
-                f"Sharded training was asked for, but one process was given {self.args.n_gpu} devices, over which the Trainer "
-                "copies the model itself. Start one process for each, with torchrun."
+                f"Cannot shard: one process has {self.args.n_gpu} devices, over which the Trainer copies the model itself. "
+                "Start one process for each, with torchrun."
             )
         if self.args.auto_find_batch_size:
             raise ValueError(
-                "auto_find_batch_size was asked for, but ranks that fail at different times cannot begin again together. "
+                "Cannot use auto_find_batch_size: ranks that fail at different times cannot begin again together. "
                 "Set per_device_train_batch_size."
             )
         ShardedAccelerator.of(self.accelerator, self._options().shard)

@@ -53,8 +53,8 @@ class Flattener:
         if not on_device and self._place.is_host:
             available = format_bytes(self._place.accelerator.memory().available)
             raise MemoryError(
-                f"Flattening the parameters needs {format_bytes(num_bytes)} for its next chunk, but {available} of host memory "
-                f"are available to {self._place.num_ranks} ranks. Give smaller bucket_bytes, or more memory."
+                f"Cannot flatten the parameters: the next chunk needs {format_bytes(num_bytes)}, and {available} of host "
+                f"memory are available to {self._place.num_ranks} ranks. Give smaller bucket_bytes, or more memory."
             )
         if memory is None:
             source, on_device = self._allocated(numel, dtype, on_device)

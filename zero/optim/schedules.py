@@ -105,7 +105,7 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 def _per_group(spec: ScheduleSpec, num_groups: int) -> list[dict[str, Any]]:
     for name, value in spec.kwargs.items():
         if isinstance(value, tuple) and len(value) != num_groups:
-            raise ValueError(f"{spec.kind}.{name} was given {len(value)} values, but the optimizer has {num_groups} parameter "
+            raise ValueError(f"Cannot use {len(value)} values for {spec.kind}.{name}: the optimizer has {num_groups} parameter "
                              "groups. Give one value, or one for each group.")
     return [{name: value[i] if isinstance(value, tuple) else value for name, value in spec.kwargs.items()}
             for i in range(num_groups)]

@@ -14,13 +14,13 @@ def parameters_of(config: Mapping[str, Any]) -> list[tuple[str, Shape]]:
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
         raise ValueError(
-            f"A configuration of model type {kind!r} was given, but those known here are {', '.join(sorted(FAMILIES))}. "
+            f"Cannot plan a model of type {kind!r}: those known here are {', '.join(sorted(FAMILIES))}. "
             "Give the number of its parameters instead, or a function that makes the model."
         )
     try:
         return list(FAMILIES[kind](config))
     except KeyError as missing:
-        raise ValueError(f"A configuration of type {kind} was given, but it has no {missing}. Give the whole file.") from None
+        raise ValueError(f"Cannot plan a {kind} model: its configuration has no {missing}. Give the whole file.") from None
 
 
 def _linear(name: str, inputs: int, outputs: int, bias: bool) -> Named:

@@ -38,8 +38,8 @@ class LossScale:
         )  # fmt: skip
         if wrong is not None:
             raise ValueError(
-                f"A loss scale with {wrong}={getattr(self, wrong)} was asked for. The value and minimum must be positive and "
-                "finite, the factor above 1, window and hysteresis at least 1, cooldown at least 0."
+                f"Cannot make a loss scale with {wrong}={getattr(self, wrong)}. Give a positive, finite value and minimum, a "
+                "factor above 1, a window and hysteresis of at least 1, and a cooldown of at least 0."
             )
 
     @property

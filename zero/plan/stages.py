@@ -25,5 +25,5 @@ STAGES = {
 
 def stage_of(number: int) -> Stage:
     if isinstance(number, bool) or number not in STAGES:
-        raise ValueError(f"stage={number!r} was asked for, but the stages are {', '.join(map(str, STAGES))}. Pass one of them.")
+        raise ValueError(f"Cannot use stage={number!r}: the stages are {', '.join(map(str, STAGES))}. Pass one of them.")
     return STAGES[number]

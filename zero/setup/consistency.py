@@ -48,7 +48,7 @@ def verify_same_setup(
         for mine, other in zip([*texts[0], ""], [*theirs, ""], strict=False):
             if mine != other:
                 raise RanksDiffer(
-                    f"Rank {rank} of {group.size} built '{_short(other)}' where rank 0 built '{_short(mine)}'. "
+                    f"Cannot shard: rank {rank} of {group.size} built '{_short(other)}' where rank 0 built '{_short(mine)}'. "
                     "Build the same model, optimizer and configuration on all ranks."
                 )
 
@@ -84,7 +84,7 @@ def check_weights(named: Mapping[str, torch.Tensor], group: Group) -> None:
             here = slice(index * BITS, (index + 1) * BITS)
             if theirs[here] != everyone[0][here]:
                 raise RanksDiffer(
-                    f"Equal weights were asked for, but ranks 0 and {rank} have different bits in {name}. "
+                    f"Cannot go on: ranks 0 and {rank} have different weights in {name}. "
                     "Edit weights on all ranks alike, or load a checkpoint."
                 )
 

@@ -104,9 +104,9 @@ class MemoryGuard:
         piece = max((bucket.share_numel for bucket in layout.buckets if bucket.offloaded), default=0) * ITEM_BYTES["float32"]
         if pinned and not self._can_pin(piece):
             raise ValueError(
-                f"Pinned host memory was asked for, {needed} bytes of it. {'Some' if available is None else available} bytes "
-                f"of host memory are available, but no piece of {piece} bytes can be pinned for "
-                f"{self._place.accelerator.name}. Leave pinned out, and pageable memory serves."
+                f"Cannot pin {needed} bytes of host memory: {'some' if available is None else available} bytes of it are "
+                f"available, and no piece of {piece} bytes can be pinned for {self._place.accelerator.name}. "
+                "Leave pinned out, and pageable memory serves."
             )
         self.homes.host.pinned = pinned
 
@@ -115,7 +115,7 @@ class MemoryGuard:
         available = accelerators.get("cpu").memory().available
         if available is not None and needed > available:
             raise MemoryError(
-                f"{asked} was asked for, which needs {needed} bytes ({format_bytes(needed)}) of host memory, but {available} "
+                f"Cannot do {asked}: it needs {needed} bytes ({format_bytes(needed)}) of host memory, and {available} "
                 f"({format_bytes(available)}) are available. Include fewer states, or leave them where they are."
             )
 
@@ -127,7 +127,7 @@ class MemoryGuard:
         said = {pinned for pinned in (*asked, self.homes.host.pinned) if pinned is not None}
         if len(said) > 1:
             raise ValueError(
-                "Pinned host memory was asked for some groups and pageable memory for others, but one kind serves all of them. "
+                "Cannot use pinned host memory for some groups and pageable memory for others: one kind serves all of them. "
                 "Say the same for all, or leave pinned out of the others."
             )
         return said.pop() if said else None

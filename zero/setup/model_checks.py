@@ -17,36 +17,36 @@ def check_model(model: nn.Module) -> None:
     """Refuses what is no model, and a model that somebody else already distributes."""
     if not isinstance(model, nn.Module):
         found = type(model).__name__
-        raise TypeError(f"Sharding a model was asked for, but a {found} was found. Pass an nn.Module, then its optimizer.")
+        raise TypeError(f"Cannot shard a {found}: it is not a model. Pass an nn.Module, then its optimizer.")
     for name, module in model.named_modules():
         kind = type(module)
         path = f"{kind.__module__}.{kind.__qualname__}"
         if kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel") or "FSDP" in kind.__name__:
             where = f"its module {name}" if name else "it"
             raise ValueError(
-                f"Sharding {type(model).__name__} was asked for, but {where} is a {path}, which distributes gradients itself. "
+                f"Cannot shard {type(model).__name__}: {where} is a {path}, which distributes gradients itself. "
                 "Pass the plain model."
             )
         lazy = [param for param, tensor in module.named_parameters(name, recurse=False) if nn.parameter.is_lazy(tensor)]
         if lazy:
             raise ValueError(
-                f"Sharding was asked for, but {lazy[0]} has no shape yet. Run the model once, so that its lazy modules know "
-                "theirs, then make its optimizer."
+                f"Cannot shard: {lazy[0]} has no shape yet. Run the model once, so that its lazy modules know theirs, then "
+                "make its optimizer."
             )
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(
-                f"Sharding was asked for, but {name or kind.__name__} is an embedding with sparse=True, whose gradients cannot "
-                "be added up densely. Use sparse=False."
+                f"Cannot shard: {name or kind.__name__} is an embedding with sparse=True, whose gradients are not dense. "
+                "Use sparse=False."
             )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, elementwise: bool | None, whole_tensors: bool | None) -> None:
     """Refuses an optimizer that sees all parameters at once, and one that nobody vouches for."""
     if hasattr(optimizer, "parts"):
-        raise ValueError("Sharding was asked for with an optimizer that is sharded already. Pass it once, or close() it first.")
+        raise ValueError("Cannot shard: the optimizer is sharded already. Pass it once, or close() it first.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         found = type(optimizer).__name__
-        raise TypeError(f"An optimizer was asked for, but a {found} was found. Pass a torch.optim.Optimizer.")
+        raise TypeError(f"Cannot shard with a {found}: it is not an optimizer. Pass a torch.optim.Optimizer.")
     if any(group.get("differentiable") for group in (optimizer.defaults, *optimizer.param_groups)):
         raise ValueError(
             f"Cannot shard {name_of(optimizer)} with differentiable=True: a sharded step is not recorded by autograd. "
@@ -75,9 +75,9 @@ def _check_kind(
     if not is_elementwise(optimizer) and whole is None and not (elementwise or whole_tensors) and None in said:
         known = ", ".join(known.__name__ for known in ELEMENTWISE)
         raise ValueError(
-            f"Sharding with {kind.__module__}.{kind.__qualname__} was asked for, which is not known to treat every element by "
-            "itself. Pass elementwise=True if it does, whole_tensors=True if it looks at all of a tensor but at no other one, "
-            f"and try that with zero.verify; or use one of {known}."
+            f"Cannot shard with {kind.__module__}.{kind.__qualname__}: it is not known to treat every element by itself. "
+            "Pass elementwise=True if it does, whole_tensors=True if it looks at all of a tensor but at no other one, and try "
+            f"that with zero.verify; or use one of {known}."
         )
 
 
@@ -88,7 +88,7 @@ def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     trainable = [param for param in model.parameters() if param.requires_grad]
     if trainable and not any(id(param) in known for param in model.parameters()):
         raise ValueError(
-            f"Sharding {type(model).__name__} was asked for, but none of its {len(trainable)} trainable parameters is in the "
+            f"Cannot shard {type(model).__name__}: none of its {len(trainable)} trainable parameters is in the "
             f"{type(optimizer).__name__} that was passed. Make the optimizer from this model's parameters, after it was copied "
             "or moved."
         )
@@ -100,7 +100,7 @@ def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
                 before = seen[id(param)]
                 where = f"groups {before} and {index}" if before != index else f"group {index} twice"
                 raise ValueError(
-                    f"Sharding was asked for, but {name} is in {where} of the optimizer. List every parameter once."
+                    f"Cannot shard: {name} is in {where} of the optimizer. List every parameter once."
                 )
             seen[id(param)] = index
 
@@ -109,18 +109,18 @@ def check_settings_on_host(optimizer: torch.optim.Optimizer, ratios: Mapping[int
     """Refuses settings of groups that a step on the host could not use, and would find out in the middle of the first one.
     `ratios`: how much of each group is to be stepped there."""
     for index in sorted(index for index, ratio in ratios.items() if ratio):
-        group, asked = optimizer.param_groups[index], f"Offloading group {index} of the optimizer was asked for, but"
+        group, cannot = optimizer.param_groups[index], f"Cannot offload group {index} of the optimizer:"
         found = {key: value.device for key, value in group.items() if isinstance(value, torch.Tensor) and not value.is_cpu}
         for key, device in found.items():
             raise ValueError(
-                f"{asked} its {key} is a tensor on {device}, which a step on the host cannot use. Give a number, or a tensor "
+                f"{cannot} its {key} is a tensor on {device}, which a step on the host cannot use. Give a number, or a tensor "
                 "on the CPU."
             )
         if group.get("capturable"):
-            raise ValueError(f"{asked} it has capturable=True, which steps on an accelerator alone. Leave it out.")
+            raise ValueError(f"{cannot} it has capturable=True, which steps on an accelerator alone. Leave it out.")
         if ratios[index] < 1.0 and isinstance(optimizer, torch.optim.ASGD) and group.get("foreach") is not False:
             raise ValueError(
-                f"{asked} with ratio={ratios[index]} torch's loops for devices would round one part of a parameter's eta, "
+                f"{cannot} with ratio={ratios[index]} torch's loops for devices would round one part of a parameter's eta, "
                 "those for the host another, and no one value could be saved. Make the optimizer with foreach=False."
             )
 
@@ -141,18 +141,18 @@ def check_params(names: Sequence[str], tensors: Sequence[nn.Parameter], may_be_m
     if len(devices) > 1:
         first = {str(tensor.device): name for name, tensor in reversed(list(zip(names, tensors, strict=True)))}
         raise ValueError(
-            f"Sharding was asked for, but the parameters are on several devices: {first}. Move the model to one device first."
+            f"Cannot shard: the parameters are on several devices, {first}. Move the model to one device first."
         )
     for name, tensor in zip(names, tensors, strict=True):
         problem = _problem_of(tensor, may_be_meta)
         if problem is not None:
-            raise ValueError(f"Sharding was asked for, but parameter {name} {problem}")
+            raise ValueError(f"Cannot shard: parameter {name} {problem}")
     pair = overlapping(tensors)
     if pair is not None:
         one, other = names[pair[0]], names[pair[1]]
         what = f"{one} overlaps itself" if one == other else f"{one} and {other} share memory without being one parameter"
         raise ValueError(
-            f"Sharding was asked for, but {what}. Tie parameters by using the same Parameter, or give each its own storage."
+            f"Cannot shard: {what}. Tie parameters by using the same Parameter, or give each its own storage."
         )
 
 
@@ -169,7 +169,7 @@ def check_views(model: nn.Module, names: Sequence[str], tensors: Sequence[nn.Par
         for index in in_storage.get(other.untyped_storage().data_ptr(), ()):
             if overlapping([tensors[index], other]) is not None:
                 raise ValueError(
-                    f"Sharding was asked for, but {name} looks at the memory of parameter {names[index]}, which moves. "
+                    f"Cannot shard: {name} is a view of the memory of parameter {names[index]}, which moves. "
                     "Register such a view after sharding, or make it in forward."
                 )
 
@@ -197,8 +197,7 @@ def check_devices(names: Sequence[str], tensors: Iterable[nn.Parameter], device:
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.device != device:
             raise ValueError(
-                f"add_param_group was asked to take {name}, but it is on {tensor.device}, and what is sharded is on {device}. "
-                "Move it there first."
+                f"Cannot add {name}: it is on {tensor.device}, and the sharded parameters are on {device}. Move it there first."
             )
 
 
@@ -207,5 +206,5 @@ def check_dtypes(accelerator: Accelerator, dtypes: Iterable[torch.dtype]) -> Non
         if not accelerator.supports(dtype):
             works = ", ".join(str(known).removeprefix("torch.") for known in accelerator.supported_dtypes())
             raise ValueError(
-                f"Weights in {dtype} were asked for, but {accelerator.name} does not compute in it. Supported here: {works}."
+                f"Cannot use weights in {dtype}: {accelerator.name} does not compute in it. Use one of {works}."
             )

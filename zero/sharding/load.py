@@ -143,8 +143,8 @@ class _Loading:
         if wrong:
             more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
             raise ValueError(
-                f"A load into this model was asked for, but the checkpoint is of another: {'; '.join(wrong[:_MOST_NAMED])}"
-                f"{more}. Build the model that was saved; nothing is matched by its position."
+                f"Cannot load: the checkpoint is of another model: {'; '.join(wrong[:_MOST_NAMED])}{more}. "
+                "Build the model that was saved; nothing is matched by its position."
             )
 
     def _differing(self, kind: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Stored | Buffer]) -> list[str]:
@@ -162,18 +162,18 @@ class _Loading:
         self.extra = values.decode(self._manifest.extra, self._lines.extra)
         lacking = _TRAINING - self.training.keys()
         if lacking:
-            raise BadCheckpoint(f"A load was asked for, but the manifest lacks {', '.join(sorted(lacking))}. {ANOTHER}")
+            raise BadCheckpoint(f"Cannot load: the manifest lacks {', '.join(sorted(lacking))}. {ANOTHER}")
         modules, own = self.training["modules"], self._about.named.modules
         if set(modules) != set(map(self._source, own)):
             raise ValueError(
-                f"A load was asked for, but modules with extra state are {', '.join(modules) or 'none'} in the checkpoint and "
+                f"Cannot load: modules with extra state are {', '.join(modules) or 'none'} in the checkpoint and "
                 f"{', '.join(own) or 'none'} in the model. Build the model that was saved."
             )
         kind, saved = type(self._about.scheduler).__name__, self.training["schedule"]
         if self._schedule and saved not in (None, kind):
             raise ValueError(
-                f"A load into the schedule {kind} was asked for, but {saved} was saved. Make the schedule that was saved, or "
-                "load with scheduler_states=False."
+                f"Cannot load into the schedule {kind}: {saved} was saved. Make the schedule that was saved, or load with "
+                "scheduler_states=False."
             )
         if self._schedule and self.training["scheduler"] is None:
             logger.warning("The checkpoint has no schedule, so this training's stays as it is.")
@@ -197,8 +197,8 @@ class _Loading:
             other = theirs[number] if number < len(theirs) else set()
             differing = sorted(one ^ other)
             raise ValueError(
-                f"A load was asked for, but the optimizer has {len(own)} groups and the saved one {len(theirs)}, and group "
-                f"{number} differs in {', '.join(differing[:_MOST_NAMED]) or 'nothing but its place'}. {hint}"
+                f"Cannot load: the optimizer has {len(own)} groups and the saved one {len(theirs)}, and group {number} differs "
+                f"in {', '.join(differing[:_MOST_NAMED]) or 'nothing but its place'}. {hint}"
             )
         about.parts.updater.check(saved)
 

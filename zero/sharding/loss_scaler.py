@@ -101,7 +101,7 @@ def loaded_scale(now: LossScale | None, state_dict: Mapping[str, Any], under_way
     scale = now.at(state_dict["loss_scale"])
     if under_way and scale.value != now.value:
         raise ValueError(
-            f"State with a loss scale of {scale.value:g} was passed, but this window has gradients that were scaled by "
-            f"{now.value:g}. Load it before the first backward, or after step or zero_grad."
+            f"Cannot load a loss scale of {scale.value:g}: this window has gradients that were scaled by {now.value:g}. "
+            "Load it before the first backward, or after step or zero_grad."
         )
     return scale

@@ -113,7 +113,7 @@ def board_writer() -> Callable[[str], Any]:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ValueError(
-            f"Records for TensorBoard were asked for, but it cannot be imported ({error}). Install the extra: "
+            f"Cannot write records for TensorBoard: it cannot be imported ({error}). Install the extra: "
             "pip install 'zero-accelerators[tensorboard]'."
         ) from error
     return SummaryWriter

@@ -72,8 +72,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What it consists of. Every method goes through here, so that a closed optimizer says so whatever it is asked."""
         if self._parts.closed:
             raise ValueError(
-                "A sharded optimizer was asked to go on, but it was closed and the model is plain. Use a plain optimizer, or "
-                "shard again; what is to be kept of its state, take before close()."
+                "Cannot use a sharded optimizer that was closed: its model is plain again. Use a plain optimizer, or shard "
+                "again; read its state before close()."
             )
         return self._parts
 
@@ -299,22 +299,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Makes the model plain again: no hooks, present values in memory of their own. A collective at stage 3 only.
 
-        The optimizer's state goes with it: take `state_dict()` before, for whoever goes on. Deleting the optimizer closes it.
+        The optimizer's state goes with it: take `state_dict()` before, to go on from it. Deleting the optimizer closes it.
         """
         self._parts.release_anywhere()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "A copy of a sharded optimizer was asked for, but it belongs to its model and to a group of ranks. Keep its "
-            "state_dict(), which loads at any number of ranks."
+            "Cannot copy a sharded optimizer: it belongs to its model and to a group of ranks. Keep its state_dict(), which "
+            "loads at any number of ranks."
         )
 
     def _index(self, param: nn.Parameter) -> int:
         index = self.parts.params.index.get(id(param))
         if index is None:
             raise ValueError(
-                f"A parameter of shape {tuple(param.shape)} was passed, which is not among the {len(self.parts.params.names)} "
-                "that this optimizer manages. Pass one of the model's trainable parameters."
+                f"Cannot find the parameter of shape {tuple(param.shape)}: it is not among the {len(self.parts.params.names)} "
+                "of this optimizer. Pass one of the model's trainable parameters."
             )
         return index
 

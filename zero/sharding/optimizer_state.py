@@ -79,7 +79,7 @@ def load_state(parts: ShardingState, inner: torch.optim.Optimizer, state_dict: M
     parts.updater.check(groups)
     if len(groups) != len(inner.param_groups):
         raise ValueError(
-            f"State of {len(groups)} parameter groups was passed to an optimizer of {len(inner.param_groups)}. "
+            f"Cannot load the state of {len(groups)} parameter groups: the optimizer has {len(inner.param_groups)}. "
             "Make the same groups."
         )
     names = _names_in_groups(parts, inner, groups)
@@ -88,7 +88,7 @@ def load_state(parts: ShardingState, inner: torch.optim.Optimizer, state_dict: M
     unknown = [name for name in (*states, *masters) if name not in parts.params.names]
     if unknown:
         raise ValueError(
-            f"State of {unknown[0]} was passed, which is no parameter of this optimizer ({len(unknown)} such names). "
+            f"Cannot load the state of {unknown[0]}: it is not a parameter of this optimizer ({len(unknown)} such names). "
             "Load it into the model that it was saved from."
         )
     shapes = {
@@ -102,7 +102,7 @@ def load_state(parts: ShardingState, inner: torch.optim.Optimizer, state_dict: M
         for key in {*elementwise, "master"}.intersection(state):
             if isinstance(state[key], torch.Tensor) and state[key].shape != shapes[name]:
                 raise ValueError(
-                    f"State {key} of {name} was passed with shape {tuple(state[key].shape)}, but the parameter has "
+                    f"Cannot load {key} of {name}: its shape is {tuple(state[key].shape)}, and the parameter's "
                     f"{tuple(shapes[name])}. Load it into the model that it was saved from."
                 )
     kernels = state_dict.get("kernels", parts.config.kernels)
@@ -132,7 +132,7 @@ def _names_in_groups(parts: ShardingState, inner: torch.optim.Optimizer, groups:
         numbers = [number for number in saved["params"] if isinstance(number, int)]
         if numbers and len(numbers) != len(group["params"]):
             raise ValueError(
-                f"State of a group of {len(numbers)} parameters was passed for one of {len(group['params'])}. "
+                f"Cannot load a group of {len(numbers)} parameters into one of {len(group['params'])}. "
                 "Make the same groups."
             )
         for number, param in zip(numbers, group["params"], strict=False):
@@ -219,9 +219,9 @@ def _whole_state(parts: ShardingState, inner: torch.optim.Optimizer, param: int)
             for key, entry in described.items():
                 if json.dumps(known.setdefault(key, entry)) != json.dumps(entry) or entry[0] == "unknown":
                     raise ZeroError(
-                        f"State {key} of {name} was asked for, but it is neither one value for each element nor a plain value "
-                        f"that all ranks share: {str(entry[2])[:60]}. Pass whole_tensors=True where the optimizer looks at "
-                        "whole tensors."
+                        f"Cannot gather {key} of {name}: it is neither one value for each element nor a plain value that all "
+                        f"ranks share: {str(entry[2])[:60]}. Pass whole_tensors=True where the optimizer looks at whole "
+                        "tensors."
                     )
     whole: dict[str, Any] = {}
     for key, (kind, dtype, value) in known.items():

@@ -32,6 +32,6 @@ def rebuild(parts: ShardingState, group: Any) -> None:
         found = "in the middle of a step" if told["torn"] else f"after {told['steps']} steps"
         if told["torn"] or (told["steps"], told["layout"]) != (everyone[0]["steps"], everyone[0]["layout"]):
             raise RanksDiffer(
-                f"A rebuild was asked for, and the ranks are connected again; but rank {rank} was lost {found}, rank 0 after "
-                f"{everyone[0]['steps']}, so their weights differ. Load a checkpoint on all ranks and go on from that."
+                f"Cannot go on after rebuild: rank {rank} was lost {found}, rank 0 after {everyone[0]['steps']}, so their "
+                "weights differ. The ranks are connected again. Load a checkpoint on all of them and go on from that."
             )

@@ -101,7 +101,7 @@ class TrainingSnapshot:
         pending = window.needs_sync or (window.scaling.is_settled and window.phase is not Phase.STEPPED)
         if not mid_window and (pending or (self.engine is not None and self.engine.in_window)):
             raise ValueError(
-                "A save was asked for in the middle of an accumulation, but gradients that no step has used yet are not saved. "
+                "Cannot save in the middle of an accumulation: gradients that no step has used yet are not saved. "
                 "Save after step, or throw them away with discard()."
             )
         lost = parts.window.sync.tracker.replaced()

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
     implied = _implied(args)
     if args.file is None and (args.implied or args.world_size != 1):
-        raise ValueError("--implied and --world-size were given, but there is no file that they could fill in. Give one.")
+        raise ValueError("Cannot use --implied or --world-size: there is no file that they could fill in. Give one.")
     try:
         config, notices = (ZeroConfig(stage=2), ()) if args.file is None else translate(args.file, implied)
     except (TypeError, ValueError) as error:
@@ -71,7 +71,7 @@ def _implied(args: argparse.Namespace) -> Any:
     for given in args.implied:
         name, equals, text = given.partition("=")
         if not equals or name not in known:
-            raise ValueError(f"--implied {given!r} was given, but it takes NAME=VALUE with one of {', '.join(sorted(known))}."
+            raise ValueError(f"Cannot use --implied {given!r}: it takes NAME=VALUE with one of {', '.join(sorted(known))}."
                              f"{did_you_mean(name, known) or ' Write it that way.'}")
         try:
             values[name] = tuple(json.loads(f"[{text.strip('[]')}]")) if name == "betas" else json.loads(text)

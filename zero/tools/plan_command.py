@@ -91,11 +91,10 @@ def run(args: argparse.Namespace) -> int:
 
     for name in ("ranks", "ranks_per_host", "accumulation", "batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} was asked for, but it is at least 1. Raise it.")
+            raise ValueError(f"Cannot plan with --{name.replace('_', '-')} {getattr(args, name)}: it is at least 1. Raise it.")
     bucket_bytes = DEFAULT_BUCKET_BYTES if args.bucket_bytes is None else parse_bytes(args.bucket_bytes)
     if bucket_bytes < _LEAST_BUCKET:
-        asked = f"--bucket-bytes {args.bucket_bytes} was asked for"
-        raise ValueError(f"{asked}, but nobody sends so many messages. Give 64KiB or more.")
+        raise ValueError(f"Cannot plan with --bucket-bytes {args.bucket_bytes}: these are too small. Give 64KiB or more.")
     args.gathered_bytes = math.inf if args.gathered_bytes == "all" else parse_bytes(args.gathered_bytes)
     space = _space(args)
     subject = read_subject(args.model, args.dtype, bucket_bytes, args.batch)
@@ -106,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         subject = replace(subject, params=tuple(for_muon(subject.params)))
         owners = Owners.of(FlatLayout.build(subject.params, args.ranks, bucket_bytes))
     if args.batch is not None and subject.build is None:
-        raise ValueError(f"--batch {args.batch} was asked for, but {args.model} makes no model. Give a function that does.")
+        raise ValueError(f"Cannot plan with --batch {args.batch}: {args.model} makes no model. Give a function that does.")
     rows, counted = _rows(args, subject, space, bucket_bytes)
     best = recommended(rows, args.ranks, args.accumulation)
     told = f"activations of {args.batch} a micro-batch are included: {counted}" if counted else "activations come on top"

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     usual = 2 if accelerator.device().type == "cpu" else accelerator.device_count()
     ranks = usual if args.ranks is None else args.ranks
     if ranks < 1 or args.restarts < 0:
-        raise ValueError(f"--ranks {ranks} --restarts {args.restarts} was asked for, but ranks are 1 at least and restarts 0.")
+        raise ValueError(f"Cannot train with --ranks {ranks} --restarts {args.restarts}: the least is 1 and 0. Raise them.")
     options.check_ranks(ranks)
     if options.tensorboard:
         board_writer()

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     launched = args.ranks is None and bool(os.environ.get("RANK"))
     path, name = _target(args.target)
     if args.ranks is not None and args.ranks < 1:
-        raise ValueError(f"--ranks {args.ranks} was asked for, but there is at least one. Give a positive number.")
+        raise ValueError(f"Cannot verify with --ranks {args.ranks}: there is at least one. Give a positive number.")
     try:
         found = _verified(path, name, *_place()) if launched else _verified_by_ranks(path, name, args.ranks or 1)
     except ProcessException as error:
@@ -57,9 +57,9 @@ def _place() -> tuple[int, int]:
 def _target(text: str) -> tuple[str, str]:
     path, colon, name = text.rpartition(":")
     if not colon or not name.isidentifier():
-        raise ValueError(f"{text!r} was given, which names no function of a script. Write it like script.py:function.")
+        raise ValueError(f"Cannot use {text!r}: it names no function of a script. Write it like script.py:function.")
     if not Path(path).is_file():
-        raise ValueError(f"{text!r} was given, but there is no file {path!r}. Give the path of a Python script.")
+        raise ValueError(f"Cannot use {text!r}: there is no file {path!r}. Give the path of a Python script.")
     return path, name
 
 
@@ -70,10 +70,13 @@ def _verified(path: str, name: str, rank: int, num_ranks: int) -> dict[str, Any]
     sys.path.insert(0, str(Path(path).resolve().parent))  # as if the script itself had been started
     found = runpy.run_path(path, run_name="verified_script").get(name)
     if not callable(found):
-        raise ValueError(f"{path}:{name} was asked for, but there is no such function. Define it at the top of the script.")
+        raise ValueError(f"Cannot use {path}:{name}: there is no such function. Define it at the top of the script.")
     arguments = found(rank, num_ranks) if len(inspect.signature(found).parameters) == 2 else found()
     if not isinstance(arguments, dict):
-        raise TypeError(f"{name}() gave a {type(arguments).__name__}, but zero.verify takes arguments by name. Return a dict.")
+        raise TypeError(
+            f"Cannot verify with {name}(): it returned a {type(arguments).__name__}, and zero.verify takes arguments by name. "
+            "Return a dict."
+        )
     verification = verify(**arguments)
     return {"text": str(verification), "dict": verification.as_dict()}
 

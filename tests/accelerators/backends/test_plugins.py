@@ -26,7 +26,7 @@ def test_asked_for_by_name_a_plug_in_is_imported_and_serves_if_torch_then_has_de
         give_torch(monkeypatch, **{known.name: fake_device_module(count)})
         choice = Selection(Registry(BUILT_IN, lambda group: []))
         if count == 0:
-            with pytest.raises(ValueError, match=rf"={known.name.upper()} was asked for, but torch.{known.name}\.is_available"):
+            with pytest.raises(ValueError, match=rf"={known.name.upper()}: torch.{known.name}\.is_available"):
                 choice.current()
             continue
         it = choice.current().accelerator

@@ -67,7 +67,7 @@ def test_only_visible_devices_are_counted(visible, count):
     ],
 )
 def test_a_value_that_means_nothing_is_refused_in_three_parts(variable, value):
-    refused = rf"({variable}={value} was set, but|Cannot set {variable}={value}:)"
+    refused = f"Cannot set {variable}={value}:"
     with pytest.raises(ValueError, match=rf"{refused} .+\. (Write|List|Take|Set)"):
         read_settings({variable: value})
 

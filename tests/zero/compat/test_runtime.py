@@ -127,7 +127,7 @@ def test_flags_are_off_unless_given():
 def test_arguments_that_name_no_schedule_say_so():
     assert lr_schedules.get_config_from_args(read()) == (None, "--lr_schedule was not given.")
     block, wrong = lr_schedules.get_config_from_args(read("--lr_schedule", "Cosine"))
-    assert block is None and "the schedules are WarmupLR" in wrong
+    assert block is None and "it is not one of WarmupLR" in wrong
     for block in ({}, {"type": "Cosine", "params": {}}, {"type": "WarmupLR"}):
         rate, wrong = lr_schedules.get_lr_from_config(block)
         assert rate is None and "is needed" in wrong

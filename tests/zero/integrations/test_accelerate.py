@@ -133,10 +133,10 @@ def refused():
 
 def test_what_is_not_one_plain_model_with_its_optimizer_is_refused():
     expected = (
-        r"prepare was asked for a Linear without its optimizer, but .* Pass both to one prepare, or freeze .*",
-        r"prepare was asked for 1 optimizers and 0 models that are trained, but .* for more use zero\.shard .*",
-        r"prepare_optimizer was asked for a SGD alone, but it is sharded for a model\. Pass both to one prepare\.",
-        r"prepare was asked for 1 optimizers and 1 models that are trained, after an optimizer was prepared before, but .*",
+        r"Cannot prepare a Linear without its optimizer: .* Pass both to one prepare, or freeze .*",
+        r"Cannot prepare 1 optimizers and 0 models that are trained: .* for more use zero\.shard .*",
+        r"Cannot prepare a SGD alone: it is sharded for a model\. Pass both to one prepare\.",
+        r"Cannot prepare 1 optimizers and 1 models that are trained, after an optimizer was prepared before: .*",
         r".* set up for FSDP, which distributes the model itself\. Configure it .*",
         r".* set up for cp_size, which distributes the model itself\. Configure it .*",
     )

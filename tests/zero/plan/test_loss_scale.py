@@ -91,7 +91,7 @@ def test_it_does_not_fall_below_its_minimum_and_counts_that():
     ],
 )
 def test_a_rule_that_cannot_be_is_refused_by_name(wrong):
-    with pytest.raises(ValueError, match=f"A loss scale with {next(iter(wrong))}="):
+    with pytest.raises(ValueError, match=f"Cannot make a loss scale with {next(iter(wrong))}="):
         LossScale(**wrong)
 
 

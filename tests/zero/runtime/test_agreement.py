@@ -144,7 +144,7 @@ def test_different_layouts_are_raised_at_once():
     [
         ({"failed": True}, RankFailed, r"Rank 1 failed or cleared its gradients at step 3failed 1, where the others came to s"),
         ({"occasion": "zero_grad"}, RankFailed, r"Rank 1 failed or cleared its gradients at step 3.*on all ranks to go on"),
-        ({"lost": 0b100}, ZeroError, r"Training p2 was asked for, but on rank 1 it is no longer what was sharded"),
+        ({"lost": 0b100}, ZeroError, r"Cannot train p2: on rank 1 it is no longer what was sharded"),
         ({"occasion": "settle"}, RanksDiffer, r"Rank 1 of 2 came to settle after 3 steps, rank 0 to step after 3\."),
         ({"step": 9}, RanksDiffer, r"Rank 1 of 2 came to step after 9 steps, rank 0 to step after 3\."),
         ({"settles": 9}, RanksDiffer, r"Rank 1 of 2 came to step"),
@@ -164,8 +164,8 @@ def test_every_disagreement_is_named_on_every_rank(others, kind, words):
 
 
 def test_of_many_lost_parameters_three_are_named_and_the_others_counted():
-    assert "Training p0, p1, p2 was asked for" in str(agreed(plain(lost=0b111), plain()).error)
-    assert "Training p0, p1, p2 and 2 more was asked for" in str(agreed(plain(lost=0b1011), plain(lost=0b10101)).error)
+    assert "Cannot train p0, p1, p2:" in str(agreed(plain(lost=0b111), plain()).error)
+    assert "Cannot train p0, p1, p2 and 2 more:" in str(agreed(plain(lost=0b1011), plain(lost=0b10101)).error)
 
 
 def test_an_edit_of_rank_0_is_named_as_such():

@@ -120,7 +120,7 @@ def test_a_sum_is_added_or_takes_the_place_of_what_was_there_also_where_that_is_
 
 @pytest.mark.parametrize("row", [torch.ones(4, 4)[:, 0], torch.ones(3), torch.ones(4, device="meta")], ids=str)
 def test_what_is_no_line_of_so_many_elements_of_the_host_is_refused(row):
-    with pytest.raises(ValueError, match="Pass as many that lie there side by side"):
+    with pytest.raises(ValueError, match="Pass as many contiguous elements"):
         native.add([torch.ones(4), row], torch.zeros(4), 1.0, False)
 
 

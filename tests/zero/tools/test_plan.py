@@ -79,7 +79,7 @@ def test_a_configuration_file_is_planned_for_and_another_is_refused_by_name(tmp_
     assert answer["includes_activations"] is False
     file.write_text(json.dumps({"model_type": "mamba"}))
     status, said = planned(capsys, file)
-    assert status == 2 and "'mamba' was given, but those known here are bert, gpt2, gpt_neox, llama" in said
+    assert status == 2 and "Cannot plan a model of type 'mamba': those known here are bert, gpt2, gpt_neox, llama" in said
     file.write_text(json.dumps({"model_type": "llama"}))
     assert "it has no 'hidden_size'" in planned(capsys, file)[1]
     file.write_text("{")
@@ -124,7 +124,7 @@ def test_where_gradients_are_sent_once_for_several_micro_batches_stage_1_is_reco
         (["nothing"], "which is no number of parameters, no .json file and no function"),
         (["nowhere.py:f"], "there is no file 'nowhere.py'"),
         (["tests.zero.tools.test_plan:missing"], "there is no such function"),
-        (["tests.zero.tools.test_plan:planned_for", "--batch", "0"], "--batch 0 was asked for, but it is at least 1"),
+        (["tests.zero.tools.test_plan:planned_for", "--batch", "0"], "--batch 0: it is at least 1"),
         (["7B", "--batch", "1"], "makes no model. Give a function that does"),
         (["7B", "--memory", "much"], "Write it like 4GiB"),
         (["0"], "it has at least one"),

@@ -123,12 +123,12 @@ def test_a_directory_of_another_training_is_refused_and_one_that_is_done_says_so
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ranks", "0"], "--ranks 0 --restarts 3 was asked for"),
-        (["--steps", "0"], "--steps 0 was asked for, but it is at least 1"),
+        (["--ranks", "0"], "Cannot train with --ranks 0 --restarts 3:"),
+        (["--steps", "0"], "--steps 0: it is at least 1"),
         (["--dropout", "1"], "it is a part of 1"),
-        (["--lr", "nan"], "--lr nan was asked for, but a learning rate is finite"),
+        (["--lr", "nan"], "--lr nan: a learning rate is finite"),
         (["--width", "100"], "heads are 64 wide"),
-        (["--batch", "1", "--accumulation", "2"], "--batch 1 was asked for, but 1 ranks of 2 micro-batches need 2 samples"),
+        (["--batch", "1", "--accumulation", "2"], "--batch 1: 1 ranks of 2 micro-batches need 2 samples"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--context", "100000"], "and one more. Give more"),
         (["--tensorboard"], "pip install 'zero-accelerators[tensorboard]'"),

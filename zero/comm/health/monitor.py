@@ -1,10 +1,10 @@
-"""What every rank was last seen doing, for whoever finds one of them missing.
+"""What every rank was last seen doing, for the error of a rank that misses another.
 
 [Note: watch]
-Each rank keeps a line about itself in the store that the process group was made with. Writing it is a message that nobody
-answers, some microseconds; nobody reads it before something is wrong. Then whoever noticed raises an alarm, the ranks that
-are still there answer it, and who does not answer is looked for: it left word of an error, or its connection is closed, or
-it is somewhere else. What the first rank finds out it writes down for all, so that every rank raises the same cause.
+Each rank keeps a line about itself in the store that the process group was made with. Writing it is a message without an
+answer, some microseconds; it is read only when something is wrong. Then the rank that noticed raises an alarm, the ranks that
+are still there answer it, and a rank that does not answer is looked for: it left word of an error, or its connection is
+closed, or it is somewhere else. What the first rank finds it writes down for all, so that every rank raises the same cause.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class RankMonitor:
             if left or (late and time.monotonic() > deadline):
                 missing = f"of rank {', '.join(map(str, late))} nothing was seen within {limit_s:g} s"
                 raise GroupLost(
-                    f"{self._size} ranks were to train together, but {'; '.join(left) or missing}. Start all of them, and look "
-                    "what those print."
+                    f"Cannot connect {self._size} ranks: {'; '.join(left) or missing}. Start all of them, and look what those "
+                    "print."
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LOOK_S)
@@ -72,8 +72,8 @@ class RankMonitor:
         """Refuses to speak for this rank in a process that was forked from it, over connections that it still uses."""
         if not self.is_of_this_process:
             raise ValueError(
-                f"A collective was asked for in process {os.getpid()}, but rank {self._rank} is process {self._process}, from "
-                "which this one was forked. Train in the process that sharded, and let the others load data."
+                f"Cannot run a collective in process {os.getpid()}: rank {self._rank} is process {self._process}, from which "
+                "this one was forked. Train in the process that sharded, and let the others load data."
             )
 
     def is_alarmed(self) -> bool:

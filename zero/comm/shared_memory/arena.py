@@ -47,8 +47,8 @@ class _Stretch:
 
 
 class SharedArena:
-    """What this rank shares, in stretches. One that nobody holds and all have read serves whoever asks next; where nobody does
-    for a while, it gives its pages back."""
+    """What this rank shares, in stretches. One that is free and was read by all is used again; after a while without use it
+    gives its pages back."""
 
     def __init__(self) -> None:
         num_bytes = _TIMES_MEMORY * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
@@ -90,8 +90,8 @@ class SharedArena:
         start, size = last.start + last.num_bytes, -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         if start + size > len(self._mapping):
             raise MemoryError(
-                f"{num_bytes} bytes of shared memory were asked for, but all {len(self._mapping)} addresses of them were given "
-                "out. Set shared_memory=False."
+                f"Cannot allocate {num_bytes} bytes of shared memory: all {len(self._mapping)} addresses are in use. "
+                "Set shared_memory=False."
             )
         self._stretches.append(_Stretch(start, size))
         return self._stretches[-1]

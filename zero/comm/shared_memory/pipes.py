@@ -290,7 +290,7 @@ class Call:
             gone = set[int]()
             try:
                 gone = self._pipes.take(self._channel, self._number, self._found)
-            except RuntimeError as error:  # which whoever waits is told, and not who only asks
+            except RuntimeError as error:  # raised by wait, and not by a question whether it is there
                 self._error = str(error)
             if gone:
                 self._error = f"connection closed by rank {min(gone)}"

@@ -107,12 +107,12 @@ def _stage(written: Written) -> int:
 def _dtype(written: Written) -> Half | None:
     half, brain = written.mode("fp16.enabled", "float16"), written.mode("bf16.enabled", "bfloat16")
     if half and brain:
-        raise ValueError("fp16.enabled and bf16.enabled are both true, but weights have one dtype. Turn one of them off.")
+        raise ValueError("Cannot use fp16.enabled with bf16.enabled: weights have one dtype. Turn one of them off.")
     dtype: Half | None = "float16" if half else "bfloat16" if brain else None
     path = "data_types.param_dtype"
     asked = written.choice(path, _DTYPES, dtype or "float32")
     if asked != (dtype or "float32"):
-        raise ValueError(f"{path} asks for {asked}, but fp16.enabled and bf16.enabled make it {dtype or 'float32'}. "
+        raise ValueError(f"Cannot use {path} {asked}: fp16.enabled and bf16.enabled make it {dtype or 'float32'}. "
                          f"Turn on the block that fits, or take {path} out.")
     return dtype
 
@@ -139,7 +139,7 @@ def _loss_scale(written: Written, dtype: str | None, autocast: str | None) -> Lo
     initial = 2.0 ** written.whole("fp16.initial_scale_power", 16, least=0, most=_MAX_SCALE_POWER)
     minimum = written.real("fp16.min_loss_scale", 1.0, zero_too=False)
     if initial < minimum:
-        raise ValueError(f"fp16.initial_scale_power makes the loss scale start at {initial:g}, but fp16.min_loss_scale is "
+        raise ValueError(f"Cannot start the loss scale at {initial:g} (fp16.initial_scale_power): fp16.min_loss_scale is "
                          f"{minimum:g}. Raise the one, or lower the other.")
     return LossScale(
         initial=initial,
@@ -154,7 +154,7 @@ def _loss_scale(written: Written, dtype: str | None, autocast: str | None) -> Lo
 def _offload(written: Written) -> Offload | None:
     device, old = "zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload"
     if device in written and old in written:
-        raise ValueError(f"{old} and {device} were both given, but the one replaces the other. Keep {device}.")
+        raise ValueError(f"Cannot use {old} with {device}: the one replaces the other. Keep {device}.")
     home = written.choice(device, {"none": None, "cpu": "host", "nvme": "disk"}, "host" if written.flag(old) else None)
     if home == "disk":
         raise ValueError(f"{device} was set to 'nvme', but nothing is offloaded to disk yet. Use 'cpu'.")
@@ -203,18 +203,18 @@ def _optimizer(written: Written) -> tuple[OptimizerSpec | None, Kernels]:
     params = written.params("optimizer.params")
     if "optimizer.type" not in written:
         if params:
-            raise ValueError("optimizer.params were given without optimizer.type. Give optimizer.type too.")
+            raise ValueError("Cannot use optimizer.params without optimizer.type. Give optimizer.type too.")
         return None, "torch"
     kind = canonical(written.value("optimizer.type"), OPTIMIZERS, OPTIMIZERS_REFUSED, "optimizer")
     if "max_grad_norm" in params:
-        raise ValueError("optimizer.params.max_grad_norm was given, but an optimizer does not clip. "
+        raise ValueError("Cannot use optimizer.params.max_grad_norm: an optimizer does not clip. "
                          "Write gradient_clipping instead.")
     plain_kernel = False
     if kind in ("Adam", "AdamW"):
         kind, plain_kernel = _adam(kind, params)
     for name in ("fp32_optimizer_states", "bias_correction", "set_grad_none"):
         if not flag(f"optimizer.params.{name}", params.pop(name, True)):
-            raise ValueError(f"optimizer.params.{name} was set to something other than true, which is not served. Take it out.")
+            raise ValueError(f"Cannot use optimizer.params.{name} other than true: it is not supported. Take it out.")
     spec = OptimizerSpec.of(kind, params)
     fused = kind in FUSED_IN_TORCH and not plain_kernel and spec.kwargs["foreach"] is None
     return spec, "fused" if fused else "torch"
@@ -235,10 +235,10 @@ def _schedule(written: Written) -> ScheduleSpec | None:
     params = written.params("scheduler.params")
     if "scheduler.type" not in written:
         if params:
-            raise ValueError("scheduler.params were given without scheduler.type. Give scheduler.type too.")
+            raise ValueError("Cannot use scheduler.params without scheduler.type. Give scheduler.type too.")
         return None
     if params.pop("last_batch_iteration", -1) != -1:
-        raise ValueError("scheduler.params.last_batch_iteration was given, but a schedule goes on from its own state. "
+        raise ValueError("Cannot use scheduler.params.last_batch_iteration: a schedule goes on from its own state. "
                          "Take it out and load the scheduler's state_dict.")
     return ScheduleSpec.of(written.value("scheduler.type"), params)
 
@@ -260,6 +260,6 @@ def _board(written: Written) -> str | None:
     for path, default in (("tensorboard.output_path", ""), ("tensorboard.job_name", "DeepSpeedJobName")):
         name = written.value(path) if path in written else default
         if not isinstance(name, str):
-            raise ValueError(f"{path} is part of a path, but {brief(name)} was found. Write a string.")
+            raise ValueError(f"Cannot use {path}: {brief(name)}: it is part of a path. Write a string.")
         names.append(name)
     return str(Path(*names)) if written.flag("tensorboard.enabled") else None

@@ -73,13 +73,13 @@ def read_tree(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, A
     """What is written, as plain blocks and values; nothing of it is looked at. The caller's dict is only read."""
     tree = _plain(source if isinstance(source, Mapping) else _parsed(source), "", 0)
     if not isinstance(tree, dict):
-        raise ValueError(f"A DeepSpeed configuration is a block of keys, but {brief(tree)} was found. Write {{...}}.")
+        raise ValueError(f"Cannot read a DeepSpeed configuration: {brief(tree)} is not a block of keys. Write {{...}}.")
     return tree
 
 
 def _parsed(source: object) -> Any:
     if not isinstance(source, (str, os.PathLike)):
-        raise TypeError(f"A DeepSpeed configuration was asked for as {brief(source)}, a {type(source).__name__}. "
+        raise TypeError(f"Cannot read a DeepSpeed configuration from {brief(source)}, a {type(source).__name__}. "
                         "Give a dict or the path of a JSON file.")
     name = f"Cannot read the DeepSpeed configuration {brief(os.fspath(source))}:"
     try:
@@ -123,25 +123,27 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(block) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"The key {brief(twice)} was written {keys.count(twice)} times in one block, but only one of them can "
-                         "count. Delete the others.")
+        raise ValueError(f"Cannot use the key {brief(twice)}: it is written {keys.count(twice)} times in one block. "
+                         "Delete all but one.")
     return block
 
 
 def _whole_number(text: str) -> int:
     if len(text) > 400:
-        raise ValueError(f"A number of {len(text)} digits was given, but none that large can be kept. Write a smaller one.")
+        raise ValueError(f"Cannot read a number of {len(text)} digits: it is too large. Write a smaller one.")
     return int(text)
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"A number was given as {text}, which JSON does not have. Write a finite number.")
+    raise ValueError(f"Cannot read the number {text}: JSON has none of that name. Write a finite number.")
 
 
 def _plain(value: Any, path: str, depth: int) -> Any:
     """A copy made of dicts, lists and plain values only, so that nothing of the caller's is kept or can be changed."""
     if depth > _MAX_DEPTH:
-        raise ValueError(f"{path[:60]} lies more than {_MAX_DEPTH} blocks deep, but no known key does. Flatten it.")
+        raise ValueError(
+            f"Cannot use {path[:60]}: it lies more than {_MAX_DEPTH} blocks deep, and no known key does. Flatten it."
+        )
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, numbers.Integral):
@@ -150,10 +152,10 @@ def _plain(value: Any, path: str, depth: int) -> Any:
         try:
             value = float(value)
         except OverflowError:
-            raise ValueError(f"{path} was given a number too large to keep. Write a smaller one.") from None
+            raise ValueError(f"Cannot use {path}: its number is too large. Write a smaller one.") from None
         # Callers that build the dict in Python write infinity for "never print"; nowhere else can it be meant.
         if not math.isfinite(value) and not (path == "steps_per_print" and value > 0):
-            raise ValueError(f"{path} was given {brief(value)}, which is not finite. Write a finite number.")
+            raise ValueError(f"Cannot use {path}: {brief(value)}: it is not finite. Write a finite number.")
         return value
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
@@ -161,9 +163,11 @@ def _plain(value: Any, path: str, depth: int) -> Any:
         for key in value:
             if not isinstance(key, str):
                 place = path or "the configuration"
-                raise TypeError(f"A key in {place} is {brief(key)}, a {type(key).__name__}. Write keys as strings.")
+                raise TypeError(
+                    f"Cannot use the key {brief(key)} in {place}: it is a {type(key).__name__}. Write keys as strings."
+                )
         return {key: _plain(item, f"{path}.{key}" if path else key, depth + 1) for key, item in value.items()}
-    raise TypeError(f"{path or 'The configuration'} was given {brief(value)}, a {type(value).__name__}. "
+    raise TypeError(f"Cannot use {path or 'the configuration'} {brief(value)}: it is a {type(value).__name__}. "
                     "Give true, false, a number, a string, a list or a block.")
 
 
@@ -190,7 +194,7 @@ class _Sorting:
                 self.walk(value, path + ".", quiet or _asks_for_nothing(path, value))
             elif path in BLOCKS:
                 if value is not None:
-                    self.problems.append(f"{path} is a block of keys, but {brief(value)} was found. Write {{...}}.")
+                    self.problems.append(f"Cannot use {path} {brief(value)}: it is not a block of keys. Write {{...}}.")
             elif path not in KNOWN:
                 self.problems.append(_unknown(path))
             elif path in USED:
@@ -200,7 +204,7 @@ class _Sorting:
             elif path in HARMLESS:
                 if path in CHOICES and str(value).lower() not in CHOICES[path]:
                     self.problems.append(
-                        f"{path} must be one of {', '.join(CHOICES[path])}, but {brief(value)} was found. Write one of them."
+                        f"Cannot use {path} {brief(value)}: it has to be one of {', '.join(CHOICES[path])}. Write one of them."
                     )
                 elif not any(type(value) is type(off) and value == off for off in QUIET.get(path, ())):
                     self.harmless[path] = HARMLESS[path]
@@ -231,4 +235,4 @@ def _unknown(path: str) -> str:
     elsewhere = [known for known in sorted(KNOWN) if known.endswith("." + name)]
     hint = did_you_mean(name, siblings) or (f" Did you mean {elsewhere[0]!r}?" if elsewhere else " Take it out, or correct it.")
     place = f"the block {block!r}" if block else "the configuration"
-    return f"{path[:120]!r} was given, but DeepSpeed 0.19.8 has no key {name[:60]!r} in {place}.{hint}"
+    return f"Cannot use {path[:120]!r}: DeepSpeed 0.19.8 has no key {name[:60]!r} in {place}.{hint}"

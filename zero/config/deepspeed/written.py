@@ -126,7 +126,7 @@ class Written:
         number = whole(path, self.value(path)) if path in self else default
         if number < least or (most is not None and number > most):
             limits = f"at least {least}" if most is None else f"from {least} to {most}"
-            raise ValueError(f"{path} must be {limits}, but {brief(number)} was found. Write another whole number.")
+            raise ValueError(f"Cannot use {path} {brief(number)}: it has to be {limits}. Write another whole number.")
         return number
 
     def bytes_or(self, path: str, words: tuple[str, ...]) -> int | str:
@@ -144,7 +144,7 @@ class Written:
     def real(self, path: str, default: float, *, zero_too: bool = True) -> float:
         number = real(path, self.value(path)) if path in self else default
         if number < 0 or (number == 0 and not zero_too):
-            raise ValueError(f"{path} must be {'at least' if zero_too else 'above'} 0, but {brief(number)} was found. "
+            raise ValueError(f"Cannot use {path} {brief(number)}: it has to be {'at least' if zero_too else 'above'} 0. "
                              "Write a larger number.")
         return number
 
@@ -153,14 +153,14 @@ class Written:
             return default
         value = self.value(path)
         if not isinstance(value, str) or value.lower() not in choices:
-            raise ValueError(f"{path} must be one of {', '.join(choices)}, but {brief(value)} was found."
+            raise ValueError(f"Cannot use {path} {brief(value)}: it has to be one of {', '.join(choices)}."
                              f"{did_you_mean(value, choices) or ' Write one of them.'}")
         return choices[value.lower()]
 
     def params(self, path: str) -> dict[str, Any]:
         block = self._values.get(path, {})
         if not isinstance(block, dict):
-            raise ValueError(f"{path} is a block of settings, but {brief(block)} was found. Write {{...}}.")
+            raise ValueError(f"Cannot use {path} {brief(block)}: it has to be a block of settings. Write {{...}}.")
         return {name: self._param(path, name, value) for name, value in block.items()}
 
     def _param(self, path: str, name: str, value: Any) -> Any:
@@ -175,7 +175,7 @@ class Written:
         if value is None or value == "auto":
             return None
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise ValueError(f"{path} takes a list of names, but {brief(value)} was found. Write [...] or \"auto\".")
+            raise ValueError(f"Cannot use {path} {brief(value)}: it has to be a list of names. Write [...] or \"auto\".")
         return tuple(value)
 
 
@@ -183,4 +183,4 @@ def flag(name: str, value: object) -> bool:
     """True or false, which may be written as 1 or 0."""
     if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
-    raise ValueError(f"{name} takes true or false, but {brief(value)} was found. Write true or false.")
+    raise ValueError(f"Cannot use {name} {brief(value)}: it has to be true or false. Write one of these.")

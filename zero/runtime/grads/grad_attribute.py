@@ -103,9 +103,9 @@ class GradAttribute:
             return Edit.NONE
         if isinstance(held, ShardedGrad):
             raise ValueError(
-                f"The gradient of {self.params.names[index]} was set to that of {held.label}"
-                f"{' in an earlier window' if held.param == index else ''}, but a .grad stands for shares of its own window "
-                "only. Pass what optimizer.whole_grad(parameter) gives, on all ranks."
+                f"Cannot set the gradient of {self.params.names[index]} to that of {held.label}"
+                f"{' in an earlier window' if held.param == index else ''}: a sharded gradient belongs to its parameter and "
+                "window. Assign optimizer.whole_grad(parameter), on all ranks."
             )
         if held is None:
             if not self.has_proxy & bit:

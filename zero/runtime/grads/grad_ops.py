@@ -48,7 +48,9 @@ class ShardedGradOps:
     def _settle(self, occasion: str) -> int:
         settle = self._synchronize() if self._synchronize is not None else None
         if settle is None:
-            raise ZeroError("A gradient was used, but its sharded optimizer is gone. Keep the optimizer while there are any.")
+            raise ZeroError(
+                "Cannot use a gradient: its sharded optimizer is gone. Keep the optimizer while gradients are used."
+            )
         self.shard.check_resident()
         used: int = settle(occasion)
         return used

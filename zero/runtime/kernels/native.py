@@ -97,8 +97,8 @@ def _address(tensor: torch.Tensor, numel: int) -> int:
     if tensor.is_cpu and tensor.is_contiguous() and tensor.numel() == numel:
         return tensor.data_ptr()
     raise ValueError(
-        f"A pass over {numel} elements of host memory was asked for, but what was found is {tuple(tensor.shape)} on "
-        f"{tensor.device} with strides {tensor.stride()}. Pass as many that lie there side by side."
+        f"Cannot run over {numel} elements of host memory: the tensor is {tuple(tensor.shape)} on {tensor.device} with strides "
+        f"{tensor.stride()}. Pass as many contiguous elements on the host."
     )
 
 

@@ -158,8 +158,8 @@ def _check_windows(arguments: Sequence[Any]) -> None:
             _check_windows(argument)
         elif isinstance(argument, ShardedGrad) and argument.ended:
             raise ZeroError(
-                f"The gradient of {argument.label} was used after its window had ended, with the sums that it stood for. "
-                "Read .grad again, or keep what optimizer.whole_grad(parameter) gives before."
+                f"Cannot use this gradient of {argument.label}: its window has ended, and its values are gone. "
+                "Read .grad again, or keep optimizer.whole_grad(parameter) before."
             )
 
 
@@ -175,7 +175,7 @@ def _first_in(arguments: Sequence[Any]) -> ShardedGrad | None:
 def _refusal(packet: str, grad: ShardedGrad | None) -> NotImplementedError:
     whose = "a parameter" if grad is None else grad.label
     return NotImplementedError(
-        f"{packet} on the gradient of {whose} was asked for, but every rank holds only its share of it. "
+        f"Cannot run {packet} on the gradient of {whose}: every rank holds only its share of it. "
         "Use norms of orders from 0 up and in-place arithmetic on .grad, or get all of it with "
         "optimizer.whole_grad(parameter), on all ranks."
     )

@@ -33,7 +33,7 @@ class GradHooks:
     holds the node only weakly; we keep it, or our hooks would be gone with it. A parameter gets another node where
     its dtype or device changes through `.data`, as in `model.half(); model.float()`. What survives that is a hook on
     the parameter itself, which runs just before those of the node: it looks whether the memory is another one, and keeps
-    which parameter it was, for whoever asks where a backward broke off.
+    which parameter it was, for an error that says where a backward broke off.
     """
 
     def __init__(self, params: Params) -> None:

@@ -46,7 +46,7 @@ class ParamTracker:
         self.register()
 
     def renew_through(self, renew: Callable[[], None]) -> None:
-        """Who attaches hooks anew where the model changed; held weakly, since he holds whoever holds us."""
+        """What attaches hooks anew where the model changed. Held weakly, as its object holds this one."""
         self._renew = weakref.WeakMethod(renew)
 
     def check_model(self) -> None:

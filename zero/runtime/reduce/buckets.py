@@ -119,7 +119,7 @@ class Reducer(Timed):
     def _open(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = self.staging.borrow(self.layout_ref.layout.buckets[index].span.numel, dtype)
         gaps = self.layout_ref.layout.gaps[index]
-        # What lies between the slots is summed with everything else, and could be NaN from whoever had this memory before.
+        # What lies between the slots is summed with everything else, and could be NaN from an earlier use of this memory.
         if len(gaps) > _FEW_GAPS:
             buffer.zero_()
         else:

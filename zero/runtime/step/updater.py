@@ -220,7 +220,7 @@ class Updater(Timed):
         names, ranks = ", ".join(self._nonfinite_names()), ", ".join(map(str, self._grad_ops.sources_of_nonfinite()))
         where = f"in {names}, from rank {ranks}" if ranks else f"in {names}"
         return NonFinite(
-            f"A step was asked for, but the norm of the gradients is {norm}: {where}. Nothing was applied. Look at the loss "
+            f"Cannot step: the norm of the gradients is {norm}: {where}. Nothing was applied. Look at the loss "
             "and the batch there, or set on_nonfinite to 'skip' or 'propagate'."
         )
 

@@ -38,7 +38,7 @@ class Counts:
     failed: bool = False
     kept: bool = False  # has gradients from before, which were settled
     changes: int = 0  # digest of what the user did to settled gradients
-    micro_steps: int = 0  # that whoever counts them has counted of this window
+    micro_steps: int = 0  # that were counted of this window
     used: int = 0  # parameters: had a gradient here
     put: int = 0  # parameters: a `ShardedGrad` was put in .grad
     trained: int = 0  # parameters: require a gradient
@@ -197,7 +197,7 @@ def _lost_parameters(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroEr
     lost = [names[index] for index in set_bits(_union([counts.lost for counts in everyone]))]
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
     return ZeroError(
-        f"Training {', '.join(lost[:3])}{more} was asked for, but on {_ranks(where).lower()} it is no longer what was sharded: "
+        f"Cannot train {', '.join(lost[:3])}{more}: on {_ranks(where).lower()} it is no longer what was sharded: "
         "another Parameter took its place, or it has other memory (through an assignment, .to(dtype), .half(), a "
         "parametrization, or loading with assign=True). Change the model before sharding it, or close() the optimizer and "
         "shard anew."

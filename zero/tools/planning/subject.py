@@ -54,7 +54,7 @@ def read_subject(text: str, dtype: str | None, bucket_bytes: int, batch: int | N
 def _parts_of(numel: int, dtype: str, bucket_bytes: int) -> tuple[ParamSpec, ...]:
     """As many parameters of the size of a bucket."""
     if numel < 1:
-        raise ValueError(f"A model of {numel} parameters was asked for, but it has at least one. Give more.")
+        raise ValueError(f"Cannot plan a model of {numel} parameters: it has at least one. Give more.")
     most = max(1, bucket_bytes // ITEM_BYTES[dtype])
     sizes = [most] * (numel // most) + [numel % most] * bool(numel % most)
     return tuple(ParamSpec(str(at), (size,), dtype) for at, size in enumerate(sizes))
@@ -64,9 +64,9 @@ def _from_config(path: Path, dtype: str | None) -> Subject:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} was given, but it is not JSON ({error}). Give a model's config.json.") from None
+        raise ValueError(f"Cannot read {path}: it is not JSON ({error}). Give a model's config.json.") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path} was given, but it holds a {type(config).__name__}. Give a model's config.json.")
+        raise ValueError(f"Cannot read {path}: it has a {type(config).__name__} in it. Give a model's config.json.")
     named = parameters_of(config)
     written = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     dtype = dtype or (written if written in ITEM_BYTES else "bfloat16")
@@ -79,7 +79,7 @@ def _from_function(text: str, dtype: str | None, batch: int | None) -> Subject:
     build = _function(text)
     model = _on_nothing(build) if batch is None else build(batch)[0]
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{text} gave a {type(model).__name__}, but a model was asked for. Return an nn.Module.")
+        raise TypeError(f"Cannot use {text}: it returned a {type(model).__name__}. Return an nn.Module.")
 
     def trained_in(tensor: torch.Tensor) -> str:
         return dtype if dtype is not None and tensor.is_floating_point() else dtype_name(tensor.dtype)
@@ -101,19 +101,19 @@ def _function(text: str) -> Callable[..., Any]:
     place, colon, name = text.rpartition(":")
     if not colon or not name.isidentifier():
         raise ValueError(
-            f"{text!r} was given, which is no number of parameters, no .json file and no function. Write it like 7B, "
+            f"Cannot use {text!r}: it is not a number of parameters, a .json file or a function. Write it like 7B, "
             "config.json, module:function or script.py:function."
         )
     if place.endswith(".py"):
         if not Path(place).is_file():
-            raise ValueError(f"{text!r} was given, but there is no file {place!r}. Give the path of a Python script.")
+            raise ValueError(f"Cannot use {text!r}: there is no file {place!r}. Give the path of a Python script.")
         sys.path.insert(0, str(Path(place).resolve().parent))  # as if the script itself had been started
         found = runpy.run_path(place, run_name="planned_script").get(name)
     else:
         sys.path.insert(0, "")
         found = getattr(importlib.import_module(place), name, None)
     if not callable(found):
-        raise ValueError(f"{text!r} was given, but there is no such function in {place}. Define it at the top.")
+        raise ValueError(f"Cannot use {text!r}: there is no such function in {place}. Define it at the top.")
     function: Callable[..., Any] = found
     return function
 

@@ -87,8 +87,8 @@ def check_same(options: Options, identity: Mapping[str, Any]) -> int:
     for name, value in identity.items():
         if saved.get(name) != value:
             raise ValueError(
-                f"To go on in {options.directory} was asked for with {name} {value}, but what was saved there has {name} "
-                f"{saved.get(name)}. Ask for the same, or give another --directory."
+                f"Cannot go on in {options.directory} with {name} {value}: what was saved there has {name} {saved.get(name)}. "
+                "Give the same, or another --directory."
             )
     engine = values.decode(manifest.training, lambda key, *_: key)["engine"]
     return int(engine["global_steps"])
@@ -101,8 +101,8 @@ def check_directory(options: Options) -> None:
         options.records.open("a").close()
     except OSError as error:
         raise ValueError(
-            f"--directory {options.directory} was asked for, but {error.filename} cannot be written ({error.strerror}). Give "
-            "another, or move away what is there."
+            f"Cannot use --directory {options.directory}: {error.filename} cannot be written ({error.strerror}). Give another, "
+            "or move away what is there."
         ) from error
     read_records(options.records)
 
@@ -198,7 +198,7 @@ def _forget_after(path: Path, step: int) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All complete ones; whoever was killed may have left half a line."""
+    """All complete ones. A process that was killed may have left half a line."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
     return [_record(path, line) for line in lines if line.endswith("\n")]
 
@@ -209,6 +209,7 @@ def _record(path: Path, line: str) -> dict[str, Any]:
     except ValueError:
         record = None
     if not isinstance(record, dict) or "step" not in record:
-        raise ValueError(f"{path} was to be gone on with, but it has a line that is no record. Move it away, or give another "
-                         "--directory.")
+        raise ValueError(
+            f"Cannot go on with {path}: it has a line that is not a record. Move it away, or give another --directory."
+        )
     return record

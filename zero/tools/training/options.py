@@ -43,19 +43,21 @@ class Options:
         for name in counts:
             if getattr(self, name) < 1:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"
-                raise ValueError(f"{option} was asked for, but it is at least 1. Raise it.")
+                raise ValueError(f"Cannot train with {option}: it is at least 1. Raise it.")
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"--dropout {self.dropout} was asked for, but it is a part of 1. Give 0 or more and less than 1.")
+            raise ValueError(
+                f"Cannot train with --dropout {self.dropout}: it is a probability. Give 0 or more and less than 1."
+            )
         if not 0.0 < self.lr < math.inf:
-            raise ValueError(f"--lr {self.lr} was asked for, but a learning rate is finite and above 0. Try 1e-3.")
+            raise ValueError(f"Cannot train with --lr {self.lr}: a learning rate is finite and above 0. Try 1e-3.")
         if self.width > 64 and self.width % 64:
-            raise ValueError(f"--width {self.width} was asked for, but heads are 64 wide. Give a multiple of 64, or less.")
+            raise ValueError(f"Cannot train with --width {self.width}: heads are 64 wide. Give a multiple of 64, or less.")
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises where some rank would have nothing to do."""
         if self.batch < num_ranks * self.accumulation:
             raise ValueError(
-                f"--batch {self.batch} was asked for, but {num_ranks} ranks of {self.accumulation} micro-batches need "
+                f"Cannot train with --batch {self.batch}: {num_ranks} ranks of {self.accumulation} micro-batches need "
                 f"{num_ranks * self.accumulation} samples or more. Raise it."
             )
 

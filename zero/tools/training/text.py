@@ -18,7 +18,9 @@ class Text:
 
     def __init__(self, content: bytes, context: int, seed: int) -> None:
         if len(content) <= context:
-            raise ValueError(f"A text of {len(content)} bytes was given, but a sample has {context} and one more. Give more.")
+            raise ValueError(
+                f"Cannot train on a text of {len(content)} bytes: a sample has {context} and one more. Give more text."
+            )
         self.digest = hashlib.sha256(content).hexdigest()[:16]
         self.num_bytes = len(content)
         self._bytes = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -43,7 +45,7 @@ def read_text(path: str | None, but: str | None = None) -> bytes:
     content = b"\n".join(file.read_bytes() for file in sorted(files))
     if not content:
         where = path or "the standard library"
-        raise ValueError(f"Text in {where} was asked for, but there is none. Give a file or a folder with --data.")
+        raise ValueError(f"Cannot train on {where}: there is no text. Give a file or a folder with --data.")
     return content
 
 

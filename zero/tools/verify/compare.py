@@ -152,8 +152,8 @@ class _Subject:
             strangers = {id(param) for group in inner.param_groups for param in group["params"]} - set(map(id, params))
             if strangers:
                 raise ValueError(
-                    f"verify was given a function that makes an optimizer, but {len(strangers)} of its parameters are others "
-                    "than the function was called with. Make it from the function's argument."
+                    f"Cannot verify: the function that makes the optimizer gave it {len(strangers)} parameters that are not "
+                    "those of its argument. Make the optimizer from the function's argument."
                 )
         return model, inner
 
@@ -190,7 +190,7 @@ def _windows(batches: list[Any], accumulation: int, group: Group) -> Iterator[li
     numbers = [int.from_bytes(message, "little") for message in group.all_gather_bytes(len(batches).to_bytes(8, "little"))]
     if len(set(numbers)) != 1 or numbers[0] < accumulation:
         raise ValueError(
-            f"verify was given {', '.join(map(str, numbers))} batches by ranks 0 to {group.size - 1}, and a step takes "
+            f"Cannot verify: ranks 0 to {group.size - 1} gave {', '.join(map(str, numbers))} batches, and a step takes "
             f"{accumulation}. Give every rank the same number of batches, enough for a step."
         )
     for start in range(0, len(batches) - accumulation + 1, accumulation):

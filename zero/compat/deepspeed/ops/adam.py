@@ -30,7 +30,7 @@ class FusedAdam(metaclass=_Adam):
         **_: Any,
     ) -> torch.optim.Optimizer:
         if not bias_correction:
-            raise ValueError("Cannot make an Adam with bias_correction=False: it is not served. Leave it out.")
+            raise ValueError("Cannot make an Adam with bias_correction=False: it is not supported. Leave it out.")
         kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
         return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True)
 

@@ -64,7 +64,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
     if kind is None:
         return None, "--lr_schedule was not given."
     if kind not in SCHEDULES:
-        return None, f"--lr_schedule {kind} was given, but the schedules are {', '.join(SCHEDULES)}."
+        return None, f"Cannot use --lr_schedule {kind}: it is not one of {', '.join(SCHEDULES)}."
     params: dict[str, Any] = {}
     _override(kind, args, params)
     return {"type": kind, "params": params}, None
