@@ -307,7 +307,7 @@ REFUSED = {
         {"training_data": Numbers(), "config": {"optimizer": ADAMW}}, ValueError, "Write train_micro_batch_size_per_gpu",
     ),
     "ranks that are not there": (
-        {"config": ZeroConfig(stage=0, batch=Batch.of(micro_samples=1, world_size=3))}, ValueError, "Cannot use a batch for 3 ranks",
+        {"config": ZeroConfig(stage=0, batch=Batch.of(micro_samples=1, world_size=3))}, ValueError, "a batch for 3 ranks: ",
     ),
     "an unknown key": ({"config": written(gradient_cliping=1.0)}, ValueError, "Did you mean 'gradient_clipping'"),
     "stage 4": ({"config": written(zero_optimization={"stage": 4})}, ValueError, "from 0 to 3"),

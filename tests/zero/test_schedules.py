@@ -118,7 +118,7 @@ def test_a_cycle_leaves_alone_the_momentum_of_an_optimizer_without_betas():
 def test_a_list_gives_each_group_its_own_number():
     settings = {"warmup_min_lr": [0.0, 0.5], "warmup_max_lr": [1.0, 1.5], "warmup_num_steps": 2, "warmup_type": "linear"}
     assert rates_of("WarmupLR", settings, 4, 1.0, 1.0)[2] == pytest.approx([0.5, 1.0])
-    with pytest.raises(ValueError, match="Cannot use 2 values for .*: the optimizer has 3 parameter groups"):
+    with pytest.raises(ValueError, match=r"Cannot use 2 values for .*: the optimizer has 3 parameter groups"):
         rates_of("WarmupLR", settings, 1, 1.0, 1.0, 1.0)
 
 
