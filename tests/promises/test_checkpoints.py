@@ -896,7 +896,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_as_such(tmp_path):
     path = tmp_path / "a" / "manifest.json"
     path.write_text(path.read_text().replace('"version":1', '"version":2'))
     with training() as optimizer:
-        with pytest.raises(BadCheckpoint, match=r"format has version 2, and version 1 is what is understood"):
+        with pytest.raises(BadCheckpoint, match=r"format has version 2, and this version of zero reads 1"):
             zero.load(tmp_path, optimizer)
 
 

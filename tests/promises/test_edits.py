@@ -292,7 +292,7 @@ def test_check_names_the_first_parameter_that_one_rank_edited(stage, dtype):
         if group.rank == 1:
             model[2].bias.data[1] += 1e-2
             model[2].weight.data[0, 0] += 1e-2
-        with pytest.raises(RanksDiffer, match=r"ranks 0 and 1 have different bits in 2\.weight"):
+        with pytest.raises(RanksDiffer, match=r"ranks 0 and 1 have different weights in 2\.weight"):
             optimizer.check()
 
     on_ranks(3, program, stage=stage, dtype=None if dtype == "fp32" else "bfloat16")

@@ -269,10 +269,10 @@ def test_a_closed_optimizer_says_so_and_its_model_is_plain():
     assert {*needed, "step", "settle", "state_dict"} < {*names}
     for name in names:
         if name != "close":
-            with pytest.raises(ValueError, match="was closed and the model is plain"), contextlib.ExitStack() as stack:
+            with pytest.raises(ValueError, match="was closed: its model is plain again"), contextlib.ExitStack() as stack:
                 asked = getattr(optimizer, name)(*needed.get(name, ()))
                 stack.enter_context(asked)
-    with pytest.raises(ValueError, match="was closed and the model is plain"):
+    with pytest.raises(ValueError, match="was closed: its model is plain again"):
         shard(model, optimizer, stage=2)
     model.zero_grad()
     real_loss(model(draw(model, (3, 4), 0, 0, real=True))).backward()
@@ -389,7 +389,7 @@ def test_a_wrong_argument_is_a_value_error_before_anything_is_changed(arguments,
 
 
 def test_what_is_no_optimizer_is_a_type_error():
-    with pytest.raises(TypeError, match=r"a list was found\. Pass a torch\.optim\.Optimizer"):
+    with pytest.raises(TypeError, match=r"Cannot shard with a list: it is not an optimizer\. Pass a torch\.optim\.Optimizer"):
         shard(real_mlp(), [], stage=1)
 
 

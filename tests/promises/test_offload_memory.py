@@ -368,7 +368,7 @@ def test_pinning_that_is_asked_for_and_refused_is_an_error_before_anything_is_al
     for said, unchanged, allocated, made in ranks.run(world, refused, None, {"pinned": True}, apart="sim"):
         assert said.startswith("ValueError: Cannot pin ")
         needed, available, piece = map(int, re.findall(r"(\d+) bytes", said))
-        assert f"but no piece of {piece} bytes can be pinned for sim" in said
+        assert f"and no piece of {piece} bytes can be pinned for sim" in said
         assert 0 < piece < needed < available
         assert "Leave pinned out" in said
         assert unchanged and allocated <= KIB and not made

@@ -528,7 +528,7 @@ class Factored(OPTIM.Optimizer):
 def test_state_that_differs_between_ranks_is_an_error_and_never_one_ranks_guess(stage):
     def program(model, optimizer, group):
         one_step(model, optimizer, group.rank)
-        with pytest.raises(ZeroError, match=r"State (mean_square|kept) of 0\.weight"):
+        with pytest.raises(ZeroError, match=r"Cannot gather (mean_square|kept) of 0\.weight"):
             optimizer.state_dict()
 
     on_ranks(2, program, make=lambda model: Factored(model.parameters()), stage=stage, elementwise=True, bucket_bytes=64)
@@ -554,7 +554,7 @@ def test_state_that_does_not_fit_is_refused_before_anything_is_changed():
     wrong["state"]["0.weight"]["exp_avg"] = torch.zeros(3, 3)
     unknown = {**good, "state": {**good["state"], "9.weight": good["state"]["0.weight"]}}
     groups = {**good, "param_groups": good["param_groups"] * 2}
-    for bad, words in ((wrong, r"exp_avg of 0\.weight .*\(3, 3\)"), (unknown, r"9\.weight"), (groups, "2 parameter groups")):
+    for bad, words in ((wrong, r"exp_avg of 0\.weight: .*\(3, 3\)"), (unknown, r"9\.weight"), (groups, "2 parameter groups")):
         with pytest.raises(ValueError, match=words):
             optimizer.load_state_dict(bad)
     now = optimizer.state_dict()
@@ -789,7 +789,7 @@ def test_ranks_whose_groups_have_other_settings_are_told_so():
 
     def program(group):
         inner = OPTIM.SGD(models[group.rank].parameters(), lr=0.1 + group.rank)
-        with pytest.raises(RanksDiffer, match=r"Rank 1 of 2 built 'group .*lr=1\.1.*where rank 0 built 'group .*lr=0\.1"):
+        with pytest.raises(RanksDiffer, match=r"rank 1 of 2 built 'group .*lr=1\.1.*where rank 0 built 'group .*lr=0\.1"):
             shard(models[group.rank], inner, stage=1, group=group)
 
     run_ranks(2, program, 10.0)

@@ -281,7 +281,7 @@ def test_a_state_of_tensors_of_another_class_trains_and_is_refused_where_it_is_t
         train_some(model, optimizer, range(2))
         with pytest.raises(zero.ZeroError, match=r"Cannot gather codes of "):
             optimizer.state_dict()
-        with pytest.raises((ValueError, zero.ZeroError), match=r"checkpoint of state codes of .* cannot be stored"):
+        with pytest.raises((ValueError, zero.ZeroError), match=r"Cannot save state codes of .* cannot be stored"):
             zero.save(tmp_path, optimizer, "there")
         train_some(model, optimizer, range(2, 3))
         return weights(model)

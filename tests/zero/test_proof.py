@@ -215,7 +215,7 @@ def test_a_master_that_is_stale_is_found_though_the_weight_hides_it(monkeypatch)
 
 
 def test_batches_that_make_no_step_are_refused():
-    with pytest.raises(ValueError, match="given 1 batches by ranks 0 to 0, and a step takes 2"):
+    with pytest.raises(ValueError, match="ranks 0 to 0 gave 1 batches, and a step takes 2"):
         proof(solo(), num_batches=1, accumulation=2)
 
     def uneven(group):
@@ -227,7 +227,7 @@ def test_batches_that_make_no_step_are_refused():
 
 def test_an_optimizer_of_other_parameters_is_refused():
     model = real_mlp()
-    with pytest.raises(ValueError, match="4 of its parameters are others"):
+    with pytest.raises(ValueError, match="gave it 4 parameters that are not"):
         zero.verify(model, [real_numbers((3, 4), 0)], square, lambda params: sgd(model.parameters()), ZeroConfig(stage=2))
 
 

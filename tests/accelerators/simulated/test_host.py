@@ -37,7 +37,7 @@ def test_a_non_blocking_move_to_the_host_gives_pinned_memory(sim):
 
 
 def test_a_device_cannot_hold_pinned_memory(sim):
-    with pytest.raises(RuntimeError, match="only host memory can be"):
+    with pytest.raises(RuntimeError, match="only host memory is pinned"):
         torch.empty(3, device="sim", pin_memory=True)
 
 

@@ -81,7 +81,7 @@ def test_a_configuration_file_is_planned_for_and_another_is_refused_by_name(tmp_
     status, said = planned(capsys, file)
     assert status == 2 and "Cannot plan a model of type 'mamba': those known here are bert, gpt2, gpt_neox, llama" in said
     file.write_text(json.dumps({"model_type": "llama"}))
-    assert "it has no 'hidden_size'" in planned(capsys, file)[1]
+    assert "its configuration has no 'hidden_size'" in planned(capsys, file)[1]
     file.write_text("{")
     assert "it is not JSON" in planned(capsys, file)[1]
 
@@ -121,14 +121,14 @@ def test_where_gradients_are_sent_once_for_several_micro_batches_stage_1_is_reco
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nothing"], "which is no number of parameters, no .json file and no function"),
+        (["nothing"], "it is not a number of parameters, a .json file or a function"),
         (["nowhere.py:f"], "there is no file 'nowhere.py'"),
         (["tests.zero.tools.test_plan:missing"], "there is no such function"),
         (["tests.zero.tools.test_plan:planned_for", "--batch", "0"], "--batch 0: it is at least 1"),
         (["7B", "--batch", "1"], "makes no model. Give a function that does"),
         (["7B", "--memory", "much"], "Write it like 4GiB"),
         (["0"], "it has at least one"),
-        (["7B", "--bucket-bytes", "1"], "nobody sends so many messages. Give 64KiB"),
+        (["7B", "--bucket-bytes", "1"], "these are too small. Give 64KiB"),
         (["math:floor"], "argument"),
     ],
 )

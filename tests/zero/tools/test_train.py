@@ -113,7 +113,7 @@ def test_a_directory_of_another_training_is_refused_and_one_that_is_done_says_so
     assert main([*words, "--steps", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["begun_at"] == 2 and (tmp_path / "run" / "report.html").is_file()
     assert main([*words, "--steps", "4", "--width", "16"]) == 2
-    assert "with width 16, but what was saved there has width 32" in capsys.readouterr().err
+    assert "with width 16: what was saved there has width 32" in capsys.readouterr().err
     other = options(tmp_path / "run", dropout=0.0, batch=4, seed=0)
     assert check_same(other, other.identity(Text(TEXT, 16, 0).digest)) == 2
     with pytest.raises(ValueError, match="with text"):
@@ -125,7 +125,7 @@ def test_a_directory_of_another_training_is_refused_and_one_that_is_done_says_so
     [
         (["--ranks", "0"], "Cannot train with --ranks 0 --restarts 3:"),
         (["--steps", "0"], "--steps 0: it is at least 1"),
-        (["--dropout", "1"], "it is a part of 1"),
+        (["--dropout", "1"], "it is a probability"),
         (["--lr", "nan"], "--lr nan: a learning rate is finite"),
         (["--width", "100"], "heads are 64 wide"),
         (["--batch", "1", "--accumulation", "2"], "--batch 1: 1 ranks of 2 micro-batches need 2 samples"),
