@@ -142,7 +142,7 @@ class History:
 
     def _race(self, span: Span, access: Access, writes: bool, earlier: Access, wrote: bool) -> RaceError:
         return RaceError(
-            f"{_verb(writes)} bytes {span.start} to {span.stop} of {self.num_bytes} was asked for by {access}, but nothing "
+            f"{_verb(writes)} bytes {span.start} to {span.stop} of {self.num_bytes} by {access} is a race: nothing "
             f"orders it after {_verb(wrote)} them by {earlier}. Let {access.who} wait for {earlier.who} in between: "
             "wait_stream, wait_event, or a synchronize of the host."
         )
@@ -164,7 +164,7 @@ class Grave:
             return None
         access, wrote = self.uses[0]
         return RaceError(
-            f"New memory was asked for on {owner}, which may be what was freed at {describe(self.freed_at)}, but nothing "
+            f"New memory on {owner} may be what was freed at {describe(self.freed_at)}, but nothing "
             f"orders that after {_verb(wrote)} it by {access}. Keep the tensor until that is done, call "
             f"record_stream on it, or let {owner} wait."
         )

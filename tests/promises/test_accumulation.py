@@ -691,7 +691,7 @@ def test_ranks_that_clear_their_models_differently_are_told(stage):
         if group.rank == 1:
             model.zero_grad()
         micro_step(model, group.rank, group.size, 0, 1)
-        with pytest.raises(RanksDiffer, match=r"Rank 1 cleared its gradients 1 times"):
+        with pytest.raises(RanksDiffer, match=r"rank 1 cleared its gradients 1 times"):
             optimizer.step()
         optimizer.zero_grad()
         micro_step(model, group.rank, group.size, 0, 2)

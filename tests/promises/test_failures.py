@@ -169,7 +169,7 @@ def test_a_rank_that_runs_out_of_batches_is_named_with_the_step_that_it_did_not_
     for outcome in (found[0], found[2]):
         assert outcome.ok, ranks.describe(found)
         if then == "saves":
-            came = r"Rank 1 of 3 came to a save, .* \(in a save\), rank 0 to step, .* \(after a backward of step 10\)\."
+            came = r"rank 1 of 3 came to a save, .* \(in a save\), rank 0 to step, .* \(after a backward of step 10\)\."
             assert re.search(came, outcome.value), outcome.value
             assert found[1].value == outcome.value
         else:
@@ -242,4 +242,4 @@ def test_an_error_in_a_backward_keeps_its_traceback_and_the_others_name_the_para
     assert own[3][-1] == "explode"
     if how == "ours" and sys.version_info >= (3, 11):
         assert own[2] == [f"This was in a backward of step 1, {place}."]
-    assert other[0] == "RankFailed" and f"Rank 1 failed or cleared its gradients at step 0, {place}, where" in other[1]
+    assert other[0] == "RankFailed" and f"rank 1 failed or cleared its gradients at step 0, {place}, where" in other[1]

@@ -145,7 +145,7 @@ def test_construction_that_fails_on_one_rank_raises_on_all_and_nobody_hangs(monk
 
     with failing(monkeypatch, place, 1):
         said = run_ranks(3, program, 5.0)
-    assert all(text.startswith("Rank 1 of 3 could not") for text in (said[0], said[2]))
+    assert all(text.startswith("Cannot shard: rank 1 of 3 failed") for text in (said[0], said[2]))
 
     def again(group):
         optimizer = shard(models[group.rank], inners[group.rank], stage=stage, group=group, bucket_bytes=TINY)
@@ -195,7 +195,7 @@ def fail_on_rank_1(rank, world):
 @pytest.mark.promise("E01")
 def test_over_gloo_a_rank_that_cannot_build_tells_the_other_and_both_can_build_again():
     (first, one), (second, other) = ranks.run(2, fail_on_rank_1, timeout=40.0)
-    assert first.startswith("Rank 1 of 2 could not") and "2.bias is complex" in first
+    assert first.startswith("Cannot shard: rank 1 of 2 failed") and "2.bias is complex" in first
     assert second.startswith("Cannot shard: parameter 2.bias is complex")
     assert same(one, other)
 

@@ -241,7 +241,7 @@ def test_a_gradient_that_only_one_rank_removed_is_named_on_all(stage):
         backward(model, group.rank)
         if group.rank == 1:
             model[2].weight.grad = None
-        with pytest.raises(RanksDiffer, match=r"Rank 1 removed or replaced the gradient of 2\.weight, rank 0 kept it"):
+        with pytest.raises(RanksDiffer, match=r"rank 1 removed or replaced the gradient of 2\.weight, rank 0 kept it"):
             optimizer.step()
         optimizer.zero_grad()
         backward(model, group.rank)
@@ -288,7 +288,7 @@ def norm_of_one_rank(rank: int, world: int, stage: int) -> str:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_norm_that_one_process_alone_asks_for_is_an_error_on_all_with_the_places(stage):
     for words in ranks.run(2, norm_of_one_rank, stage, timeout=30.0):
-        assert "Rank 1" in words
+        assert "rank 1" in words
         assert "step" in words
 
 

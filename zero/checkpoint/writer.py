@@ -189,8 +189,8 @@ class PendingSave:
         told = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
         if told:
             self._failure = CheckpointFailed(
-                f"Checkpoint {self.path} was to be written, but that failed on {'; '.join(told)}. The checkpoints before it "
-                "are as they were. Save again when there is room and leave to write."
+                f"Cannot write checkpoint {self.path}: it failed on {'; '.join(told)}. The checkpoints before it are as they "
+                "were. Save again when there is room and permission to write."
             )
             raise self._failure from error
         return self.path

@@ -54,7 +54,7 @@ Failure = Callable[[Exception | None, Mapping[int, str], int], Exception]
 
 def _rank_failed(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
     rank, text = next(iter(failed.items()))
-    return error or RankFailed(f"Rank {rank} of {size} could not do its part of the sharding, so nobody did: {text}")
+    return error or RankFailed(f"Cannot shard: rank {rank} of {size} failed, and nothing was changed on the others: {text}")
 
 
 def run_on_all(group: Group, act: Callable[[], Result], failure: Failure = _rank_failed) -> Result:

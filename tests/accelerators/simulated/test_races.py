@@ -19,7 +19,7 @@ def test_the_error_names_both_places_both_streams_and_what_was_done(sim):
     first = test_the_error_names_both_places_both_streams_and_what_was_done.__code__.co_firstlineno
     text = str(caught.value)
     assert (
-        f"reading bytes 0 to 16 of 16 was asked for by aten::add on the default stream of sim:1 at {__file__}:{first + 6}"
+        f"reading bytes 0 to 16 of 16 by aten::add on the default stream of sim:1 at {__file__}:{first + 6}"
         in text
     )
     assert f"after writing them by aten::mul_ on {side.lane} at {__file__}:{first + 4}" in text

@@ -260,16 +260,16 @@ def test_errors_of_one_rank_are_all_ranks_errors():
             return type(error).__name__, str(error)
 
     assert run_ranks(3, program) == [
-        ("RankFailed", "Rank 1 of 3 could not do its part of the sharding, so nobody did: KeyError: 'mine'"),
+        ("RankFailed", "Cannot shard: rank 1 of 3 failed, and nothing was changed on the others: KeyError: 'mine'"),
         ("KeyError", "'mine'"),
-        ("RankFailed", "Rank 1 of 3 could not do its part of the sharding, so nobody did: KeyError: 'mine'"),
+        ("RankFailed", "Cannot shard: rank 1 of 3 failed, and nothing was changed on the others: KeyError: 'mine'"),
     ]
     assert run_ranks(2, lambda group: run_on_all(group, lambda: group.rank)) == [0, 1]
 
 
 def test_ranks_that_came_for_different_subjects_are_told():
     def program(group):
-        with pytest.raises(RanksDiffer, match="Rank 1 of 2 came to tea, rank 0 to step"):
+        with pytest.raises(RanksDiffer, match="rank 1 of 2 came to tea, rank 0 to step"):
             exchange_about(group, "step" if group.rank == 0 else "tea", b"")
 
     run_ranks(2, program)

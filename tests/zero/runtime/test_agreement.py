@@ -134,7 +134,7 @@ def test_clearing_discards_what_was_sent_and_sends_no_more():
 
 
 def test_different_layouts_are_raised_at_once():
-    said = r"Rank 1 of 2 reached step 3 with layout and configuration 6f746865, rank 0 with 6c61796f: built 1"
+    said = r"rank 1 of 2 reached step 3 with layout and configuration 6f746865, rank 0 with 6c61796f: built 1"
     with pytest.raises(RanksDiffer, match=said):
         agreed(plain(), plain(digest=b"other la"))
 
@@ -142,17 +142,17 @@ def test_different_layouts_are_raised_at_once():
 @pytest.mark.parametrize(
     ("others", "kind", "words"),
     [
-        ({"failed": True}, RankFailed, r"Rank 1 failed or cleared its gradients at step 3failed 1, where the others came to s"),
-        ({"occasion": "zero_grad"}, RankFailed, r"Rank 1 failed or cleared its gradients at step 3.*on all ranks to go on"),
+        ({"failed": True}, RankFailed, r"rank 1 failed or cleared its gradients at step 3failed 1, where the others came to s"),
+        ({"occasion": "zero_grad"}, RankFailed, r"rank 1 failed or cleared its gradients at step 3.*on all ranks to go on"),
         ({"lost": 0b100}, ZeroError, r"Cannot train p2: on rank 1 it is no longer what was sharded"),
-        ({"occasion": "settle"}, RanksDiffer, r"Rank 1 of 2 came to settle after 3 steps, rank 0 to step after 3\."),
-        ({"step": 9}, RanksDiffer, r"Rank 1 of 2 came to step after 9 steps, rank 0 to step after 3\."),
-        ({"settles": 9}, RanksDiffer, r"Rank 1 of 2 came to step"),
-        ({"contributed": False, "used": 0}, RanksDiffer, r"Rank 1 came to step at step 3 without a gradient.*no_contribution"),
-        ({"weighted": True, "weight": 2.0}, RanksDiffer, r"Rank 1 gave a weight to its micro-batches, Rank 0 did not"),
-        ({"clears": 1}, RanksDiffer, r"Rank 1 cleared its gradients 1 times since the last step, rank 0 0 times"),
-        ({"removed": 0b10}, RanksDiffer, r"Rank 1 removed or replaced the gradient of p1, rank 0 kept it"),
-        ({"replaced": 0b100}, RanksDiffer, r"Rank 1 removed or replaced the gradient of p2, rank 0 kept it"),
+        ({"occasion": "settle"}, RanksDiffer, r"rank 1 of 2 came to settle after 3 steps, rank 0 to step after 3\."),
+        ({"step": 9}, RanksDiffer, r"rank 1 of 2 came to step after 9 steps, rank 0 to step after 3\."),
+        ({"settles": 9}, RanksDiffer, r"rank 1 of 2 came to step"),
+        ({"contributed": False, "used": 0}, RanksDiffer, r"rank 1 came to step at step 3 without a gradient.*no_contribution"),
+        ({"weighted": True, "weight": 2.0}, RanksDiffer, r"rank 1 gave a weight to its micro-batches, rank 0 did not"),
+        ({"clears": 1}, RanksDiffer, r"rank 1 cleared its gradients 1 times since the last step, rank 0 0 times"),
+        ({"removed": 0b10}, RanksDiffer, r"rank 1 removed or replaced the gradient of p1, rank 0 kept it"),
+        ({"replaced": 0b100}, RanksDiffer, r"rank 1 removed or replaced the gradient of p2, rank 0 kept it"),
     ],
 )
 def test_every_disagreement_is_named_on_every_rank(others, kind, words):
@@ -169,7 +169,7 @@ def test_of_many_lost_parameters_three_are_named_and_the_others_counted():
 
 
 def test_an_edit_of_rank_0_is_named_as_such():
-    with pytest.raises(RanksDiffer, match="Rank 0 removed or replaced the gradient of p0, rank 1 kept it"):
+    with pytest.raises(RanksDiffer, match="rank 0 removed or replaced the gradient of p0, rank 1 kept it"):
         raise agreed(plain(replaced=1), plain()).error
 
 

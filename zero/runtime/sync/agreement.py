@@ -167,7 +167,7 @@ def _different_digest(everyone: Sequence[Counts], explain: Explain) -> ZeroError
     for rank, counts in enumerate(everyone):
         if counts.digest != first.digest:
             return RanksDiffer(
-                f"Rank {rank} of {len(everyone)} reached step {counts.step} with layout and configuration "
+                f"Cannot go on: rank {rank} of {len(everyone)} reached step {counts.step} with layout and configuration "
                 f"{counts.digest.hex()[:8]}, rank 0 with {first.digest.hex()[:8]}: {explain('built', rank)}. "
                 "Build the same on all."
             )
@@ -184,9 +184,9 @@ def _failure(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
         return None
     places = "".join(explain("failed", rank) for rank in failed)
     return RankFailed(
-        f"{_ranks(failed)} failed or cleared its gradients at step {everyone[0].step}{places}, where the others came to "
-        f"{next(counts.occasion for counts in everyone if counts.occasion != 'zero_grad')}; its own error says why. "
-        "Nothing was applied. Call zero_grad on all ranks to go on without this window."
+        f"Cannot go on: {_ranks(failed)} failed or cleared its gradients at step {everyone[0].step}{places}, where the others "
+        f"came to {next(counts.occasion for counts in everyone if counts.occasion != 'zero_grad')}; see its own error. Nothing "
+        "was applied. Call zero_grad on all ranks to go on without this window."
     )
 
 
@@ -197,7 +197,7 @@ def _lost_parameters(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroEr
     lost = [names[index] for index in set_bits(_union([counts.lost for counts in everyone]))]
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
     return ZeroError(
-        f"Cannot train {', '.join(lost[:3])}{more}: on {_ranks(where).lower()} it is no longer what was sharded: "
+        f"Cannot train {', '.join(lost[:3])}{more}: on {_ranks(where)} it is no longer what was sharded: "
         "another Parameter took its place, or it has other memory (through an assignment, .to(dtype), .half(), a "
         "parametrization, or loading with assign=True). Change the model before sharding it, or close() the optimizer and "
         "shard anew."
@@ -209,8 +209,8 @@ def _different_place(everyone: Sequence[Counts]) -> ZeroError | None:
     for rank, counts in enumerate(everyone):
         if (counts.occasion, counts.step, counts.settles) != (first.occasion, first.step, first.settles):
             return RanksDiffer(
-                f"Rank {rank} of {len(everyone)} came to {counts.occasion} after {counts.step} steps, rank 0 to "
-                f"{first.occasion} after {first.step}. All ranks must call step, zero_grad and operations on gradients in the "
+                f"Cannot go on: rank {rank} of {len(everyone)} came to {counts.occasion} after {counts.step} steps, rank 0 to "
+                f"{first.occasion} after {first.step}. Call step, zero_grad and operations on gradients on all ranks in the "
                 "same order."
             )
     return None
@@ -221,9 +221,10 @@ def _different_settings(everyone: Sequence[Counts], explain: Explain) -> ZeroErr
     for rank, counts in enumerate(everyone):
         if counts.settings != first.settings:
             return RanksDiffer(
-                f"Rank {rank} of {len(everyone)} came to step {counts.step} with settings {counts.settings.hex()[:8]} in its "
-                f"optimizer's groups, rank 0 with {first.settings.hex()[:8]}: {explain('settings', rank)}. Change them on all "
-                "ranks alike; what a schedule looks at, such as a loss, must be the same number on all."
+                f"Cannot go on: rank {rank} of {len(everyone)} came to step {counts.step} with settings "
+                f"{counts.settings.hex()[:8]} in its optimizer's groups, rank 0 with {first.settings.hex()[:8]}: "
+                f"{explain('settings', rank)}. Change them on all ranks alike; what a schedule looks at, such as a loss, must "
+                "be the same number on all."
             )
     return None
 
@@ -235,8 +236,8 @@ def _different_freezing(everyone: Sequence[Counts], names: Sequence[str]) -> Zer
         if unlike and counts.occasion != "zero_grad":
             frozen, trained = (rank, 0) if first.trained >> unlike[0] & 1 else (0, rank)
             return RanksDiffer(
-                f"Rank {trained} came to {first.occasion} training {names[unlike[0]]}, which rank {frozen} has frozen. Set "
-                "requires_grad on all ranks alike."
+                f"Cannot go on: rank {trained} came to {first.occasion} training {names[unlike[0]]}, which rank {frozen} has "
+                "frozen. Set requires_grad on all ranks alike."
             )
     return None
 
@@ -246,8 +247,8 @@ def _different_windows(everyone: Sequence[Counts]) -> ZeroError | None:
     if everyone[0].occasion == "zero_grad" or len(cleared) in (0, len(everyone)):
         return None
     return RanksDiffer(
-        f"{_ranks(cleared)} cleared gradients that were settled at step {everyone[0].step}, where the others kept them and "
-        f"came to {everyone[0].occasion}. Clear gradients on all ranks alike."
+        f"Cannot go on: {_ranks(cleared)} cleared gradients that were settled at step {everyone[0].step}, where the others "
+        f"kept them and came to {everyone[0].occasion}. Clear gradients on all ranks alike."
     )
 
 
@@ -257,14 +258,14 @@ def _different_contributions(everyone: Sequence[Counts]) -> ZeroError | None:
     idle = [rank for rank, counts in enumerate(everyone) if not counts.contributed]
     if idle and len(idle) < len(everyone):
         return RanksDiffer(
-            f"{_ranks(idle)} came to {everyone[0].occasion} at step {everyone[0].step} without a gradient, but the others "
-            "have one. Call optimizer.no_contribution() on a rank that has nothing to add."
+            f"Cannot go on: {_ranks(idle)} came to {everyone[0].occasion} at step {everyone[0].step} without a gradient, but "
+            "the others have one. Call optimizer.no_contribution() on a rank that has nothing to add."
         )
     weighted = [rank for rank, counts in enumerate(everyone) if counts.weighted]
     plain = [rank for rank, counts in enumerate(everyone) if counts.used and not counts.weighted]
     if weighted and plain:
         return RanksDiffer(
-            f"{_ranks(weighted)} gave a weight to its micro-batches, {_ranks(plain)} did not. "
+            f"Cannot go on: {_ranks(weighted)} gave a weight to its micro-batches, {_ranks(plain)} did not. "
             "Call weight(n) on all ranks or on none."
         )
     return None
@@ -276,7 +277,7 @@ def _different_edits(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroEr
         first_rank, first = placed[0]
         if counts.clears != first.clears:
             return RanksDiffer(
-                f"Rank {rank} cleared its gradients {counts.clears} times since the last step, rank {first_rank} "
+                f"Cannot go on: rank {rank} cleared its gradients {counts.clears} times since the last step, rank {first_rank} "
                 f"{first.clears} times. Clear them on all ranks alike."
             )
         # Where one rank took a gradient away and then had another one, it was replaced there, and removed where it had none.
@@ -285,7 +286,7 @@ def _different_edits(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroEr
         if differ:
             one, other = (rank, first_rank) if mine >> differ[0] & 1 else (first_rank, rank)
             return RanksDiffer(
-                f"Rank {one} removed or replaced the gradient of {names[differ[0]]}, rank {other} kept it. "
+                f"Cannot go on: rank {one} removed or replaced the gradient of {names[differ[0]]}, rank {other} kept it. "
                 "Edit gradients on all ranks alike."
             )
     return None
@@ -296,15 +297,15 @@ def _different_changes(everyone: Sequence[Counts]) -> ZeroError | None:
     for rank, counts in enumerate(everyone):
         if counts.changes != first.changes and counts.occasion != "zero_grad":
             return RanksDiffer(
-                f"Rank {rank} came to {first.occasion} with gradients changed otherwise than on rank 0: multiplied by another "
-                "number, or by none. Change them on all ranks alike. (A norm over parameters of which some are in no group of "
-                "the optimizer is a rank's own: freeze those, or clip with clip=.)"
+                f"Cannot go on: rank {rank} came to {first.occasion} with gradients changed otherwise than on rank 0: "
+                "multiplied by another number, or by none. Change them on all ranks alike. (A norm over parameters of which "
+                "some are in no group of the optimizer is a rank's own: freeze those, or clip with clip=.)"
             )
     return None
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 @dataclass(frozen=True)
