@@ -12,12 +12,14 @@ import torch
 import accelerators
 from accelerators import Accelerator
 from accelerators.memory import format_bytes
-from zero.config.schema import Offload
+from zero.config.homes import StateHome
+from zero.memory.homes.disk import DiskHome
 from zero.memory.homes.registry import Homes
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.optim.traits import num_moments, steps_by_blocks
 from zero.plan.budget import Budget, budget_of, busiest_rank
+from zero.plan.disk import disk_bytes
 from zero.plan.layout import ITEM_BYTES, FlatLayout
 
 
@@ -86,13 +88,17 @@ class MemoryGuard:
         taken = sum(tensor.nbytes for tensor in tensors if tensor.device == self._place.device)
         return max(0, available // self._place.num_ranks + taken - (budget.peak - budget.gathered)) / 2
 
-    def reserve(self, offloads: Iterable[Offload | None], layout: FlatLayout, before: FlatLayout | None = None) -> None:
-        """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for; nothing is allocated yet.
-        `before` is what has its memory already."""
+    def reserve(self, homes: Iterable[StateHome | None], layout: FlatLayout, before: FlatLayout | None = None) -> None:
+        """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for, and reserves space on disks;
+        nothing is allocated yet. `before` is what has its memory already."""
+        for (kind, place), num_bytes in disk_bytes(layout, busiest_rank(layout), num_moments(self._optimizer)).items():
+            disk = self.homes.at(kind, place)
+            assert isinstance(disk, DiskHome)
+            disk.file.reserve(num_bytes)
         needed = self._needed(layout) - (0 if before is None else self._needed(before))
         if not needed:
             return
-        pinned = self._pinned([offload.pinned for offload in offloads if offload is not None and offload.ratio])
+        pinned = self._pinned([home.pinned for home in homes if home is not None and home.home == "host" and home.ratio])
         available = accelerators.get("cpu").memory().available
         if available is not None and needed * self._ranks_here > available:
             raise MemoryError(

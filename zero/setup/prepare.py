@@ -28,7 +28,8 @@ from zero.setup.model_checks import (
     check_settings_on_host,
     check_views,
 )
-from zero.setup.param_selection import ManagedParams, choose, offload_of, place_of
+from zero.setup.homes import check_streams, homes_of
+from zero.setup.param_selection import ManagedParams, choose, place_of
 
 # Elements of a block on the host. A step needs 18 MiB of it, which stay in the last cache between two of torch's passes over
 # it; the calls for smaller blocks would take longer.
@@ -60,7 +61,9 @@ def check_params_and_settings(
     check_params(params.names, params.tensors, may_be_meta)
     check_views(model, params.names, params.tensors)
     check_dtypes(accelerators.get(device_of(params).type), set(params.dtypes))
-    check_settings_on_host(optimizer, dict(zip(params.groups, params.offload, strict=True)))
+    places = dict(zip(params.groups, params.places, strict=True))
+    check_settings_on_host(optimizer, {group: own.offload for group, own in places.items()})
+    check_streams(optimizer, places)
     if device_of(params).type == "cpu":
         check_capturable(optimizer)
 
@@ -77,7 +80,7 @@ def prepare(
     step is one pass over a bucket, which needs no blocks."""
     device = device_of(params)
     num_shares = group.size if stage_of(config.stage).shards_optimizer else 1
-    is_on_host = any(params.offload) or device.type == "cpu"
+    is_on_host = any(place.offload for place in params.places) or device.type == "cpu"
     block_numel = BLOCK_NUMEL if is_on_host and not has_fused_step else None
     latent = range(len(params.names))  # placed one by one as the plan is carried out
     layout = FlatLayout.build(params.specs(), num_shares, config.bucket_bytes, config.align_bytes, latent, block_numel)
@@ -86,7 +89,7 @@ def prepare(
     ranks_here, shards_weights = _ranks_that_share_memory(group, torch.device("cpu")), stage_of(config.stage).shards_weights
     memory_guard = MemoryGuard(place, optimizer, has_fused_step, ranks_here, shards_weights)
     filled = layout.extended([index for index in latent if index not in params.frozen])
-    homes = [offload_of(optimizer.param_groups[number], config) for number in sorted(set(params.groups))]
+    homes = [home for number in sorted(set(params.groups)) for home in homes_of(optimizer.param_groups[number], config).values()]
     run_on_all(group, lambda: memory_guard.reserve(homes, filled))
     return ShardingPlan(params, layout, place, memory_guard)
 

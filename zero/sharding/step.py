@@ -59,14 +59,20 @@ def update(state: ShardingState, used: int, coefficient: float) -> None:
 
 def _step_batches(state: ShardingState, batches: Sequence[Sequence[Block]], used: int, coefficient: float) -> None:
     updater, publisher, waiting = state.updater, state.publisher, collections.deque(batches)
+    ahead = dict(itertools.pairwise(dict.fromkeys(block.bucket for batch in batches for block in batch)))
     try:
         with state.memory_guard.explain_oom("A step", state.layout_ref):
             updater.begin(batches, used)
         for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
             publisher.prefetch((*batch, *following))  # weights on their way while this batch is stepped
+            for bucket in dict.fromkeys(block.bucket for block in batch):
+                state.masters.streams.prefetch(bucket)
+                if bucket in ahead:
+                    state.masters.streams.prefetch(ahead[bucket])
             with state.memory_guard.explain_oom("A step", state.layout_ref):
                 updater.step(batch, used, coefficient)
             publisher.send(waiting.popleft())
+        state.masters.streams.flush()
     except BaseException:
         state.masters.abandon()
         for batch in waiting:  # as the others do

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 
 from accelerators import Accelerator
+from zero.memory.homes.disk import DiskHome
+from zero.memory.homes.file import Pace, StateFile
 from zero.memory.homes.home import DeviceHome, Home, Transfer
 from zero.memory.homes.host import HostHome
 
@@ -14,13 +16,33 @@ Move = Callable[[Home], None]  # of one part of a state, to that home
 Moved = Callable[[torch.Tensor, Home], torch.Tensor]  # a copy of it there
 
 
+DISK = "disk:"  # and a directory: the name of a place
+
+
 class Homes:
-    """The device that computes and the host beside it, which are one where the device is the host."""
+    """The device that computes, the host beside it, which are one where the device is the host, and files on disks."""
 
     def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
         self.device: Home = DeviceHome(device)
         self.host: Home = self.device if device.type == "cpu" else HostHome(accelerator)
+        self.disks: dict[tuple[str, str], DiskHome] = {}  # by the kind of state and the place
+        self.pace: Pace | None = None  # of their files; None for the usual one
         self.away: dict[str, list[Move]] = {}  # what is in another home for a while, by state: what brings its parts back
+
+    def at(self, kind: str, place: str) -> Home:
+        """Where a kind of state lives in a place; a file for it is made when it is first asked for."""
+        if not place.startswith(DISK):
+            return self.host
+        if (kind, place) not in self.disks:
+            file = StateFile(place.removeprefix(DISK), kind, self.pace)
+            self.disks[kind, place] = DiskHome(self.host, file)
+        return self.disks[kind, place]
+
+    def close(self) -> None:
+        """Lets go of all files."""
+        for disk in self.disks.values():
+            disk.close()
+        self.disks.clear()
 
     def move(self, tensor: torch.Tensor, home: Home) -> tuple[torch.Tensor, Transfer]:
         """A copy of a tensor in another home, and the transfer of its values. One of the two homes is the device."""

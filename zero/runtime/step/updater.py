@@ -110,7 +110,8 @@ class Updater(Timed):
             return
         blocks = [block for batch in batches for block in batch if shard.share(block.bucket).is_cpu]
         self._members |= {block: self._members_of(block, used) for block in blocks}
-        self._fused_step.adopt_state((block, members, shard.share(block.bucket)) for block, members in self._members.items())
+        stay = [block for block in blocks if not self._masters.streams.streams(block.bucket)]
+        self._fused_step.adopt_state((block, self._members[block], shard.share(block.bucket)) for block in stay)
 
     def _members_of(self, block: Block, used: int) -> list[Member]:
         groups, places = self._inner.param_groups, self._places
@@ -123,20 +124,30 @@ class Updater(Timed):
     def step(self, batch: Sequence[Block], used: int, coefficient: float) -> None:
         """Stop 6: the user's edits of the weights are taken over before anything is made from the masters, those of what was
         used are stepped, and all are rounded to weights."""
+        streams = self._masters.streams
+        for block in batch:
+            streams.use(block.bucket)
         if self._fused_step is not None and self._members and batch[0] in self._members:
             [block] = batch
             self._step_fused(self._fused_step, block, coefficient)
-            return
+        else:
+            for block in batch:
+                self._masters.adopt(block)
+                if coefficient != 1.0:
+                    self._grad_ops.multiply(block, coefficient)
+            self._step_inner(batch, used)
+            for block in batch:
+                self._masters.publish(block)
         for block in batch:
-            self._masters.adopt(block)
-            if coefficient != 1.0:
-                self._grad_ops.multiply(block, coefficient)
-        self._step_inner(batch, used)
-        for block in batch:
-            self._masters.publish(block)
+            if block.is_last:
+                streams.leave(block.bucket)
 
     def _step_fused(self, fused_step: FusedStep, block: Block, coefficient: float) -> None:
         masters, weights, rounded, bucket = self._masters, None, None, block.bucket
+        streamed = masters.streams.streams(bucket)
+        if streamed:
+            fused_step.take_lines(bucket, masters.streams.lines(bucket))
+            fused_step.adopt_state([(block, self._members[block], masters.shard.share(bucket))])
         if masters.is_copy(block.bucket):
             weights, rounded = masters.weights_of(block), masters.rounded_of(block)
         rows, factors = self._grad_ops.shard.addends(bucket)
@@ -147,6 +158,8 @@ class Updater(Timed):
             masters.compared(block)
         if rounded is not None:
             masters.written(block)
+        if streamed:
+            fused_step.take_lines(bucket, {})
 
     def _step_inner(self, batch: Sequence[Block], used: int) -> None:
         """torch leaves a parameter without gradient alone, and its state."""
