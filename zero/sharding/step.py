@@ -69,6 +69,7 @@ def _step_batches(state: ShardingState, batches: Sequence[Sequence[Block]], used
                 state.masters.streams.prefetch(bucket)
                 if bucket in ahead:
                     state.masters.streams.prefetch(ahead[bucket])
+                    state.window.grad_ops.shard.stream.come(ahead[bucket])
             with state.memory_guard.explain_oom("A step", state.layout_ref):
                 updater.step(batch, used, coefficient)
             publisher.send(waiting.popleft())

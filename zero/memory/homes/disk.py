@@ -53,7 +53,7 @@ class DiskHome:
         return stored
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return is_absent(tensor) and tensor.data_ptr() in self._regions
+        return tensor.is_cpu and tensor.data_ptr() in self._regions
 
     def free(self, stored: torch.Tensor) -> None:
         region = self._regions.pop(stored.data_ptr(), None)
@@ -77,9 +77,9 @@ class DiskHome:
 
     def write(self, source: torch.Tensor, stored: torch.Tensor) -> Transfer:
         """Where `source` is memory that was lent, it is the transfer's until that is waited for, and given back then."""
-        if source.data_ptr() not in self._lent or not source.is_cpu:
+        if not source.is_cpu or source.data_ptr() not in self._lent:
             memory = self.lend(stored)
-            self._host.write(source.reshape(-1), memory).finish()
+            self._host.write(source, memory.view(source.shape)).finish()
             source = memory
         region = self._regions[stored.data_ptr()]
         bytes_ = self._lent[source.data_ptr()][: region.num_bytes]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from accelerators import Accelerator
-from zero.memory.homes.disk import DiskHome
+from zero.memory.homes.disk import DiskHome, is_absent
 from zero.memory.homes.file import Pace, StateFile
 from zero.memory.homes.home import DeviceHome, Home, Transfer
 from zero.memory.homes.host import HostHome
@@ -38,19 +38,20 @@ class Homes:
             self.disks[kind, place] = DiskHome(self.host, file)
         return self.disks[kind, place]
 
-    def close(self) -> None:
-        """Lets go of all files."""
-        for disk in self.disks.values():
-            disk.close()
-        self.disks.clear()
+    def close(self, kind: str | None = None) -> None:
+        """Lets go of all files, or of those of one kind."""
+        for key in [key for key in self.disks if kind in (None, key[0])]:
+            self.disks.pop(key).close()
 
     def move(self, tensor: torch.Tensor, home: Home) -> tuple[torch.Tensor, Transfer]:
         """A copy of a tensor in another home, and the transfer of its values. One of the two homes is the device."""
-        target = home.allocate(tensor.numel(), tensor.dtype).view(tensor.shape)
+        stored = home.allocate(tensor.numel(), tensor.dtype)
+        target = stored.view(tensor.shape)
         if home is self.device:
-            transfer = self.host.read(tensor, target)
+            source = next((disk for disk in self.disks.values() if disk.holds(tensor)), None)
+            transfer = (source or self.host).read(tensor, target)
             transfer.wait()
         else:
-            transfer = home.write(tensor, target)
+            transfer = home.write(tensor, stored if is_absent(stored) else target)
             transfer.release_source()  # so that what comes after the copy can have the device's memory
         return target, transfer

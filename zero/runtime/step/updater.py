@@ -127,7 +127,8 @@ class Updater(Timed):
         streams = self._masters.streams
         for block in batch:
             streams.use(block.bucket)
-        if self._fused_step is not None and self._members and batch[0] in self._members:
+        is_fused = self._fused_step is not None and batch[0] in self._members
+        if self._fused_step is not None and is_fused:
             [block] = batch
             self._step_fused(self._fused_step, block, coefficient)
         else:
@@ -141,6 +142,7 @@ class Updater(Timed):
         for block in batch:
             if block.is_last:
                 streams.leave(block.bucket)
+                self._grad_ops.shard.stream.leave(block.bucket, coefficient, is_applied=not is_fused)
 
     def _step_fused(self, fused_step: FusedStep, block: Block, coefficient: float) -> None:
         masters, weights, rounded, bucket = self._masters, None, None, block.bucket
@@ -153,7 +155,8 @@ class Updater(Timed):
         rows, factors = self._grad_ops.shard.addends(bucket)
         gradient = Gradient(rows, (*factors, coefficient))
         fused_step.step(block, self._members.pop(block), masters.shard.share(bucket), gradient, weights, rounded)
-        self._grad_ops.defer_scale(bucket, coefficient)
+        if not self._grad_ops.shard.stream.has(bucket):  # else it is told when it leaves
+            self._grad_ops.defer_scale(bucket, coefficient)
         if weights is not None:
             masters.compared(block)
         if rounded is not None:
@@ -167,7 +170,8 @@ class Updater(Timed):
         for block in batch:
             for piece, master in self._masters.in_block(block):
                 if used >> piece.param & 1 and piece.param in self._places:
-                    master.grad = self._masters.shaped(piece, self._grad_ops.shard.piece(piece))
+                    line = self._grad_ops.shard.sum_of(piece.bucket)[piece.in_share.start : piece.in_share.stop]
+                    master.grad = self._masters.shaped(piece, line)
                     fed.append((self._places[piece.param], master))
         fed.sort(key=lambda member: member[0])
         try:
