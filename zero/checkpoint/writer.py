@@ -37,7 +37,7 @@ class ShardPayload:
 
     part: Part
     tensors: Mapping[str, torch.Tensor]
-    late: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)  # the values of some, which stand for them here
+    late: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)  # the values of some
 
     def values(self, key: str) -> torch.Tensor:
         """The values of a tensor, of use until others are asked for."""

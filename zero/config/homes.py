@@ -95,7 +95,7 @@ def _named_home(given: object) -> str:
     for ours, names in (("host", NAMES_OF_HOST), ("device", ("device", "none", None)), ("disk", ("disk", "nvme"))):
         if name in names:
             return ours
-    raise ValueError(f"Cannot keep state in {brief(given)}: homes are 'device', 'cpu' and 'disk:/a/directory'. Say one of them.")
+    raise ValueError(f"Cannot keep state in {brief(given)}: homes are 'device', 'cpu' and 'disk:/directory'. Say one.")
 
 
 class Homes(ConfigModel):
@@ -113,7 +113,8 @@ class Homes(ConfigModel):
     def _of_known_kinds(cls, given: Any) -> Any:
         if isinstance(given, (str, StateHome)):
             raise ValueError(
-                f"Cannot use homes={brief(given)}: each kind of state has its own. Give a dict of weights, gradients, masters, moments."
+                f"Cannot use homes={brief(given)}: each kind of state has its own. Give a dict "
+                "of weights, gradients, masters, moments."
             )
         return given if given is not None else {}
 

@@ -14,7 +14,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from zero.config.base import ConfigModel
 from zero.config.homes import NAMES_OF_HOST as NAMES_OF_HOST
-from zero.config.homes import Homes, Offload, offload_in_our_words
+from zero.config.homes import Homes, offload_in_our_words
+from zero.config.homes import Offload as Offload
 from zero.config.homes import name_of_place as name_of_place
 from zero.config.registry import (
     FUSED_IN_TORCH,

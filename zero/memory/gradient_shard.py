@@ -140,7 +140,8 @@ class GradientShard(Shard):
         if self.shares or self.deferred:
             self._wanted = [self._wanted[1], False]
         for bucket, share in self.shares.items():
-            if share.is_cpu and not is_absent(share) and not self.stream.has(bucket) and self.home_of(bucket).device == share.device:  # and not what is on the host for a while
+            is_apart = is_absent(share) or self.stream.has(bucket)
+            if share.is_cpu and not is_apart and self.home_of(bucket).device == share.device:  # and not for a while
                 self._kept[bucket] = share
         self.shares.clear()
         for rows in self.deferred.values():

@@ -80,8 +80,8 @@ class GradientStream:
             self._factors.setdefault(bucket, []).append(factor)
 
     def leave(self, bucket: int, factor: float = 1.0, is_applied: bool = True) -> None:
-        """A sum is not used for now, and is to be multiplied by `factor`. Where that `is_applied`, what is in memory has been, and
-        was not noted as changed for it."""
+        """A sum is not used for now, and is to be multiplied by `factor`. Where that `is_applied`, what is in memory has been,
+        and was not noted as changed for it."""
         if bucket not in self._here:
             return
         changed, memory = self._here.pop(bucket), self._shares[bucket]

@@ -229,7 +229,7 @@ class Streams:
         if home is None:
             return
         names = set()
-        for piece, master, name, value in self._moments(bucket):
+        for piece, name, value in self._moments(bucket):
             line = stretch.lines.get(name)
             if line is None:
                 stored[name] = home.allocate(self._shard.layout_ref.layout.buckets[bucket].share_numel, value.dtype)
@@ -246,8 +246,8 @@ class Streams:
             if isinstance(home, DiskHome) and line.is_cpu:
                 home.take_back(line)
 
-    def _moments(self, bucket: int) -> Iterator[tuple[Piece, torch.nn.Parameter, str, torch.Tensor]]:
+    def _moments(self, bucket: int) -> Iterator[tuple[Piece, str, torch.Tensor]]:
         for piece, master in self._members(bucket):
             for name, value in self._state.get(master, {}).items():
                 if goes_with_elements(name, value, master.shape):
-                    yield piece, master, name, value
+                    yield piece, name, value

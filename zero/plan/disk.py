@@ -24,7 +24,7 @@ def disk_bytes(layout: FlatLayout, rank: int = 0, num_moments: int | Sequence[in
 
 
 def lives(layout: FlatLayout, bucket: int, kind: str) -> bool:
-    """Whether there is such a state apart from the weights: masters as wide as they are where these are stepped are the same."""
+    """Whether there is such a state apart from the weights: masters as wide as they are in one memory are the same."""
     own = layout.buckets[bucket]
     item = ITEM_BYTES[layout.chunks[own.chunk].dtype]
     return kind != "masters" or own.offloaded or item < ITEM_BYTES["float32"]
@@ -52,7 +52,8 @@ def stream_bytes(layout: FlatLayout, rank: int, num_moments: int | Sequence[int]
     moments, most, buckets = lines_of_moments(layout, rank, num_moments), Counter[bool](), Counter[bool]()
     largest = Counter[bool]()
     for index, bucket in enumerate(layout.buckets):
-        lines = sum(moments[index] if kind == "moments" else lives(layout, index, kind) for kind, _ in bucket.away if kind != "gradients")
+        kinds = [kind for kind, _ in bucket.away if kind != "gradients" and lives(layout, index, kind)]
+        lines = sum(moments[index] if kind == "moments" else 1 for kind in kinds)
         if lines:
             buckets[bucket.offloaded] += 1
             most[bucket.offloaded] = max(most[bucket.offloaded], lines)

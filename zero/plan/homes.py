@@ -1,6 +1,6 @@
 """Which buckets have their states elsewhere than on the device: of each kind of state as much as asked for.
 
-A bucket is stepped where its masters are: on the device, or *offloaded* on the host beside it. What of its states is kept in yet
+A bucket is stepped where its masters are: on the device, or *offloaded* on the host beside it. What of its states is kept in
 another place is *away*, and comes for the step, a bucket at a time: on a disk, or on the host where the device steps.
 """
 

@@ -13,8 +13,9 @@ whatever is done bucket by bucket needs no other index arithmetic than this file
 What an optimizer looks at as a whole tensor has one *owner*: it lies in one rank's share of one bucket, and is one piece; see
 [Note: shelves] in owners.py. Its chunks are of such parameters alone, and each is one bucket, as large as it must be.
 
-A bucket whose shares live on the host beside an accelerator is *offloaded*; see homes.py. A chunk mixes neither these with others
-nor weights that every rank keeps whole. Host memory is worked through in *blocks* that fit a cache: a piece ends where its block does.
+A bucket whose shares live on the host beside an accelerator is *offloaded*; see homes.py. A chunk mixes neither these with
+others nor weights that every rank keeps whole. Host memory is worked through in *blocks* that fit a cache: a piece ends where
+its block does.
 
 A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it;
 then the layout is *extended*, which leaves everything that lies somewhere where it is.

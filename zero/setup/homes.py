@@ -51,8 +51,8 @@ def _check(homes: Mapping[str, StateHome | None], steps_here: bool, is_host: boo
     weights, gradients, moments = homes["weights"], homes["gradients"], homes["moments"]
     if weights is not None and weights.home == "disk":
         raise ValueError(
-            "Cannot keep weights on disk: they are read in forward and backward. Keep them on the host with 'weights': 'cpu', and "
-            "masters, moments and gradients on disk."
+            "Cannot keep weights on disk: they are read in forward and backward. Keep them on the host with "
+            "'weights': 'cpu', and masters, moments and gradients on disk."
         )
     if is_host:
         return
@@ -79,7 +79,7 @@ def check_streams(optimizer: torch.optim.Optimizer, places: Mapping[int, Places]
     apart = {each.kind for own in places.values() for each in own.away} & {"masters", "moments"}
     if apart and not steps_by_blocks(optimizer):
         raise ValueError(
-            f"Cannot keep {' and '.join(sorted(apart))} apart from where they are stepped: {type(optimizer).__name__} is not known "
-            "to step one parameter after the other, so all of them would be in memory. Use an optimizer of torch, or "
+            f"Cannot keep {' and '.join(sorted(apart))} apart from where they are stepped: {type(optimizer).__name__} is not "
+            "known to step one parameter after the other, so all of them would be in memory. Use an optimizer of torch, or "
             "offload='cpu'."
         )

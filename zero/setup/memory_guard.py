@@ -89,8 +89,8 @@ class MemoryGuard:
         return max(0, available // self._place.num_ranks + taken - (budget.peak - budget.gathered)) / 2
 
     def reserve(self, homes: Iterable[StateHome | None], layout: FlatLayout, before: FlatLayout | None = None) -> None:
-        """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for, and reserves space on disks;
-        nothing is allocated yet. `before` is what has its memory already."""
+        """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for, and reserves space on
+        disks; nothing is allocated yet. `before` is what has its memory already."""
         for (kind, place), num_bytes in disk_bytes(layout, busiest_rank(layout), num_moments(self._optimizer)).items():
             disk = self.homes.at(kind, place)
             assert isinstance(disk, DiskHome)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn

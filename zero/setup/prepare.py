@@ -17,6 +17,7 @@ from zero.memory.place import Place
 from zero.plan.layout import FlatLayout
 from zero.plan.stages import stage_of
 from zero.setup.consistency import verify_same_setup
+from zero.setup.homes import check_streams, homes_of
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import (
     check_capturable,
@@ -28,7 +29,6 @@ from zero.setup.model_checks import (
     check_settings_on_host,
     check_views,
 )
-from zero.setup.homes import check_streams, homes_of
 from zero.setup.param_selection import ManagedParams, choose, place_of
 
 # Elements of a block on the host. A step needs 18 MiB of it, which stay in the last cache between two of torch's passes over
@@ -89,7 +89,8 @@ def prepare(
     ranks_here, shards_weights = _ranks_that_share_memory(group, torch.device("cpu")), stage_of(config.stage).shards_weights
     memory_guard = MemoryGuard(place, optimizer, has_fused_step, ranks_here, shards_weights)
     filled = layout.extended([index for index in latent if index not in params.frozen])
-    homes = [home for number in sorted(set(params.groups)) for home in homes_of(optimizer.param_groups[number], config).values()]
+    groups = [optimizer.param_groups[number] for number in sorted(set(params.groups))]
+    homes = [home for own in groups for home in homes_of(own, config).values()]
     run_on_all(group, lambda: memory_guard.reserve(homes, filled))
     return ShardingPlan(params, layout, place, memory_guard)
 

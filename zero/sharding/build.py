@@ -43,8 +43,8 @@ from zero.runtime.sync.exchange import WindowSync
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
 from zero.setup.consistency import settings_of
-from zero.setup.module_sync import cast_buffers, cast_frozen, frozen_to_share, place_buffers, sync_module_states
 from zero.setup.homes import places_of
+from zero.setup.module_sync import cast_buffers, cast_frozen, frozen_to_share, place_buffers, sync_module_states
 from zero.setup.param_selection import ManagedParams
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
 from zero.sharding.loss_scaler import LossScaler

@@ -17,7 +17,7 @@ class MeasuredBytes:
     device: Shares
     buckets: int
     host: Shares  # of an accelerator with memory of its own
-    disk: Shares = Shares()
+    disk: Shares
 
     @property
     def total(self) -> int:
@@ -26,7 +26,8 @@ class MeasuredBytes:
 
 def measured_bytes(parts: ShardingState) -> MeasuredBytes:
     """The bytes that are held now. Gradients are there from the first round of a window until it is cleared."""
-    on_disk, shares = Counter[str](), {False: Counter[str](), True: Counter[str]()}  # by whether they lie on a host beside the weights
+    on_disk = Counter[str]()
+    shares = {False: Counter[str](), True: Counter[str]()}  # by whether they lie on a host beside the weights
     device = parts.masters.shard.device
 
     def count(kind: str, tensor: torch.Tensor) -> None:
@@ -48,4 +49,5 @@ def measured_bytes(parts: ShardingState) -> MeasuredBytes:
         count("gradients", gradient)
     shares[False]["gradients"] += sum(rows.num_bytes for rows in parts.window.grad_ops.shard.deferred.values())
     shares[False]["gradients"] += parts.window.reducer.num_fp32_bytes
-    return MeasuredBytes(Shares(**shares[False]), parts.window.reducer.num_staging_bytes, Shares(**shares[True]), Shares(**on_disk))
+    buckets = parts.window.reducer.num_staging_bytes
+    return MeasuredBytes(Shares(**shares[False]), buckets, Shares(**shares[True]), Shares(**on_disk))

@@ -159,8 +159,8 @@ def _cargo(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bo
     parts.masters.streams.flush()
     if copied and any(key[0] in ("masters", "moments") for key in parts.masters.shard.homes.disks):
         raise ValueError(
-            "Cannot save with async_save=True: masters or moments are on disk, and a copy of them would be in memory. Save with "
-            "async_save=False."
+            "Cannot save with async_save=True: masters or moments are on disk, and a copy would be in memory. Save "
+            "with async_save=False."
         )
     elsewhere, streams = set(parts.window.sync.tracker.relocated()), parts.masters.streams.streams
     for index, name in enumerate(about.managed):

@@ -29,9 +29,9 @@ from zero.runtime.params.table import Params
 from zero.runtime.profiling import Clock
 from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.step.updater import Updater
+from zero.setup.homes import check_streams, homes_of, places_of
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import check_devices, check_dtypes, check_optimizer, check_params, check_settings_on_host
-from zero.setup.homes import check_streams, homes_of, places_of
 from zero.setup.param_selection import is_kept, specs_of, works_of
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.state_offload import StateOffloader

@@ -1,6 +1,6 @@
 """State on disk: it is computed with on the host, and comes there for that.
 
-What stands for such state in the meantime is a tensor of its shape and dtype without memory. It is NaN wherever somebody reads it
+What stands for such state in the meantime is a tensor of its shape and dtype without memory. It is NaN where somebody reads it
 by mistake, and nothing can be written to it.
 """
 

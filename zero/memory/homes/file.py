@@ -85,7 +85,7 @@ class StateFile:
                 return direct
         if self.directory not in _said:
             _said.add(self.directory)
-            logger.warning("The file system of %s has no direct access: state goes through the system's memory.", self.directory)
+            logger.warning("The file system of %s has no direct access: states go through its memory.", self.directory)
         return descriptor
 
     def _open_direct(self, path: str) -> int | None:
@@ -116,7 +116,7 @@ class StateFile:
                 except OSError as error:
                     if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                         raise
-                    os.ftruncate(self._file.fileno(), num_bytes)  # a file system that cannot reserve: it says so when it is full
+                    os.ftruncate(self._file.fileno(), num_bytes)  # which cannot reserve, and says so when it is full
             self.num_bytes = num_bytes
 
     def allocate(self, num_bytes: int) -> Region:
