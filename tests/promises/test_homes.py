@@ -1,9 +1,15 @@
 """H06 to H09: whatever home a state has, the device, the host or a disk, a training gives the same bits."""
 
+import contextlib
 import errno
+import fcntl
+import gc
 import itertools
+import mmap
 import os
 import re
+import shutil
+import subprocess
 import tempfile
 from unittest import mock
 
@@ -20,7 +26,8 @@ from zero.comm.loopback import solo
 from zero.config.homes import Homes
 from zero.memory.homes.disk import is_absent
 
-SMALL = 64  # bytes of a bucket
+SMALL = 32  # bytes of a bucket
+ALIGNED = 16  # bytes: so that every rank has some of each parameter
 
 
 def disk(*kinds, ratio=1.0, path="{}"):
@@ -54,7 +61,7 @@ def adamw(model):
 
 def sharded(homes, make=adamw, **options):
     model = build()
-    options = {"stage": 2, "dtype": "bfloat16", "bucket_bytes": SMALL, "group": solo(), **options}
+    options = {"stage": 2, "dtype": "bfloat16", "bucket_bytes": SMALL, "align_bytes": ALIGNED, "group": solo(), **options}
     return model, zero.shard(model, make(model), homes=homes, **options)
 
 
@@ -144,7 +151,7 @@ def train_ranks(rank, world, homes, stage, dtype):
     found = []
     for own in ({}, homes):
         model = build()
-        options = {"stage": stage, "dtype": dtype, "bucket_bytes": SMALL, "clip": 0.1}
+        options = {"stage": stage, "dtype": dtype, "bucket_bytes": SMALL, "align_bytes": ALIGNED, "clip": 0.1}
         optimizer = zero.shard(model, adamw(model), homes=own, **options)
         found.append((train(model, optimizer, rank=rank), told(model, optimizer)))
         optimizer.close()
@@ -302,3 +309,148 @@ def test_a_directory_that_one_rank_cannot_write_to_is_named_on_all(tmp_path):
     assert os.listdir(tmp_path) == []
     with pytest.raises(zero.ZeroError, match="No such file or directory"):
         sharded(in_(tmp_path / "nowhere", EVERYTHING))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own of 1 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this process may not mount a file system")
+    yield folder
+    gc.collect()  # files of what was refused
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def wide(*_):
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 30))
+
+
+@pytest.mark.promise("H08")
+def test_a_disk_without_space_is_said_before_anything_is_allocated(small_disk):
+    model = wide()
+    before = [param.data_ptr() for param in model.parameters()]
+    with pytest.raises(zero.ZeroError, match=r"Cannot reserve \d+ bytes in .*small for m.*: No space left on device"):
+        zero.shard(model, adamw(model), stage=2, dtype="bfloat16", homes=in_(small_disk, EVERYTHING), group=solo())
+    assert [param.data_ptr() for param in model.parameters()] == before
+    assert os.listdir(small_disk) == [] and shutil.disk_usage(small_disk).used == 0
+
+
+def test_a_disk_of_another_that_fills_meanwhile_takes_nothing_away(small_disk):
+    model, optimizer = sharded(in_(small_disk, EVERYTHING))
+    with open(small_disk / "other", "wb") as other, pytest.raises(OSError, match="No space left"):
+        while True:
+            other.write(b"0" * 2**16)
+            other.flush()
+    plain = sharded({})
+    assert same(train(model, optimizer), train(*plain)) and same(told(model, optimizer), told(*plain))
+
+
+def files_of(optimizer):
+    return {kind: disk.file for (kind, _), disk in optimizer.parts.masters.shard.homes.disks.items()}
+
+
+def truncate(optimizer):
+    os.ftruncate(files_of(optimizer)["moments"].fileno(), 0)
+    return contextlib.nullcontext()
+
+
+def overwrite(optimizer):
+    with mmap.mmap(-1, 4096) as page:
+        page.write(b"foreign!" * 512)
+        os.pwritev(files_of(optimizer)["masters"].fileno(), [page], 0)
+    return contextlib.nullcontext()
+
+
+def fail_to(name, kind):
+    def failing(optimizer):
+        move, number = getattr(os, name), files_of(optimizer)[kind].fileno()
+
+        def act(descriptor, *rest):
+            if descriptor == number:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return move(descriptor, *rest)
+
+        return mock.patch.object(os, name, act)
+
+    return failing
+
+
+FAULTS = {
+    "truncated": (truncate, "Cannot read from .* for moments: .*the file ends at"),
+    "foreign": (overwrite, "Cannot read from .* for masters: the values are not those that were written"),
+    "read": (fail_to("preadv", "masters"), "Cannot read from .* for masters: .*Input/output error"),
+    "write": (fail_to("pwritev", "moments"), "Cannot write to .* for moments: .*Input/output error"),
+}
+
+
+def survive(rank, world, folder, name):
+    make_fault, words = FAULTS[name]
+    model, optimizer = sharded(in_(folder, EVERYTHING), group=None, timeout_s=20.0)
+    train(model, optimizer, steps=range(2), rank=rank)
+    zero.save(f"{folder}/saved", optimizer)
+    plain_model, plain = sharded({}, group=None, timeout_s=20.0)
+    zero.load(f"{folder}/saved", plain)
+    with make_fault(optimizer) if rank else contextlib.nullcontext():
+        with pytest.raises(zero.ZeroError) as failed:
+            for step in range(2, 5):
+                send(model, step, rank)
+                optimizer.step()
+                optimizer.zero_grad()
+    if rank:
+        assert re.search(words, str(failed.value))
+    with contextlib.suppress(zero.ZeroError):
+        optimizer.discard()
+    zero.load(f"{folder}/saved", optimizer)
+    assert same(train(model, optimizer, range(2, 4), rank), train(plain_model, plain, range(2, 4), rank))
+    assert same(told(model, optimizer), told(plain_model, plain))
+    for each in (optimizer, plain):
+        each.close()
+    return str(failed.value)
+
+
+@pytest.mark.promise("H08")
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_fails_in_the_middle_of_a_step_is_named_on_all_ranks_and_a_checkpoint_loads(tmp_path, name):
+    first, _ = ranks.run(2, survive, str(tmp_path), name)
+    assert re.search(f"Cannot complete the step: it failed on rank 1: .*{FAULTS[name][1]}", first, re.DOTALL)
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_short_reads_and_writes_go_on_where_they_ended(tmp_path):
+    def short(move):
+        return lambda descriptor, buffers, start: move(descriptor, [buffers[0][:4096]], start)
+
+    with mock.patch.multiple(os, preadv=short(os.preadv), pwritev=short(os.pwritev)):
+        apart = sharded(in_(tmp_path, EVERYTHING), bucket_bytes=2**14)
+        model = apart[0]
+        found = train(*apart), told(*apart)
+    plain = sharded({}, bucket_bytes=2**14)
+    assert same(found, (train(*plain), told(*plain))) and model is not plain[0]
+
+
+@pytest.mark.parametrize("refused", ["open", "write"])
+def test_a_file_system_without_direct_access_serves_in_the_ordinary_way_and_that_is_said_once(tmp_path, refused, caplog):
+    opened, written = os.open, os.pwritev
+
+    def act(path, flags, *rest, **options):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return opened(path, flags, *rest, **options)
+
+    def write(descriptor, *rest):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return written(descriptor, *rest)
+
+    with mock.patch.object(os, *(("open", act) if refused == "open" else ("pwritev", write))):
+        apart = sharded(in_(tmp_path, EVERYTHING))
+        found = train(*apart), told(*apart)
+    plain = sharded({})
+    assert same(found, (train(*plain), told(*plain)))
+    assert [record.message for record in caplog.records if "no direct access" in record.message] == [
+        f"The file system of {tmp_path} has no direct access: states go through its memory."
+    ]

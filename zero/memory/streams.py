@@ -61,6 +61,7 @@ class Streams:
         self._here: OrderedDict[int, _Stretch] = OrderedDict()  # the one that was used last at the end
         self._leaving: deque[tuple[int, list[Transfer]]] = deque()
         self._lost: set[int] = set()  # buckets whose values are nowhere since a step failed
+        self._doubtful: set[int] = set()  # those that may be, as was not tried since
 
     def home_of(self, bucket: int, kind: str) -> Home | None:
         """Where a kind of state of a bucket lives, if that is not where it is stepped."""
@@ -92,7 +93,8 @@ class Streams:
         for name, stored in self._stored.get(bucket, {}).items():
             line = stretch.lines[name] = self._memory(bucket, name, stored)
             if bucket in self._lost:
-                line.fill_(float("nan"))
+                self._blank(bucket, line.zero_())
+                stretch.changed = True
                 continue
             home = self._home(bucket, name)
             stretch.arriving.append(home.read(stored, line))
@@ -107,10 +109,24 @@ class Streams:
         stretch = self._here[bucket]
         stretch.changed |= writes
         if not stretch.is_cut:
-            while stretch.arriving:
-                stretch.arriving.pop().finish()
+            self._arrive(bucket, stretch)
             self._point(bucket, stretch.lines)
             stretch.is_cut = True
+
+    def _arrive(self, bucket: int, stretch: _Stretch) -> None:
+        try:
+            while stretch.arriving:
+                stretch.arriving.pop().finish()
+        except ZeroError:
+            if bucket not in self._doubtful:
+                raise
+            for transfer in stretch.arriving:
+                with contextlib.suppress(ZeroError):
+                    transfer.finish()
+            stretch.arriving, stretch.changed = [], True
+            for line in stretch.lines.values():
+                self._blank(bucket, line.zero_())
+        self._doubtful.discard(bucket)
 
     def lines(self, bucket: int) -> Mapping[str, torch.Tensor]:
         """The moments of a bucket that is in memory, by their names."""
@@ -154,7 +170,9 @@ class Streams:
             self._finish_oldest()
 
     def abandon(self) -> None:
-        """After a step that failed: what had not reached its home is lost, as is what is in the middle of its step."""
+        """After a step that failed: what had not reached its home is lost, as is what is in the middle of its step. What cannot
+        be read of the rest, as a load brings all of it once, is NaN from then on."""
+        self._doubtful |= self._stored.keys()
         self._lost |= {bucket for bucket, stretch in self._here.items() if stretch.changed}
         for bucket, stretch in list(self._here.items()):
             for transfer in (*stretch.arriving,):
@@ -180,6 +198,11 @@ class Streams:
         self._stored.clear()
 
     # inside ------------------------------------------------------------------------------------------------------
+
+    def _blank(self, bucket: int, line: torch.Tensor) -> None:
+        """NaN for every element that is something's."""
+        for piece, _ in self._members(bucket):
+            line[piece.in_share.start : piece.in_share.stop] = float("nan")
 
     def _make_room(self) -> None:
         while len(self._here) + len(self._leaving) >= _MOST:

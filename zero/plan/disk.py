@@ -10,6 +10,7 @@ from zero.plan.spans import round_up
 
 _PAGE = 4096  # every line begins and ends at one
 STREAMED = 3  # buckets in memory: one that is read, one that is stepped, and one that is written
+_SUMS = 5  # of gradients in memory: two that are used, one that comes, and two on their way to disk
 
 
 def disk_bytes(layout: FlatLayout, rank: int = 0, num_moments: int | Sequence[int] = 2) -> Counter[tuple[str, str]]:
@@ -50,12 +51,22 @@ def lines_of_moments(layout: FlatLayout, rank: int, num_moments: int | Sequence[
 def stream_bytes(layout: FlatLayout, rank: int, num_moments: int | Sequence[int]) -> dict[bool, int]:
     """Memory for what comes for a step, by whether that is on the host beside a device: of lines of one size."""
     moments, most, buckets = lines_of_moments(layout, rank, num_moments), Counter[bool](), Counter[bool]()
-    largest = Counter[bool]()
+    largest, sums = Counter[bool](), Counter[bool]()
     for index, bucket in enumerate(layout.buckets):
+        if "gradients" in dict(bucket.away):
+            sums[bucket.offloaded] = max(sums[bucket.offloaded], line_bytes(layout, index))
         kinds = [kind for kind, _ in bucket.away if kind != "gradients" and lives(layout, index, kind)]
         lines = sum(moments[index] if kind == "moments" else 1 for kind in kinds)
         if lines:
             buckets[bucket.offloaded] += 1
             most[bucket.offloaded] = max(most[bucket.offloaded], lines)
             largest[bucket.offloaded] = max(largest[bucket.offloaded], line_bytes(layout, index))
-    return {where: min(STREAMED, buckets[where]) * most[where] * largest[where] for where in (False, True)}
+    return {
+        where: min(STREAMED, buckets[where]) * most[where] * largest[where] + _SUMS * sums[where] for where in (False, True)
+    }
+
+
+def written_bytes(layout: FlatLayout, rank: int = 0, num_moments: int | Sequence[int] = 2, rounds: int = 1) -> int:
+    """To disks in a step of so many rounds of gradients."""
+    files = disk_bytes(layout, rank, num_moments)
+    return sum(number * (rounds if kind == "gradients" else 1) for (kind, _), number in files.items())

@@ -91,7 +91,11 @@ def prepare(
     filled = layout.extended([index for index in latent if index not in params.frozen])
     groups = [optimizer.param_groups[number] for number in sorted(set(params.groups))]
     homes = [home for own in groups for home in homes_of(own, config).values()]
-    run_on_all(group, lambda: memory_guard.reserve(homes, filled))
+    try:
+        run_on_all(group, lambda: memory_guard.reserve(homes, filled))
+    except BaseException:
+        memory_guard.homes.close()  # files that could be made
+        raise
     return ShardingPlan(params, layout, place, memory_guard)
 
 

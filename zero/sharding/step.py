@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from zero.comm.exchange import run_on_all
+from zero.errors import DiskFailed, ZeroError
 from zero.plan.layout import Block
 from zero.runtime.grads.phase import Phase
 from zero.runtime.params.table import Params
@@ -47,7 +50,8 @@ def update(state: ShardingState, used: int, coefficient: float) -> None:
     state.window.move_to(Phase.STEPPING)
     state.mid_update = True
     try:
-        _step_batches(state, batches, used, coefficient)
+        with _told_on_all(state):
+            _step_batches(state, batches, used, coefficient)
     except BaseException as error:
         state.window.move_to(Phase.TORN)
         state.window.annotate_error(error)
@@ -55,6 +59,29 @@ def update(state: ShardingState, used: int, coefficient: float) -> None:
     state.publisher.end()
     state.mid_update = False
     state.window.move_to(Phase.STEPPED)
+
+
+@contextlib.contextmanager
+def _told_on_all(state: ShardingState) -> Iterator[None]:
+    """Where states are on disk, all ranks raise what one of them could not read or write. A collective then."""
+    failed: ZeroError | None = None
+    try:
+        yield
+    except DiskFailed as error:
+        failed = error
+    if not state.masters.shard.homes.disks:
+        return
+
+    def tell() -> None:
+        if failed is not None:
+            raise failed
+
+    run_on_all(state.group, tell, _step_failed)
+
+
+def _step_failed(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
+    where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    return error or DiskFailed(f"Cannot complete the step: it failed on {where}")
 
 
 def _step_batches(state: ShardingState, batches: Sequence[Sequence[Block]], used: int, coefficient: float) -> None:

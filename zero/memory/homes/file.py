@@ -119,6 +119,9 @@ class StateFile:
                     os.ftruncate(self._file.fileno(), num_bytes)  # which cannot reserve, and says so when it is full
             self.num_bytes = num_bytes
 
+    def fileno(self) -> int:
+        return self._file.fileno()
+
     def allocate(self, num_bytes: int) -> Region:
         """A region with anything in it."""
         padded = round_up(num_bytes, PAGE)
