@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from zero.config.homes import Homes
 from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, SCHEDULES
 from zero.config.schema import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, ZeroConfig, first_difference
 
@@ -23,6 +24,7 @@ OTHER_VALUES = {
     "autocast": "bfloat16",
     "cast_inputs": True,
     "offload": Offload(pinned=False),
+    "homes": Homes(moments="disk:/fast"),
     "bucket_bytes": 1,
     "gathered_bytes": 0,
     "keep_whole_numel": 8,
@@ -102,7 +104,7 @@ def test_equal_configurations_have_equal_digests_whatever_order_they_were_writte
 
 def test_the_digest_of_the_defaults_is_stable():
     """Checkpoints hold it: a changed default shows here first."""
-    assert ZeroConfig(stage=2).digest == "e6f58b98ad23"
+    assert ZeroConfig(stage=2).digest == "cc456e1e2ea6"
 
 
 @pytest.mark.promise("N10")

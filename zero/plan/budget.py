@@ -41,7 +41,7 @@ class Budget:
     waiting: int = 0  # gradients that are whole on the device until the last backward of a window sends them
     in_transit: int = 0  # host memory for what is on its way: weights to be compared and back, gradients to be added
     gathered: int = 0  # whole weights, where they are in shares
-    disk: Shares = Shares()  # noqa: RUF009 - frozen
+    disk: Shares = Shares()
     streams: int = 0  # memory of the device for what comes from elsewhere
 
     @property

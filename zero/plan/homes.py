@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from zero.plan.layout import Bucket, ParamSpec
+from typing import NamedTuple
 
 KINDS = ("gradients", "masters", "moments")
 
@@ -25,21 +21,27 @@ class Away(NamedTuple):
     ratio: float = 1.0  # how much of it
 
 
-def with_homes(buckets: Sequence[Bucket], params: Sequence[ParamSpec]) -> Iterator[Bucket]:
-    """Those that backward fills first go away, as their copies have the most time."""
-    total: Counter[tuple[object, float]] = Counter()
-    for bucket in buckets:
-        for key, ratio in _asked(bucket, params):
-            total[key, ratio] += bucket.span.numel
-    so_far: Counter[tuple[object, float]] = Counter()
-    for bucket in buckets:
-        has = {key for key, ratio in _asked(bucket, params) if so_far[key, ratio] < ratio * total[key, ratio]}
-        for each in _asked(bucket, params):
-            so_far[each] += bucket.span.numel
-        away = tuple((each.kind, each.place) for each in params[bucket.params[0]].away if (each.kind, each.place) in has)
-        yield replace(bucket, offloaded="offloaded" in has, away=away)
+class Asked(NamedTuple):
+    """Of a bucket: its elements, how much of its kind is offloaded, and what is away."""
+
+    numel: int
+    offload: float
+    away: tuple[Away, ...]
+
+    @property
+    def shares(self) -> list[tuple[tuple[str, str], float]]:
+        return [(("", "offloaded"), self.offload), *(((each.kind, each.place), each.ratio) for each in self.away)]
 
 
-def _asked(bucket: Bucket, params: Sequence[ParamSpec]) -> list[tuple[object, float]]:
-    spec = params[bucket.params[0]]
-    return [("offloaded", spec.offload), *(((each.kind, each.place), each.ratio) for each in spec.away)]
+def homes_of(buckets: Sequence[Asked]) -> Iterator[tuple[bool, tuple[tuple[str, str], ...]]]:
+    """Of each whether it is offloaded, and what kinds are away, with their places. Those that backward fills first go away, as
+    their copies have the most time."""
+    total, so_far = Counter[tuple[tuple[str, str], float]](), Counter[tuple[tuple[str, str], float]]()
+    for bucket in buckets:
+        for each in bucket.shares:
+            total[each] += bucket.numel
+    for bucket in buckets:
+        [offloaded, *away] = [so_far[each] < each[1] * total[each] for each in bucket.shares]
+        for each in bucket.shares:
+            so_far[each] += bucket.numel
+        yield offloaded, tuple((each.kind, each.place) for each, is_away in zip(bucket.away, away, strict=True) if is_away)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from zero.plan.homes import Away, with_homes
+from zero.plan.homes import Asked, Away, homes_of
 from zero.plan.owners import Tensor, height_of, shelves_of, stacked, starts_in, work_of
 from zero.plan.spans import Span, round_up
 
@@ -283,7 +283,10 @@ class _Builder:
             (self._lay_whole if is_whole else self._lay)(dtype, members)
         # a bucket is full when the last of its parameters is reached, which is the first of them in the model's order
         new = sorted(self._buckets, key=lambda bucket: -min(bucket.params))
-        buckets = (*self._layout.buckets, *with_homes(new, self._layout.params))
+        specs = [self._layout.params[bucket.params[0]] for bucket in new]
+        homes = homes_of([Asked(bucket.span.numel, spec.offload, spec.away) for bucket, spec in zip(new, specs, strict=True)])
+        placed = (replace(bucket, offloaded=own, away=away) for bucket, (own, away) in zip(new, homes, strict=True))
+        buckets = (*self._layout.buckets, *placed)
         return replace(self._layout, slots=tuple(self._slots), chunks=tuple(self._chunks), buckets=buckets)
 
     def _lay(self, dtype: str, params: Sequence[int]) -> None:

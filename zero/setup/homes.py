@@ -7,13 +7,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero.comm.exchange import exchange_texts, run_on_all
+from zero.comm.group import Group
 from zero.config.homes import Homes, Offload, StateHome
 from zero.config.schema import ZeroConfig
+from zero.memory.homes.file import Pace, probe
 from zero.optim.traits import steps_by_blocks
 from zero.plan.homes import Away
 from zero.plan.stages import stage_of
 
 _DEVICE = StateHome(home="device")
+_STATE_BYTES = 12  # of an element, about: a master and two moments
+_WORTH_A_TRY = 256 * 2**20  # bytes of states of a rank
 
 
 class Places(NamedTuple):
@@ -45,6 +50,22 @@ def places_of(group: Mapping[str, Any], config: ZeroConfig, device: torch.device
         if is_apart and home.ratio:
             away.append(Away(kind, home.place, home.ratio))
     return Places(0.0 if steps_here else masters.ratio, tuple(away))
+
+
+def with_pace(config: ZeroConfig, group: Group, numel: int) -> ZeroConfig:
+    """The configuration with how disks are read and written: as it says, or as rank 0 finds to be the fastest where so many
+    elements are worth a try. A collective where it has a disk."""
+    homes = config.homes
+    if not homes.directories or (homes.threads != "auto" and homes.piece_bytes != "auto"):
+        return config
+    tries = group.rank == 0 and numel * _STATE_BYTES // group.size >= _WORTH_A_TRY
+    pace = run_on_all(group, lambda: probe(homes.directories[0]) if tries else Pace())
+    threads, piece_bytes = map(int, exchange_texts(group, f"{pace.threads} {pace.piece_bytes}")[0].split())
+    found = {
+        "threads": threads if homes.threads == "auto" else homes.threads,
+        "piece_bytes": piece_bytes if homes.piece_bytes == "auto" else homes.piece_bytes,
+    }
+    return config.model_copy(update={"homes": homes.model_copy(update=found)})
 
 
 def _check(homes: Mapping[str, StateHome | None], steps_here: bool, is_host: bool, shards_weights: bool) -> None:

@@ -13,6 +13,7 @@ from accelerators import Accelerator
 from zero.comm.exchange import exchange_texts, run_on_all
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
+from zero.memory.homes.file import Pace
 from zero.memory.place import Place
 from zero.plan.layout import FlatLayout
 from zero.plan.stages import stage_of
@@ -88,6 +89,8 @@ def prepare(
     place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
     ranks_here, shards_weights = _ranks_that_share_memory(group, torch.device("cpu")), stage_of(config.stage).shards_weights
     memory_guard = MemoryGuard(place, optimizer, has_fused_step, ranks_here, shards_weights)
+    if config.homes.threads != "auto" and config.homes.piece_bytes != "auto":
+        memory_guard.homes.pace = Pace(config.homes.threads, config.homes.piece_bytes)
     filled = layout.extended([index for index in latent if index not in params.frozen])
     groups = [optimizer.param_groups[number] for number in sorted(set(params.groups))]
     homes = [home for own in groups for home in homes_of(own, config).values()]

@@ -43,7 +43,7 @@ from zero.runtime.sync.exchange import WindowSync
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
 from zero.setup.consistency import settings_of
-from zero.setup.homes import places_of
+from zero.setup.homes import places_of, with_pace
 from zero.setup.module_sync import cast_buffers, cast_frozen, frozen_to_share, place_buffers, sync_module_states
 from zero.setup.param_selection import ManagedParams
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
@@ -67,6 +67,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
     try:
         unread.begin(group, stage_of(config.stage).shards_weights)
         params = run_on_all(group, lambda: _checked(model, optimizer, config))
+        config = with_pace(config, group, sum(map(torch.Tensor.numel, params.tensors)))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
         parts = _assemble(model, optimizer, config, plan, group, unread)
     except BaseException:
