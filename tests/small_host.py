@@ -45,13 +45,13 @@ class GPT(nn.Module):
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         x = self.words(text[:, :-1])
         for block in self.blocks:
             x = block(x)
-        logits = self.norm(x) @ self.words.weight.T
+        logits = self.head(self.norm(x))
         return functional.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
 
 
@@ -75,6 +75,15 @@ class Peak(threading.Thread):
         return own + shared
 
 
+def warm_up(folder: str) -> None:
+    """What torch and the libraries keep whatever is trained is no part of a plan."""
+    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, 8)).bfloat16()
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2, homes={"moments": f"disk:{folder}"})
+    model(torch.ones(4, WIDTH, dtype=torch.bfloat16)).float().square().sum().backward()
+    optimizer.step()
+    optimizer.close()
+
+
 def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> None:
     torch.set_num_threads(1)
     if world > 1:
@@ -82,6 +91,7 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     with torch.device("meta"):
         model = GPT().bfloat16()
+    warm_up(folder)
     place = f"disk:{folder}" if homes == "disk" else "cpu"
     peak = Peak()
     before, began = peak.look(), time.perf_counter()

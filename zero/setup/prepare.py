@@ -95,7 +95,8 @@ def prepare(
     groups = [optimizer.param_groups[number] for number in sorted(set(params.groups))]
     homes = [home for own in groups for home in homes_of(own, config).values()]
     try:
-        run_on_all(group, lambda: memory_guard.reserve(homes, filled))
+        held = sum(tensor.nbytes for tensor in params.tensors if not tensor.is_meta)
+        run_on_all(group, lambda: memory_guard.reserve(homes, filled, held=held))
     except BaseException:
         memory_guard.homes.close()  # files that could be made
         raise
