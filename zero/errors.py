@@ -6,6 +6,7 @@ ZeroError                 the world is not as training needs it
 |-- GroupLost             a collective failed or timed out; the group is of no use any more
 |-- BadCheckpoint         a checkpoint lacks something, or is damaged
 |-- CheckpointFailed      a save or a load failed on some rank; what was there before it is as it was
+|-- DiskFailed            a file that state lives in could not be made, read or written, or has other values than were written
 `-- NonFinite             gradients are not finite, and the policy is to raise
 
 A caller's mistake is a ValueError or a TypeError, as everywhere in Python.
@@ -36,6 +37,10 @@ class BadCheckpoint(ZeroError, ValueError):
 
 class CheckpointFailed(ZeroError):
     """A save or a load failed on some rank; what was there before it is as it was."""
+
+
+class DiskFailed(ZeroError):
+    """A file that state lives in could not be made, read or written, or has other values than were written."""
 
 
 class NonFinite(ZeroError):

@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from zero.config.homes import Homes
 from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, SCHEDULES
 from zero.config.schema import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, ZeroConfig, first_difference
 
@@ -23,6 +24,7 @@ OTHER_VALUES = {
     "autocast": "bfloat16",
     "cast_inputs": True,
     "offload": Offload(pinned=False),
+    "homes": Homes(moments="disk:/fast"),
     "bucket_bytes": 1,
     "gathered_bytes": 0,
     "keep_whole_numel": 8,
@@ -102,7 +104,7 @@ def test_equal_configurations_have_equal_digests_whatever_order_they_were_writte
 
 def test_the_digest_of_the_defaults_is_stable():
     """Checkpoints hold it: a changed default shows here first."""
-    assert ZeroConfig(stage=2).digest == "e6f58b98ad23"
+    assert ZeroConfig(stage=2).digest == "cc456e1e2ea6"
 
 
 @pytest.mark.promise("N10")
@@ -162,7 +164,7 @@ def test_the_first_difference_is_named_with_both_values():
         (lambda: ZeroConfig(stage=1, clip=float("nan")), "clip=nan: "),
         (lambda: ZeroConfig(stage=1, reduce="avg"), "reduce='avg': "),
         (lambda: ZeroConfig(stage=1, reduce=0), "reduce=0: "),
-        (lambda: ZeroConfig(stage=1, offload="disk"), "offload to 'disk' was asked for.*Say 'cpu'"),
+        (lambda: ZeroConfig(stage=1, offload="disk"), "Cannot offload to 'disk': .*Use 'cpu'"),
         (lambda: ZeroConfig(stage=1, timeout_s=0), "timeout_s=0: "),
         (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), dtype="bfloat16"), "Leave loss_scale out"),
         (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), on_nonfinite="propagate"), "Use 'skip'"),

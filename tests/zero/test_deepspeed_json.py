@@ -24,7 +24,6 @@ from zero.config.deepspeed.keys import (
     CHOICES,
     HARMLESS,
     KNOWN,
-    OF_STAGE_3,
     OFF,
     OWN,
     REFUSED,
@@ -139,7 +138,12 @@ CHANGES = {
     "zero_optimization.offload_optimizer.device": ({}, "cpu"),
     "zero_optimization.offload_optimizer.pin_memory": ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, True),
     "zero_optimization.offload_optimizer.ratio": ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 0.5),
+    "zero_optimization.offload_optimizer.nvme_path": (
+        {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/slow"}}}, "/fast",
+    ),
     "zero_optimization.cpu_offload": ({}, True),
+    "zero_optimization.offload_param.device": ({"zero_optimization": {"stage": 3}}, "cpu"),
+    "zero_optimization.cpu_offload_param": ({"zero_optimization": {"stage": 3}}, True),
     "zero_allow_untested_optimizer": ({}, True),
     "steps_per_print": ({}, 10),
     "wall_clock_breakdown": ({}, True),
@@ -174,7 +178,7 @@ def test_each_harmless_key_changes_nothing_and_is_named():
             if path.startswith(block + ".") and path != f"{block}.{switch}" and f"{block}.{switch}" in HARMLESS:
                 around = nested(f"{block}.{switch}", True)
         if path.startswith("zero_optimization.offload_param."):
-            continue  # Named only beside a device, which is refused; see the next test.
+            continue  # named only beside a device
         reading = translate(merged(around, nested(path, CHOICES.get(path, (True,))[-1])))
         assert reading.config == translate({}).config, path
         assert any(notice.startswith(path + ": ") for notice in reading.notices), path
@@ -185,9 +189,8 @@ def test_each_refused_key_says_its_path_and_why():
     for path, why in REFUSED.items():
         block = path.rpartition(".")[0]
         on = nested(f"{block}.{SWITCHES[block][0]}", "on") if block in SWITCHES else {}
-        stage = {"zero_optimization": {"stage": 3}} if path in OF_STAGE_3 else {}
         with pytest.raises(ValueError) as caught:
-            translate(merged(stage, merged(on, nested(path, "on"))))
+            translate(merged(on, nested(path, "on")))
         message = str(caught.value)
         # A block is refused at the first of its keys that is found, and all of them have one reason.
         assert why in message and (path in message or block in message) and "Take it out." in message, path
@@ -270,7 +273,8 @@ def test_every_used_key_with_one_letter_missing_is_refused():
         ({"zero_optimization": {"reduce_bucket_size": -5e8}}, "at least 1"),
         ({"zero_optimization": 2}, "is not a block of keys"),
         ({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}, "has to be one of none, cpu, nvme"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "nothing is offloaded to disk yet"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "without nvme_path"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "weights are on the host at most"),
         ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}, "Keep zero_optimization"),
         ({"fp16": {"enabled": True, "loss_scale": -1}}, "at least 0"),
         ({"fp16": {"enabled": True, "loss_scale": True}}, "has to be a number"),
@@ -327,8 +331,15 @@ def test_offloaded_weights_are_asked_for_at_stage_3_only(key):
         [notice, _] = translate({"zero_optimization": {"stage": stage, **key}}).notices
         assert "below stage 3" in notice
     assert "below stage 3" in translate({"zero_optimization": key}).notices[0]
-    with pytest.raises(ValueError, match=r"offload_optimizer\.device says it for both"):
-        translate({"zero_optimization": {"stage": 3, **key}})
+    assert translate({"zero_optimization": {"stage": 3, **key}}).config.homes.weights.home == "host"
+
+
+def test_a_disk_of_deepspeed_has_masters_and_moments():
+    """With all that DeepSpeed's own file says of it."""
+    offload = {"device": "nvme", "nvme_path": "/fast", "ratio": 0.5, "pin_memory": True, "buffer_count": 4, "fast_init": False}
+    config = translate({"zero_optimization": {"stage": 2, "offload_optimizer": offload}, "aio": {"block_size": 2**20}}).config
+    assert config.offload is None and config.homes.masters == config.homes.moments
+    assert (config.homes.masters.place, config.homes.masters.ratio) == ("disk:/fast", 0.5)
 
 
 @pytest.mark.promise("N14")
@@ -652,13 +663,13 @@ def test_the_command_takes_two_numbers_for_betas(capsys, tmp_path):
 
 def test_all_problems_of_a_file_are_told_in_one_answer_the_stage_first():
     tree = {"gradient_clip": 1.0, "optimizer": {"type": "Adam", "params": {"lr": "auto", "eps": "auto", "lrr": 1}},
-            "zero_optimization": {"stage": 4, "offload_param": {"device": "cpu"}}, "gradient_clipping": -1,
+            "zero_optimization": {"stage": 4, "zero_hpz_partition_size": 4}, "gradient_clipping": -1,
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_type": "cubic"}}}
     with pytest.raises(ValueError) as caught:
         translate(tree)
     lines = str(caught.value).splitlines()
     assert lines[0] == "Cannot use the DeepSpeed configuration: it has 7 problems."
-    found = ["from 0 to 3", "'gradient_clip'", "offload_param.device", "'lrr'", "gradient_clipping -1.0", "warmup_type",
+    found = ["from 0 to 3", "'gradient_clip'", "zero_hpz_partition_size", "'lrr'", "gradient_clipping -1.0", "warmup_type",
              "optimizer.params.lr (lr), optimizer.params.eps (eps), scheduler.params.warmup_num_steps (warmup_steps)"]
     assert all(words in line for words, line in zip(found, lines[1:], strict=True)), lines
 

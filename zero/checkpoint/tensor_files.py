@@ -7,7 +7,7 @@ neither syncs nor sums; here they pass one at a time from wherever they are, and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,16 @@ def has_name(dtype: torch.dtype) -> bool:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], written: Written = lambda _: None, metadata: Metadata | None = None
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    written: Written = lambda _: None,
+    metadata: Metadata | None = None,
+    values: Callable[[str], torch.Tensor] | None = None,
 ) -> tuple[int, str]:
-    """Writes a file of these tensors; its size and its checksum."""
+    """Writes a file of these tensors; its size and its checksum. `values` gives those of one at a time, if that is not they."""
     ordered = dict(sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize))  # so that each begins at a multiple of it
     sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items()}
-    return write_stream(path, sizes, ordered.values(), written, metadata)
+    return write_stream(path, sizes, map(values or ordered.__getitem__, ordered), written, metadata)
 
 
 def write_stream(

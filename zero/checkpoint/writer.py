@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -37,10 +37,15 @@ class ShardPayload:
 
     part: Part
     tensors: Mapping[str, torch.Tensor]
+    late: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)  # the values of some
+
+    def values(self, key: str) -> torch.Tensor:
+        """The values of a tensor, of use until others are asked for."""
+        return self.late[key]() if key in self.late else self.tensors[key]
 
     def copied(self) -> ShardPayload:
         """In host memory that nobody else changes."""
-        return replace(self, tensors={key: tensor.to("cpu", copy=True) for key, tensor in self.tensors.items()})
+        return replace(self, tensors={key: self.values(key).to("cpu", copy=True) for key in self.tensors}, late={})
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +77,7 @@ class Writer:
         own = self.place / file_of(self.rank)
         try:
             with ProgressBar(f"saving {self.tag}", cargo.num_bytes, self.rank == 0) as bar:
-                size, found = write_tensors(own, cargo.tensors, bar.advance)
+                size, found = write_tensors(own, cargo.tensors, bar.advance, values=cargo.values)
             part = replace(cargo.part, file=File(own.name, size, found))
             disk.write(_unseen(self._part_of(self.rank)), [part.text().encode()])
             os.rename(_unseen(self._part_of(self.rank)), self._part_of(self.rank))

@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from zero.config.base import ConfigModel
+from zero.config.homes import NAMES_OF_HOST as NAMES_OF_HOST
+from zero.config.homes import Homes, offload_in_our_words
+from zero.config.homes import Offload as Offload
+from zero.config.homes import name_of_place as name_of_place
 from zero.config.registry import (
     FUSED_IN_TORCH,
     OPTIMIZERS,
@@ -59,47 +63,6 @@ class LossScale(ConfigModel):
             raise ValueError(f"Cannot start the loss scale at {self.initial:g}: its minimum is {self.minimum:g}. "
                              "Raise initial or lower minimum")
         return self
-
-
-NAMES_OF_HOST = ("cpu", "host")
-
-
-class Offload(ConfigModel):
-    """Where masters, optimizer state and gradient shares live when not on the accelerator, and how much of them."""
-
-    home: Annotated[Literal["host"], BeforeValidator(lambda given: _place(given))] = "host"
-    pinned: bool | None = None  # None: where that works
-    ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-
-    @classmethod
-    def of(cls, given: object) -> Offload | None:
-        """From a name such as "cpu", from a dict of ours or of DeepSpeed's, or from itself."""
-        found = _offload(given)
-        return cls(**found) if isinstance(found, dict) else found
-
-
-def _offload(given: object) -> Offload | dict[str, Any] | None:
-    """What `given` says in our words: None for nowhere."""
-    if given is None or isinstance(given, Offload):
-        return given
-    named = dict(given) if isinstance(given, Mapping) else {"home": given}
-    if "device" in named:
-        named["home"] = named.pop("device")
-    if "pin_memory" in named:
-        named["pinned"] = named.pop("pin_memory")
-    return None if name_of_place(named.get("home", "cpu")) in ("none", "None") else named
-
-
-def name_of_place(place: object) -> object:
-    """Of an enum's member, or of a torch.device, what it is called."""
-    plain = getattr(place, "value", getattr(place, "type", place))
-    return plain.strip().lower() if isinstance(plain, str) else plain
-
-
-def _place(given: object) -> str:
-    if name_of_place(given) not in NAMES_OF_HOST:
-        raise ValueError(f"offload to {brief(given)} was asked for, but there is no other home than host memory. Say 'cpu'.")
-    return "host"
 
 
 class Batch(ConfigModel):
@@ -228,7 +191,8 @@ class ZeroConfig(ConfigModel):
     keep_fp32_buffers: Names | None = None  # those that are not; None: what the model lists itself, as transformers' do
     autocast: Half | None = None
     cast_inputs: bool = False
-    offload: Annotated[Offload | None, BeforeValidator(_offload)] = None
+    offload: Annotated[Offload | None, BeforeValidator(offload_in_our_words)] = None
+    homes: Homes = Homes()  # of kinds of state that have others than `offload` says
     bucket_bytes: Count = DEFAULT_BUCKET_BYTES
     gathered_bytes: Literal["auto", "all"] | Bytes = "auto"  # of whole weights on a device at stage 3
     keep_whole_numel: Annotated[int, Field(ge=0)] = 0  # elements up to which a parameter is never in shares there

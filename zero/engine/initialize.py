@@ -70,8 +70,8 @@ def initialize(
         raise ValueError(f"Cannot initialize(model={model!r}): a model is needed. Pass an nn.Module as model=.")
     if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
         raise ValueError(
-            f"Cannot initialize {type(model).__name__}: it is a PipelineModule, and pipeline parallelism is not served. Make "
-            "one nn.Module of its layers, such as an nn.Sequential, which every rank has whole."
+            f"Cannot initialize {type(model).__name__}: it is a PipelineModule, and pipeline parallelism is not supported. "
+            "Make one nn.Module of its layers, such as an nn.Sequential, which every rank has whole."
         )
     if mpu is not None:
         raise ValueError("Cannot initialize(mpu=...): ranks do not split a model among them here. Leave mpu out.")

@@ -96,7 +96,7 @@ def _adam_of(theirs: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if theirs.state:
         raise ValueError(f"Cannot use this {kind}: it has stepped already. Pass a new one, and load a checkpoint into it.")
     if not all(group.get("bias_correction", True) for group in theirs.param_groups):
-        raise ValueError(f"Cannot use this {kind}: bias_correction=False is not served. Make it without.")
+        raise ValueError(f"Cannot use this {kind}: bias_correction=False is not supported. Make it without.")
     is_decoupled = getattr(theirs, "adam_w_mode", True)
     made = (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(theirs.param_groups)
     made.param_groups = theirs.param_groups

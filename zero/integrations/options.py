@@ -16,7 +16,7 @@ Given = Mapping[str, Any] | str | os.PathLike[str]
 # Settings of a configuration that are options of `zero.shard` under a framework, which does the rest itself. A step that is not
 # finite is left to the framework too: it would not hear of one that was skipped.
 _SHARDED = (
-    "masters", "buffer_dtype", "keep_fp32_buffers", "offload", "bucket_bytes", "reduce", "reduce_dtype", "on_unused",
+    "masters", "buffer_dtype", "keep_fp32_buffers", "offload", "homes", "bucket_bytes", "reduce", "reduce_dtype", "on_unused",
     "elementwise",
 )  # fmt: skip
 # What a framework decides, by the key that DeepSpeed has for it, and the field of what the call implies.

@@ -9,7 +9,9 @@ import torch
 import accelerators
 from zero.memory.deferred_sum import DeferredSum
 from zero.memory.formats import by_device
-from zero.memory.homes.home import Transfer
+from zero.memory.gradient_stream import GradientStream
+from zero.memory.homes.disk import is_absent
+from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.registry import Homes
 from zero.memory.shard import LayoutRef, Shard
 
@@ -28,18 +30,26 @@ class GradientShard(Shard):
         self._wanted = [True, False]  # whether somebody but the step wanted a sum: in the last window, and in this one
         self._kept: dict[int, torch.Tensor] = {}
         self._deferred_scales: dict[int, float] = {}  # what shares are to be multiplied by when somebody looks at them
+        self.stream = GradientStream(self.shares, self._disk_of, self.allocate, homes.host.catch_up)
+
+    def _disk_of(self, bucket: int) -> Home | None:
+        places = dict(self.layout_ref.layout.buckets[bucket].away)
+        return self.homes.at("gradients", places["gradients"]) if "gradients" in places else None
 
     def share(self, bucket: int) -> torch.Tensor:
         """The share of a bucket; zeros when nothing was added to it yet."""
         self._wanted[1] = True
-        return self._sum_of(bucket)
+        return self.sum_of(bucket, writes=True)
 
-    def _sum_of(self, bucket: int) -> torch.Tensor:
+    def sum_of(self, bucket: int, writes: bool = False) -> torch.Tensor:
+        """The same for the step; what is written to it is kept if `writes`."""
         self.check_resident()
         self.home_of(bucket).catch_up()
         self.materialize(bucket)
         if bucket not in self.shares:
             self.shares[bucket] = self.allocate(bucket).zero_()
+            self.stream.begin(bucket)
+        self.stream.use(bucket, writes)
         self._apply_deferred_scale(bucket)
         return self.shares[bucket]
 
@@ -56,6 +66,8 @@ class GradientShard(Shard):
         fresh = bucket not in self.shares
         if fresh:
             self.shares[bucket] = self.allocate(bucket)
+            self.stream.begin(bucket)
+        self.stream.use(bucket, writes=True)
         self._wanted[1] |= not fresh
         return self.shares[bucket], fresh
 
@@ -66,13 +78,13 @@ class GradientShard(Shard):
     def addends(self, bucket: int) -> tuple[Sequence[torch.Tensor], tuple[float, ...]]:
         """What a share is the sum of, and what that is to be multiplied by, one after the other."""
         if bucket not in self.deferred:
-            return [self._sum_of(bucket)], ()
+            return [self.sum_of(bucket)], ()
         self.check_resident()
         return self.deferred[bucket].addends, self.deferred[bucket].factors
 
     def can_defer(self, bucket: int) -> bool:
         """Whether a sum may be deferred here, if it can be anywhere."""
-        return bucket not in self and not any(self._wanted)
+        return bucket not in self and not any(self._wanted) and not self.stream.has(bucket)
 
     def defer(self, bucket: int, rows: DeferredSum) -> None:
         self.deferred[bucket] = rows
@@ -92,6 +104,9 @@ class GradientShard(Shard):
         if bucket in self.deferred:
             self.deferred[bucket].factors += (factor,)
             return
+        if self.stream.has(bucket):
+            self.stream.multiply(bucket, factor)
+            return
         self._deferred_scales[bucket] = self._deferred_scales.get(bucket, 1.0) * factor
 
     def _apply_deferred_scale(self, bucket: int) -> None:
@@ -103,7 +118,7 @@ class GradientShard(Shard):
         away = [state for state in NEEDED if state in self.homes.away]
         if away:
             raise ValueError(
-                f"Cannot use gradients: {', '.join(away)} are on the host since offload_states. Call reload_states() first."
+                f"Cannot use gradients: {', '.join(away)} are away since offload_states. Call reload_states() first."
             )
 
     def multiply(self, factor: float) -> None:
@@ -112,17 +127,21 @@ class GradientShard(Shard):
         if self.shares and factor != 1.0:
             for indices in by_device(shares := self.present()):
                 torch._foreach_mul_([shares[index] for index in indices], factor)
+            for bucket in filter(self.stream.has, self.shares):
+                self.stream.multiply(bucket, factor)
 
     def present(self) -> list[torch.Tensor]:
-        """The shares whose sums were taken, in the order of buckets."""
-        return [self._sum_of(bucket) for bucket in sorted(self.shares)]
+        """The shares in memory whose sums were taken, in the order of buckets."""
+        return [self.sum_of(bucket) for bucket in sorted(self.shares) if not self.stream.has(bucket)]
 
     def clear(self) -> None:
         self.homes.host.catch_up()  # memory that a copy still writes must not be somebody else's
+        self.stream.clear()
         if self.shares or self.deferred:
             self._wanted = [self._wanted[1], False]
         for bucket, share in self.shares.items():
-            if share.is_cpu and self.home_of(bucket).device == share.device:  # and not what is on the host for a while
+            is_apart = is_absent(share) or self.stream.has(bucket)
+            if share.is_cpu and not is_apart and self.home_of(bucket).device == share.device:  # and not for a while
                 self._kept[bucket] = share
         self.shares.clear()
         for rows in self.deferred.values():
@@ -142,7 +161,8 @@ class GradientShard(Shard):
 
     @property
     def num_bytes(self) -> int:
-        return super().num_bytes + sum(rows.num_bytes for rows in self.deferred.values())
+        in_memory = sum(share.nbytes for share in self.shares.values() if not is_absent(share))
+        return in_memory + sum(rows.num_bytes for rows in self.deferred.values())
 
     def allocate(self, bucket: int) -> torch.Tensor:
         return self._kept.pop(bucket) if bucket in self._kept else super().allocate(bucket)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import torch
 
 from zero.memory.formats import ParamFormat, sum_dtype
 from zero.memory.homes.home import DONE, Home, Transfer
 from zero.memory.shard import LayoutRef, Shard
+from zero.memory.streams import Streams
 from zero.memory.weights import Weights
 from zero.plan.layout import Block, Piece
 
@@ -32,9 +34,11 @@ class Masters:
         weights: Weights,
         shard: Shard,
         formats: Sequence[ParamFormat],
+        state: MutableMapping[Any, Any],
         rounded: bool = False,
     ) -> None:
         self.shard = shard
+        self.streams = Streams(shard, state, self.in_bucket, self.shaped, self.cut)
         self.pieces: dict[int, list[tuple[Piece, torch.nn.Parameter]]] = {}  # by parameter
         self._in_block: dict[Block, list[tuple[Piece, torch.nn.Parameter]]] = {}
         self.layout_ref = layout_ref
@@ -54,6 +58,10 @@ class Masters:
             if self._rounded_at_start:
                 source, given = share, False
             dtype = sum_dtype(self.layout_ref.dtype_of(bucket))
+            stored = self.streams.store(bucket, source, dtype)
+            if stored is not None:
+                self.shard.shares[bucket] = stored
+                return False
             kept = given and source.dtype == dtype and self.shard.home_of(bucket).holds(source)
             share = source if kept else self.shard.allocate(bucket).copy_(source)
         self.shard.shares[bucket] = share
@@ -77,11 +85,10 @@ class Masters:
         """Points the parameters of a bucket at its share. While that is on another device they are empty: a parameter keeps its
         device, as not every one can change it."""
         share = self.shard.shares[bucket]
-        for piece, master in (member for pieces in self.pieces.values() for member in pieces):
-            if piece.bucket == bucket:
-                is_here = share.device == master.device
-                line = share[piece.in_share.start : piece.in_share.stop]
-                master.data = self.shaped(piece, line) if is_here else master.new_empty(0)
+        for piece, master in self.in_bucket(bucket):
+            is_here = share.device == master.device
+            line = share[piece.in_share.start : piece.in_share.stop]
+            master.data = self.shaped(piece, line) if is_here else master.new_empty(0)
 
     def renew(self, bucket: int) -> None:
         """Points the masters of a bucket at its weights, which are in other memory by now, where they are these themselves."""
@@ -101,6 +108,9 @@ class Masters:
         """The pieces of a block as they lie."""
         return self._in_block.get(block, [])
 
+    def in_bucket(self, bucket: int) -> list[tuple[Piece, torch.nn.Parameter]]:
+        return [member for block in self.layout_ref.layout.blocks(bucket) for member in self.in_block(block)]
+
     def is_copy(self, bucket: int) -> bool:
         dtype = self.layout_ref.dtype_of(bucket)
         return dtype != sum_dtype(dtype) or self.shard.home_of(bucket) is not self.shard.homes.device
@@ -115,12 +125,15 @@ class Masters:
     def adopt(self, block: Block) -> None:
         """Takes over what was changed in the weights: wherever a weight is not its master's rounded value."""
         if self.is_copy(block.bucket):
-            adopt(self.weights_of(block), self._cut(block))
+            self.streams.use(block.bucket, writes=False)
+            if adopt(self.weights_of(block), self._cut(block)):
+                self.streams.use(block.bucket)
             self.compared(block)
 
     def publish(self, block: Block) -> None:
         """Rounds the masters of a block into this rank's share of the weights."""
         if self.is_copy(block.bucket):
+            self.streams.use(block.bucket, writes=False)
             self.rounded_of(block).copy_(self._cut(block))
             self.written(block)
 
@@ -177,11 +190,13 @@ class Masters:
             self._get_back(home, 0)
         self._fetched.clear()
         self._rounded.clear()
+        self.streams.abandon()
 
     def forget(self, chunk: int) -> None:
         """From a chunk on."""
         layout = self.layout_ref.layout
         gone = {index for index, bucket in enumerate(layout.buckets) if bucket.chunk >= chunk}
+        self.streams.forget(gone)
         self.pieces = {param: pieces for param, pieces in self.pieces.items() if gone.isdisjoint(layout.buckets_of(param))}
         self._in_block = {block: members for block, members in self._in_block.items() if block.bucket not in gone}
         self.shard.shares = {bucket: share for bucket, share in self.shard.shares.items() if bucket not in gone}
@@ -191,18 +206,23 @@ class Masters:
         self.abandon()
         self.pieces.clear()
         self._in_block.clear()
+        self.streams.release()
         self.shard.release()
         self.shard.homes.host.release()
+        self.shard.homes.close()
 
 
-def adopt(weights: torch.Tensor, masters: torch.Tensor) -> None:
-    """Masters become what their weights are, wherever these are not their rounded values."""
+def adopt(weights: torch.Tensor, masters: torch.Tensor) -> bool:
+    """Masters become what their weights are, wherever these are not their rounded values. Whether that may be anywhere."""
+    changed = False
     # a part at a time, since what this needs beside the two is several times the weights
     numel = max(_LEAST_NUMEL_ON_HOST if masters.is_cpu else _LEAST_NUMEL, masters.numel() // 16)
     for weight, master in zip(torch.split(weights, numel), torch.split(masters, numel), strict=True):
         if master.is_cpu and same_bits(weight, master.to(weight.dtype, copy=True)):
             continue  # as nearly always; a device is not asked, since its answer would have to be waited for
         master.copy_(exact(weight, master))
+        changed = True
+    return changed
 
 
 def exact(weights: torch.Tensor, masters: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,10 @@ class VersionedShares:
     def edit(self, bucket: int, span: Span, values: torch.Tensor) -> None:
         """From now on a share has these values in a span; they may be none."""
         share = self._shares[bucket]
+        if not self._num_others:  # nobody reads what was there before
+            share.newest[span.start : span.stop] = values
+            self._change(lambda: setattr(share, "num_edits", share.num_edits + 1))
+            return
         edited = share.newest.clone() if span.numel else share.newest
         overwritten = edited[span.start : span.stop].clone()
         edited[span.start : span.stop] = values
@@ -106,7 +110,8 @@ class VersionedShares:
         with self._lock:
             edited = [bucket for bucket, share in self._shares.items() if share.num_edits]
             for share in map(self._shares.__getitem__, edited):
-                share.published.copy_(share.newest)
+                if share.newest is not share.published:
+                    share.published.copy_(share.newest)
                 share.newest, share.num_edits = share.published, 0
                 share.overwritten.clear()
             return edited

@@ -7,7 +7,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero.plan.layout import ITEM_BYTES, FlatLayout
+from zero.plan.disk import stream_bytes
+from zero.plan.layout import ITEM_BYTES, Bucket, FlatLayout
 
 _KEPT = 2  # buckets of a dtype that are kept for the next window: one to fill while another is sent
 _ON_THE_WAY = 2  # copies between the device and the host that may be on their way in one direction
@@ -40,11 +41,13 @@ class Budget:
     waiting: int = 0  # gradients that are whole on the device until the last backward of a window sends them
     in_transit: int = 0  # host memory for what is on its way: weights to be compared and back, gradients to be added
     gathered: int = 0  # whole weights, where they are in shares
+    disk: Shares = Shares()
+    streams: int = 0  # memory of the device for what comes from elsewhere
 
     @property
     def states(self) -> int:
         """What is on the device between two windows."""
-        return self.device.weights + self.device.masters + self.device.moments + self.staging
+        return self.device.weights + self.device.masters + self.device.moments + self.staging + self.streams
 
     @property
     def peak(self) -> int:
@@ -84,15 +87,15 @@ def budget_of(
     when the one before it was exchanged. What a rank that is ahead needs beside it depends on how far: where its host runs
     ahead of its device, two buckets and what comes for them. Copies to and from the host are taken to be as late as they may.
     """
-    shares = {False: Counter[str](), True: Counter[str]()}  # by whether they live on the host
+    shares = {False: Counter[str](), True: Counter[str](), None: Counter[str]()}  # whether they live on the host; None: on disk
     are_others = (num_ranks or layout.num_shares) > 1
     stays = waits and one_pass and layout.num_shares == (num_ranks or layout.num_shares)
     come = 0.0 if one_host else _coming(rank, layout.num_shares)
     rounds = [_Round.of(layout, index, are_others, waits, come) for index in range(len(layout.buckets))]
     remembered = [num_moments] if isinstance(num_moments, int) else num_moments  # by group; the last is that of all others
     for bucket, round_ in zip(layout.buckets, rounds, strict=True):
-        shares[bucket.offloaded]["gradients"] += round_.share
-        shares[bucket.offloaded]["masters"] += round_.share if bucket.offloaded or round_.narrow else 0
+        shares[_place(bucket, "gradients")]["gradients"] += round_.share
+        shares[_place(bucket, "masters")]["masters"] += round_.share if bucket.offloaded or round_.narrow else 0
         if shards_weights:
             is_kept = layout.chunks[bucket.chunk].is_kept
             shares[bucket.offloaded and not is_kept]["weights"] += round_.weights * (layout.num_shares if is_kept else 1)
@@ -104,15 +107,16 @@ def budget_of(
             lines[piece.bucket] = max(lines[piece.bucket], number)
             if not in_lines:  # the optimizer sees pieces, never the padding between them
                 item = max(ITEM_BYTES[spec.dtype], ITEM_BYTES["float32"])
-                shares[layout.buckets[piece.bucket].offloaded]["moments"] += number * item * piece.in_param.numel
+                shares[_place(layout.buckets[piece.bucket], "moments")]["moments"] += number * item * piece.in_param.numel
     for index, number in lines.items() if in_lines else ():
-        shares[layout.buckets[index].offloaded]["moments"] += number * rounds[index].share
+        shares[_place(layout.buckets[index], "moments")]["moments"] += number * rounds[index].share
     repeats = 1 + _ON_THE_WAY if num_backwards is None else num_backwards  # more of them meet no more of each other
     all_at_once = waits and any(round_.narrow for round_ in rounds)
     kept, staged = _staging_of(layout, rounds, int(are_others), repeats, all_at_once)
     latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)
     stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0) if any(remembered) else 0
-    near = [round_.share for round_ in rounds if not (round_.offloaded or (stays and round_.narrow))]
+    near = [round_.share for round_ in rounds if not (round_.offloaded or round_.on_disk or (stays and round_.narrow))]
+    streams = stream_bytes(layout, rank, num_moments)
     if not shards_weights:
         shares[False]["weights"] = sum(chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks)
     gathered = [chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks if not chunk.is_kept]
@@ -123,7 +127,9 @@ def budget_of(
         stepping=sum(near) + (staged - kept if stays else stepped),
         host=Shares(**shares[True]),
         waiting=sum(round_.whole for round_ in rounds) if waits else 0,
-        in_transit=_in_transit([round_ for round_ in rounds if round_.offloaded], repeats, by_blocks),
+        in_transit=_in_transit([round_ for round_ in rounds if round_.offloaded], repeats, by_blocks) + streams[True],
+        disk=Shares(**shares[None]),
+        streams=streams[False],
         gathered=_gathered(sorted(gathered, reverse=True), gathered_bytes) if shards_weights and not one_host else 0,
     )
 
@@ -140,6 +146,7 @@ class _Round:
     weights: int  # this rank's share of the weights
     narrow: bool  # whether weights are narrower than sums
     offloaded: bool
+    on_disk: bool  # the sums of its gradients
 
     @staticmethod
     def of(layout: FlatLayout, index: int, are_others: bool, waits: bool, come: float) -> _Round:
@@ -151,7 +158,14 @@ class _Round:
         shared = layout.num_shares > 1
         pieces = round(filled * come) if shared else share if are_others and come else 0
         total = share if (shared and come) or (item < wide and not are_others and bucket.offloaded) else 0
-        return _Round(filled, pieces, whole, total, share, bucket.share_numel * item, item < wide, bucket.offloaded)
+        on_disk = _place(bucket, "gradients") is None
+        return _Round(filled, pieces, whole, total, share, bucket.share_numel * item, item < wide, bucket.offloaded, on_disk)
+
+
+def _place(bucket: Bucket, kind: str) -> bool | None:
+    """Whether a kind of state lives on the host beside a device; None where it is on disk."""
+    place = dict(bucket.away).get(kind)
+    return bucket.offloaded if place is None else True if place == "host" else None
 
 
 def _gathered(chunks: Sequence[int], most: float) -> int:
@@ -209,7 +223,7 @@ def _exchanged(rounds: Sequence[_Round], repeats: int, waits: bool, stays: bool,
     most = latest + max(sum(whole), sum(whole[1:]) + sum(first.pieces for first in all_[:1]))
     travelling = deque[int](maxlen=_ON_THE_WAY)
     for at, round_ in enumerate(all_):
-        is_first, stays_here = at < len(rounds), not (round_.offloaded or (stays and round_.narrow))
+        is_first, stays_here = at < len(rounds), not (round_.offloaded or round_.on_disk or (stays and round_.narrow))
         unsent = waiting[len(rounds) - at - 3] if at + 2 < len(rounds) else 0
         # The next one was sent before this one is looked at, as a gradient came; the last one lands without.
         others = unsent + sum(travelling) + sum(other.pieces + latest for other in all_[at + 1 : at + 2])

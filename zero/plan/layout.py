@@ -13,8 +13,9 @@ whatever is done bucket by bucket needs no other index arithmetic than this file
 What an optimizer looks at as a whole tensor has one *owner*: it lies in one rank's share of one bucket, and is one piece; see
 [Note: shelves] in owners.py. Its chunks are of such parameters alone, and each is one bucket, as large as it must be.
 
-A bucket whose shares live on the host beside an accelerator is *offloaded*. A chunk mixes neither these with others nor weights
-that every rank keeps whole. Host memory is worked through in *blocks* that fit a cache: a piece ends where its block does.
+A bucket whose shares live on the host beside an accelerator is *offloaded*; see homes.py. A chunk mixes neither these with
+others nor weights that every rank keeps whole. Host memory is worked through in *blocks* that fit a cache: a piece ends where
+its block does.
 
 A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it;
 then the layout is *extended*, which leaves everything that lies somewhere where it is.
@@ -25,12 +26,12 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from zero.plan.homes import Asked, Away, homes_of
 from zero.plan.owners import Tensor, height_of, shelves_of, stacked, starts_in, work_of
 from zero.plan.spans import Span, round_up
 
@@ -48,6 +49,7 @@ class ParamSpec:
     offload: float = 0.0  # how much of what is sharded of its group is to live on the host
     kept: bool = False  # whether every rank keeps it whole where weights are in shares
     work: int = 0  # of its update, where one rank must have all of it for that; 0 where its elements may be anybody's
+    away: tuple[Away, ...] = ()  # what of its group's states is kept apart from where it is stepped
 
     @property
     def numel(self) -> int:
@@ -89,6 +91,7 @@ class Bucket:
     num_shares: int
     is_whole: bool = False  # whether each of its parameters has one owner
     offloaded: bool = False
+    away: tuple[tuple[str, str], ...] = ()  # kinds of states that are kept apart from where they are stepped, and the places
 
     @property
     def share_numel(self) -> int:
@@ -272,15 +275,18 @@ class _Builder:
         self._loads = [layout.work_of(rank) for rank in range(layout.num_shares)]
 
     def add(self, params: Collection[int]) -> FlatLayout:
-        kinds: dict[tuple[str, float, bool, bool], list[int]] = {}
+        kinds: dict[tuple[str, object, bool, bool], list[int]] = {}
         for param in sorted(params, reverse=True):
             spec = self._layout.params[param]
-            kinds.setdefault((spec.dtype, spec.offload, spec.kept, spec.work > 0), []).append(param)
+            kinds.setdefault((spec.dtype, (spec.offload, spec.away), spec.kept, spec.work > 0), []).append(param)
         for (dtype, _, _, is_whole), members in kinds.items():
             (self._lay_whole if is_whole else self._lay)(dtype, members)
         # a bucket is full when the last of its parameters is reached, which is the first of them in the model's order
         new = sorted(self._buckets, key=lambda bucket: -min(bucket.params))
-        buckets = (*self._layout.buckets, *self._offloaded(new))
+        specs = [self._layout.params[bucket.params[0]] for bucket in new]
+        homes = homes_of([Asked(bucket.span.numel, spec.offload, spec.away) for bucket, spec in zip(new, specs, strict=True)])
+        placed = (replace(bucket, offloaded=own, away=away) for bucket, (own, away) in zip(new, homes, strict=True))
+        buckets = (*self._layout.buckets, *placed)
         return replace(self._layout, slots=tuple(self._slots), chunks=tuple(self._chunks), buckets=buckets)
 
     def _lay(self, dtype: str, params: Sequence[int]) -> None:
@@ -312,20 +318,6 @@ class _Builder:
             if numel:
                 self._buckets.append(Bucket(len(self._chunks) - 1, Span(0, numel), tuple(starts), len(shelf), True))
             loads[:] = [load + work_of(region) for load, region in zip(loads, shelf, strict=True)]
-
-    def _offloaded(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
-        """Those that backward fills first go to the host, as their copies have the most time: of each kind as much as asked."""
-        total: Counter[float] = Counter()
-        for bucket in buckets:
-            total[self._offload(bucket)] += bucket.span.numel
-        so_far: Counter[float] = Counter()
-        for bucket in buckets:
-            ratio = self._offload(bucket)
-            yield replace(bucket, offloaded=so_far[ratio] < ratio * total[ratio])
-            so_far[ratio] += bucket.span.numel
-
-    def _offload(self, bucket: Bucket) -> float:
-        return self._layout.params[bucket.params[0]].offload
 
     def _close(self, dtype: str, params: Sequence[int], slots: Sequence[Span]) -> None:
         index, unit = len(self._chunks), self._layout.num_shares * self._align(dtype)

@@ -12,12 +12,15 @@ import torch
 import accelerators
 from accelerators import Accelerator
 from accelerators.memory import format_bytes
-from zero.config.schema import Offload
+from zero.config.homes import StateHome
+from zero.memory.homes.disk import DiskHome
 from zero.memory.homes.registry import Homes
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.optim.traits import num_moments, steps_by_blocks
 from zero.plan.budget import Budget, budget_of, busiest_rank
+from zero.plan.disk import disk_bytes
+from zero.plan.homes import KINDS, Away
 from zero.plan.layout import ITEM_BYTES, FlatLayout
 
 
@@ -86,13 +89,22 @@ class MemoryGuard:
         taken = sum(tensor.nbytes for tensor in tensors if tensor.device == self._place.device)
         return max(0, available // self._place.num_ranks + taken - (budget.peak - budget.gathered)) / 2
 
-    def reserve(self, offloads: Iterable[Offload | None], layout: FlatLayout, before: FlatLayout | None = None) -> None:
-        """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for; nothing is allocated yet.
-        `before` is what has its memory already."""
+    def reserve(
+        self, homes: Iterable[StateHome | None], layout: FlatLayout, before: FlatLayout | None = None, held: int = 0
+    ) -> None:
+        """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for, and reserves space on
+        disks; nothing is allocated yet. `before` is what has its memory already; so have `held` bytes of weights."""
+        asked = [home for home in homes if home is not None]
+        if self._place.is_host and asked:
+            self._check_host(layout, held)
+        for (kind, place), num_bytes in disk_bytes(layout, busiest_rank(layout), num_moments(self._optimizer)).items():
+            disk = self.homes.at(kind, place)
+            assert isinstance(disk, DiskHome)
+            disk.file.reserve(num_bytes)
         needed = self._needed(layout) - (0 if before is None else self._needed(before))
         if not needed:
             return
-        pinned = self._pinned([offload.pinned for offload in offloads if offload is not None and offload.ratio])
+        pinned = self._pinned([home.pinned for home in asked if home.home == "host" and home.ratio])
         available = accelerators.get("cpu").memory().available
         if available is not None and needed * self._ranks_here > available:
             raise MemoryError(
@@ -109,6 +121,20 @@ class MemoryGuard:
                 "Leave pinned out, and pageable memory serves."
             )
         self.homes.host.pinned = pinned
+
+    def _check_host(self, layout: FlatLayout, held: int) -> None:
+        """Where the device is the host, all that is not on disk is there."""
+        needed = self._budget(layout, self._shards_weights).peak - held
+        available = self._place.accelerator.memory().available
+        if available is None or needed * self._place.num_ranks <= available:
+            return
+        away = self._budget(_all_on_disk(layout), self._shards_weights).peak - held
+        raise MemoryError(
+            f"Cannot keep {needed} bytes ({format_bytes(needed)}) on the host for each of {self._place.num_ranks} ranks of "
+            f"this machine: {available} bytes ({format_bytes(available)}) are available to all of them. With "
+            "homes={'masters': 'disk:/directory', 'moments': 'disk:/directory', 'gradients': 'disk:/directory'} it would need "
+            f"{away} ({format_bytes(away)})."
+        )
 
     def check(self, asked: str, needed: int) -> None:
         """Raises unless so many bytes of this rank fit on the host, which other ranks may be filling as well."""
@@ -135,6 +161,13 @@ class MemoryGuard:
     def _can_pin(self, num_bytes: int) -> bool:
         piece = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return self._place.accelerator.can_pin and self._place.accelerator.pin(piece).is_pinned()
+
+
+def _all_on_disk(layout: FlatLayout) -> FlatLayout:
+    away = tuple(Away(kind, "disk:/directory") for kind in KINDS)
+    bare = replace(layout, params=tuple(replace(spec, away=away) for spec in layout.params), chunks=(), buckets=())
+    slotted = [index for index, slot in enumerate(layout.slots) if slot is not None]
+    return replace(bare, slots=(None,) * len(layout.slots)).extended(slotted)
 
 
 def _settings_beside(layout: FlatLayout, shards_weights: bool) -> Iterator[tuple[str, FlatLayout, bool]]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import fnmatch
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 import accelerators
-from zero.config.schema import Offload, ZeroConfig
+from zero.config.schema import ZeroConfig
 from zero.memory.formats import DTYPES, dtype_name
 from zero.optim.traits import whole_groups, work_of
 from zero.plan.layout import ParamSpec
 from zero.plan.stages import stage_of
+from zero.setup.homes import Places, places_of
 
 logger = logging.getLogger("zero")
 
@@ -28,7 +28,7 @@ class ManagedParams:
     tensors: list[nn.Parameter]
     groups: list[int]
     dtypes: list[torch.dtype]
-    offload: list[float]  # how much of the group's shares is to live on the host
+    places: list[Places]  # where the states of each are to live
     works: list[int]  # of the update of each, where it has one owner; else 0
     kept: list[bool]  # whether every rank keeps it whole where weights are in shares
     unmanaged: list[str]  # trainable, but in no group of the optimizer
@@ -39,7 +39,7 @@ class ManagedParams:
         return {index for index, tensor in enumerate(self.tensors) if not tensor.requires_grad}
 
     def specs(self) -> list[ParamSpec]:
-        return specs_of(self.names, self.tensors, self.groups, self.dtypes, self.offload, self.kept, self.works)
+        return specs_of(self.names, self.tensors, self.groups, self.dtypes, self.places, self.kept, self.works)
 
 
 def specs_of(
@@ -47,12 +47,15 @@ def specs_of(
     tensors: list[nn.Parameter],
     groups: list[int],
     dtypes: list[torch.dtype],
-    offload: list[float],
+    places: list[Places],
     kept: list[bool],
     works: list[int],
 ) -> list[ParamSpec]:
     shapes, named = [tuple(tensor.shape) for tensor in tensors], map(dtype_name, dtypes)
-    return [ParamSpec(*one) for one in zip(names, shapes, named, groups, offload, kept, works, strict=True)]
+    return [
+        ParamSpec(name, shape, dtype, group, own.offload, stays, work, own.away)
+        for name, shape, dtype, group, own, stays, work in zip(names, shapes, named, groups, places, kept, works, strict=True)
+    ]
 
 
 def is_kept(config: ZeroConfig, tensor: torch.Tensor) -> bool:
@@ -69,17 +72,6 @@ def works_of(
         work_of(optimizer, group, tensor.shape) if is_whole[group] else 0
         for tensor, group in zip(tensors, groups, strict=True)
     ]
-
-
-def offload_of(group: dict[str, Any], config: ZeroConfig) -> Offload | None:
-    """Where a group's shares are to live: its own "offload", else what the configuration says."""
-    return Offload.of(group["offload"]) if "offload" in group else config.offload
-
-
-def ratio_of(group: dict[str, Any], config: ZeroConfig, device: torch.device) -> float:
-    """How much of a group's shares is to live on the host; nothing where the weights do, as there is no other memory."""
-    own = offload_of(group, config)
-    return 0.0 if own is None or device.type == "cpu" else own.ratio
 
 
 def place_of(param: torch.Tensor) -> torch.device:
@@ -102,11 +94,11 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     dtypes = [_dtype_for(name, param, config.dtype, id(param) in islands) for name, param in named]
     groups = [group_of[id(param)] for _, param in named]
     placed = zip(groups, (place_of(param) for _, param in named), strict=True)
-    offload = [ratio_of(optimizer.param_groups[group], config, device) for group, device in placed]
+    places = [places_of(optimizer.param_groups[group], config, device) for group, device in placed]
     tensors = [param for _, param in named]
     works = works_of(optimizer, config, tensors, groups)
     kept = [is_kept(config, tensor) for tensor in tensors]
-    return ManagedParams([name for name, _ in named], tensors, groups, dtypes, offload, works, kept, left_out)
+    return ManagedParams([name for name, _ in named], tensors, groups, dtypes, places, works, kept, left_out)
 
 
 def fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:

@@ -13,10 +13,12 @@ from accelerators import Accelerator
 from zero.comm.exchange import exchange_texts, run_on_all
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
+from zero.memory.homes.file import Pace
 from zero.memory.place import Place
 from zero.plan.layout import FlatLayout
 from zero.plan.stages import stage_of
 from zero.setup.consistency import verify_same_setup
+from zero.setup.homes import check_streams, homes_of
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import (
     check_capturable,
@@ -28,7 +30,7 @@ from zero.setup.model_checks import (
     check_settings_on_host,
     check_views,
 )
-from zero.setup.param_selection import ManagedParams, choose, offload_of, place_of
+from zero.setup.param_selection import ManagedParams, choose, place_of
 
 # Elements of a block on the host. A step needs 18 MiB of it, which stay in the last cache between two of torch's passes over
 # it; the calls for smaller blocks would take longer.
@@ -60,7 +62,9 @@ def check_params_and_settings(
     check_params(params.names, params.tensors, may_be_meta)
     check_views(model, params.names, params.tensors)
     check_dtypes(accelerators.get(device_of(params).type), set(params.dtypes))
-    check_settings_on_host(optimizer, dict(zip(params.groups, params.offload, strict=True)))
+    places = dict(zip(params.groups, params.places, strict=True))
+    check_settings_on_host(optimizer, {group: own.offload for group, own in places.items()})
+    check_streams(optimizer, places)
     if device_of(params).type == "cpu":
         check_capturable(optimizer)
 
@@ -77,7 +81,7 @@ def prepare(
     step is one pass over a bucket, which needs no blocks."""
     device = device_of(params)
     num_shares = group.size if stage_of(config.stage).shards_optimizer else 1
-    is_on_host = any(params.offload) or device.type == "cpu"
+    is_on_host = any(place.offload for place in params.places) or device.type == "cpu"
     block_numel = BLOCK_NUMEL if is_on_host and not has_fused_step else None
     latent = range(len(params.names))  # placed one by one as the plan is carried out
     layout = FlatLayout.build(params.specs(), num_shares, config.bucket_bytes, config.align_bytes, latent, block_numel)
@@ -85,9 +89,17 @@ def prepare(
     place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
     ranks_here, shards_weights = _ranks_that_share_memory(group, torch.device("cpu")), stage_of(config.stage).shards_weights
     memory_guard = MemoryGuard(place, optimizer, has_fused_step, ranks_here, shards_weights)
+    if config.homes.threads != "auto" and config.homes.piece_bytes != "auto":
+        memory_guard.homes.pace = Pace(config.homes.threads, config.homes.piece_bytes)
     filled = layout.extended([index for index in latent if index not in params.frozen])
-    homes = [offload_of(optimizer.param_groups[number], config) for number in sorted(set(params.groups))]
-    run_on_all(group, lambda: memory_guard.reserve(homes, filled))
+    groups = [optimizer.param_groups[number] for number in sorted(set(params.groups))]
+    homes = [home for own in groups for home in homes_of(own, config).values()]
+    try:
+        held = sum(tensor.nbytes for tensor in params.tensors if not tensor.is_meta)
+        run_on_all(group, lambda: memory_guard.reserve(homes, filled, held=held))
+    except BaseException:
+        memory_guard.homes.close()  # files that could be made
+        raise
     return ShardingPlan(params, layout, place, memory_guard)
 
 

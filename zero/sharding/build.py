@@ -43,8 +43,9 @@ from zero.runtime.sync.exchange import WindowSync
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
 from zero.setup.consistency import settings_of
+from zero.setup.homes import places_of, with_pace
 from zero.setup.module_sync import cast_buffers, cast_frozen, frozen_to_share, place_buffers, sync_module_states
-from zero.setup.param_selection import ManagedParams, ratio_of
+from zero.setup.param_selection import ManagedParams
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.optimizer_state import adopt_state
@@ -66,6 +67,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
     try:
         unread.begin(group, stage_of(config.stage).shards_weights)
         params = run_on_all(group, lambda: _checked(model, optimizer, config))
+        config = with_pace(config, group, sum(map(torch.Tensor.numel, params.tensors)))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
         parts = _assemble(model, optimizer, config, plan, group, unread)
     except BaseException:
@@ -103,7 +105,7 @@ def _assemble(
         room = memory_guard.room_for_weights(config.gathered_bytes, layout.extended(range(len(chosen.names))), chosen.tensors)
         weights = ShardedWeights(layout_ref, params, ShareExchange(group, place.device, room))
     rank, shard = group.rank if layout.num_shares > 1 else 0, Shard(layout_ref, memory_guard.homes)
-    masters = Masters(layout_ref, rank, weights, shard, formats, rounded=config.masters == "rounded")
+    masters = Masters(layout_ref, rank, weights, shard, formats, optimizer.state, rounded=config.masters == "rounded")
     placer = ParamPlacer(params, formats, weights, masters, group, place)
     latent, dtypes = chosen.frozen, {index: tensor.dtype for index, tensor in enumerate(chosen.tensors)}
     hooks = GradHooks(params)
@@ -178,7 +180,7 @@ def _assemble(
         parts = run_on_all(group, wire)
         run_on_all(group, cast)
         frozen = frozen_to_share(model, place.device, config.keep_whole_numel)
-        weights.take_frozen(*frozen, place, ratio_of({}, config, place.device))
+        weights.take_frozen(*frozen, place, places_of({}, config, place.device).offload)
         run_on_all(group, partial(open_, parts.window))
         if stage_of(config.stage).shards_weights:
             weights.expect_values(place_buffers(model, place.device))

@@ -49,6 +49,7 @@ def _fill_shares(parts: ShardingState, values: Mapping[torch.Tensor, Values]) ->
         if tensor in values and not lies_nowhere(parts, index):
             read = _reader(values[tensor], formats[index])
             for piece, master in parts.masters.of(index):
+                parts.masters.streams.use(piece.bucket)
                 master.copy_(formats[index].shaped_like(master, read(piece.in_param)))
             yield tensor
     for tensor, param_format, pieces in parts.placer.weights.frozen_pieces():
@@ -78,5 +79,6 @@ def publish(parts: ShardingState) -> None:
         for block in layout.blocks(bucket):
             parts.masters.publish(block)
             parts.publisher.send([block])
+    parts.masters.streams.flush()
     parts.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
     parts.mid_update = False

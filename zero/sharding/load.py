@@ -278,6 +278,7 @@ class _Loading:
         parts, inner, source = self._about.parts, self._about.optimizer.inner, self._source(name)
         form, stored = parts.window.grad_ops.formats[index], self._manifest.parameters[source]
         for piece, master in parts.masters.of(index):
+            parts.masters.streams.use(piece.bucket)
             self._lines.copy(source, VALUE, form, piece.in_param, form.line_of(master.detach()))
             if not self._states:
                 continue

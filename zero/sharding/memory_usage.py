@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zero.memory.homes.disk import is_absent
 from zero.plan.budget import Shares
 from zero.sharding.state import ShardingState
 
@@ -16,6 +17,7 @@ class MeasuredBytes:
     device: Shares
     buckets: int
     host: Shares  # of an accelerator with memory of its own
+    disk: Shares
 
     @property
     def total(self) -> int:
@@ -24,10 +26,14 @@ class MeasuredBytes:
 
 def measured_bytes(parts: ShardingState) -> MeasuredBytes:
     """The bytes that are held now. Gradients are there from the first round of a window until it is cleared."""
+    on_disk = Counter[str]()
     shares = {False: Counter[str](), True: Counter[str]()}  # by whether they lie on a host beside the weights
     device = parts.masters.shard.device
 
     def count(kind: str, tensor: torch.Tensor) -> None:
+        if is_absent(tensor):
+            on_disk[kind] += tensor.nbytes
+            return
         shares[tensor.device != device][kind] += tensor.nbytes
 
     for tensor in parts.placer.weights.memory():
@@ -43,4 +49,5 @@ def measured_bytes(parts: ShardingState) -> MeasuredBytes:
         count("gradients", gradient)
     shares[False]["gradients"] += sum(rows.num_bytes for rows in parts.window.grad_ops.shard.deferred.values())
     shares[False]["gradients"] += parts.window.reducer.num_fp32_bytes
-    return MeasuredBytes(Shares(**shares[False]), parts.window.reducer.num_staging_bytes, Shares(**shares[True]))
+    buckets = parts.window.reducer.num_staging_bytes
+    return MeasuredBytes(Shares(**shares[False]), buckets, Shares(**shares[True]), Shares(**on_disk))

@@ -268,12 +268,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def offload_states(
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Moves masters, moments, gradients, weights and buffers, or some of them, to the host until `reload_states`; edits of
-        the weights are adopted first, but for what was assigned to `.data`, which goes along. Without weights nothing is
-        forwarded, without them or gradients nothing sent backward or settled, without all nothing stepped. Where host memory
-        does not suffice all stays as it was. No collective."""
+        """Moves masters, moments, gradients, weights and buffers, or some of them, to the host, or to disk with a `device` of
+        "disk:/directory", until `reload_states`; edits of the weights are adopted first, but for what was assigned to `.data`,
+        which goes along. Without weights nothing is forwarded, without them or gradients nothing sent backward or settled,
+        without all nothing stepped. Where memory does not suffice all stays as it was. No collective."""
         parts = self.parts
-        parts.memory_guard.check(f"offload_states({'' if include is None else include})", parts.offloader.num_bytes(include))
+        what, needed = f"offload_states({'' if include is None else include})", parts.offloader.num_bytes(include, device)
+        parts.memory_guard.check(what, needed)
         if not parts.offloader.is_away:
             parts.adopt()
         try:

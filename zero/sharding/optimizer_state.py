@@ -46,7 +46,7 @@ def whole_state_dict(parts: ShardingState, inner: torch.optim.Optimizer) -> dict
             elementwise |= keys
         if _has_copy(parts, param):
             dtype = sum_dtype(parts.params.tensors[param].dtype)
-            masters[name] = parts.to_home(param, parts.window.grad_ops.whole(param, parts.masters.shard.piece, dtype))
+            masters[name] = parts.to_home(param, parts.window.grad_ops.whole(param, parts.masters.streams.piece, dtype))
             if param in elsewhere:
                 masters[name] = exact(parts.params.tensors[param].detach().to(masters[name].device), masters[name])
     index, names = parts.params.index, parts.params.names
@@ -60,6 +60,7 @@ def whole_state_dict(parts: ShardingState, inner: torch.optim.Optimizer) -> dict
 
 def edited(parts: ShardingState, param: int, piece: Piece, master: torch.Tensor) -> torch.Tensor:
     """The exact value of one piece, for a parameter that lies elsewhere than it was put."""
+    parts.masters.streams.use(piece.bucket, writes=False)
     form = parts.window.grad_ops.formats[param]
     line = form.flatten(parts.params.tensors[param].detach())[piece.in_param.start : piece.in_param.stop]
     return exact(form.shaped_like(master, line).to(master.device), master)
@@ -111,8 +112,10 @@ def load_state(parts: ShardingState, inner: torch.optim.Optimizer, state_dict: M
     take_settings(inner, groups)
     parts.updater.forget_moments()
     for param, name in enumerate(parts.params.names):
-        for owner in (parts.params.tensors[param], *(master for _, master in parts.masters.of(param))):
-            inner.state.pop(owner, None)
+        inner.state.pop(parts.params.tensors[param], None)
+        for piece, master in parts.masters.of(param):
+            parts.masters.streams.use(piece.bucket)
+            inner.state.pop(master, None)
         if name in states and lies_nowhere(parts, param):
             inner.state[parts.params.tensors[param]] = copy.deepcopy(dict(states[name]))
         elif name in states:
@@ -121,6 +124,7 @@ def load_state(parts: ShardingState, inner: torch.optim.Optimizer, state_dict: M
             line = parts.window.grad_ops.formats[param].flatten(masters[name])
             for piece, master in parts.masters.of(param):
                 if parts.masters.is_copy(piece.bucket):  # else it is a part of the weights, which are not loaded here
+                    parts.masters.streams.use(piece.bucket)
                     master.copy_(parts.masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]))
     parts.updater.order_state()
 
@@ -196,6 +200,7 @@ def _give_pieces(
 ) -> None:
     form = parts.window.grad_ops.formats[param]
     for piece, master in parts.masters.of(param):
+        parts.masters.streams.use(piece.bucket)
         own: dict[str, Any] = {}
         for key, value in state.items():
             if key in elementwise:
@@ -226,8 +231,14 @@ def _whole_state(parts: ShardingState, inner: torch.optim.Optimizer, param: int)
     whole: dict[str, Any] = {}
     for key, (kind, dtype, value) in known.items():
         if kind == "elements":
-            mine = {piece: state[key] for piece, (_, state) in zip(pieces, own, strict=True)}
-            whole[key] = parts.to_home(param, parts.window.grad_ops.whole(param, mine.__getitem__, getattr(torch, dtype)))
+            states = {piece: state for piece, (_, state) in zip(pieces, own, strict=True)}
+
+            def entry(piece: Piece, key: str = key, states: Mapping[Any, Any] = states) -> torch.Tensor:
+                parts.masters.streams.use(piece.bucket, writes=False)
+                found: torch.Tensor = states[piece][key]
+                return found
+
+            whole[key] = parts.to_home(param, parts.window.grad_ops.whole(param, entry, getattr(torch, dtype)))
         else:
             whole[key] = values.decode(value)
     return whole, {key for key, (kind, _, _) in known.items() if kind == "elements"}

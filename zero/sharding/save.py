@@ -75,6 +75,7 @@ def save(
         cargo = all_or_none(parts.group, "A save", lambda: _cargo(about, kept, async_save))
         if not async_save:
             all_or_none(parts.group, "A save", write)
+            parts.masters.streams.flush()
     except BaseException:
         _clear(place, parts.group)
         raise

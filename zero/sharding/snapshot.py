@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -154,8 +155,14 @@ def _cargo(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bo
     parts = about.parts
     formats = parts.window.grad_ops.formats
     parts.adopt()
-    cargo = ShardPayload(Part(), {})
-    elsewhere = set(parts.window.sync.tracker.relocated())
+    cargo = ShardPayload(Part(), {}, {})
+    parts.masters.streams.flush()
+    if copied and any(key[0] in ("masters", "moments") for key in parts.masters.shard.homes.disks):
+        raise ValueError(
+            "Cannot save with async_save=True: masters or moments are on disk, and a copy would be in memory. Save "
+            "with async_save=False."
+        )
+    elsewhere, streams = set(parts.window.sync.tracker.relocated()), parts.masters.streams.streams
     for index, name in enumerate(about.managed):
         if name in about.left_out:
             continue
@@ -163,7 +170,9 @@ def _cargo(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bo
             for piece, master in parts.masters.of(index):
                 if _is_ours(parts, piece):
                     value = edited(parts, index, piece, master) if index in elsewhere else master
-                    _add(cargo, name, value, about.optimizer.inner.state.get(master, {}), piece.in_param, formats[index])
+                    use = partial(parts.masters.streams.use, piece.bucket, False) if streams(piece.bucket) else None
+                    state = about.optimizer.inner.state.get(master, {})
+                    _add(cargo, name, value, state, piece.in_param, formats[index], use)
         elif parts.group.rank == 0:
             tensor = parts.params.tensors[index]
             _add(cargo, name, tensor, about.optimizer.inner.state.get(tensor, {}), None, formats[index])
@@ -190,8 +199,9 @@ def _add(
     state: Mapping[str, Any],
     span: Span | None,
     form: ParamFormat | None = None,
+    use: Callable[[], None] | None = None,
 ) -> None:
-    """A stretch of a parameter, or all of it, with its state."""
+    """A stretch of a parameter, or all of it, with its state; `use` has them in memory, where they are not yet."""
     part, tensors = cargo.part, cargo.tensors
     start, stop = (0, value.numel()) if span is None else (span.start, span.stop)
     line: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach if form is None else form.line_of
@@ -207,4 +217,12 @@ def _add(
     for key, entry in entries.items():
         assert key_of(name, key, start) not in tensors, key_of(name, key, start)
         tensors[key_of(name, key, start)] = line(entry.detach())  # type: ignore[index]
+        if use is not None:
+            cargo.late[key_of(name, key, start)] = partial(_late, use, line, value if key == VALUE else state, key)  # type: ignore[index]
     part.state[name], part.plain[name] = dtypes, plain
+
+
+def _late(use: Callable[[], None], line: Callable[[torch.Tensor], torch.Tensor], held: Any, key: str) -> torch.Tensor:
+    use()
+    found: torch.Tensor = held if isinstance(held, torch.Tensor) else held[key]
+    return line(found.detach())

@@ -29,9 +29,10 @@ from zero.runtime.params.table import Params
 from zero.runtime.profiling import Clock
 from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.step.updater import Updater
+from zero.setup.homes import check_streams, homes_of, places_of
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import check_devices, check_dtypes, check_optimizer, check_params, check_settings_on_host
-from zero.setup.param_selection import is_kept, offload_of, ratio_of, specs_of, works_of
+from zero.setup.param_selection import is_kept, specs_of, works_of
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.state_offload import StateOffloader
 
@@ -149,26 +150,26 @@ class ShardingState:
     def add_params(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:
         """Takes in parameters that lie nowhere yet, and will when some rank has a gradient for them; or refuses all of them."""
         first, inner, device = len(self.params.tensors), self.updater.inner, self.masters.shard.device
-        ratio = ratio_of(inner.param_groups[group], self.config, device)
+        places = places_of(inner.param_groups[group], self.config, device)
         dtypes = [tensor.dtype for tensor in tensors]
         groups = [group] * len(names)
         works = works_of(inner, self.config, tensors, groups)
         kept = [is_kept(self.config, tensor) for tensor in tensors]
-        specs = specs_of(names, tensors, groups, dtypes, [ratio] * len(names), kept, works)
+        specs = specs_of(names, tensors, groups, dtypes, [places] * len(names), kept, works)
         check_unmanaged(names, tensors)
         has_frozen = self.placer.weights.has_frozen  # which were checked when they were taken
         unknown = {name: tensor for name, tensor in zip(names, tensors, strict=True) if not has_frozen(tensor)}
         check_params(list(unknown), list(unknown.values()), stage_of(self.config.stage).shards_weights)
         check_devices(names, tensors, device)
         check_dtypes(self.accelerator, set(dtypes))
-        check_settings_on_host(inner, {group: ratio})
+        check_settings_on_host(inner, {group: places.offload})
+        check_streams(inner, {group: places})
         layout = self.layout_ref.layout.joined(specs)
         check_kernels(inner, self.config.kernels, device, bool(host_step_dtypes(layout.params, device)))
         waiting = [index for index, tensor in enumerate((*self.params.tensors, *tensors))
                    if tensor.requires_grad and layout.slots[index] is None]  # fmt: skip
-        self.memory_guard.reserve(
-            [offload_of(inner.param_groups[group], self.config)], layout.extended(waiting), self.layout_ref.layout
-        )
+        homes = homes_of(inner.param_groups[group], self.config).values()
+        self.memory_guard.reserve(homes, layout.extended(waiting), self.layout_ref.layout)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._remove_params, first, tensors, self.layout_ref.layout)
             self.layout_ref.replace(layout)

@@ -14,9 +14,10 @@ from accelerators import Accelerator
 from zero.config.schema import NAMES_OF_HOST, name_of_place
 from zero.memory.formats import ParamFormat
 from zero.memory.gradient_shard import NEEDED, GradientShard
+from zero.memory.homes.disk import is_absent
 from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.host import HostHome
-from zero.memory.homes.registry import Move
+from zero.memory.homes.registry import DISK, Move
 from zero.memory.masters import Masters
 from zero.memory.weights import Weights
 from zero.runtime.params.memory import starts_where
@@ -70,18 +71,24 @@ class StateOffloader:
         return bool(self._homes.away)
 
     def offload(self, include: Iterable[Any] | None, device: Any, pinned: bool, non_blocking: bool) -> list[str]:
-        """Moves states to the host; those that are there already stay. Returns the states that were named.
+        """Moves states to the host or to disk; those that are not on the device stay. Returns the states that were named.
 
         What cannot go, as there is no memory for it, is an error, and then what went comes back.
         """
         names = _names(include)
-        if name_of_place(device) not in NAMES_OF_HOST:
+        to_disk = str(name_of_place(device)).startswith(DISK)
+        self._masters.streams.flush()
+        if name_of_place(device) not in NAMES_OF_HOST and not to_disk:
             raise ValueError(
-                f"Cannot offload states with device={str(device)!r}: they go to host memory only. Pass device='cpu'."
+                f"Cannot offload states with device={str(device)!r}: they go to host memory or to disk. Pass device='cpu' or "
+                "device='disk:/a/directory'."
             )
-        if self._homes.host is self._homes.device:
+        if to_disk:
+            home = self._homes.at("states", str(device).strip())
+        elif self._homes.host is self._homes.device:
             return names
-        host = HostHome(self._accelerator, None if pinned else False)
+        else:
+            home = HostHome(self._accelerator, None if pinned else False)
         parts = {
             "masters": self._master_parts,
             "moments": self._moment_parts,
@@ -93,7 +100,7 @@ class StateOffloader:
             for name in leaving:
                 away = self._homes.away[name] = []  # also where this rank has none of it, as the others wait for it
                 for move in list(parts[name]()):
-                    move(host)
+                    move(home)
                     away.append(move)  # one at a time: what comes after may fail
         except BaseException:
             self.reload(False, leaving)
@@ -112,6 +119,8 @@ class StateOffloader:
                     away[0](self._homes.device)
                     del away[0]
                 self._homes.away.pop(name, None)
+            if not self._homes.away:
+                self._homes.close("states")
         finally:
             self._guard()
         self._finish(non_blocking)
@@ -143,8 +152,10 @@ class StateOffloader:
 
     # what goes: each part as what moves it to a home -------------------------------------------------------------
 
-    def num_bytes(self, include: Iterable[Any] | None) -> int:
+    def num_bytes(self, include: Iterable[Any] | None, device: Any) -> int:
         """That `offload` would move to the host, with what was assigned to `.data` left out."""
+        if str(name_of_place(device)).startswith(DISK):
+            return 0
         shares, names = self._masters.shard.shares, _names(include)
         going: dict[str, list[torch.Tensor]] = {
             "masters": [shares[bucket] for bucket in self._copies()],
@@ -158,7 +169,11 @@ class StateOffloader:
     def _copies(self) -> list[int]:
         """The buckets whose masters are copies on the device; others are the weights themselves, or on the host."""
         shares = self._masters.shard.shares
-        return [bucket for bucket in shares if self._masters.is_copy(bucket) and not shares[bucket].is_cpu]
+        return [bucket for bucket in shares if self._masters.is_copy(bucket) and self._is_here(shares[bucket])]
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        """Whether it is on the device."""
+        return tensor.device == self._homes.device.device and not is_absent(tensor)
 
     def _moments(self) -> Iterator[tuple[dict[str, Any], str]]:
         """The optimizer's entries on the device that have a number for more than all of a parameter."""
@@ -166,7 +181,7 @@ class StateOffloader:
             for _, master in pieces:
                 entries = self._state.get(master, {})
                 for key, value in entries.items():
-                    if isinstance(value, torch.Tensor) and not value.is_cpu and value.dim():
+                    if isinstance(value, torch.Tensor) and value.dim() and self._is_here(value):
                         yield entries, key
 
     def _master_parts(self) -> Iterator[Move]:
@@ -185,7 +200,7 @@ class StateOffloader:
 
     def _gradient_parts(self) -> Iterator[Move]:
         shares = self._gradients.shares
-        return (partial(self._move_gradients, bucket) for bucket in shares if not shares[bucket].is_cpu)
+        return (partial(self._move_gradients, bucket) for bucket in shares if self._is_here(shares[bucket]))
 
     def _move_gradients(self, bucket: int, home: Home) -> None:
         shares = self._gradients.shares
@@ -276,7 +291,7 @@ class _Guard:
 
 
 def _are_away(names: Sequence[str]) -> str:
-    return f"{', '.join(names)} are on the host since offload_states. Call reload_states() first."
+    return f"{', '.join(names)} are away since offload_states. Call reload_states() first."
 
 
 def _names(include: Iterable[Any] | None) -> list[str]:

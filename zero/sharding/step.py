@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from zero.comm.exchange import run_on_all
+from zero.errors import DiskFailed, ZeroError
 from zero.plan.layout import Block
 from zero.runtime.grads.phase import Phase
 from zero.runtime.params.table import Params
@@ -47,7 +50,8 @@ def update(state: ShardingState, used: int, coefficient: float) -> None:
     state.window.move_to(Phase.STEPPING)
     state.mid_update = True
     try:
-        _step_batches(state, batches, used, coefficient)
+        with _told_on_all(state):
+            _step_batches(state, batches, used, coefficient)
     except BaseException as error:
         state.window.move_to(Phase.TORN)
         state.window.annotate_error(error)
@@ -57,16 +61,46 @@ def update(state: ShardingState, used: int, coefficient: float) -> None:
     state.window.move_to(Phase.STEPPED)
 
 
+@contextlib.contextmanager
+def _told_on_all(state: ShardingState) -> Iterator[None]:
+    """Where states are on disk, all ranks raise what one of them could not read or write. A collective then."""
+    failed: ZeroError | None = None
+    try:
+        yield
+    except DiskFailed as error:
+        failed = error
+    if not state.masters.shard.homes.disks:
+        return
+
+    def tell() -> None:
+        if failed is not None:
+            raise failed
+
+    run_on_all(state.group, tell, _step_failed)
+
+
+def _step_failed(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
+    where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    return error or DiskFailed(f"Cannot complete the step: it failed on {where}")
+
+
 def _step_batches(state: ShardingState, batches: Sequence[Sequence[Block]], used: int, coefficient: float) -> None:
     updater, publisher, waiting = state.updater, state.publisher, collections.deque(batches)
+    ahead = dict(itertools.pairwise(dict.fromkeys(block.bucket for batch in batches for block in batch)))
     try:
         with state.memory_guard.explain_oom("A step", state.layout_ref):
             updater.begin(batches, used)
         for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
             publisher.prefetch((*batch, *following))  # weights on their way while this batch is stepped
+            for bucket in dict.fromkeys(block.bucket for block in batch):
+                state.masters.streams.prefetch(bucket)
+                if bucket in ahead:
+                    state.masters.streams.prefetch(ahead[bucket])
+                    state.window.grad_ops.shard.stream.come(ahead[bucket])
             with state.memory_guard.explain_oom("A step", state.layout_ref):
                 updater.step(batch, used, coefficient)
             publisher.send(waiting.popleft())
+        state.masters.streams.flush()
     except BaseException:
         state.masters.abandon()
         for batch in waiting:  # as the others do

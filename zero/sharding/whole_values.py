@@ -23,7 +23,7 @@ def whole_master(optimizer: ShardedOptimizer, param: nn.Parameter) -> torch.Tens
     if lies_nowhere(parts, index) or index in parts.window.sync.tracker.relocated():
         return param.detach().to(dtype, copy=True)
     parts.adopt()
-    return parts.window.grad_ops.whole(index, parts.masters.shard.piece, dtype)
+    return parts.window.grad_ops.whole(index, parts.masters.streams.piece, dtype)
 
 
 @torch.no_grad()
@@ -86,6 +86,7 @@ def _fill(
     form = parts.window.grad_ops.formats[index]
     line = form.flatten(value.detach())
     for piece, master in parts.masters.of(index):
+        parts.masters.streams.use(piece.bucket)
         own = target(piece, master)
         own.copy_(form.shaped_like(own, line[piece.in_param.start : piece.in_param.stop]))
 

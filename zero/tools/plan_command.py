@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from zero.plan.homes import KINDS, Away
 from zero.tools.cli import DONE, NO, Subparsers, add_command, table, tell
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _MOMENTS: dict[str, int | tuple[int, int]] = {
 _KERNELS = ("torch", "fused", "compiled")
 _IN_ONE_PASS = ("adamw", "adam")  # by kernels other than torch's
 _LEAST_BUCKET = 64 * 1024
+_WORDS = {"none": "", "cpu": ", offload to the host", "disk": ", states on disk"}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -38,11 +40,14 @@ class Row:
     offload: str
     cost: Cost
     fits: str  # "yes", or in which memory it does not
+    disk_bytes: int = 0
+    written_bytes: int = 0  # to the disk, a step
 
     def as_dict(self) -> dict[str, Any]:
         cost = self.cost
         figures = {**asdict(cost.device), "buckets": cost.buckets, "peak": cost.peak}
-        return {"stage": self.stage, "offload": self.offload, **figures, "on_host": cost.host_peak, "fits": self.fits}
+        beside = {"on_host": cost.host_peak, "on_disk": self.disk_bytes, "written": self.written_bytes}
+        return {"stage": self.stage, "offload": self.offload, **figures, **beside, "fits": self.fits}
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,13 @@ class Space:
     device: int | None  # bytes; None where nobody knows
     host: int | None  # beside the device; None where there is none
     is_host: bool  # the device is the host
+    disk: int | None = None  # None where none is to be used
 
-    def fits(self, cost: Cost) -> str:
+    def fits(self, cost: Cost, disk_bytes: int = 0) -> str:
         if self.device is not None and cost.peak > self.device:
             return "no"
+        if disk_bytes > (self.disk or 0):
+            return "not the disk"
         return "not the host" if self.host is not None and cost.host_peak > self.host else "yes"
 
 
@@ -70,7 +78,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that share what is sharded (default: 1)")
     parser.add_argument("--ranks-per-host", type=int, metavar="N", help="that share a host (default: one a device, 8 at most)")
     parser.add_argument("--memory", metavar="SIZE", help="of each device, such as 80GiB (default: what this machine's has)")
-    parser.add_argument("--host-memory", metavar="SIZE", help="of each host (default: what this machine has)")
+    parser.add_argument("--host-memory", "--host", metavar="SIZE", help="of each host (default: what this machine has)")
+    parser.add_argument("--disk", metavar="SIZE", help="of each host, for masters, moments and gradients (default: none)")
+    parser.add_argument("--step-seconds", type=float, default=10.0, metavar="S", help="for what is written a day (default: 10)")
+    parser.add_argument("--suggest", action="store_true", help="say what to pass to zero.shard")
     parser.add_argument("--accelerator", metavar="NAME", help="as ACCELERATOR (default: the best there is)")
     parser.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: a function's own, the file's, bfloat16)")
     parser.add_argument("--optimizer", choices=_MOMENTS, default="adamw", help="how much it remembers (default: adamw)")
@@ -104,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("Cannot rehearse with Muon: --batch trains with AdamW. Leave one of the two out.")
         subject = replace(subject, params=tuple(for_muon(subject.params)))
         owners = Owners.of(FlatLayout.build(subject.params, args.ranks, bucket_bytes))
+    if args.batch is not None and args.disk is not None:
+        raise ValueError("Cannot rehearse with a disk: --batch counts the memory of a device. Leave one of the two out.")
     if args.batch is not None and subject.build is None:
         raise ValueError(f"Cannot plan with --batch {args.batch}: {args.model} makes no model. Give a function that does.")
     rows, counted = _rows(args, subject, space, bucket_bytes)
@@ -114,9 +127,16 @@ def run(args: argparse.Namespace) -> int:
         _table(rows, best, space), "",
         f"The peak is that of {'a rehearsed window' if counted else 'model states alone'}; {told}.",
         "Nothing fits. Take more ranks, devices with more memory, or a narrower dtype." if best is None else
-        f"* is recommended: stage {best.stage}{'' if best.offload == 'none' else ', offload to the host'}, "
+        f"* is recommended: stage {best.stage}{_WORDS[best.offload]}, "
         f"{format_bytes(best.cost.peak)} a rank.", *([] if owners is None else ["", *owners.words()]),
     ]  # fmt: skip
+    if any(row.written_bytes for row in rows):
+        written = max(row.written_bytes for row in rows)
+        day = round(written * 86400 / args.step_seconds)
+        lines.append(f"A rank writes at most {format_bytes(written)} to its disk in a step, and {format_bytes(day)} a day "
+                     f"where a step takes {args.step_seconds:g} s.")  # fmt: skip
+    if args.suggest and best is not None:
+        lines.append(f"zero.shard(..., {_arguments(best)})")
     answer = {
         "model": subject.words, "parameters": subject.numel, "dtype": subject.dtypes, "ranks": args.ranks,
         "memory_bytes": space.device, "host_memory_bytes": space.host, "includes_activations": bool(counted),
@@ -132,7 +152,13 @@ def recommended(rows: Sequence[Row], ranks: int, accumulation: int) -> Row | Non
     are sent once, else stage 2; and where there is one rank nothing to shard."""
     order = (0, 1, 2, 3) if ranks == 1 else (1, 2, 0, 3) if accumulation > 1 else (2, 1, 0, 3)
     fitting = [row for row in rows if row.fits == "yes"]
-    return min(fitting, key=lambda row: (row.offload != "none", order.index(row.stage)), default=None)
+    return min(fitting, key=lambda row: (list(_WORDS).index(row.offload), order.index(row.stage)), default=None)
+
+
+def _arguments(row: Row) -> str:
+    """Of `zero.shard`."""
+    homes = {"none": "", "cpu": ', offload="cpu"', "disk": ", homes=" + str(dict.fromkeys(KINDS, "disk:/directory"))}
+    return f"stage={row.stage}{homes[row.offload]}"
 
 
 def _space(args: argparse.Namespace) -> Space:
@@ -141,28 +167,32 @@ def _space(args: argparse.Namespace) -> Space:
 
     accelerator = accelerators.current() if args.accelerator is None else accelerators.get(args.accelerator)
     host = parse_bytes(args.host_memory) if args.host_memory else accelerators.get("cpu").memory().total
+    disk = parse_bytes(args.disk) if args.disk else None
     if args.memory is None and accelerator.device().type == "cpu":
         here = args.ranks_per_host or args.ranks
         each = None if host is None else host // here
-        return Space(f"{here} of them sharing {format_bytes(host)} of one host", each, None, True)
+        return Space(f"{here} of them sharing {format_bytes(host)} of one host", each, None, True, disk and disk // here)
     here = args.ranks_per_host or min(args.ranks, 8 if args.memory else accelerator.device_count())
     device = parse_bytes(args.memory) if args.memory else accelerator.memory().total
     of = "devices" if args.memory else accelerator.name
     words = f"{of} of {format_bytes(device)}, {here} of them beside {format_bytes(host)} of one host"
-    return Space(words, device, None if host is None else host // here, False)
+    return Space(words, device, None if host is None else host // here, False, disk and disk // here)
 
 
 def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes: int) -> tuple[list[Row], str]:
     """One for each stage and place; and how they were counted, where they were."""
     from zero.plan.budget import busiest_rank
     from zero.plan.costs import cost_of
+    from zero.plan.disk import disk_bytes, written_bytes
     from zero.plan.layout import FlatLayout
     from zero.plan.stages import STAGES
     from zero.tools.planning.rehearsing import counting_device, rehearse
 
     rows, (device, counted) = [], counting_device() if args.batch else ("", "")
-    for offload in ("none",) if space.is_host else ("none", "cpu"):
-        params = [replace(spec, offload=0.0 if offload == "none" else 1.0) for spec in subject.params]
+    for offload in ("none", *(() if space.is_host else ("cpu",)), *(() if space.disk is None else ("disk",))):
+        away = tuple(Away(kind, "disk:/directory") for kind in KINDS) if offload == "disk" else ()
+        on_host = 0.0 if offload == "none" or space.is_host else 1.0
+        params = [replace(spec, offload=on_host, away=away) for spec in subject.params]
         for stage, row in STAGES.items():
             shares = args.ranks if row.shards_optimizer else 1
             layout = FlatLayout.build(params, shares, bucket_bytes)
@@ -182,14 +212,18 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
                            "gathered_bytes": gathered}  # fmt: skip
                 peak = rehearse(subject.build, args.batch, args.ranks, device, args.accumulation, **options)
                 cost = replace(cost, peak=peak)
-            rows.append(Row(stage, offload, cost, space.fits(cost)))
+            on_disk = sum(disk_bytes(layout, rank % shares, moments).values())
+            rounds = 1 if row.accumulates_locally else args.accumulation
+            written = written_bytes(layout, rank % shares, moments, rounds)
+            rows.append(Row(stage, offload, cost, space.fits(cost, on_disk), on_disk, written))
     return rows, counted
 
 
 def _table(rows: Sequence[Row], best: Row | None, space: Space) -> str:
     from accelerators.memory import format_bytes
 
-    kinds = ("weights", "gradients", "masters", "moments", "buckets", "peak", *(() if space.is_host else ("on_host",)))
+    kinds = ("weights", "gradients", "masters", "moments", "buckets", "peak", *(() if space.is_host else ("on_host",)),
+             *(() if space.disk is None else ("on_disk",)))  # fmt: skip
     head = ("stage", "offload", *(kind.replace("_", " ") for kind in kinds), "fits")
     lines = []
     for row in rows:

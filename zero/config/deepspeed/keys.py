@@ -49,7 +49,10 @@ USED: dict[str, str] = {
     "zero_optimization.offload_optimizer.device": "offload.home",
     "zero_optimization.offload_optimizer.pin_memory": "offload.pinned",
     "zero_optimization.offload_optimizer.ratio": "offload.ratio",
+    "zero_optimization.offload_optimizer.nvme_path": "homes.masters.path",
     "zero_optimization.cpu_offload": "offload.home",
+    "zero_optimization.offload_param.device": "homes.weights",
+    "zero_optimization.cpu_offload_param": "homes.weights",
     "zero_allow_untested_optimizer": "elementwise",
     "steps_per_print": "report.every_steps",
     "wall_clock_breakdown": "report.wall_clock",
@@ -82,10 +85,8 @@ AUTO: dict[str, str] = {
 _ONE_WAY = "there is one way to lay out and reduce gradients here, and it needs no switch"
 _STAGE_3 = "what is gathered of sharded weights, and when, is learned while training; gathered_bytes limits it"
 _PERSISTENT = "small weights are in shares like others; zero_accelerators.keep_whole_numel keeps them whole"
-_ON_DEVICE = "at stage 3 shares of weights go to the host with the optimizer's state: offload_optimizer.device says it for both"
-_STAGE_3_ONLY = "weights are not offloaded below stage 3, in DeepSpeed neither"
-_OFFLOADED_WEIGHTS = "belongs to offloaded weights"
-_DISK = "belongs to offload to disk"
+_OFFLOADED_WEIGHTS = "shares of weights on the host go where offload_optimizer has the masters, and need no buffers beside them"
+_DISK = "three buckets are in memory, and how a disk is read and written is found out by a short try; homes says it by hand"
 _NO_MONITOR = "nobody is written to but TensorBoard; zero.MetricsWriter writes a line of JSON a step"
 _NO_PROFILER = "nothing is profiled by configuration; use torch.profiler"
 _OWN_CHECKPOINTS = "checkpoints are written in a format of our own"
@@ -113,7 +114,7 @@ HARMLESS: dict[str, str] = {
             "override_module_apply log_trace_cache_warnings save_muon_momentum_buffer_in_memory leaf_module", _STAGE_3),
     **_each("zero_optimization", "param_persistence_threshold stage3_param_persistence_threshold "
             "model_persistence_threshold stage3_model_persistence_threshold", _PERSISTENT),
-    **_each("zero_optimization.offload_optimizer", "nvme_path buffer_count pipeline_read pipeline_write fast_init", _DISK),
+    **_each("zero_optimization.offload_optimizer", "buffer_count pipeline_read pipeline_write fast_init", _DISK),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "the step on the host has the threads of torch",
     **_each("zero_optimization.offload_param", "nvme_path buffer_count buffer_size max_in_cpu pin_memory", _OFFLOADED_WEIGHTS),
     "bf16.immediate_grad_update": "every gradient is collected as soon as it is ready",
@@ -158,8 +159,6 @@ REFUSED: dict[str, str] = {
             _FEWER_BITS),
     "zero_optimization.zenflow": _FEWER_BITS,
     "zero_optimization.zero_hpz_partition_size": "at stage 3 weights are sharded over all ranks",
-    "zero_optimization.offload_param.device": _ON_DEVICE,
-    "zero_optimization.cpu_offload_param": _ON_DEVICE,
     "zero_optimization.offload_optimizer.super_offload": "offloaded masters and moments are stepped on the host",
     **_each("zero_optimization", "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param", _GONE),
     "checkpoint.load_universal": "checkpoints are loaded by any number of ranks directly; DeepSpeed's own are not read yet",
@@ -168,7 +167,7 @@ REFUSED: dict[str, str] = {
     "sequence_parallel_size": _MODEL_PARALLEL,
     "data_parallel_size": "pass the data-parallel process group to the call instead",
     "use_data_before_expert_parallelism": _MODEL_PARALLEL,
-    "pipeline": "pipeline parallelism is not served",
+    "pipeline": "pipeline parallelism is not supported",
     "weight_quantization": _FEWER_BITS,
     **_each("tensor_parallel", "autotp_size preset_model tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend "
             "partition_config dtype tensor_parallel tp injection_policy_tuple keep_module_on_host replace_with_kernel_inject "
@@ -204,9 +203,10 @@ QUIET: dict[str, tuple[object, ...]] = {
                     (False,)),
 }
 
-# Refused keys that ask for nothing below stage 3, with what is said of them there.
+# Used keys that ask for nothing below stage 3, with what is said of them there.
 OF_STAGE_3: dict[str, str] = dict.fromkeys(
-    ("zero_optimization.offload_param.device", "zero_optimization.cpu_offload_param"), _STAGE_3_ONLY
+    ("zero_optimization.offload_param.device", "zero_optimization.cpu_offload_param"),
+    "weights are not offloaded below stage 3, in DeepSpeed neither",
 )
 
 # Values, in any case of letters, of keys without effect that take no others.
@@ -215,7 +215,6 @@ CHOICES: dict[str, tuple[str, ...]] = {"checkpoint.tag_validation": ("ignore", "
 # Values with which a refused key asks for nothing, beside false, null and an empty block.
 OFF: dict[str, tuple[object, ...]] = {
     "zero_optimization.zero_hpz_partition_size": (0, 1),
-    "zero_optimization.offload_param.device": ("none",),
     "sequence_parallel_size": (1,),
     "zero_optimization.mics_shard_size": (-1,),
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zero.config.deepspeed.written import Written, flag
+from zero.config.homes import Homes, StateHome
 from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical
 from zero.config.schema import (
     DEFAULT_BUCKET_BYTES,
@@ -68,6 +69,7 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
         "autocast": autocast,
         "cast_inputs": tried(lambda _: dtype == "float16" and written.flag("fp16.auto_cast"), False),
         "offload": tried(_offload, None),
+        "homes": tried(lambda _: _homes(written, stage), Homes()),
         "bucket_bytes": tried(lambda _: _bucket_bytes(written, dtype), DEFAULT_BUCKET_BYTES),
         "gathered_bytes": tried(_gathered_bytes, "auto"),
         "keep_whole_numel": tried(lambda _: written.whole("zero_accelerators.keep_whole_numel", 0, least=0), 0),
@@ -156,12 +158,31 @@ def _offload(written: Written) -> Offload | None:
     if device in written and old in written:
         raise ValueError(f"Cannot use {old} with {device}: the one replaces the other. Keep {device}.")
     home = written.choice(device, {"none": None, "cpu": "host", "nvme": "disk"}, "host" if written.flag(old) else None)
-    if home == "disk":
-        raise ValueError(f"{device} was set to 'nvme', but nothing is offloaded to disk yet. Use 'cpu'.")
     pin = "zero_optimization.offload_optimizer.pin_memory"
     pinned = written.flag(pin) if pin in written else None
     ratio = written.real("zero_optimization.offload_optimizer.ratio", 1.0)
-    return Offload(pinned=pinned, ratio=ratio) if home else None
+    return Offload(pinned=pinned, ratio=ratio) if home == "host" else None
+
+
+def _homes(written: Written, stage: int) -> Homes:
+    """A disk for masters and moments, and the host for weights."""
+    homes: dict[str, Any] = {}
+    optimizer, param = "zero_optimization.offload_optimizer", "zero_optimization.offload_param.device"
+    if written.choice(f"{optimizer}.device", {"none": False, "cpu": False, "nvme": True}, False):
+        path = written.value(f"{optimizer}.nvme_path") if f"{optimizer}.nvme_path" in written else None
+        if not isinstance(path, str) or not path:
+            raise ValueError(f"Cannot use {optimizer}.device 'nvme' without nvme_path. Write a directory of that disk there.")
+        ratio = written.real(f"{optimizer}.ratio", 1.0)
+        homes = dict.fromkeys(("masters", "moments"), StateHome(home="disk", path=path, ratio=ratio))
+    old = written.flag("zero_optimization.cpu_offload_param")
+    weights = written.choice(param, {"none": None, "cpu": "host", "nvme": "disk"}, "host" if old else None)
+    if weights == "disk":
+        raise ValueError(
+            f"Cannot use {param} 'nvme': weights are on the host at most, as forward and backward read them. Use 'cpu'."
+        )
+    if weights and stage == 3:
+        homes["weights"] = StateHome(home="host")
+    return Homes(**homes)
 
 
 def _bucket_bytes(written: Written, dtype: str | None) -> int:

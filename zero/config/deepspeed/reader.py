@@ -197,6 +197,9 @@ class _Sorting:
                     self.problems.append(f"Cannot use {path} {brief(value)}: it is not a block of keys. Write {{...}}.")
             elif path not in KNOWN:
                 self.problems.append(_unknown(path))
+            elif path in OF_STAGE_3 and self._stage in (0, 1, 2):
+                if value not in (None, False, "none"):
+                    self.harmless[path] = OF_STAGE_3[path]
             elif path in USED:
                 self.used[path] = value
             elif quiet or value is None or value == {}:
@@ -208,10 +211,8 @@ class _Sorting:
                     )
                 elif not any(type(value) is type(off) and value == off for off in QUIET.get(path, ())):
                     self.harmless[path] = HARMLESS[path]
-            elif path in OF_STAGE_3 and self._stage in (0, 1, 2) and not _asks_for_nothing(path, value):
-                self.harmless[path] = OF_STAGE_3[path]
             elif not _asks_for_nothing(path, value):
-                self.problems.append(f"{path} was set to {brief(value)}, which is not served: {REFUSED[path]}. Take it out.")
+                self.problems.append(f"Cannot use {path} {brief(value)}: {REFUSED[path]}. Take it out.")
 
 
 def _stage_of(tree: Mapping[str, Any]) -> object:

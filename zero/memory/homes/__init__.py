@@ -1,1 +1,1 @@
-"""Where state lives: on the device that computes, or on the host beside it. `home.py` has the protocol of both."""
+"""Where state lives: on the device that computes, on the host beside it, or on disk. `home.py` has the protocol of all."""

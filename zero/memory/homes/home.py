@@ -53,7 +53,10 @@ class Home(Protocol):
         """Of memory for mirrors, lent or not."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory here, with anything in it. It goes when its last reference goes."""
+        """Memory here, with anything in it. It goes when its last reference goes, on a disk when it is freed."""
+
+    def free(self, stored: torch.Tensor) -> None:
+        """What `allocate` gave is used no more."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is such memory as `allocate` makes, and so can live here."""
@@ -93,6 +96,8 @@ class DeviceHome:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def free(self, stored: torch.Tensor) -> None: ...
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.device

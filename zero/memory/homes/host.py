@@ -73,6 +73,8 @@ class HostHome:
             )
         return memory
 
+    def free(self, stored: torch.Tensor) -> None: ...
+
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu and self.pinned is False
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -110,13 +111,14 @@ class ShardedGradOps:
     def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
         """Divides by a GradScaler's scale; what one rank finds infinite, all ranks are told."""
         self._settle("unscale_")
-        mine = [self.shard.piece(piece) for param in params for piece in self.pieces(param)]
         local = float(found_inf.item())
-        for indices in by_device(mine):
-            there = [mine[index] for index in indices]
-            found_there, inverse = found_inf.to(there[0].device), inverse_scale.to(there[0].device)
-            torch._amp_foreach_non_finite_check_and_unscale_(there, found_there, inverse)
-            local = max(local, float(found_there.item()))
+        for pieces in self._at_one_time(piece for param in params for piece in self.pieces(param)):
+            mine = [self.shard.piece(piece) for piece in pieces]
+            for indices in by_device(mine):
+                there = [mine[index] for index in indices]
+                found_there, inverse = found_inf.to(there[0].device), inverse_scale.to(there[0].device)
+                torch._amp_foreach_non_finite_check_and_unscale_(there, found_there, inverse)
+                local = max(local, float(found_there.item()))
         found = max(self.exchange_numbers([local], "unscale_"))
         found_inf.fill_(found[0])
         self._norms.clear()
@@ -134,14 +136,22 @@ class ShardedGradOps:
     def _square(self) -> float:
         """Of this rank's part, added up bucket by bucket, so that it does not matter which of them wait."""
         shard = self.shard
-        squares = dict(zip(sorted(shard.shares), self._inflight.sums.squares(shard.present()), strict=True))
+        in_memory = [bucket for bucket in sorted(shard.shares) if not shard.stream.has(bucket)]
+        squares = dict(zip(in_memory, self._inflight.sums.squares(shard.present()), strict=True))
+        apart = list(filter(shard.stream.has, sorted(shard.shares)))
+        for bucket, following in itertools.zip_longest(apart, apart[1:]):
+            own = shard.sum_of(bucket)
+            if following is not None:
+                shard.stream.come(following)
+            [squares[bucket]] = self._inflight.sums.squares([own])
         for bucket, rows in shard.deferred.items():
             squares[bucket] = rows.square(sum_dtype(self._layout_ref.dtype_of(bucket)))
         return sum(squares[bucket] for bucket in sorted(squares))
 
     def multiply(self, block: Block, factor: float) -> None:
         """All of a block; norms that were asked for before are not those of what is there then."""
-        self.shard.share(block.bucket)[block.span.start : block.span.stop].mul_(factor)
+        streamed = self.shard.stream.has(block.bucket)  # and told of it when it leaves
+        self.shard.sum_of(block.bucket, writes=not streamed)[block.span.start : block.span.stop].mul_(factor)
 
     def defer_scale(self, bucket: int, factor: float) -> None:
         """The same for all of a bucket, when somebody looks at it."""
@@ -193,17 +203,25 @@ class ShardedGradOps:
     def _compute_norms(self, order: float, known: dict[int, float]) -> None:
         """Fills in what is not known, for all parameters: which those are is the same on every rank."""
         missing = [param for param in range(len(self._layout_ref.layout.params)) if param not in known]
-        present = [
-            (param, self.shard.piece(piece)) for param in missing for piece in self.pieces(param) if piece.bucket in self.shard
-        ]
-        amounts = norms_of([values for _, values in present], order)
+        present = (piece for param in missing for piece in self.pieces(param) if piece.bucket in self.shard)
         local: dict[int, list[float]] = {param: [] for param in missing}
-        for (param, _), amount in zip(present, amounts, strict=True):
-            local[param].append(amount)
+        for pieces in self._at_one_time(present):
+            for piece, amount in zip(pieces, norms_of([self.shard.piece(piece) for piece in pieces], order), strict=True):
+                local[piece.param].append(amount)
         mine = [joined(norms, order) for norms in local.values()]
         subject = f"the {order:g}-norm of {len(missing)} gradients"
         parts = self.exchange_numbers(mine, subject) if self._sharded else [tuple(mine)]
         known.update(zip(missing, (joined(norms, order) for norms in zip(*parts, strict=True)), strict=True))
+
+    def _at_one_time(self, pieces: Iterable[Piece]) -> list[list[Piece]]:
+        """All that may be in memory together: what is there anyway, then what is on disk, piece by piece."""
+        here, apart = list[Piece](), list[list[Piece]]()
+        for piece in pieces:
+            if self.shard.stream.has(piece.bucket):
+                apart.append([piece])
+            else:
+                here.append(piece)
+        return [here, *apart] if here else apart
 
     def _cut(self, argument: Any, piece: Piece) -> Any:
         """A tensor operand's part that lies beside a piece; numbers and 0-dim tensors as they are."""

@@ -120,6 +120,12 @@ class FusedStep:
         self._moments.clear()
         self._counters.clear()
 
+    def take_lines(self, bucket: int, lines: Mapping[str, torch.Tensor]) -> None:
+        """The moments of a bucket are these from now on, by their names; what they were before is somebody else's."""
+        for key in [key for key in self._moments if key[0] == bucket]:
+            del self._moments[key]
+        self._moments |= {(bucket, name): line for name, line in lines.items()}
+
     @torch.no_grad()
     def adopt_state(self, stepped: Iterable[tuple[Block, Sequence[Member], torch.Tensor]]) -> None:
         """Sees to it that the state of all that is used lies where it belongs: of blocks, given with their members in their

@@ -168,7 +168,7 @@ class ParamPlacer:
         if tensor.dtype != dtype:
             pieces = list(layout.pieces(param, self._group.rank if layout.num_shares > 1 else 0))
             if sum(piece.in_param.numel for piece in pieces) == tensor.numel():
-                own.copy_(self._formats[param].unflatten(torch.cat([self._masters.shard.piece(piece) for piece in pieces])))
+                own.copy_(self._formats[param].unflatten(torch.cat([self._masters.streams.piece(piece) for piece in pieces])))
         return own
 
     def release(self) -> None:

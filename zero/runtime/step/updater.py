@@ -110,7 +110,8 @@ class Updater(Timed):
             return
         blocks = [block for batch in batches for block in batch if shard.share(block.bucket).is_cpu]
         self._members |= {block: self._members_of(block, used) for block in blocks}
-        self._fused_step.adopt_state((block, members, shard.share(block.bucket)) for block, members in self._members.items())
+        stay = [block for block in blocks if not self._masters.streams.streams(block.bucket)]
+        self._fused_step.adopt_state((block, self._members[block], shard.share(block.bucket)) for block in stay)
 
     def _members_of(self, block: Block, used: int) -> list[Member]:
         groups, places = self._inner.param_groups, self._places
@@ -123,30 +124,45 @@ class Updater(Timed):
     def step(self, batch: Sequence[Block], used: int, coefficient: float) -> None:
         """Stop 6: the user's edits of the weights are taken over before anything is made from the masters, those of what was
         used are stepped, and all are rounded to weights."""
-        if self._fused_step is not None and self._members and batch[0] in self._members:
+        streams = self._masters.streams
+        for block in batch:
+            streams.use(block.bucket)
+        is_fused = self._fused_step is not None and batch[0] in self._members
+        if self._fused_step is not None and is_fused:
             [block] = batch
             self._step_fused(self._fused_step, block, coefficient)
-            return
+        else:
+            for block in batch:
+                self._masters.adopt(block)
+                if coefficient != 1.0:
+                    self._grad_ops.multiply(block, coefficient)
+            self._step_inner(batch, used)
+            for block in batch:
+                self._masters.publish(block)
         for block in batch:
-            self._masters.adopt(block)
-            if coefficient != 1.0:
-                self._grad_ops.multiply(block, coefficient)
-        self._step_inner(batch, used)
-        for block in batch:
-            self._masters.publish(block)
+            if block.is_last:
+                streams.leave(block.bucket)
+                self._grad_ops.shard.stream.leave(block.bucket, coefficient, is_applied=not is_fused)
 
     def _step_fused(self, fused_step: FusedStep, block: Block, coefficient: float) -> None:
         masters, weights, rounded, bucket = self._masters, None, None, block.bucket
+        streamed = masters.streams.streams(bucket)
+        if streamed:
+            fused_step.take_lines(bucket, masters.streams.lines(bucket))
+            fused_step.adopt_state([(block, self._members[block], masters.shard.share(bucket))])
         if masters.is_copy(block.bucket):
             weights, rounded = masters.weights_of(block), masters.rounded_of(block)
         rows, factors = self._grad_ops.shard.addends(bucket)
         gradient = Gradient(rows, (*factors, coefficient))
         fused_step.step(block, self._members.pop(block), masters.shard.share(bucket), gradient, weights, rounded)
-        self._grad_ops.defer_scale(bucket, coefficient)
+        if not self._grad_ops.shard.stream.has(bucket):  # else it is told when it leaves
+            self._grad_ops.defer_scale(bucket, coefficient)
         if weights is not None:
             masters.compared(block)
         if rounded is not None:
             masters.written(block)
+        if streamed:
+            fused_step.take_lines(bucket, {})
 
     def _step_inner(self, batch: Sequence[Block], used: int) -> None:
         """torch leaves a parameter without gradient alone, and its state."""
@@ -154,7 +170,8 @@ class Updater(Timed):
         for block in batch:
             for piece, master in self._masters.in_block(block):
                 if used >> piece.param & 1 and piece.param in self._places:
-                    master.grad = self._masters.shaped(piece, self._grad_ops.shard.piece(piece))
+                    line = self._grad_ops.shard.sum_of(piece.bucket)[piece.in_share.start : piece.in_share.stop]
+                    master.grad = self._masters.shaped(piece, line)
                     fed.append((self._places[piece.param], master))
         fed.sort(key=lambda member: member[0])
         try:

@@ -1,0 +1,456 @@
+"""H06 to H09: whatever home a state has, the device, the host or a disk, a training gives the same bits."""
+
+import contextlib
+import errno
+import fcntl
+import gc
+import itertools
+import mmap
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from unittest import mock
+
+import pytest
+import torch
+
+import zero
+from tests import ranks
+from tests.devices import needs_sim
+from tests.promises.offloads import on_sim
+from tests.traces import copied
+from tests.zoo.case import real_loss, real_mlp
+from zero.comm.loopback import solo
+from zero.config.homes import Homes
+from zero.memory.homes.disk import is_absent
+
+SMALL = 32  # bytes of a bucket
+ALIGNED = 16  # bytes: so that every rank has some of each parameter
+
+
+def disk(*kinds, ratio=1.0, path="{}"):
+    return {kind: {"home": "disk", "path": path, "ratio": ratio} for kind in kinds}
+
+
+EVERYTHING = disk("masters", "moments", "gradients")
+PLACES = {
+    "masters": disk("masters"),
+    "moments": disk("moments"),
+    "gradients": disk("gradients"),
+    "all": EVERYTHING,
+    "half": disk("masters", "moments", "gradients", ratio=0.5),
+    "mixed": {**disk("masters", ratio=0.3), **disk("moments", ratio=0.7)},
+}
+
+
+def in_(folder, homes):
+    """The homes, with that folder for their directories."""
+    return {kind: {**home, "path": home["path"].format(folder)} if "path" in home else home for kind, home in homes.items()}
+
+
+def build(dtype=torch.float32):
+    torch.manual_seed(7)
+    return real_mlp().to(dtype)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
+
+
+def sharded(homes, make=adamw, **options):
+    model = build()
+    options = {"stage": 2, "dtype": "bfloat16", "bucket_bytes": SMALL, "align_bytes": ALIGNED, "group": solo(), **options}
+    return model, zero.shard(model, make(model), homes=homes, **options)
+
+
+def send(model, step, rank=0):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    batch = torch.randn(3, 4, generator=generator).to(model[0].weight)
+    real_loss(model(batch).float()).backward()
+
+
+def edit(model):
+    with torch.no_grad():
+        model[0].weight.mul_(1.25)
+
+
+def train(model, optimizer, steps=range(4), rank=0):
+    """Windows of one and of two backwards, edits in between, gradients that are read before and after a step."""
+    seen = []
+    for step in steps:
+        for part in range(1 + step % 2):
+            send(model, 10 * step + part, rank)
+        if step == 1:
+            seen.append(torch.nn.utils.get_total_norm([param.grad for param in model.parameters()]).item())
+        optimizer.step()
+        seen.append(optimizer.whole_grad(model[2].weight))
+        optimizer.zero_grad()
+        if step == 2:
+            edit(model)
+    return seen
+
+
+def told(model, optimizer):
+    """Everything that a training has."""
+    state = optimizer.state_dict()
+    return [*(param.detach().clone() for param in model.parameters()), state["state"], state["masters"]]
+
+
+def same(first, second):
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "fused": adamw,
+    "amsgrad": lambda model: torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2, amsgrad=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
+    "muon": lambda model: [
+        torch.optim.Muon([param for param in model.parameters() if param.dim() == 2], lr=0.02),
+        torch.optim.AdamW([param for param in model.parameters() if param.dim() != 2], lr=0.02),
+    ],
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.02),
+}
+
+
+@pytest.mark.promise("H07")
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_training_with_states_on_disk_has_the_bits_of_one_in_memory(tmp_path, places, kind):
+    options = {"make": OPTIMIZERS[kind], "kernels": "fused" if kind == "fused" else "torch", "clip": 0.1}
+    plain, apart = sharded({}, **options), sharded(in_(tmp_path, PLACES[places]), **options)
+    assert same(train(*plain), train(*apart))
+    assert same(told(*plain), told(*apart))
+    assert os.listdir(tmp_path) == []  # files have no names
+    for _, optimizer in (plain, apart):
+        optimizer.close()
+    assert all(map(torch.equal, plain[0].parameters(), apart[0].parameters()))
+
+
+def test_what_is_on_disk_takes_no_memory_between_steps(tmp_path):
+    model, optimizer = sharded(in_(tmp_path, EVERYTHING))
+    send(model, 0)
+    optimizer.step()
+    masters = [master for pieces in optimizer.parts.masters.pieces.values() for _, master in pieces]
+    moments = [value for state in optimizer.inner.state.values() for value in state.values() if value.dim()]
+    assert masters and moments and all(is_absent(each) or each.numel() == 1 for each in (*masters, *moments))
+    assert all(torch.isnan(each).all() for each in masters)  # so that nobody takes it for the values
+    with pytest.raises(RuntimeError):
+        next(each for each in masters if each.numel() > 1).data.add_(1.0)
+
+
+def train_ranks(rank, world, homes, stage, dtype):
+    found = []
+    for own in ({}, homes):
+        model = build()
+        options = {"stage": stage, "dtype": dtype, "bucket_bytes": SMALL, "align_bytes": ALIGNED, "clip": 0.1}
+        optimizer = zero.shard(model, adamw(model), homes=own, **options)
+        found.append((train(model, optimizer, rank=rank), told(model, optimizer)))
+        optimizer.close()
+        found[-1] += ([param.detach().clone() for param in model.parameters()],)
+    assert same(*found)
+
+
+@pytest.mark.promise("H07")
+@pytest.mark.parametrize(
+    "world, stage, dtype",
+    [
+        pytest.param(*each, marks=[] if each in ((2, 2, "bfloat16"), (3, 3, "bfloat16"), (2, 3, None)) else pytest.mark.full)
+        for each in itertools.product((1, 2, 3), (0, 1, 2, 3), ("bfloat16", None))
+    ],
+)
+def test_at_any_stage_and_number_of_ranks_states_on_disk_change_no_bit(tmp_path, world, stage, dtype):
+    ranks.run(world, train_ranks, in_(tmp_path, EVERYTHING), stage, dtype)
+    assert os.listdir(tmp_path) == []
+
+
+def train_on_sim(model, optimizer, rank):
+    return [copied(each) for each in (*train(model, optimizer, rank=rank), *model.parameters())]
+
+
+@needs_sim
+@pytest.mark.promise("H06")
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2, 3])
+def test_on_a_device_states_in_any_homes_have_the_bits_of_those_on_it(tmp_path, stage):
+    host = {"masters": "cpu", "moments": "cpu"}
+    homes = [
+        host,
+        {**host, "weights": "cpu"} if stage == 3 else {"moments": "cpu"},
+        in_(tmp_path, EVERYTHING),
+        {**host, **in_(tmp_path, disk("moments"))},
+        in_(tmp_path, disk("moments", "gradients")),
+        in_(tmp_path, disk("masters", "moments", ratio=0.5)),
+        {"masters": {"home": "host", "ratio": 0.5}, "moments": {"home": "host", "ratio": 0.5}},
+    ]
+    points = [{"stage": stage, "dtype": dtype, "homes": own} for dtype in (None, "bfloat16") for own in ({}, *homes)]
+    for found in on_sim(2, train_on_sim, points):
+        for first in (0, 1 + len(homes)):
+            assert [same(each, found[first]) for each in found[first + 1 : first + 1 + len(homes)]] == [True] * len(homes)
+
+
+@pytest.mark.promise("H07")
+def test_a_checkpoint_goes_from_any_homes_to_any_others(tmp_path):
+    (tmp_path / "disk").mkdir()
+    homes = {"memory": {}, "disk": in_(tmp_path / "disk", EVERYTHING), "half": in_(tmp_path / "disk", PLACES["half"])}
+    model, optimizer = sharded({})
+    train(model, optimizer)
+    after = train(model, optimizer, range(4, 6)), told(model, optimizer)
+    for source, target in itertools.product(homes, homes):
+        saved, folder = sharded(homes[source]), tmp_path / f"{source}-{target}"
+        train(*saved)
+        zero.save(folder, saved[1])
+        loaded = sharded(homes[target])
+        train(*loaded, steps=range(1))
+        zero.load(folder, loaded[1])
+        assert same((train(*loaded, steps=range(4, 6)), told(*loaded)), after)
+        fresh = sharded(homes[target])
+        fresh[1].load_state_dict(saved[1].state_dict())
+        fresh[0].load_state_dict(saved[0].state_dict())
+        assert same((train(*fresh, steps=range(4, 6)), told(*fresh)), after)
+    exported = zero.export(folder, tmp_path / "model.safetensors")
+    assert exported and all(
+        torch.equal(value, saved[0].state_dict()[name])
+        for name, value in zero.read_export(tmp_path / "model.safetensors").items()
+    )
+
+
+def test_a_save_in_the_background_is_refused_where_it_would_copy_what_is_on_disk(tmp_path):
+    _, optimizer = sharded(in_(tmp_path, EVERYTHING))
+    with pytest.raises(ValueError, match=r"^Cannot save with async_save=True: masters or moments are on disk"):
+        zero.save(tmp_path / "saved", optimizer, async_save=True)
+
+
+@pytest.mark.promise("H09")
+@pytest.mark.parametrize("include", [None, ["moments"], ["masters", "gradients"]])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_states_go_to_disk_for_a_while_and_come_back(tmp_path, include, stage):
+    plain, away = sharded({}, stage=stage), sharded({}, stage=stage)
+    train(*plain, steps=range(2))
+    train(*away, steps=range(2))
+    away[1].offload_states(include, device=f"disk:{tmp_path}")
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(ValueError, match="are away since offload_states"):
+        away[1].step()
+    away[1].reload_states()
+    assert same(train(*plain, steps=range(2, 4)), train(*away, steps=range(2, 4)))
+    assert same(told(*plain), told(*away))
+
+
+# refusals ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "homes, words",
+    [
+        ({"masters": "tape"}, "Cannot keep state in 'tape': homes are 'device', 'cpu' and 'disk:/directory'."),
+        ({"masters": "disk"}, "Cannot keep state on disk: no directory is given."),
+        ("cpu", "Cannot use homes='cpu': each kind of state has its own."),
+        ({"weights": "disk:/tmp"}, "Cannot keep weights on disk: they are read in forward and backward."),
+        ({"weigths": "cpu"}, "Did you mean 'weights'?"),
+    ],
+)
+def test_homes_that_cannot_be_are_refused(homes, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        sharded(homes)
+
+
+def test_an_optimizer_that_wants_all_at_one_time_is_refused(tmp_path):
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    def own(model):
+        return Own(model.parameters(), lr=0.1)
+
+    with pytest.raises(ValueError, match=r"^Cannot keep moments apart from where they are stepped: Own is not known"):
+        sharded(in_(tmp_path, disk("moments")), own, elementwise=True)
+
+
+def test_groups_have_homes_of_their_own(tmp_path):
+    def make(model):
+        groups = [{"params": model[0].parameters(), "homes": in_(tmp_path, EVERYTHING)}, {"params": model[2].parameters()}]
+        return torch.optim.AdamW(groups, lr=0.02, eps=1e-2)
+
+    plain, apart = sharded({}), sharded({}, make)
+    assert same(train(*plain), train(*apart))
+    places = {bool(bucket.away) for bucket in apart[1].parts.layout_ref.layout.buckets}
+    assert places == {True, False}
+
+
+def test_homes_are_part_of_the_configuration():
+    assert Homes(masters="disk:/a").masters.place == "disk:/a"
+    nvme = {"device": "nvme", "nvme_path": "/a", "pin_memory": True, "ratio": 0.5}
+    assert Homes(masters=nvme).masters.model_dump() == {"home": "disk", "path": "/a", "ratio": 0.5, "pinned": True}
+
+
+# faults -----------------------------------------------------------------------------------------------------------------
+
+
+def fails_on_rank_1(rank, world, folder):
+    error = OSError(errno.EACCES, os.strerror(errno.EACCES))
+    with mock.patch.object(tempfile, "mkstemp", side_effect=error if rank else tempfile.mkstemp):
+        with pytest.raises(zero.ZeroError) as failed:
+            sharded(in_(folder, EVERYTHING), group=None)
+    return str(failed.value)
+
+
+@pytest.mark.promise("H08")
+def test_a_directory_that_one_rank_cannot_write_to_is_named_on_all(tmp_path):
+    for text in ranks.run(2, fails_on_rank_1, str(tmp_path)):
+        assert re.search(f"Cannot make a file in {tmp_path} for gradients: Permission denied", text)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(zero.ZeroError, match="No such file or directory"):
+        sharded(in_(tmp_path / "nowhere", EVERYTHING))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own of 1 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this process may not mount a file system")
+    yield folder
+    gc.collect()  # files of what was refused
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def wide(*_):
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 30))
+
+
+@pytest.mark.promise("H08")
+def test_a_disk_without_space_is_said_before_anything_is_allocated(small_disk):
+    model = wide()
+    before = [param.data_ptr() for param in model.parameters()]
+    with pytest.raises(zero.ZeroError, match=r"Cannot reserve \d+ bytes in .*small for m.*: No space left on device"):
+        zero.shard(model, adamw(model), stage=2, dtype="bfloat16", homes=in_(small_disk, EVERYTHING), group=solo())
+    assert [param.data_ptr() for param in model.parameters()] == before
+    assert os.listdir(small_disk) == [] and shutil.disk_usage(small_disk).used == 0
+
+
+def test_a_disk_of_another_that_fills_meanwhile_takes_nothing_away(small_disk):
+    model, optimizer = sharded(in_(small_disk, EVERYTHING))
+    with open(small_disk / "other", "wb") as other, pytest.raises(OSError, match="No space left"):
+        while True:
+            other.write(b"0" * 2**16)
+            other.flush()
+    plain = sharded({})
+    assert same(train(model, optimizer), train(*plain)) and same(told(model, optimizer), told(*plain))
+
+
+def files_of(optimizer):
+    return {kind: disk.file for (kind, _), disk in optimizer.parts.masters.shard.homes.disks.items()}
+
+
+def truncate(optimizer):
+    os.ftruncate(files_of(optimizer)["moments"].fileno(), 0)
+    return contextlib.nullcontext()
+
+
+def overwrite(optimizer):
+    with mmap.mmap(-1, 4096) as page:
+        page.write(b"foreign!" * 512)
+        os.pwritev(files_of(optimizer)["masters"].fileno(), [page], 0)
+    return contextlib.nullcontext()
+
+
+def fail_to(name, kind):
+    def failing(optimizer):
+        move, number = getattr(os, name), files_of(optimizer)[kind].fileno()
+
+        def act(descriptor, *rest):
+            if descriptor == number:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return move(descriptor, *rest)
+
+        return mock.patch.object(os, name, act)
+
+    return failing
+
+
+FAULTS = {
+    "truncated": (truncate, "Cannot read from .* for moments: .*the file ends at"),
+    "foreign": (overwrite, "Cannot read from .* for masters: the values are not those that were written"),
+    "read": (fail_to("preadv", "masters"), "Cannot read from .* for masters: .*Input/output error"),
+    "write": (fail_to("pwritev", "moments"), "Cannot write to .* for moments: .*Input/output error"),
+}
+
+
+def survive(rank, world, folder, name):
+    make_fault, words = FAULTS[name]
+    model, optimizer = sharded(in_(folder, EVERYTHING), group=None, timeout_s=20.0)
+    train(model, optimizer, steps=range(2), rank=rank)
+    zero.save(f"{folder}/saved", optimizer)
+    plain_model, plain = sharded({}, group=None, timeout_s=20.0)
+    zero.load(f"{folder}/saved", plain)
+    with make_fault(optimizer) if rank else contextlib.nullcontext():
+        with pytest.raises(zero.ZeroError) as failed:
+            for step in range(2, 5):
+                send(model, step, rank)
+                optimizer.step()
+                optimizer.zero_grad()
+    if rank:
+        assert re.search(words, str(failed.value))
+    with contextlib.suppress(zero.ZeroError):
+        optimizer.discard()
+    zero.load(f"{folder}/saved", optimizer)
+    assert same(train(model, optimizer, range(2, 4), rank), train(plain_model, plain, range(2, 4), rank))
+    assert same(told(model, optimizer), told(plain_model, plain))
+    for each in (optimizer, plain):
+        each.close()
+    return str(failed.value)
+
+
+@pytest.mark.promise("H08")
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_fails_in_the_middle_of_a_step_is_named_on_all_ranks_and_a_checkpoint_loads(tmp_path, name):
+    first, _ = ranks.run(2, survive, str(tmp_path), name)
+    assert re.search(f"Cannot complete the step: it failed on rank 1: .*{FAULTS[name][1]}", first, re.DOTALL)
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_short_reads_and_writes_go_on_where_they_ended(tmp_path):
+    def short(move):
+        return lambda descriptor, buffers, start: move(descriptor, [buffers[0][:4096]], start)
+
+    with mock.patch.multiple(os, preadv=short(os.preadv), pwritev=short(os.pwritev)):
+        apart = sharded(in_(tmp_path, EVERYTHING), bucket_bytes=2**14)
+        model = apart[0]
+        found = train(*apart), told(*apart)
+    plain = sharded({}, bucket_bytes=2**14)
+    assert same(found, (train(*plain), told(*plain))) and model is not plain[0]
+
+
+@pytest.mark.parametrize("refused", ["open", "write"])
+def test_a_file_system_without_direct_access_serves_in_the_ordinary_way_and_that_is_said_once(tmp_path, refused, caplog):
+    opened, written = os.open, os.pwritev
+
+    def act(path, flags, *rest, **options):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return opened(path, flags, *rest, **options)
+
+    def write(descriptor, *rest):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return written(descriptor, *rest)
+
+    with mock.patch.object(os, *(("open", act) if refused == "open" else ("pwritev", write))):
+        apart = sharded(in_(tmp_path, EVERYTHING))
+        found = train(*apart), told(*apart)
+    plain = sharded({})
+    assert same(found, (train(*plain), told(*plain)))
+    assert [record.message for record in caplog.records if "no direct access" in record.message] == [
+        f"The file system of {tmp_path} has no direct access: states go through its memory."
+    ]

@@ -1,0 +1,144 @@
+"""A GPT of 300 M parameters from construction to export on a host with less memory than its states take.
+
+    python -m tests.small_host RANK WORLD PORT FOLDER [HOMES]       # one rank; prints what it measured as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import zero
+from zero.optim.traits import num_moments
+from zero.plan.budget import budget_of
+from zero.plan.disk import disk_bytes
+
+WIDTH, LAYERS, WORDS, TOKENS = 1024, 23, 16384, 16
+BUCKET_BYTES = 4 * 2**20
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 16, -1).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(functional.gelu(self.up(self.other_norm(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.words(text[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
+
+
+class Peak(threading.Thread):
+    """The most memory of this process that is no file's, every few milliseconds."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes = self.shared = 0
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.look()
+            time.sleep(0.005)
+
+    def look(self) -> int:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        own, shared = (1024 * int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+        self.bytes, self.shared = max(self.bytes, own + shared), max(self.shared, shared)
+        return own + shared
+
+
+def warm_up(folder: str) -> None:
+    """What torch and the libraries keep whatever is trained is no part of a plan."""
+    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, 8)).bfloat16()
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2, homes={"moments": f"disk:{folder}"})
+    model(torch.ones(4, WIDTH, dtype=torch.bfloat16)).float().square().sum().backward()
+    optimizer.step()
+    optimizer.close()
+
+
+def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> None:
+    torch.set_num_threads(1)
+    if world > 1:
+        store = torch.distributed.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=120))
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    with torch.device("meta"):
+        model = GPT().bfloat16()
+    warm_up(folder)
+    place = f"disk:{folder}" if homes == "disk" else "cpu"
+    peak = Peak()
+    before, began = peak.look(), time.perf_counter()
+    stage = 3
+    optimizer = zero.shard(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-4),
+        stage=stage,
+        bucket_bytes=BUCKET_BYTES,
+        gathered_bytes=0,
+        homes=dict.fromkeys(("masters", "moments", "gradients"), place),
+        timeout_s=600.0,
+    )
+    torch.manual_seed(1)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    losses, times = [], {"shard": time.perf_counter() - began}
+    for step in range(2):
+        began = time.perf_counter()
+        loss = model(torch.randint(WORDS, (1, TOKENS + 1)))
+        loss.backward()
+        times[f"backward {step}"], began = time.perf_counter() - began, time.perf_counter()
+        optimizer.step()
+        times[f"step {step}"] = time.perf_counter() - began
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        del loss
+    trained, began = peak.bytes - before, time.perf_counter()
+    zero.save(f"{folder}/saved", optimizer)
+    times["save"], began = time.perf_counter() - began, time.perf_counter()
+    zero.load(f"{folder}/saved", optimizer)
+    times["load"], began = time.perf_counter() - began, time.perf_counter()
+    if rank == 0:
+        zero.export(f"{folder}/saved", f"{folder}/model.safetensors")
+    times["export"] = time.perf_counter() - began
+    layout, moments = optimizer.parts.layout_ref.layout, num_moments(optimizer.inner)
+    budget = budget_of(layout, rank, moments, 1, num_ranks=world, shards_weights=stage == 3, on_host=True, one_host=True)
+    told = {
+        "rank": rank, "losses": losses, "before": before, "peak": peak.bytes - before, "trained": trained,
+        "shared": peak.shared, "plan": budget.peak + (budget.host.weights if stage == 3 else 0), "times": times,
+        "disk": sum(disk_bytes(layout, rank, moments).values()), "numel": sum(spec.numel for spec in layout.params),
+    }  # fmt: skip
+    print(json.dumps(told), flush=True)
+    optimizer.group.all_gather_bytes(b"")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -1,0 +1,117 @@
+"""Sums of gradients that live on disk: those that are added to or read are in memory, and leave when others come."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, MutableMapping
+
+import torch
+
+from zero.errors import ZeroError
+from zero.memory.homes.home import Home, Transfer
+
+_MOST = 2  # sums in memory: one that is added to or stepped with, and the next
+
+
+class GradientStream:
+    """`shares` has a sum that is in memory, or what stands for it; memory of its own each time, as somebody may still read the
+    last one. `home_of` gives the home of a bucket's sum, if that is on disk, and `allocate` memory for it."""
+
+    def __init__(
+        self,
+        shares: MutableMapping[int, torch.Tensor],
+        home_of: Callable[[int], Home | None],
+        allocate: Callable[[int], torch.Tensor],
+        catch_up: Callable[[], None],
+    ) -> None:
+        self._shares = shares
+        self._home_of = home_of
+        self._allocate = allocate
+        self._catch_up = catch_up
+        self._stored: dict[int, torch.Tensor] = {}  # what stands for the sums on disk
+        self._here: OrderedDict[int, bool] = OrderedDict()  # whether it was changed; the one that was used last at the end
+        self._coming: dict[int, tuple[Transfer, torch.Tensor]] = {}
+        self._leaving: deque[Transfer] = deque()
+        self._factors: dict[int, list[float]] = {}  # what sums on disk are to be multiplied by, one after the other
+
+    def has(self, bucket: int) -> bool:
+        """Whether the sum of a bucket lives on disk."""
+        return self._home_of(bucket) is not None
+
+    def come(self, bucket: int) -> None:
+        """A sum will be used: it is on its way to memory from now on."""
+        if bucket in self._here or bucket in self._coming or bucket not in self._shares or not self.has(bucket):
+            return
+        while self._leaving:
+            self._leaving.popleft().finish()
+        self._make_room()
+        home, memory = self._home_of(bucket), self._allocate(bucket)
+        assert home is not None
+        self._coming[bucket] = home.read(self._stored[bucket], memory), memory
+
+    def use(self, bucket: int, writes: bool) -> None:
+        """Has a sum in memory until others are used; what is written to it is kept if `writes`."""
+        if not self.has(bucket):
+            return
+        self.come(bucket)
+        if bucket in self._coming:
+            transfer, memory = self._coming.pop(bucket)
+            transfer.finish()
+            for factor in self._factors.pop(bucket, ()):
+                memory.mul_(factor)
+                writes = True
+            self._shares[bucket] = memory
+        self._here[bucket] = self._here.get(bucket, False) or writes
+        self._here.move_to_end(bucket)
+
+    def begin(self, bucket: int) -> None:
+        """A sum was just put into memory."""
+        if self.has(bucket):
+            self._make_room()
+            self._here[bucket] = True
+
+    def multiply(self, bucket: int, factor: float) -> None:
+        """When it is next looked at."""
+        if bucket in self._here:
+            self._here[bucket] = True
+            self._shares[bucket].mul_(factor)
+        else:
+            self._factors.setdefault(bucket, []).append(factor)
+
+    def leave(self, bucket: int, factor: float = 1.0, is_applied: bool = True) -> None:
+        """A sum is not used for now, and is to be multiplied by `factor`. Where that `is_applied`, what is in memory has been,
+        and was not noted as changed for it."""
+        if bucket not in self._here:
+            return
+        changed, memory = self._here.pop(bucket), self._shares[bucket]
+        if changed and factor != 1.0 and not is_applied:
+            memory.mul_(factor)
+        if not changed:
+            if factor != 1.0:
+                self._factors.setdefault(bucket, []).append(factor)
+            self._shares[bucket] = self._stored[bucket]
+            return
+        home = self._home_of(bucket)
+        assert home is not None
+        self._catch_up()  # what was sent to it
+        if bucket not in self._stored:
+            self._stored[bucket] = home.allocate(memory.numel(), memory.dtype)
+        while len(self._leaving) >= _MOST:
+            self._leaving.popleft().finish()
+        self._leaving.append(home.write(memory, self._stored[bucket]))
+        self._shares[bucket] = self._stored[bucket]
+
+    def _make_room(self) -> None:
+        while len(self._here) + len(self._coming) >= _MOST and self._here:
+            self.leave(next(iter(self._here)))
+
+    def clear(self) -> None:
+        """The sums are used no more; their places serve the next ones."""
+        for transfer in (*self._leaving, *(transfer for transfer, _ in self._coming.values())):
+            with contextlib.suppress(ZeroError):  # of values that nobody wants
+                transfer.finish()
+        self._leaving.clear()
+        self._coming.clear()
+        self._here.clear()
+        self._factors.clear()

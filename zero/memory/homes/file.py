@@ -1,0 +1,262 @@
+"""One file of one rank that state lives in: regions of it are read and written by threads, in pieces.
+
+The file has no name once it is open, so nothing is left of it whatever happens to the process. Its space is reserved before
+anything is written. Where the file system has direct access the system keeps no copy of it in memory; where it has not, the
+ordinary way serves, and that is said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from zero.errors import DiskFailed
+from zero.plan.spans import round_up
+
+logger = logging.getLogger("zero")
+
+PAGE = 4096  # what direct access asks of addresses, of places in the file and of lengths
+_SUMMED = 2**16  # bytes to each checksum
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_PROBED = 32 * 2**20  # bytes that a probe writes and reads each time
+_said: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a file is read and written: by so many threads, each so many bytes at a time."""
+
+    threads: int = 4
+    piece_bytes: int = 2**20
+
+
+@dataclass
+class Region:
+    """A stretch of the file, and the checksums of what was written to it."""
+
+    start: int
+    num_bytes: int
+    sums: torch.Tensor | None = field(default=None, repr=False)
+
+
+def page_aligned(num_bytes: int, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """Bytes of host memory from the beginning of a page to the end of one; `allocate` gives bytes that begin anywhere."""
+    padded = round_up(num_bytes, PAGE)
+    memory = allocate(padded + PAGE)
+    skipped = -memory.data_ptr() % PAGE
+    return memory[skipped : skipped + padded]
+
+
+class StateFile:
+    """A file in a directory. Whatever fails is a `DiskFailed` that names the directory."""
+
+    def __init__(self, directory: str, what: str, pace: Pace | None = None) -> None:
+        self.directory = directory
+        self.pace = pace or Pace()
+        self.num_bytes = 0  # that are reserved
+        self.num_read = self.num_written = 0  # bytes, so far
+        self.busy_s = 0.0  # that threads spent in reading and writing
+        self._what = what
+        self._end = 0
+        self._free: dict[int, list[int]] = {}  # where regions were that are used no more, by their bytes
+        self._threads: ThreadPoolExecutor | None = None
+        self._file = os.fdopen(self._open(), "r+b", buffering=0)  # which is closed with the last reference
+
+    def _open(self) -> int:
+        with self._explained("make a file in"):
+            descriptor, path = tempfile.mkstemp(prefix=".zero-", dir=self.directory)
+            try:
+                direct = self._open_direct(path)
+            finally:
+                os.unlink(path)
+            if direct is not None:
+                os.close(descriptor)
+                return direct
+        if self.directory not in _said:
+            _said.add(self.directory)
+            logger.warning("The file system of %s has no direct access: states go through its memory.", self.directory)
+        return descriptor
+
+    def _open_direct(self, path: str) -> int | None:
+        """None where the file system has no such access, which some say only when they are to write."""
+        if not _DIRECT:
+            return None
+        try:
+            descriptor = os.open(path, os.O_RDWR | _DIRECT)
+        except OSError:
+            return None
+        try:
+            with mmap.mmap(-1, PAGE) as page:
+                os.pwritev(descriptor, [page], 0)
+            os.ftruncate(descriptor, 0)
+            return descriptor
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno == errno.EINVAL:
+                return None
+            raise
+
+    def reserve(self, num_bytes: int) -> None:
+        """Sees to it that the file has space for so many bytes, all that it has already among them."""
+        if num_bytes > self.num_bytes:
+            with self._explained(f"reserve {num_bytes} bytes in"):
+                try:
+                    os.posix_fallocate(self._file.fileno(), 0, num_bytes)
+                except OSError as error:
+                    if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                        raise
+                    os.ftruncate(self._file.fileno(), num_bytes)  # which cannot reserve, and says so when it is full
+            self.num_bytes = num_bytes
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def allocate(self, num_bytes: int) -> Region:
+        """A region with anything in it."""
+        padded = round_up(num_bytes, PAGE)
+        free = self._free.get(padded)
+        if free:
+            return Region(free.pop(), padded)
+        self.reserve(self._end + padded)
+        self._end += padded
+        return Region(self._end - padded, padded)
+
+    def free(self, region: Region) -> None:
+        self._free.setdefault(region.num_bytes, []).append(region.start)
+
+    def write(self, memory: torch.Tensor, region: Region) -> FileTransfer:
+        """From memory that `page_aligned` gave, which the transfer reads until it is waited for."""
+        region.sums = _sums_of(memory)
+        self.num_written += region.num_bytes
+        return FileTransfer(self, self._begin(os.pwritev, memory, region), memory)
+
+    def read(self, region: Region, memory: torch.Tensor) -> FileTransfer:
+        """Into memory that `page_aligned` gave. What arrives is compared with what was written when it is waited for."""
+        assert region.sums is not None, "nothing was written to this region"
+        self.num_read += region.num_bytes
+        return FileTransfer(self, self._begin(os.preadv, memory, region), memory, region.sums)
+
+    def _begin(self, move: Callable[..., int], memory: torch.Tensor, region: Region) -> list[Future[None]]:
+        assert memory.nbytes == region.num_bytes and memory.data_ptr() % PAGE == 0
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self.pace.threads, thread_name_prefix="zero.disk")
+        size, address = self.pace.piece_bytes, memory.data_ptr()
+        starts = range(0, region.num_bytes, size)
+        return [
+            self._threads.submit(self._move, move, address + start, region.start + start, min(size, region.num_bytes - start))
+            for start in starts
+        ]
+
+    def _move(self, move: Callable[..., int], address: int, start: int, num_bytes: int) -> None:
+        """All of a piece, however short the single calls are."""
+        piece = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+        began, done = time.perf_counter(), 0
+        while done < num_bytes:
+            count = move(self._file.fileno(), [piece[done:]], start + done)
+            if not count:
+                raise OSError(errno.EIO, f"the file ends at {start + done}, where more was written")
+            done += count
+            if done < num_bytes and done % PAGE:
+                done -= done % PAGE  # direct access goes on at a page
+        self.busy_s += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def _explained(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self.failed(doing, error) from error
+
+    def failed(self, doing: str, why: object) -> DiskFailed:
+        hint = "Check the disk, and load the last checkpoint."
+        if isinstance(why, OSError):
+            why = f"{os.strerror(why.errno)} ({why})" if why.errno and why.errno not in (errno.EIO,) else why
+            if isinstance(why, str) and doing.startswith(("make", "reserve")):
+                hint = "Give a directory that every rank can write to, with space for its states."
+        return DiskFailed(f"Cannot {doing} {self.directory} for {self._what}: {why}. {hint}")
+
+    def stop_threads(self) -> None:
+        """Waits for what is on its way. Others are started when there is more."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads = None
+
+    def close(self) -> None:
+        """Lets go of the file, which is gone then."""
+        self.stop_threads()
+        self._file.close()
+
+
+class FileTransfer:
+    """A region on its way to memory or out of it."""
+
+    def __init__(
+        self, file: StateFile, pieces: list[Future[None]], memory: torch.Tensor, expected: torch.Tensor | None = None
+    ) -> None:
+        self._file = file
+        self._pieces: Sequence[Future[None]] = pieces
+        self._memory: torch.Tensor | None = memory
+        self._expected = expected  # checksums, where it is read
+
+    def done(self) -> bool:
+        return all(piece.done() for piece in self._pieces)
+
+    def finish(self) -> None:
+        """The host waits. Raises where a piece failed, or is not what was written."""
+        pieces, memory, self._pieces = self._pieces, self._memory, ()
+        if memory is None:
+            return
+        doing = "write to" if self._expected is None else "read from"
+        errors = [error for error in (piece.exception() for piece in pieces) if error is not None]  # waits for all of them
+        self._memory = None
+        if errors:
+            raise self._file.failed(doing, errors[0]) from errors[0]
+        if self._expected is not None and not torch.equal(_sums_of(memory), self._expected):
+            raise self._file.failed(doing, "the values are not those that were written")
+
+    def wait(self) -> None:
+        self.finish()
+
+    def release_source(self) -> None:
+        self.finish()
+
+
+def _sums_of(memory: torch.Tensor) -> torch.Tensor:
+    """Of every so many bytes the sum of their words, which any torn or foreign page changes."""
+    words = memory.view(torch.int64)
+    whole = words.numel() - words.numel() % (_SUMMED // 8)
+    sums = words[:whole].view(-1, _SUMMED // 8).sum(1)
+    return sums if whole == words.numel() else torch.cat([sums, words[whole:].sum().view(1)])
+
+
+def probe(directory: str, num_bytes: int = _PROBED) -> Pace:
+    """The pace at which this disk is fastest, of a few that are tried for a moment each."""
+    best, least = Pace(), float("inf")
+    file = StateFile(directory, "a probe of the disk")
+    try:
+        memory = page_aligned(num_bytes, lambda size: torch.zeros(size, dtype=torch.uint8, device="cpu"))
+        region = file.allocate(num_bytes)
+        file.write(memory, region).finish()
+        for threads in (1, 2, 4, 8):
+            for piece_bytes in (2**20, 4 * 2**20):
+                file.pace, began = Pace(threads, piece_bytes), time.perf_counter()
+                file.write(memory, region).finish()
+                file.read(region, memory).finish()
+                took = time.perf_counter() - began
+                file.stop_threads()
+                if took < 0.95 * least:
+                    best, least = file.pace, took
+    finally:
+        file.close()
+    return best

@@ -1,0 +1,276 @@
+"""Masters and moments that live elsewhere than where they are stepped: they come for it, a bucket at a time.
+
+[Note: streams]
+At most three buckets are in memory: one that is read, one that is stepped, and one that is written. Whoever reads or writes
+masters or moments outside of a step has their bucket come too, and it leaves when others come. What stands for them meanwhile
+has their shape and dtype and no memory, so whatever looks at no values need not know. In its place a line has all values of a
+share of one kind; what the optimizer made new in a step is copied to one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero.errors import ZeroError
+from zero.memory.formats import goes_with_elements
+from zero.memory.homes.disk import DiskHome
+from zero.memory.homes.home import Home, Transfer
+from zero.memory.shard import Shard
+from zero.plan.layout import Piece
+
+_MOST = 3  # buckets in memory
+MASTERS = "masters"
+
+Member = tuple[Piece, torch.nn.Parameter]
+
+
+@dataclass
+class _Stretch:
+    """What of a bucket is in memory: lines by their names."""
+
+    lines: dict[str, torch.Tensor]
+    arriving: list[Transfer]
+    changed: bool = False
+    is_cut: bool = False  # whether parameters and states are views of it
+
+
+class Streams:
+    """`state` is the optimizer's; `members` gives the pieces of a bucket and `shaped` a piece in its form; `cut` points the
+    masters of a bucket at its share."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        state: MutableMapping[Any, Any],
+        members: Callable[[int], Sequence[Member]],
+        shaped: Callable[[Piece, torch.Tensor], torch.Tensor],
+        cut: Callable[[int], None],
+    ) -> None:
+        self._shard = shard
+        self._state = state
+        self._members = members
+        self._shaped = shaped
+        self._cut = cut
+        self._stored: dict[int, dict[str, torch.Tensor]] = {}  # by bucket: lines where they live, by their names
+        self._here: OrderedDict[int, _Stretch] = OrderedDict()  # the one that was used last at the end
+        self._leaving: deque[tuple[int, list[Transfer]]] = deque()
+        self._lost: set[int] = set()  # buckets whose values are nowhere since a step failed
+        self._doubtful: set[int] = set()  # those that may be, as was not tried since
+
+    def home_of(self, bucket: int, kind: str) -> Home | None:
+        """Where a kind of state of a bucket lives, if that is not where it is stepped."""
+        places = dict(self._shard.layout_ref.layout.buckets[bucket].away)
+        return self._shard.homes.at(kind, places[kind]) if kind in places else None
+
+    def streams(self, bucket: int) -> bool:
+        """Whether anything of a bucket comes for a step."""
+        return MASTERS in self._stored.get(bucket, {}) or self.home_of(bucket, "moments") is not None
+
+    def store(self, bucket: int, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Masters of a bucket in their home, if that is elsewhere: what stands for them. None where they stay."""
+        home = self.home_of(bucket, MASTERS)
+        if home is None:
+            return None
+        stored = home.allocate(source.numel(), dtype)
+        home.write(source.to(dtype), stored).finish()
+        self._stored.setdefault(bucket, {})[MASTERS] = stored
+        return stored
+
+    def prefetch(self, bucket: int) -> None:
+        """A bucket that will be used is on its way to memory from now on."""
+        if bucket in self._here or not self.streams(bucket):
+            return
+        while any(leaving == bucket for leaving, _ in self._leaving):
+            self._finish_oldest()
+        self._make_room()
+        stretch = self._here[bucket] = _Stretch({}, [])
+        for name, stored in self._stored.get(bucket, {}).items():
+            line = stretch.lines[name] = self._memory(bucket, name, stored)
+            if bucket in self._lost:
+                self._blank(bucket, line.zero_())
+                stretch.changed = True
+                continue
+            home = self._home(bucket, name)
+            stretch.arriving.append(home.read(stored, line))
+        self._lost.discard(bucket)
+
+    def use(self, bucket: int, writes: bool = True) -> None:
+        """Has a bucket in memory until others are used; what is written to it is kept if `writes`."""
+        self.prefetch(bucket)
+        if bucket not in self._here:
+            return
+        self._here.move_to_end(bucket)
+        stretch = self._here[bucket]
+        stretch.changed |= writes
+        if not stretch.is_cut:
+            self._arrive(bucket, stretch)
+            self._point(bucket, stretch.lines)
+            stretch.is_cut = True
+
+    def _arrive(self, bucket: int, stretch: _Stretch) -> None:
+        try:
+            while stretch.arriving:
+                stretch.arriving.pop().finish()
+        except ZeroError:
+            if bucket not in self._doubtful:
+                raise
+            for transfer in stretch.arriving:
+                with contextlib.suppress(ZeroError):
+                    transfer.finish()
+            stretch.arriving, stretch.changed = [], True
+            for line in stretch.lines.values():
+                self._blank(bucket, line.zero_())
+        self._doubtful.discard(bucket)
+
+    def lines(self, bucket: int) -> Mapping[str, torch.Tensor]:
+        """The moments of a bucket that is in memory, by their names."""
+        stretch = self._here.get(bucket)
+        return {} if stretch is None else {name: line for name, line in stretch.lines.items() if name != MASTERS}
+
+    def piece(self, piece: Piece) -> torch.Tensor:
+        """A piece of the masters, to be read now."""
+        self.use(piece.bucket, writes=False)
+        return self._shard.piece(piece)
+
+    def leave(self, bucket: int) -> None:
+        """A bucket goes home, if it is not there; nobody waits for that."""
+        stretch = self._here.pop(bucket, None)
+        if stretch is None:
+            return
+        while stretch.arriving:
+            stretch.arriving.pop().finish()
+        try:
+            if stretch.changed:
+                self._gather(bucket, stretch)
+        except BaseException:
+            self._lost.add(bucket)
+            raise
+        stored, transfers = self._stored.get(bucket, {}), list[Transfer]()
+        self._point(bucket, stored)
+        for name, line in stretch.lines.items():
+            home = self._home(bucket, name)
+            if stretch.changed:
+                transfers.append(home.write(line, stored[name]))
+            elif isinstance(home, DiskHome) and line.is_cpu:
+                home.take_back(line)
+        if transfers:
+            self._leaving.append((bucket, transfers))
+
+    def flush(self) -> None:
+        """Everything goes home, and is there."""
+        for bucket in list(self._here):
+            self.leave(bucket)
+        while self._leaving:
+            self._finish_oldest()
+
+    def abandon(self) -> None:
+        """After a step that failed: what had not reached its home is lost, as is what is in the middle of its step. What cannot
+        be read of the rest, as a load brings all of it once, is NaN from then on."""
+        self._doubtful |= self._stored.keys()
+        self._lost |= {bucket for bucket, stretch in self._here.items() if stretch.changed}
+        for bucket, stretch in list(self._here.items()):
+            for transfer in (*stretch.arriving,):
+                with contextlib.suppress(ZeroError):
+                    transfer.finish()
+            stretch.arriving, stretch.changed = [], False
+            self.leave(bucket)
+        while self._leaving:
+            with contextlib.suppress(ZeroError):
+                self._finish_oldest()
+
+    def forget(self, buckets: set[int]) -> None:
+        """These are there no more."""
+        for bucket in buckets & self._stored.keys():
+            self._here.pop(bucket, None)
+            for name, stored in self._stored.pop(bucket).items():
+                self._home(bucket, name).free(stored)
+
+    def release(self) -> None:
+        """Lets go of everything."""
+        self._here.clear()
+        self._leaving.clear()
+        self._stored.clear()
+
+    # inside ------------------------------------------------------------------------------------------------------
+
+    def _blank(self, bucket: int, line: torch.Tensor) -> None:
+        """NaN for every element that is something's."""
+        for piece, _ in self._members(bucket):
+            line[piece.in_share.start : piece.in_share.stop] = float("nan")
+
+    def _make_room(self) -> None:
+        while len(self._here) + len(self._leaving) >= _MOST:
+            if not self._leaving:
+                self.leave(next(iter(self._here)))
+            if self._leaving:
+                self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        bucket, transfers = self._leaving.popleft()
+        try:
+            for transfer in transfers:
+                transfer.finish()
+        except BaseException:
+            self._lost.add(bucket)
+            raise
+
+    def _home(self, bucket: int, name: str) -> Home:
+        home = self.home_of(bucket, MASTERS if name == MASTERS else "moments")
+        assert home is not None
+        return home
+
+    def _memory(self, bucket: int, name: str, stored: torch.Tensor) -> torch.Tensor:
+        """Where a line is in a step."""
+        home, there = self._home(bucket, name), self._shard.home_of(bucket)
+        if isinstance(home, DiskHome) and there.device == home.device:
+            return home.lend(stored)
+        with torch.inference_mode(False):
+            return there.allocate(stored.numel(), stored.dtype)
+
+    def _point(self, bucket: int, lines: Mapping[str, torch.Tensor]) -> None:
+        """Makes masters and states views of these lines."""
+        if MASTERS in lines:
+            self._shard.shares[bucket] = lines[MASTERS]
+            self._cut(bucket)
+        for name, line in lines.items():
+            if name == MASTERS:
+                continue
+            for piece, master in self._members(bucket):
+                entries = self._state.get(master, {})
+                if name in entries and (entries[name].shape, entries[name].dtype) == (master.shape, line.dtype):
+                    entries[name] = self._shaped(piece, line[piece.in_share.start : piece.in_share.stop])
+
+    def _gather(self, bucket: int, stretch: _Stretch) -> None:
+        """Copies what of the moments is not in its line to there, and sees to it that every line has a home."""
+        home, stored = self.home_of(bucket, "moments"), self._stored.setdefault(bucket, {})
+        if home is None:
+            return
+        names = set()
+        for piece, name, value in self._moments(bucket):
+            line = stretch.lines.get(name)
+            if line is None:
+                stored[name] = home.allocate(self._shard.layout_ref.layout.buckets[bucket].share_numel, value.dtype)
+                line = stretch.lines[name] = self._memory(bucket, name, stored[name]).zero_()
+            if line.dtype != value.dtype:
+                continue  # it stays where it is
+            names.add(name)
+            own = self._shaped(piece, line[piece.in_share.start : piece.in_share.stop])
+            if own.data_ptr() != value.data_ptr():
+                own.copy_(value)
+        for name in stored.keys() - names - {MASTERS}:
+            home.free(stored.pop(name))
+            line = stretch.lines.pop(name)
+            if isinstance(home, DiskHome) and line.is_cpu:
+                home.take_back(line)
+
+    def _moments(self, bucket: int) -> Iterator[tuple[Piece, str, torch.Tensor]]:
+        for piece, master in self._members(bucket):
+            for name, value in self._state.get(master, {}).items():
+                if goes_with_elements(name, value, master.shape):
+                    yield piece, name, value

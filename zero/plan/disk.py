@@ -1,0 +1,72 @@
+"""What of a layout is on disk, and what streams from there in a step, in bytes of one rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from zero.plan.layout import ITEM_BYTES, FlatLayout
+from zero.plan.spans import round_up
+
+_PAGE = 4096  # every line begins and ends at one
+STREAMED = 3  # buckets in memory: one that is read, one that is stepped, and one that is written
+_SUMS = 5  # of gradients in memory: two that are used, one that comes, and two on their way to disk
+
+
+def disk_bytes(layout: FlatLayout, rank: int = 0, num_moments: int | Sequence[int] = 2) -> Counter[tuple[str, str]]:
+    """By kind and place: what files take, with an optimizer of so many values an element, by group where they differ."""
+    found: Counter[tuple[str, str]] = Counter()
+    moments = lines_of_moments(layout, rank, num_moments)
+    for index, bucket in enumerate(layout.buckets):
+        for kind, place in bucket.away:
+            if place != "host" and lives(layout, index, kind):
+                found[kind, place] += line_bytes(layout, index) * (moments[index] if kind == "moments" else 1)
+    return found
+
+
+def lives(layout: FlatLayout, bucket: int, kind: str) -> bool:
+    """Whether there is such a state apart from the weights: masters as wide as they are in one memory are the same."""
+    own = layout.buckets[bucket]
+    item = ITEM_BYTES[layout.chunks[own.chunk].dtype]
+    return kind != "masters" or own.offloaded or item < ITEM_BYTES["float32"]
+
+
+def line_bytes(layout: FlatLayout, bucket: int) -> int:
+    """Of a share, in the dtype of sums."""
+    own = layout.buckets[bucket]
+    return round_up(own.share_numel * max(ITEM_BYTES[layout.chunks[own.chunk].dtype], ITEM_BYTES["float32"]), _PAGE)
+
+
+def lines_of_moments(layout: FlatLayout, rank: int, num_moments: int | Sequence[int]) -> Counter[int]:
+    """By bucket: the most that one of its parameters needs."""
+    remembered = [num_moments] if isinstance(num_moments, int) else num_moments  # by group; the last is that of all others
+    lines: Counter[int] = Counter()
+    for param, spec in enumerate(layout.params):
+        number = remembered[min(spec.group, len(remembered) - 1)]
+        for piece in layout.pieces(param, rank if layout.num_shares > 1 else 0):
+            lines[piece.bucket] = max(lines[piece.bucket], number)
+    return lines
+
+
+def stream_bytes(layout: FlatLayout, rank: int, num_moments: int | Sequence[int]) -> dict[bool, int]:
+    """Memory for what comes for a step, by whether that is on the host beside a device: of lines of one size."""
+    moments, most, buckets = lines_of_moments(layout, rank, num_moments), Counter[bool](), Counter[bool]()
+    largest, sums = Counter[bool](), Counter[bool]()
+    for index, bucket in enumerate(layout.buckets):
+        if "gradients" in dict(bucket.away):
+            sums[bucket.offloaded] = max(sums[bucket.offloaded], line_bytes(layout, index))
+        kinds = [kind for kind, _ in bucket.away if kind != "gradients" and lives(layout, index, kind)]
+        lines = sum(moments[index] if kind == "moments" else 1 for kind in kinds)
+        if lines:
+            buckets[bucket.offloaded] += 1
+            most[bucket.offloaded] = max(most[bucket.offloaded], lines)
+            largest[bucket.offloaded] = max(largest[bucket.offloaded], line_bytes(layout, index))
+    return {
+        where: min(STREAMED, buckets[where]) * most[where] * largest[where] + _SUMS * sums[where] for where in (False, True)
+    }
+
+
+def written_bytes(layout: FlatLayout, rank: int = 0, num_moments: int | Sequence[int] = 2, rounds: int = 1) -> int:
+    """To disks in a step of so many rounds of gradients."""
+    files = disk_bytes(layout, rank, num_moments)
+    return sum(number * (rounds if kind == "gradients" else 1) for (kind, _), number in files.items())

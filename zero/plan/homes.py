@@ -1,0 +1,47 @@
+"""Which buckets have their states elsewhere than on the device: of each kind of state as much as asked for.
+
+A bucket is stepped where its masters are: on the device, or *offloaded* on the host beside it. What of its states is kept in
+another place is *away*, and comes for the step, a bucket at a time: on a disk, or on the host where the device steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+KINDS = ("gradients", "masters", "moments")
+
+
+class Away(NamedTuple):
+    """A kind of state of a parameter that is kept apart from where it is stepped."""
+
+    kind: str
+    place: str  # "host", or "disk:" and a directory
+    ratio: float = 1.0  # how much of it
+
+
+class Asked(NamedTuple):
+    """Of a bucket: its elements, how much of its kind is offloaded, and what is away."""
+
+    numel: int
+    offload: float
+    away: tuple[Away, ...]
+
+    @property
+    def shares(self) -> list[tuple[tuple[str, str], float]]:
+        return [(("", "offloaded"), self.offload), *(((each.kind, each.place), each.ratio) for each in self.away)]
+
+
+def homes_of(buckets: Sequence[Asked]) -> Iterator[tuple[bool, tuple[tuple[str, str], ...]]]:
+    """Of each whether it is offloaded, and what kinds are away, with their places. Those that backward fills first go away, as
+    their copies have the most time."""
+    total, so_far = Counter[tuple[tuple[str, str], float]](), Counter[tuple[tuple[str, str], float]]()
+    for bucket in buckets:
+        for each in bucket.shares:
+            total[each] += bucket.numel
+    for bucket in buckets:
+        [offloaded, *away] = [so_far[each] < each[1] * total[each] for each in bucket.shares]
+        for each in bucket.shares:
+            so_far[each] += bucket.numel
+        yield offloaded, tuple((each.kind, each.place) for each, is_away in zip(bucket.away, away, strict=True) if is_away)

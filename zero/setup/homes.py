@@ -1,0 +1,106 @@
+"""Where the states of a group of parameters are to live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from zero.comm.exchange import exchange_texts, run_on_all
+from zero.comm.group import Group
+from zero.config.homes import Homes, Offload, StateHome
+from zero.config.schema import ZeroConfig
+from zero.memory.homes.file import Pace, probe
+from zero.optim.traits import steps_by_blocks
+from zero.plan.homes import Away
+from zero.plan.stages import stage_of
+
+_DEVICE = StateHome(home="device")
+_STATE_BYTES = 12  # of an element, about: a master and two moments
+_WORTH_A_TRY = 256 * 2**20  # bytes of states of a rank
+
+
+class Places(NamedTuple):
+    """What the layout is told of it."""
+
+    offload: float = 0.0  # how much is stepped on the host beside a device
+    away: tuple[Away, ...] = ()
+
+
+def homes_of(group: Mapping[str, Any], config: ZeroConfig) -> dict[str, StateHome | None]:
+    """By kind: its own "homes", else what the configuration says; then its own "offload", else that of the configuration."""
+    own = group.get("homes", config.homes)
+    homes = own if isinstance(own, Homes) else Homes(**(own or {}))
+    offload = Offload.of(group["offload"]) if "offload" in group else config.offload
+    general = None if offload is None else StateHome(home="host", ratio=offload.ratio, pinned=offload.pinned)
+    return {kind: getattr(homes, kind) or general for kind in ("weights", "gradients", "masters", "moments")}
+
+
+def places_of(group: Mapping[str, Any], config: ZeroConfig, device: torch.device) -> Places:
+    """Raises where the homes of a group exclude each other."""
+    homes = homes_of(group, config)
+    masters, is_host = homes["masters"] or _DEVICE, device.type == "cpu"  # where weights are there is nowhere else to step
+    steps_here = is_host or masters.home == "device" or not masters.ratio
+    _check(homes, steps_here, is_host, stage_of(config.stage).shards_weights)
+    away = []
+    for kind in ("gradients", "masters", "moments"):
+        home = homes[kind] or _DEVICE
+        is_apart = home.home == "disk" or (home.home == "host" and steps_here and not is_host)
+        if is_apart and home.ratio:
+            away.append(Away(kind, home.place, home.ratio))
+    return Places(0.0 if steps_here else masters.ratio, tuple(away))
+
+
+def with_pace(config: ZeroConfig, group: Group, numel: int) -> ZeroConfig:
+    """The configuration with how disks are read and written: as it says, or as rank 0 finds to be the fastest where so many
+    elements are worth a try. A collective where it has a disk."""
+    homes = config.homes
+    if not homes.directories or (homes.threads != "auto" and homes.piece_bytes != "auto"):
+        return config
+    tries = group.rank == 0 and numel * _STATE_BYTES // group.size >= _WORTH_A_TRY
+    pace = run_on_all(group, lambda: probe(homes.directories[0]) if tries else Pace())
+    threads, piece_bytes = map(int, exchange_texts(group, f"{pace.threads} {pace.piece_bytes}")[0].split())
+    found = {
+        "threads": threads if homes.threads == "auto" else homes.threads,
+        "piece_bytes": piece_bytes if homes.piece_bytes == "auto" else homes.piece_bytes,
+    }
+    return config.model_copy(update={"homes": homes.model_copy(update=found)})
+
+
+def _check(homes: Mapping[str, StateHome | None], steps_here: bool, is_host: bool, shards_weights: bool) -> None:
+    weights, gradients, moments = homes["weights"], homes["gradients"], homes["moments"]
+    if weights is not None and weights.home == "disk":
+        raise ValueError(
+            "Cannot keep weights on disk: they are read in forward and backward. Keep them on the host with "
+            "'weights': 'cpu', and masters, moments and gradients on disk."
+        )
+    if is_host:
+        return
+    names = {"gradients": gradients, "moments": moments}
+    if shards_weights:
+        names["weights"] = weights
+    elif weights is not None and weights.home == "host" and homes["masters"] is not weights:
+        raise ValueError("Cannot keep weights on the host: they are whole on the device below stage 3. Use stage=3.")
+    for name, home in names.items():
+        if home is not None and not steps_here and home.home == "device":
+            raise ValueError(
+                f"Cannot keep {name} on the device: masters are stepped on the host. Leave {name} out, and they go there too."
+            )
+    for name in ("gradients", "weights"):
+        home = names.get(name)
+        if home is not None and steps_here and home.home == "host" and home.ratio:
+            raise ValueError(
+                f"Cannot keep {name} on the host: masters are stepped on the device. Give masters the home 'cpu' or a disk too."
+            )
+
+
+def check_streams(optimizer: torch.optim.Optimizer, places: Mapping[int, Places]) -> None:
+    """Raises where states are to come for the step a bucket at a time, and the optimizer wants all of them. By group."""
+    apart = {each.kind for own in places.values() for each in own.away} & {"masters", "moments"}
+    if apart and not steps_by_blocks(optimizer):
+        raise ValueError(
+            f"Cannot keep {' and '.join(sorted(apart))} apart from where they are stepped: {type(optimizer).__name__} is not "
+            "known to step one parameter after the other, so all of them would be in memory. Use an optimizer of torch, or "
+            "offload='cpu'."
+        )
