@@ -102,7 +102,10 @@ class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout))
         if not is_dtype and name not in _KNOWN.get(module, ()):
-            raise BadCheckpoint(f"Cannot read a distributed checkpoint: it needs {module}.{name}, and no code is run for it.")
+            raise BadCheckpoint(
+                f"Cannot read a distributed checkpoint without running code: it needs {module}.{name}. Save tensors and plain "
+                "values."
+            )
         return super().find_class(module, name)
 
 

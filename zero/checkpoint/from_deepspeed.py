@@ -210,7 +210,9 @@ def _read_universal(folder: Path, found: Found, model: Mapping[str, Any], base: 
         for name, shape in shapes.items():
             files = {path.stem: _tensor_in(path) for path in sorted((folder / "zero" / name).glob("*.pt"))}
             if "fp32" not in files:
-                raise BadCheckpoint(f"Cannot read a universal checkpoint of DeepSpeed from {folder}: {name} is not in it.")
+                raise BadCheckpoint(
+                    f"Cannot read the universal checkpoint in {folder}: {name} is not in it. Convert the checkpoint again."
+                )
             numel = torch.Size(shape).numel()
             whole = {
                 key: value.reshape(-1)[:numel].reshape(shape) if isinstance(value, torch.Tensor) and value.dim() else value

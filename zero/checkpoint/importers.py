@@ -91,7 +91,9 @@ def _from_dcp(path: Path, optimizer: Any, patterns: Sequence[str]) -> Found:
     found = _of_model(path, tied_again(model, trained), patterns)
     for name, entries in (its or {}).get("state", {}).items():
         if name not in found.values:
-            raise BadCheckpoint(f"Cannot take the state of {name} from {path}: it is no parameter there.")
+            raise BadCheckpoint(
+                f"Cannot take the state of {name} from {path}: the model there has no such parameter. Give another file."
+            )
         found.state[name] = dict(entries)
     found.groups = [dict(group) for group in (its or {}).get("param_groups", ())]
     return found

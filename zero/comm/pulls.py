@@ -71,7 +71,9 @@ class Pulls:
         if isinstance(self._failure, RuntimeError):  # as where a rank that asked is gone
             self._wire.fail(self._failure)
         if self._failure is not None:
-            raise RuntimeError("Cannot fetch weights: this rank's thread that answers others has failed.") from self._failure
+            raise RuntimeError(
+                "Cannot fetch weights: the thread that answers other ranks failed, with the error above. Start the ranks again."
+            ) from self._failure
         parts = memory.view(self._wire.size, -1)
         messages: list[Message] = []
         requests: list[torch.Tensor] = []

@@ -61,7 +61,7 @@ class LossScale(ConfigModel):
     def _starts_above_its_floor(self) -> LossScale:
         if self.dynamic and self.initial < self.minimum:
             raise ValueError(f"Cannot start the loss scale at {self.initial:g}: its minimum is {self.minimum:g}. "
-                             "Raise initial or lower minimum")
+                             "Raise initial or lower minimum.")
         return self
 
 
@@ -105,7 +105,7 @@ class Batch(ConfigModel):
         if product != self.global_samples:
             raise ValueError(
                 f"Cannot use {self.global_samples} samples a step: {self.micro_samples} samples x {self.accumulation} "
-                f"micro-batches x {self.world_size} ranks make {product}. Change one of them, or leave one out")
+                f"micro-batches x {self.world_size} ranks make {product}. Change one of them, or leave one out.")
         return self
 
 

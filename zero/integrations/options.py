@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,14 +12,22 @@ from zero.config.deepspeed.reader import read_deepspeed, read_tree
 from zero.config.deepspeed.written import Implied
 from zero.config.schema import ZeroConfig
 
+logger = logging.getLogger("zero")
+
 Given = Mapping[str, Any] | str | os.PathLike[str]
 
-# Settings of a configuration that are options of `zero.shard` under a framework, which does the rest itself. A step that is not
-# finite is left to the framework too: it would not hear of one that was skipped.
-_SHARDED = (
-    "masters", "buffer_dtype", "keep_fp32_buffers", "offload", "homes", "bucket_bytes", "reduce", "reduce_dtype", "on_unused",
-    "elementwise",
-)  # fmt: skip
+# Settings that a framework decides itself; all others are options of `zero.shard`. A step that is not finite is left to it too,
+# as it would not know of one that was skipped.
+_FRAMEWORKS_OWN = frozenset((
+    "dtype", "autocast", "cast_inputs", "loss_scale", "on_nonfinite", "clip", "accumulation", "batch", "count_micro_steps",
+    "drop_last", "optimizer", "schedule", "kernels", "report",
+))  # fmt: skip
+# Those of them that a DeepSpeed file may have and nothing is done about.
+_LEFT = {
+    "drop_last": "dataloader_drop_last",
+    "count_micro_steps": "managed_gradient_accumulation",
+    "report": "steps_per_print, wall_clock_breakdown, memory_breakdown or tensorboard",
+}
 # What a framework decides, by the key that DeepSpeed has for it, and the field of what the call implies.
 _DECIDED = {
     "gradient_clipping": "clip",
@@ -58,8 +67,14 @@ def read_options(given: Given, framework: Framework) -> Options:
     config = read_deepspeed(tree, implied)
     wrong = [*_differing(tree, config, framework), *_not_built(tree, config, framework)]
     if wrong:
-        raise ValueError(f"Cannot use this DeepSpeed configuration under {framework.name}: {'; '.join(wrong)}.")
-    options = {"stage": config.stage, **{name: getattr(config, name) for name in _SHARDED}}
+        raise ValueError(
+            f"Cannot use this DeepSpeed configuration under {framework.name}: {'; '.join(wrong)}. Change these settings."
+        )
+    plain = ZeroConfig(stage=config.stage)
+    for name, keys in _LEFT.items():
+        if getattr(config, name) != getattr(plain, name):
+            logger.info("%s: this is %s's own to do, and without effect in a configuration file", keys, framework.name)
+    options = {name: getattr(config, name) for name in ZeroConfig.model_fields if name not in _FRAMEWORKS_OWN}
     if config.dtype == "bfloat16":
         options["dtype"] = config.dtype
     if implied.clip is None:

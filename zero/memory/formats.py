@@ -41,7 +41,7 @@ def dtype_named(name: str) -> torch.dtype:
     """What `dtype_name` gave, of any dtype."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"Cannot read a tensor of dtype {name!r}: torch has none of that name.")
+        raise ValueError(f"Cannot read a tensor of dtype {name!r}: torch has none of that name. Use the torch that wrote it.")
     return found
 
 

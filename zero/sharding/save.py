@@ -98,7 +98,7 @@ def _meet_in(folder: Folder, tag: str, group: Group) -> Path:
     def look() -> Path:
         if not place.is_dir():
             raise FileNotFoundError(
-                f"Cannot save to {place}: rank 0 made it, and it is not there. Give all ranks a directory that they share"
+                f"Cannot save to {place}: rank 0 made it, and it is not there. Give all ranks a directory that they share."
             )
         return place
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from zero.config.deepspeed.written import Implied
+from zero.config.schema import ZeroConfig
 from zero.integrations.options import Framework, read_options
 
 ACCELERATE = Framework(
@@ -64,3 +65,18 @@ def test_what_is_written_alone_clips_where_the_framework_says_nothing():
     assert read_options({"gradient_clipping": 0.5}, ACCELERATE).shard["clip"] == 0.5
     clips = Framework("Lightning", Implied(clip=0.5))
     assert "clip" not in read_options({"gradient_clipping": 0.5}, clips).shard
+
+
+def test_every_setting_arrives_that_is_not_the_frameworks_and_the_others_are_told(caplog):
+    tree = {
+        "zero_optimization": {"stage": 3},
+        "zero_accelerators": {"gathered_bytes": "all", "keep_whole_numel": 100, "masters": "rounded"},
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 5,
+        "dataloader_drop_last": True,
+    }
+    with caplog.at_level("INFO", logger="zero"):
+        shard = read_options(tree, ACCELERATE).shard
+    assert (shard["gathered_bytes"], shard["keep_whole_numel"], shard["masters"]) == ("all", 100, "rounded")
+    assert ZeroConfig(**shard).keep_whole_numel == 100
+    assert "dataloader_drop_last: this is accelerate's own" in caplog.text and "steps_per_print" in caplog.text

@@ -298,8 +298,8 @@ def _different_changes(everyone: Sequence[Counts]) -> ZeroError | None:
         if counts.changes != first.changes and counts.occasion != "zero_grad":
             return RanksDiffer(
                 f"Cannot go on: rank {rank} came to {first.occasion} with gradients changed otherwise than on rank 0: "
-                "multiplied by another number, or by none. Change them on all ranks alike. (A norm over parameters of which "
-                "some are in no group of the optimizer is a rank's own: freeze those, or clip with clip=.)"
+                "multiplied by another number, or by none. Change them on all ranks alike. A norm over parameters of which "
+                "some are in no group of the optimizer is a rank's own: freeze those, or clip with clip=."
             )
     return None
 
