@@ -914,14 +914,14 @@ def only_rank_0_saves(rank, world, folder):
 @pytest.mark.promise("C14")
 def test_a_save_that_only_one_rank_calls_is_told_so_within_seconds(tmp_path):
     for told in ranks.run(2, only_rank_0_saves, str(tmp_path), timeout=20.0):
-        assert "All ranks must call" in told
+        assert "Call step, zero_grad" in told
     assert list(tmp_path.iterdir()) == []
 
 
 BAD_ON_RANK_1 = {
     "another tag": ({"tag": "b"}, RanksDiffer, r"rank 1 with {\"tag\": \"b\""),
     "no directory": ({"directory": None}, CheckpointFailed, "rank 1: TypeError"),
-    "a bad tag": ({"tag": "b/c"}, CheckpointFailed, "rank 1: ValueError: A checkpoint with the tag 'b/c'"),
+    "a bad tag": ({"tag": "b/c"}, CheckpointFailed, "rank 1: ValueError: Cannot take 'b/c' as a tag"),
     "another number to keep": ({"keep_last": 3}, RanksDiffer, "rank 1 with"),
     "nothing to keep": ({"keep_last": 0}, CheckpointFailed, "rank 1: ValueError: Cannot save with keep_last=0"),
 }

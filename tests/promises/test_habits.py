@@ -111,7 +111,7 @@ def test_a_parameter_that_becomes_trainable_in_a_window_has_a_stand_in_where_it_
 def test_a_view_of_a_parameter_is_refused_since_the_parameter_moves():
     model = real_mlp()
     model.register_buffer("head", model[0].weight.data[:2])
-    with pytest.raises(ValueError, match=r"head looks at the memory of parameter 0\.weight"):
+    with pytest.raises(ValueError, match=r"head is a view of the memory of parameter 0\.weight"):
         shard(model, sgd(model), stage=2)
     del model.head
     optimizer = shard(model, sgd(model), stage=2)

@@ -649,7 +649,8 @@ def test_the_command_takes_what_the_call_would_imply(capsys):
     implied = ["micro_samples=8", "accumulation=2", "clip=1.0", "dtype=bfloat16"]
     assert main(["config", file, *(word for item in implied for word in ("--implied", item))]) == 0
     assert "dtype = bfloat16" in capsys.readouterr().out
-    assert main(["config", file, "--implied", "learning=3"]) == 2
+    for wrong in ("learning=3", "dtype=fp8", "lr=abc", "betas=0.9,x"):
+        assert main(["config", file, "--implied", wrong]) == 2
     assert "takes NAME=VALUE" in capsys.readouterr().err
 
 
@@ -754,3 +755,34 @@ def test_the_command_refuses_a_file_with_the_reason_on_stderr(capsys):
 if __name__ == "__main__":
     for json_file in FILES:
         json_file.with_suffix(".txt").write_text(golden(json_file))
+
+
+def test_within_one_block_all_problems_are_told_too():
+    tree = {
+        "fp16": {"enabled": True, "initial_scale_power": 900, "loss_scale_window": 0, "hysteresis": 0, "min_loss_scale": -1},
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": "abc", "foo": 1, "weight_decay": -1, "torch_adam": 7, "max_grad_norm": 1},
+        },
+        "scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 3, "warmup_type": "cubic", "warmup_max_lr": "x"}},
+        "steps_per_print": 0,
+        "wall_clock_breakdown": "x",
+        "tensorboard": {"enabled": True, "job_name": 3},
+        "torch_autocast": {"enabled": 5, "dtype": "fp8"},
+        "train_batch_size": 0,
+        "train_micro_batch_size_per_gpu": 1.5,
+        "data_types": {"grad_accum_dtype": "fp12"},
+    }
+    with pytest.raises(ValueError) as caught:
+        translate(tree)
+    told = str(caught.value)
+    for path in (
+        "fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis", "fp16.min_loss_scale",
+        "optimizer.params.lr 'abc'", "'foo' for AdamW", "optimizer.params.weight_decay -1",
+        "optimizer.params.torch_adam", "optimizer.params.max_grad_norm",
+        "scheduler.params.last_batch_iteration", "scheduler.params.warmup_type", "scheduler.params.warmup_max_lr 'x'",
+        "steps_per_print", "wall_clock_breakdown", "tensorboard.job_name", "torch_autocast.enabled", "torch_autocast.dtype",
+        "train_batch_size 0", "train_micro_batch_size_per_gpu 1.5", "data_types.grad_accum_dtype",
+    ):  # fmt: skip
+        assert f"Cannot use {path}" in told, (path, told)
+    assert "it has 20 problems" in told

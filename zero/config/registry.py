@@ -34,16 +34,24 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 def complete(kind: str, settings: Mapping[str, Setting], given: Mapping[str, object]) -> dict[str, Value]:
     """Every setting of a recipe, checked: what was given, and the default for the rest."""
-    for name in given:
-        if name not in settings:
-            raise ValueError(f"Cannot use {name!r} for {kind}: it has no such setting. Use one of {', '.join(settings)}."
-                             f"{did_you_mean(name, settings)}")
+    known = ", ".join(settings)
+    problems = [
+        f"Cannot use {name!r} for {kind}: it has no such setting. Use one of {known}.{did_you_mean(name, settings)}"
+        for name in given
+        if name not in settings
+    ]
     values: dict[str, Value] = {}
     for name, setting in settings.items():
         value = given.get(name, setting.default)
         if value is Required:
-            raise ValueError(f"Cannot make {kind}: {name!r} is missing and has no default. Give it in the params of {kind}.")
-        values[name] = value if name not in given and value is None else setting.check(f"{kind}.{name}", value)
+            problems.append(f"Cannot make {kind}: {name!r} is missing and has no default. Give it in the params of {kind}.")
+            continue
+        try:
+            values[name] = value if name not in given and value is None else setting.check(f"{kind}.{name}", value)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
     return values
 
 

@@ -77,4 +77,9 @@ def _implied(args: argparse.Namespace) -> Any:
             values[name] = tuple(json.loads(f"[{text.strip('[]')}]")) if name == "betas" else json.loads(text)
         except json.JSONDecodeError:
             values[name] = text
+        numbers = values[name] if name == "betas" else [values[name]]
+        if name == "dtype" and text not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"Cannot use --implied {given!r}: it is not a dtype of weights. Use float32, float16 or bfloat16.")
+        if name != "dtype" and any(type(number) not in (int, float) for number in numbers):
+            raise ValueError(f"Cannot use --implied {given!r}: it takes numbers. Write it like {name}=1.")
     return Implied(**values)

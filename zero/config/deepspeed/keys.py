@@ -210,7 +210,10 @@ OF_STAGE_3: dict[str, str] = dict.fromkeys(
 )
 
 # Values, in any case of letters, of keys without effect that take no others.
-CHOICES: dict[str, tuple[str, ...]] = {"checkpoint.tag_validation": ("ignore", "warn", "fail")}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "checkpoint.tag_validation": ("ignore", "warn", "fail"),
+    "data_types.grad_accum_dtype": ("none", "fp32", "float32", "fp16", "float16", "bf16", "bfloat16"),
+}
 
 # Values with which a refused key asks for nothing, beside false, null and an empty block.
 OFF: dict[str, tuple[object, ...]] = {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from zero.config.deepspeed.written import Written, flag
 from zero.config.homes import Homes, StateHome
@@ -23,6 +24,8 @@ from zero.config.schema import (
     ScheduleSpec,
     ZeroConfig,
 )
+
+Spec = TypeVar("Spec", OptimizerSpec, ScheduleSpec)
 
 # The largest power of two that is a finite fp32 number.
 _MAX_SCALE_POWER = 127
@@ -42,10 +45,10 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
     """The configuration that the written keys ask for; each key is read in exactly one place below. All problems are raised
     together: the stage, which decides about others, then those found before, then the rest."""
     tried = written.tried
-    stage = tried(_stage, 0)
+    stage = written.whole("zero_optimization.stage", 0, least=0, most=3)
     written.problems += problems
     dtype = tried(_dtype, None)
-    autocast = tried(_autocast, None)
+    autocast = _autocast(written)
     if autocast is not None and dtype is not None and autocast != dtype:
         block = "fp16" if dtype == "float16" else "bf16"
         written.problems.append(
@@ -56,33 +59,33 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
     no_batch: tuple[int | None, Batch | None] = (None, None)
     optimizer, kernels = tried(_optimizer, no_optimizer)
     accumulation, batch = tried(_batch, no_batch)
-    clip = tried(lambda _: written.real("gradient_clipping", 0.0), 0.0)
+    clip = written.real("gradient_clipping", 0.0)
     scale = tried(lambda _: _loss_scale(written, dtype, autocast), None)
-    checks = tried(lambda _: written.flag("bf16.check_grad_overflow", True), True) and dtype == "bfloat16"
-    leaves = tried(lambda _: written.flag("zero_optimization.ignore_unused_parameters", True), True)
+    checks = written.flag("bf16.check_grad_overflow", True) and dtype == "bfloat16"
+    leaves = written.flag("zero_optimization.ignore_unused_parameters", True)
     settings: dict[str, Any] = {
         "stage": stage,
         "dtype": dtype,
-        "masters": tried(_masters, "exact"),
-        "buffer_dtype": tried(lambda _: written.choice("data_types.buffer_dtype", _DTYPES, None), None),
+        "masters": _masters(written),
+        "buffer_dtype": written.choice("data_types.buffer_dtype", _DTYPES, None),
         "keep_fp32_buffers": tried(lambda _: written.names("data_types.keep_in_fp32_modules"), None),
         "autocast": autocast,
-        "cast_inputs": tried(lambda _: dtype == "float16" and written.flag("fp16.auto_cast"), False),
+        "cast_inputs": dtype == "float16" and written.flag("fp16.auto_cast"),
         "offload": tried(_offload, None),
         "homes": tried(lambda _: _homes(written, stage), Homes()),
-        "bucket_bytes": tried(lambda _: _bucket_bytes(written, dtype), DEFAULT_BUCKET_BYTES),
-        "gathered_bytes": tried(_gathered_bytes, "auto"),
-        "keep_whole_numel": tried(lambda _: written.whole("zero_accelerators.keep_whole_numel", 0, least=0), 0),
-        "reduce": tried(_reduce, "mean"),
-        "reduce_dtype": tried(lambda _: written.choice("communication_data_type", _WIRE_DTYPES, None), None),
+        "bucket_bytes": _bucket_bytes(written, dtype),
+        "gathered_bytes": written.bytes_or("zero_accelerators.gathered_bytes", ("auto", "all")),
+        "keep_whole_numel": written.whole("zero_accelerators.keep_whole_numel", 0, least=0),
+        "reduce": _reduce(written),
+        "reduce_dtype": written.choice("communication_data_type", _WIRE_DTYPES, None),
         "clip": clip or None,
         "accumulation": accumulation,
-        "count_micro_steps": tried(lambda _: written.flag("managed_gradient_accumulation", True), True),
+        "count_micro_steps": written.flag("managed_gradient_accumulation", True),
         "on_nonfinite": "skip" if scale is not None or checks else "propagate",
         "on_unused": "leave" if leaves else "raise",
         "kernels": kernels,
-        "elementwise": tried(lambda _: written.flag("zero_allow_untested_optimizer"), False) or None,
-        "drop_last": tried(lambda _: written.flag("dataloader_drop_last"), False),
+        "elementwise": written.flag("zero_allow_untested_optimizer") or None,
+        "drop_last": written.flag("dataloader_drop_last"),
         "batch": batch,
         "loss_scale": scale,
         "optimizer": optimizer,
@@ -96,14 +99,6 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
 def _masters(written: Written) -> Literal["exact", "rounded"]:
     choices: dict[str, Literal["exact", "rounded"]] = {"exact": "exact", "rounded": "rounded"}
     return written.choice("zero_accelerators.masters", choices, "exact")
-
-
-def _gathered_bytes(written: Written) -> Any:
-    return written.bytes_or("zero_accelerators.gathered_bytes", ("auto", "all"))
-
-
-def _stage(written: Written) -> int:
-    return written.whole("zero_optimization.stage", 0, least=0, most=3)
 
 
 def _dtype(written: Written) -> Half | None:
@@ -141,10 +136,10 @@ def _loss_scale(written: Written, dtype: str | None, autocast: str | None) -> Lo
     initial = 2.0 ** written.whole("fp16.initial_scale_power", 16, least=0, most=_MAX_SCALE_POWER)
     minimum = written.real("fp16.min_loss_scale", 1.0, zero_too=False)
     if initial < minimum:
-        raise ValueError(f"Cannot start the loss scale at {initial:g} (fp16.initial_scale_power): fp16.min_loss_scale is "
-                         f"{minimum:g}. Raise the one, or lower the other.")
+        written.note(f"Cannot start the loss scale at {initial:g} (fp16.initial_scale_power): fp16.min_loss_scale is "
+                     f"{minimum:g}. Raise the one, or lower the other.")
     return LossScale(
-        initial=initial,
+        initial=max(initial, minimum),
         window=written.whole("fp16.loss_scale_window", 1000, least=1),
         hysteresis=written.whole("fp16.hysteresis", 2, least=1),
         refill_hysteresis=written.flag("fp16.consecutive_hysteresis"),
@@ -227,29 +222,41 @@ def _optimizer(written: Written) -> tuple[OptimizerSpec | None, Kernels]:
             raise ValueError("Cannot use optimizer.params without optimizer.type. Give optimizer.type too.")
         return None, "torch"
     kind = canonical(written.value("optimizer.type"), OPTIMIZERS, OPTIMIZERS_REFUSED, "optimizer")
-    if "max_grad_norm" in params:
-        raise ValueError("Cannot use optimizer.params.max_grad_norm: an optimizer does not clip. "
-                         "Write gradient_clipping instead.")
+    if params.pop("max_grad_norm", None) is not None:
+        written.note("Cannot use optimizer.params.max_grad_norm: an optimizer does not clip. Write gradient_clipping instead.")
     plain_kernel = False
     if kind in ("Adam", "AdamW"):
-        kind, plain_kernel = _adam(kind, params)
+        kind, plain_kernel = _adam(written, kind, params)
     for name in ("fp32_optimizer_states", "bias_correction", "set_grad_none"):
-        if not flag(f"optimizer.params.{name}", params.pop(name, True)):
-            raise ValueError(f"Cannot use optimizer.params.{name} other than true: it is not supported. Take it out.")
-    spec = OptimizerSpec.of(kind, params)
+        if not _flag_in(written, params, name, True):
+            written.note(f"Cannot use optimizer.params.{name} other than true: it is not supported. Take it out.")
+    spec = _spec(OptimizerSpec, "optimizer", kind, params)
     fused = kind in FUSED_IN_TORCH and not plain_kernel and spec.kwargs["foreach"] is None
     return spec, "fused" if fused else "torch"
 
 
-def _adam(kind: str, params: dict[str, Any]) -> tuple[str, bool]:
-    """DeepSpeed's Adam is AdamW unless told otherwise; whether torch's plain kernel was asked for."""
-    given = {"torch_adam": params.pop("torch_adam", False), "adam_w_mode": params.pop("adam_w_mode", True)}
-    flags = {name: flag(f"optimizer.params.{name}", value) for name, value in given.items()}
-    kind = "AdamW" if kind == "AdamW" or flags["adam_w_mode"] else "Adam"
-    if flags["torch_adam"] and kind == "AdamW":
+def _flag_in(written: Written, params: dict[str, Any], name: str, default: bool) -> bool:
+    """One of the optimizer's parameters, which is taken out."""
+    value = params.pop(name, default)
+    return written.tried(lambda _: flag(f"optimizer.params.{name}", value), default)
+
+
+def _spec(make: type[Spec], block: str, kind: Any, params: dict[str, Any]) -> Spec:
+    """Its problems name the keys as they are written."""
+    try:
+        return make.of(kind, params)
+    except ValueError as error:
+        raise ValueError(re.sub(r"^Cannot use \w+\.", f"Cannot use {block}.params.", str(error), flags=re.MULTILINE)) from None
+
+
+def _adam(written: Written, kind: str, params: dict[str, Any]) -> tuple[str, bool]:
+    """DeepSpeed's Adam is AdamW unless told otherwise; and whether it takes torch's plain kernel."""
+    torchs, decoupled = _flag_in(written, params, "torch_adam", False), _flag_in(written, params, "adam_w_mode", True)
+    kind = "AdamW" if kind == "AdamW" or decoupled else "Adam"
+    if torchs and kind == "AdamW":
         # torch's own class brings its own default; DeepSpeed's decays nothing unless asked.
         params.setdefault("weight_decay", 1e-2)
-    return kind, flags["torch_adam"]
+    return kind, torchs
 
 
 def _schedule(written: Written) -> ScheduleSpec | None:
@@ -259,9 +266,9 @@ def _schedule(written: Written) -> ScheduleSpec | None:
             raise ValueError("Cannot use scheduler.params without scheduler.type. Give scheduler.type too.")
         return None
     if params.pop("last_batch_iteration", -1) != -1:
-        raise ValueError("Cannot use scheduler.params.last_batch_iteration: a schedule goes on from its own state. "
-                         "Take it out and load the scheduler's state_dict.")
-    return ScheduleSpec.of(written.value("scheduler.type"), params)
+        written.note("Cannot use scheduler.params.last_batch_iteration: a schedule goes on from its own state. "
+                     "Take it out and load the scheduler's state_dict.")
+    return _spec(ScheduleSpec, "scheduler", written.value("scheduler.type"), params)
 
 
 def _report(written: Written) -> Report:
@@ -281,6 +288,6 @@ def _board(written: Written) -> str | None:
     for path, default in (("tensorboard.output_path", ""), ("tensorboard.job_name", "DeepSpeedJobName")):
         name = written.value(path) if path in written else default
         if not isinstance(name, str):
-            raise ValueError(f"Cannot use {path}: {brief(name)}: it is part of a path. Write a string.")
-        names.append(name)
+            written.note(f"Cannot use {path} {brief(name)}: it is part of a path. Write a string.")
+        names.append(str(name))
     return str(Path(*names)) if written.flag("tensorboard.enabled") else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from zero.config.deepspeed.keys import AUTO
@@ -64,7 +65,8 @@ class Implied:
 
 
 class Written:
-    """The used keys that were written, by path, each checked when it is asked for. null counts as not written."""
+    """The used keys that were written, by path, each checked when it is read; null counts as not written. What is wrong with
+    one is noted, and its default stands for it, so that all problems are found."""
 
     def __init__(self, values: Mapping[str, Any], implied: Implied) -> None:
         self._values = {path: value for path, value in values.items() if value is not None}
@@ -77,10 +79,16 @@ class Written:
         try:
             return read(self)
         except _UnansweredError:
-            return default
+            pass
         except ValueError as error:
-            self.problems.append(str(error))
-            return default
+            for problem in str(error).split("\n"):
+                self.note(problem)
+        return default
+
+    def note(self, problem: str) -> None:
+        """This is wrong."""
+        if problem not in self.problems:
+            self.problems.append(problem)
 
     def check(self) -> None:
         """Raises with all problems that were noted."""
@@ -111,10 +119,11 @@ class Written:
         """Whether there is a value: one was written, or "auto" and the call implies one."""
         return path in self and (self._values[path] != "auto" or getattr(self.implied, AUTO[path], None) is not None)
 
+    def _checked(self, path: str, check: Callable[[Any], T], default: T) -> T:
+        return self.tried(lambda _: check(self.value(path)), default) if path in self else default
+
     def flag(self, path: str, default: bool = False) -> bool:
-        if path not in self:
-            return default
-        return flag(path, self.value(path))
+        return self._checked(path, partial(flag, path), default)
 
     def mode(self, path: str, dtype: str) -> bool:
         """Whether a precision block is on; "auto" is answered by the dtype that the call implies."""
@@ -123,11 +132,14 @@ class Written:
         return self.flag(path)
 
     def whole(self, path: str, default: int, least: int, most: int | None = None) -> int:
-        number = whole(path, self.value(path)) if path in self else default
-        if number < least or (most is not None and number > most):
-            limits = f"at least {least}" if most is None else f"from {least} to {most}"
-            raise ValueError(f"Cannot use {path} {brief(number)}: it has to be {limits}. Write another whole number.")
-        return number
+        def check(value: Any) -> int:
+            number = whole(path, value)
+            if number < least or (most is not None and number > most):
+                limits = f"at least {least}" if most is None else f"from {least} to {most}"
+                raise ValueError(f"Cannot use {path} {brief(number)}: it has to be {limits}. Write another whole number.")
+            return number
+
+        return self._checked(path, check, default)
 
     def bytes_or(self, path: str, words: tuple[str, ...]) -> int | str:
         """A number of bytes or one of these words, the first where nothing was written."""
@@ -135,27 +147,31 @@ class Written:
         if isinstance(given, str) and given in words:
             return given
         if isinstance(given, bool) or not isinstance(given, int) or given < 0:
-            raise ValueError(f"Cannot use {path}={brief(given)}: that is no size. Write bytes, 4GiB or {' or '.join(words)}.")
+            self.note(f"Cannot use {path}={brief(given)}: that is no size. Write bytes, 4GiB or {' or '.join(words)}.")
+            return words[0]
         return given
 
     def size(self, path: str) -> int | None:
         return self.whole(path, 1, least=1) if path in self else None
 
     def real(self, path: str, default: float, *, zero_too: bool = True) -> float:
-        number = real(path, self.value(path)) if path in self else default
-        if number < 0 or (number == 0 and not zero_too):
-            raise ValueError(f"Cannot use {path} {brief(number)}: it has to be {'at least' if zero_too else 'above'} 0. "
-                             "Write a larger number.")
-        return number
+        def check(value: Any) -> float:
+            number = real(path, value)
+            if number < 0 or (number == 0 and not zero_too):
+                raise ValueError(f"Cannot use {path} {brief(number)}: it has to be {'at least' if zero_too else 'above'} 0. "
+                                 "Write a larger number.")
+            return number
+
+        return self._checked(path, check, default)
 
     def choice(self, path: str, choices: Mapping[str, T], default: T) -> T:
-        if path not in self:
-            return default
-        value = self.value(path)
-        if not isinstance(value, str) or value.lower() not in choices:
-            raise ValueError(f"Cannot use {path} {brief(value)}: it has to be one of {', '.join(choices)}."
-                             f"{did_you_mean(value, choices) or ' Write one of them.'}")
-        return choices[value.lower()]
+        def check(value: Any) -> T:
+            if not isinstance(value, str) or value.lower() not in choices:
+                raise ValueError(f"Cannot use {path} {brief(value)}: it has to be one of {', '.join(choices)}."
+                                 f"{did_you_mean(value, choices) or ' Write one of them.'}")
+            return choices[value.lower()]
+
+        return self._checked(path, check, default)
 
     def params(self, path: str) -> dict[str, Any]:
         block = self._values.get(path, {})
