@@ -31,7 +31,11 @@ if os.environ.get(INSIDE):
 
 
 @pytest.mark.promise("D07", "D08", "M10", "X05", "X06", "X13", "X14", "X16", "X17")
-@pytest.mark.parametrize("taken_away", ["", ALL], ids=["one after another while it runs", "all before it starts"])
+@pytest.mark.parametrize(
+    "taken_away",
+    ["", pytest.param(ALL, marks=pytest.mark.full)],
+    ids=["one after another while it runs", "all before it starts"],
+)
 def test_the_contract_holds_whatever_is_taken_away(taken_away):
     command = [sys.executable, "-m", "pytest", "-q", "-rsfE", "-p", "no:cacheprovider", f"{__file__}::TestSimulated"]
     if taken_away:

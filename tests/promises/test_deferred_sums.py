@@ -141,7 +141,7 @@ def compare(rank, world, kernels, stage, dtype, options):
     ("kernels", "stage", "world", "dtype"),
     [
         ("fused", 0, 2, "bfloat16"),
-        ("fused", 1, 2, "bfloat16"),
+        pytest.param("fused", 1, 2, "bfloat16", marks=pytest.mark.full),
         ("fused", 2, 1, "bfloat16"),
         pytest.param("fused", 1, 1, None, marks=pytest.mark.full),
         pytest.param("fused", 2, 2, "bfloat16", marks=pytest.mark.full),
@@ -167,7 +167,7 @@ def test_they_wait_also_where_ranks_share_no_memory(kernels):
     ("kernels", "stage", "world", "shared_memory"),
     [
         ("fused", 0, 2, True),
-        ("fused", 1, 2, False),
+        pytest.param("fused", 1, 2, False, marks=pytest.mark.full),
         pytest.param("fused", 1, 1, True, marks=pytest.mark.full),
         pytest.param("fused", 1, 3, True, marks=pytest.mark.full),
         pytest.param("compiled", 1, 2, True, marks=needs_compiler),
@@ -290,6 +290,7 @@ def go_on(rank, world, kernels):
     return found
 
 
+@pytest.mark.full
 @FUSED_BY_DAY
 def test_a_rebuild_lets_go_of_what_waits(kernels):
     (waiting, borrowed, first), (*_, second) = ranks.run(2, go_on, kernels, fresh=True)

@@ -182,7 +182,7 @@ def counted(rank, world, offload):
 
 
 @pytest.mark.parametrize(("accelerator", "offload"), [
-    ("cpu", None), pytest.param("sim", None, marks=needs_sim), pytest.param("sim", "cpu", marks=needs_sim),
+    ("cpu", None), *(pytest.param("sim", offload, marks=[needs_sim, pytest.mark.full]) for offload in (None, "cpu")),
 ])  # fmt: skip
 def test_the_plan_counts_them_whole_on_the_device(accelerator, offload):
     for found, planned in ranks.run(2, counted, offload, env={"ACCELERATOR": accelerator}):

@@ -319,6 +319,7 @@ def one_is_killed(rank, world):
         return str(lost.value)
 
 
+@pytest.mark.full
 def test_a_rank_that_was_killed_is_named():
     survivor, dead = ranks.outcomes(2, one_is_killed, fresh=True)
     assert dead.kind == "died"

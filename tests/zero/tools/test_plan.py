@@ -258,6 +258,7 @@ def muon(model):
 
 
 @needs_sim
+@pytest.mark.full
 def test_the_peak_is_that_for_muon_too():
     points = [(2, None, "none", 1), (1, "bfloat16", "none", 1), (1, None, "none", 3)]
     measured = ranks.run(2, measure, points, 1, muon, apart="sim", timeout=120.0)[0]
