@@ -109,10 +109,11 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
+    text = torch.randint(WORDS, (1, TOKENS + 1))
     losses, times = [], {"shard": time.perf_counter() - began}
     for step in range(2):
         began = time.perf_counter()
-        loss = model(torch.randint(WORDS, (1, TOKENS + 1)))
+        loss = model(text)
         loss.backward()
         times[f"backward {step}"], began = time.perf_counter() - began, time.perf_counter()
         optimizer.step()
