@@ -1,6 +1,7 @@
 """A GPT of 300 M parameters from construction to export on a host with less memory than its states take.
 
-    python -m tests.small_host RANK WORLD PORT FOLDER [HOMES]       # one rank; prints what it measured as JSON
+    python -m tests.small_host make FOLDER                         # the weights to start from
+    python -m tests.small_host RANK WORLD PORT FOLDER [HOMES]      # one rank; prints what it measured as JSON
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
@@ -105,10 +107,8 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
         homes=dict.fromkeys(("masters", "moments", "gradients"), place),
         timeout_s=600.0,
     )
+    zero.load_weights(model, f"{folder}/start")
     torch.manual_seed(1)
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
     text = torch.randint(WORDS, (1, TOKENS + 1))
     losses, times = [], {"shard": time.perf_counter() - began}
     for step in range(2):
@@ -141,5 +141,13 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
     os._exit(0)
 
 
-if __name__ == "__main__":
+def make(folder: str) -> None:
+    torch.manual_seed(0)
+    Path(folder, "start").mkdir()
+    save_file(GPT().bfloat16().state_dict(), f"{folder}/start/model.safetensors")
+
+
+if __name__ == "__main__" and sys.argv[1] == "make":
+    make(sys.argv[2])
+elif __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
