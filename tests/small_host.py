@@ -24,8 +24,8 @@ from zero.optim.traits import num_moments
 from zero.plan.budget import budget_of
 from zero.plan.disk import disk_bytes
 
-WIDTH, LAYERS, WORDS, TOKENS = 1024, 23, 16384, 16
-BUCKET_BYTES = 4 * 2**20
+WIDTH, LAYERS, WORDS, TOKENS = 1024, 24, 4096, 16
+BUCKET_BYTES = 2**20
 
 
 class Block(nn.Module):
@@ -107,7 +107,9 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
         homes=dict.fromkeys(("masters", "moments", "gradients"), place),
         timeout_s=600.0,
     )
+    sharded = peak.look() - before
     zero.load_weights(model, f"{folder}/start")
+    loaded = peak.look() - before
     torch.manual_seed(1)
     text = torch.randint(WORDS, (1, TOKENS + 1))
     losses, times = [], {"shard": time.perf_counter() - began}
@@ -133,6 +135,7 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
     budget = budget_of(layout, rank, moments, 1, num_ranks=world, shards_weights=stage == 3, on_host=True, one_host=True)
     told = {
         "rank": rank, "losses": losses, "before": before, "peak": peak.bytes - before, "trained": trained,
+        "sharded": sharded, "loaded": loaded,
         "shared": peak.shared, "plan": budget.peak + (budget.host.weights if stage == 3 else 0), "times": times,
         "disk": sum(disk_bytes(layout, rank, moments).values()), "numel": sum(spec.numel for spec in layout.params),
     }  # fmt: skip
