@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from typing import Any
 
 import torch
@@ -59,6 +60,13 @@ class Driven:
         self.engine.optimizer.add_param_group(group)
 
 
+_DISK = {"home": "disk", "path": tempfile.gettempdir()}
+_ON_DISK = {
+    "disk": dict.fromkeys(("gradients", "masters", "moments"), _DISK),
+    "half on disk": {"masters": {**_DISK, "ratio": 0.5}, "moments": _DISK, "gradients": {**_DISK, "ratio": 0.5}},
+}
+
+
 def config_of(case: Case, point: Point, time_limit_s: float = 30.0) -> ZeroConfig:
     """What a point asks of the library, as the oracle understands it."""
     scale = point.loss_scale()
@@ -75,7 +83,8 @@ def config_of(case: Case, point: Point, time_limit_s: float = 30.0) -> ZeroConfi
         timeout_s=time_limit_s,
         gathered_bytes=0,  # the least, with which most is fetched and freed
         shared_memory=point.device != APART,
-        offload={"none": None, "half": Offload(ratio=0.5), "all": Offload()}[point.offload],
+        offload={"half": Offload(ratio=0.5), "all": Offload()}.get(point.offload),
+        homes=_ON_DISK.get(point.offload, {}),
     )
 
 
@@ -90,6 +99,5 @@ def masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     parts, masters = optimizer.parts, {}
     for index, (name, param) in enumerate(zip(parts.params.names, parts.params.tensors, strict=True)):
         if param.dtype in LOW and parts.layout_ref.layout.slots[index] is not None:
-            pieces = dict(parts.masters.of(index))
-            masters[name] = parts.window.grad_ops.whole(index, pieces.__getitem__, torch.float32).detach().cpu()
+            masters[name] = parts.window.grad_ops.whole(index, parts.masters.streams.piece, torch.float32).detach().cpu()
     return masters

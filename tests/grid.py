@@ -11,12 +11,15 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 from accelerators.simulated.capabilities import CAPABILITIES
 from tests.oracle import DynamicScale, StaticScale
 from tests.zoo import CASES
+from zero.optim.several import as_one
+from zero.optim.traits import steps_by_blocks
 
 # What a simulated device can lack, one at a time, as far as anything below `zero` asks for it: who has no streams or events
 # waits otherwise, who does not count its memory flattens without asking, norms are summed in fp64 where there is any, and
@@ -180,6 +183,31 @@ def sharded_weights(full: bool = False) -> list[Point]:
         by_case.setdefault(point.case, []).append(point)
     few = [[point for point in those if point.world < 3] or those for those in by_case.values()]
     return [those[7 * index % len(those)] for index, those in enumerate(few)]
+
+
+def on_disk(full: bool = False) -> list[Point]:
+    """Points on the host whose masters, moments and gradients are on disk, all or half of them: in the day one of each fourth
+    case whose optimizer steps one parameter after the other."""
+    points = [
+        Point(stage, world, dtype, bucket, "plain", "cpu", case)
+        for case in CASES
+        if _steps_by_blocks(case)
+        for stage, world, dtype, bucket in itertools.product((1, 2, 3), (2, 3, 1), ("bf16", "fp32", "fp16"), ("tiny", "huge"))
+        if bucket == "huge" or "many" not in CASES[case].tags
+    ]
+    points = [replace(point, offload="disk" if at % 3 else "half on disk") for at, point in enumerate(filter(can_be, points))]
+    if full:
+        return points
+    by_case: dict[str, list[Point]] = {}
+    for point in points:
+        if point.dtype != "fp32" and point.world < 3:
+            by_case.setdefault(point.case, []).append(point)
+    return [those[7 * at % len(those)] for at, those in enumerate(by_case.values())][::4]
+
+
+@cache
+def _steps_by_blocks(name: str) -> bool:
+    return steps_by_blocks(as_one(CASES[name].optimizer(CASES[name].build())))
 
 
 def simulated_sharded_weights(every: int = 331) -> list[Point]:

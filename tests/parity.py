@@ -108,7 +108,9 @@ def _masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     laid_out = [index for index in narrow if parts.layout_ref.layout.slots[index] is not None]
     for index in laid_out:
         form = parts.window.grad_ops.formats[index]
-        pieces = [(piece.in_param, form.line_of(master.detach())) for piece, master in parts.masters.of(index)]
+        pieces = [
+            (piece.in_param, form.line_of(parts.masters.streams.piece(piece).clone())) for piece, _ in parts.masters.of(index)
+        ]
         own += [(index, span, line.cpu().numpy()) for span, line in pieces]
     lines = {index: torch.zeros(parts.params.tensors[index].numel()) for index in laid_out}
     for message in _exchange(parts.group, pickle.dumps(own)) if laid_out else ():
@@ -361,7 +363,8 @@ def everything() -> list[Point]:
     points += [point for point in grid.full(("sim:random",)) if point.world <= 2 and point.offload != "all"]
     lacking = [p for p in grid.full([f"sim-{lack}" for lack in grid.LACKS]) if p.world == 2 and p.offload != "half"]
     points += [p for p in lacking if p.bucket == "tiny" and p.entry == "plain"]
-    return points + grid.spot_checks() + grid.sharded_weights(full=True) + grid.simulated_sharded_weights(every=1)
+    points += grid.spot_checks() + grid.on_disk(full=True)
+    return points + grid.sharded_weights(full=True) + grid.simulated_sharded_weights(every=1)
 
 
 class Record:

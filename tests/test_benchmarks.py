@@ -59,6 +59,15 @@ def test_a_step_on_the_host_is_timed_with_all_kernels():
     assert all(line in found.stdout for line in ("torch  ", "fused  ", "compiled  ", "bytes a parameter")), found.stdout
 
 
+def test_a_step_with_states_on_disk_is_timed_beside_plain_threads(tmp_path):
+    environment = {**os.environ, "ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options = ["--params", "5e6", "--rounds", "1", "--directory", str(tmp_path)]
+    command = [sys.executable, "benchmarks/homes.py", *options]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr
+    assert all(line in found.stdout for line in ("threads  ", "streamed  ", "in memory  ", "of the threads")), found.stdout
+
+
 def test_a_checkpoint_is_timed_beside_plain_files(tmp_path):
     environment = {**os.environ, "ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     options = ["--params", "2000000", "--rounds", "1", "--folder", str(tmp_path)]

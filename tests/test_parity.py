@@ -85,3 +85,14 @@ def test_the_whole_product_has_so_many_points():
     assert len(points) == len(set(points))
     assert host == len(list(grid.full(("cpu",))))
     assert (len(CASES), host) == (127, 16728), "say here how many there are now, so that none gets lost"
+
+
+@pytest.mark.promise("H07")
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_states_on_disk_equal_the_oracle_and_have_the_bits_of_states_in_memory(full):
+    points = grid.on_disk(full)
+    apart = dict(parity.carry(points, loopback=True))
+    failures = parity.judged(apart)
+    in_memory = dict(parity.carry([replace(point, offload="none") for point in points], loopback=True))
+    failures.update(parity.differences({point: in_memory[replace(point, offload="none")] for point in points}, apart))
+    assert not failures, str(failures)

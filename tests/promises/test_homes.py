@@ -454,3 +454,15 @@ def test_a_file_system_without_direct_access_serves_in_the_ordinary_way_and_that
     assert [record.message for record in caplog.records if "no direct access" in record.message] == [
         f"The file system of {tmp_path} has no direct access: states go through its memory."
     ]
+
+
+def test_records_say_what_went_to_disk_and_came_from_there(tmp_path):
+    model, optimizer = sharded(in_(tmp_path, EVERYTHING))
+    with zero.MetricsWriter(tmp_path / "records.jsonl", optimizer) as records:
+        for step in range(3):
+            train(model, optimizer, steps=[step])
+            record = records.write()
+    disk = record["disk"]
+    assert disk["read_bytes"] > 0 and disk["written_bytes"] > 0 and disk["waited_ms"] >= 0 and disk["bytes_per_s"] > 0
+    assert record["live_bytes"]["masters"] == record["live_bytes"]["moments"] == 0
+    assert "disk" not in zero.MetricsWriter(None, sharded({})[1]).write()

@@ -32,7 +32,7 @@ DEEPSPEEDS = {
 }
 Theirs = enum.Enum("Theirs", DEEPSPEEDS)
 MOVED = [name for name in DEEPSPEEDS if name != "buffers"]
-IS_AWAY = r"(?s)Cannot .* on the host since offload_states\. Call reload_states\(\)"
+IS_AWAY = r"(?s)Cannot .* away since offload_states\. Call reload_states\(\)"
 CHOICES = (None, *([name] for name in DEEPSPEEDS), ["hp_params", "optim_states"], [Theirs.weights, Theirs.gradients])
 
 

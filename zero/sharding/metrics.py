@@ -43,6 +43,7 @@ class MetricsWriter:
         writer = None if tensorboard is None else board_writer()  # on all ranks: none goes on where it cannot be had
         self._clock = parts.clock()
         self._ms, self._moved = self._clock.read(), self._sent()
+        self._on_disk: dict[str, float] = {}
         self._file: Any = None
         self._board: Any = None
         if parts.group.rank == 0:
@@ -79,6 +80,8 @@ class MetricsWriter:
             "moved_bytes": {wire: amount - sent[wire] for wire, amount in self._moved.items()},
             "live_bytes": {**live, "allocated": reading.allocated, "peak": reading.peak},
         }
+        if parts.masters.shard.homes.disks:
+            record["disk"] = self._disk()
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
@@ -92,6 +95,22 @@ class MetricsWriter:
         parts = self._optimizer.parts
         fetched = parts.placer.weights.num_fetched_bytes
         return {"reduced": parts.window.reducer.inflight.num_bytes, "published": parts.publisher.num_bytes, "fetched": fetched}
+
+    def _disk(self) -> dict[str, float]:
+        """Since the last record: bytes, what training waited for them, and how many came or went in a second of reading and
+        writing."""
+        files = [disk.file for disk in self._optimizer.parts.masters.shard.homes.disks.values()]
+        now = {
+            "read_bytes": sum(file.num_read for file in files),
+            "written_bytes": sum(file.num_written for file in files),
+            "waited_ms": 1000 * sum(file.waited_s for file in files),
+            "busy_ms": 1000 * sum(file.busy_s / file.pace.threads for file in files),
+        }
+        since = {name: value - self._on_disk.get(name, 0) for name, value in now.items()}
+        self._on_disk = now
+        busy_s = since.pop("busy_ms") / 1000
+        speed = (since["read_bytes"] + since["written_bytes"]) / busy_s if busy_s else 0.0
+        return {**since, "waited_ms": round(since["waited_ms"], 3), "bytes_per_s": round(speed)}
 
     def close(self) -> None:
         """Closes the files. No collective."""

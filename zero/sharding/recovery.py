@@ -17,6 +17,8 @@ def rebuild(parts: ShardingState, group: Any) -> None:
     parts.group.reconnect(group)
     window.reducer.restart()
     parts.publisher.abandon()
+    if not parts.mid_update:
+        parts.masters.streams.flush()  # what was written to masters since the last step
     parts.masters.abandon()
     parts.placer.weights.reconnect()
     window.forget()

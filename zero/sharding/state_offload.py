@@ -152,7 +152,7 @@ class StateOffloader:
 
     # what goes: each part as what moves it to a home -------------------------------------------------------------
 
-    def num_bytes(self, include: Iterable[Any] | None, device: Any) -> int:
+    def num_bytes(self, include: Iterable[Any] | None, device: Any = "cpu") -> int:
         """That `offload` would move to the host, with what was assigned to `.data` left out."""
         if str(name_of_place(device)).startswith(DISK):
             return 0

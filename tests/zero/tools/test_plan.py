@@ -313,13 +313,14 @@ def test_ranks_of_one_host_share_gradients_as_they_came_and_two_shares_of_new_we
 
 def test_with_a_disk_it_is_said_what_goes_there_how_much_is_written_and_what_to_pass(capsys):
     words = ["7B", "--ranks", "1", "--memory", "24GiB", "--host", "64GiB", "--optimizer", "adamw"]
-    assert planned(capsys, *words)["rows"] and main(["plan", *words]) == 1
-    capsys.readouterr()
-    answer = planned(capsys, *words, "--disk", "1TiB")
+    status, _ = planned(capsys, *words)
+    assert status == 1
+    status, answer = planned(capsys, *words, "--disk", "1TiB")
+    assert status == 0
     row = row_of(answer, 3, "disk")
     assert row["fits"] == "yes" and row["masters"] == row["moments"] == row["gradients"] == 0
     assert 0 <= row["on_disk"] - 7_000_000_000 * 16 < 2**20 and row["written"] == row["on_disk"]  # 4 B + 4 B + 8 B
-    assert row_of(planned(capsys, *words, "--disk", "100GiB"), 3, "disk")["fits"] == "not the disk"
+    assert row_of(planned(capsys, *words, "--disk", "100GiB")[1], 3, "disk")["fits"] == "not the disk"
     assert main(["plan", *words, "--disk", "1TiB", "--suggest", "--step-seconds", "100"]) == 0
     said = capsys.readouterr().out
     assert "homes={'gradients': 'disk:/directory', 'masters': 'disk:/directory', 'moments': 'disk:/directory'}" in said

@@ -66,7 +66,7 @@ class StateFile:
         self.pace = pace or Pace()
         self.num_bytes = 0  # that are reserved
         self.num_read = self.num_written = 0  # bytes, so far
-        self.busy_s = 0.0  # that threads spent in reading and writing
+        self.busy_s = self.waited_s = 0.0  # that threads spent in reading and writing, and that the step waited for them
         self._what = what
         self._end = 0
         self._free: dict[int, list[int]] = {}  # where regions were that are used no more, by their bytes
@@ -218,7 +218,9 @@ class FileTransfer:
         if memory is None:
             return
         doing = "write to" if self._expected is None else "read from"
+        began = time.perf_counter()
         errors = [error for error in (piece.exception() for piece in pieces) if error is not None]  # waits for all of them
+        self._file.waited_s += time.perf_counter() - began
         self._memory = None
         if errors:
             raise self._file.failed(doing, errors[0]) from errors[0]
