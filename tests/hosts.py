@@ -41,7 +41,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from tests.rank_process import dumps
-from tests.ranks import START_METHOD, Outcome, RanksFailed, describe
+from tests.ranks import END_S, START_METHOD, Outcome, RanksFailed, describe
 
 MASTER_PORT = 29500
 _NEW_MOUNTS, _NEW_NAMES, _NEW_IPC, _NEW_PIDS, _NEW_NET = 0x00020000, 0x04000000, 0x08000000, 0x20000000, 0x40000000
@@ -236,11 +236,21 @@ class Call:
         deadline = time.monotonic() + timeout
         while not self._found.keys() >= set(wanted) and time.monotonic() < deadline:
             self._look(deadline)
+        ends_by = time.monotonic() + END_S
         for rank in wanted:
             if rank not in self._found:
                 self._found[rank] = Outcome(rank, kind="hung", text=self._stacks(rank), seconds=timeout)
+            while (still := self._ends(rank)) and time.monotonic() < ends_by:
+                time.sleep(_LOOK_S)
+            if still:
+                self._found[rank].kind, self._found[rank].text = "did not end", self._stacks(rank)
             self._found[rank].output = self._host(rank).output(rank % self._net.ranks)
         return [self._found[rank] for rank in wanted]
+
+    def _ends(self, rank: int) -> bool:
+        """Whether its process is on its way to its end."""
+        has_ended = self._host(rank).ended(self._numbers[rank]) is not None
+        return not (has_ended or self._host(rank).is_killed or self._found[rank].kind == "hung")
 
     def _host(self, rank: int) -> _Host:
         return self._net.hosts[rank // self._net.ranks]
@@ -252,16 +262,25 @@ class Call:
         lines = {self._line(rank): rank for rank in range(self._net.world) if rank not in self._found}
         ready = multiprocessing.connection.wait(list(lines), max(0.0, min(0.2, deadline - time.monotonic())))
         for line in ready:
-            rank, message = lines[line], line.recv()  # type: ignore[union-attr]
-            if message[0] == "reached":
-                self._at[rank] = message[1]
+            rank = lines[line]  # type: ignore[index]
+            try:
+                what, *told = line.recv()  # type: ignore[union-attr]
+            except (EOFError, OSError):
+                self._found[rank] = self._death(rank)
             else:
-                self._found[rank] = _outcome(rank, message, time.monotonic() - self._begun)
-        for rank in set(lines.values()) - self._found.keys():
-            code, host = self._host(rank).ended(self._numbers[rank]), self._host(rank)
-            if (code is not None or host.is_killed) and not self._line(rank).poll():
-                kind, seconds = "killed" if host.is_killed else "died", time.monotonic() - self._begun
-                self._found[rank] = Outcome(rank, kind=kind, text=f"exit status {code}", seconds=seconds)
+                if what == "reached":
+                    self._at[rank] = told[0]
+                else:
+                    self._found[rank] = _outcome(rank, (what, *told), time.monotonic() - self._begun)
+        for line, rank in lines.items():
+            has_ended = self._host(rank).ended(self._numbers[rank]) is not None or self._host(rank).is_killed
+            if has_ended and rank not in self._found and not line.poll():
+                self._found[rank] = self._death(rank)
+
+    def _death(self, rank: int) -> Outcome:
+        host, seconds = self._host(rank), time.monotonic() - self._begun
+        kind = "killed" if host.is_killed else "died"
+        return Outcome(rank, kind=kind, text=f"exit status {host.ended(self._numbers[rank])}", seconds=seconds)
 
     def _stacks(self, rank: int) -> str:
         self._host(rank).process.send(("signal", self._numbers[rank], signal.SIGUSR1))
