@@ -198,6 +198,11 @@ class Hosts:
             "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "ACCELERATOR": "cpu",
         }  # fmt: skip
 
+    @property
+    def namespaces(self) -> list[str]:
+        """The networks of all hosts and of what joins them, as the kernel names them."""
+        return [os.readlink(f"/proc/{pid}/ns/net") for pid in (self._switch_pid, *(host.pid for host in self.hosts))]
+
     def close(self) -> None:
         for host in self.hosts:
             host.end()
