@@ -8,11 +8,12 @@ import pytest
 from tests.promise_list import IDS, ROOT, marked_ids, parsed, read_promises, read_test
 
 PROMISES = {promise.id: promise for promise in read_promises()}
+NUMBER = 234  # say here how many there are now, so that none gets lost
 PROVEN = [promise for promise in PROMISES.values() if promise.node]
 
 
-def test_there_are_231_promises():
-    assert len(IDS) == len(set(IDS)) == 231
+def test_there_are_so_many_promises():
+    assert len(IDS) == len(set(IDS)) == NUMBER
 
 
 def test_every_promise_stands_in_the_file_exactly_once():
@@ -144,10 +145,10 @@ def run_pytest(folder, *args):
 def test_the_report_sorts_promises_by_what_their_tests_did(sample):
     report = run_pytest(sample, "--promises", "--rootdir", str(sample), "-c", "/dev/null").stdout
     lines = [line.strip() for line in report.splitlines()]
-    assert lines[lines.index("4 of 231 have a passing test") + 1] == "R01 R02 R03 G01"
-    assert lines[lines.index("1 of 231 have a failing test") + 1] == "G02"
-    assert lines[lines.index("1 of 231 have only skipped tests") + 1] == "G03"
-    assert "225 of 231 have no test in this run" in lines
+    assert lines[lines.index(f"4 of {NUMBER} have a passing test") + 1] == "R01 R02 R03 G01"
+    assert lines[lines.index(f"1 of {NUMBER} have a failing test") + 1] == "G02"
+    assert lines[lines.index(f"1 of {NUMBER} have only skipped tests") + 1] == "G03"
+    assert f"{NUMBER - 6} of {NUMBER} have no test in this run" in lines
 
 
 def test_an_unknown_id_stops_the_run(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from functools import partial
 from typing import Any
 
@@ -52,7 +53,12 @@ def _begin_world(accelerator: Accelerator, limits: TimeLimits) -> None:
         torch_group.begin_world(accelerator.communication_backend, limits.first_s)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
-            raise
+            at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            said = str(error).partition("\n")[0].rstrip(".")
+            raise ZeroError(
+                f"Cannot connect rank {os.environ.get('RANK')} on {socket.gethostname()} to the others at {at}: {said}. Set "
+                "MASTER_ADDR and MASTER_PORT to where rank 0 is reached, the same on all ranks, and start all of them."
+            ) from error
         raise ZeroError(
             f"Cannot start rank 0: its port {os.environ.get('MASTER_PORT')} is in use by another program. Set MASTER_PORT to a "
             "free port, the same on all ranks."

@@ -84,8 +84,11 @@ def all_or_none(group: Group, what: str, act: Callable[[], Result]) -> Result:
         where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
         return CheckpointFailed(f"Cannot complete {what.lower()}: it failed on {where}. Nothing was changed. Try it again.")
 
+    before = group.phase
     group.set_phase(f"in {what.lower()}")
-    return run_on_all(group, act, failure)
+    result = run_on_all(group, act, failure)
+    group.set_phase(before)
+    return result
 
 
 def require_same_args(group: Group, what: str, **args: Any) -> None:

@@ -10,6 +10,7 @@ closed, or it is somewhere else. What the first rank finds it writes down for al
 from __future__ import annotations
 
 import os
+import socket
 import time
 import traceback
 import weakref
@@ -37,6 +38,7 @@ class RankMonitor:
         self._size = size
         self._is_cheap = is_cheap  # to write a line, so that it may be done several times a step
         self._process = os.getpid()
+        self._hosts: list[str] = []  # of all ranks; asked for at the start, as the store may be lost with one
         _watching.add(self)
 
     def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
@@ -48,6 +50,7 @@ class RankMonitor:
 
     def wait_for_start(self, limit_s: float, words_of: Callable[[int], str]) -> None:
         """Waits until every rank has written its first line; `words_of` are those that one left which will write none."""
+        self._store.tell(f"host/{self._rank}", socket.gethostname())
         self.note(_NOWHERE if self._is_cheap else _UNWRITTEN)
         keys = [f"doing/{rank}" for rank in range(self._size)]
         deadline, pause_s = time.monotonic() + limit_s, _SHORTEST_LOOK_S
@@ -63,6 +66,8 @@ class RankMonitor:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LOOK_S)
+        hosts = [f"host/{rank}" for rank in range(self._size)]
+        self._hosts = self._store.ask(lambda store: [store.get(key).decode() for key in hosts]) or []
 
     @property
     def is_of_this_process(self) -> bool:
@@ -120,18 +125,28 @@ class RankMonitor:
                     break
             time.sleep(_LOOK_S)
         if left:
-            return "; ".join(f"rank {rank} {words}" for rank, words in left.items())
+            return "; ".join(f"{self._named(rank)} {words}" for rank, words in left.items())
         ended = [rank for rank in absent if gone.get(rank)]
         if ended:
             return f"{self._last_seen(ended)}, and is gone: its program ended or was killed"
         if self._store.is_lost:  # so that nobody can be heard of
-            return f"the process that holds the ranks' store, which is rank 0 or the launcher, does not answer ({noticed})"
+            holder = f"{self._named(0)} or the launcher{' there' * self._are_apart}"
+            return f"the process that holds the ranks' store, which is {holder}, does not answer ({noticed})"
         if absent:
             return f"{self._last_seen(absent)}, and did not come ({noticed})"
         return f"{noticed}, though all ranks are there: {self._last_seen(range(self._size))}"
 
     def _last_seen(self, ranks: Iterable[int]) -> str:
-        return " and ".join(f"rank {rank} was last seen {self._store.line(f'doing/{rank}') or _UNKNOWN}" for rank in ranks)
+        places = {rank: self._store.line(f"doing/{rank}") or _UNKNOWN for rank in ranks}
+        return " and ".join(f"{self._named(rank)} was last seen {place}" for rank, place in places.items())
+
+    def _named(self, rank: int) -> str:
+        """It, and where ranks are on several hosts also that of this one."""
+        return f"rank {rank} on {self._hosts[rank]}" if self._are_apart else f"rank {rank}"
+
+    @property
+    def _are_apart(self) -> bool:
+        return len(set(self._hosts)) > 1
 
 
 def leave(error: BaseException) -> None:

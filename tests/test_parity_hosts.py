@@ -1,0 +1,62 @@
+"""Ranks on several hosts train to the bits of the oracle, as those on one host do. See tests/test_parity.py."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests import grid, hosts, parity
+from tests.random_training import SEEDED
+from tests.zoo import CASES
+
+pytestmark = pytest.mark.skipif(bool(hosts.reason()), reason=hosts.reason())
+
+CORE = ("two_layers", "clipped_by_the_two_norm", "tied_embedding_and_head", "experts_routed_by_data")
+MORE = [*list(CASES)[::4], *(f"{SEEDED}{seed}" for seed in range(12))]
+DTYPES = ("fp32", "bf16")
+
+
+def points(world, cases):
+    """Each case at each stage; the dtype, the bucket and the entry take turns."""
+    turns = [(case, stage, index + stage) for index, case in enumerate(cases) for stage in range(4)]
+    chosen = [
+        grid.Point(
+            stage, world, DTYPES[turn % 2], ("tiny", "huge")[turn // 2 % 2], ("plain", "engine")[turn % 3 == 0 and stage < 3],
+            "cpu", case,
+        )
+        for case, stage, turn in turns
+    ]  # fmt: skip
+    return [point for point in chosen if point.case not in CASES or grid.can_be(point)]
+
+
+def failures_on(net, chosen):
+    carried = net.run(parity.train_points, chosen, timeout=60.0 + 3 * len(chosen))
+    assert all(len(each) == len(chosen) for each in carried), [each[-1] for each in carried]
+    return parity.judged(dict(zip(chosen, map(list, zip(*carried, strict=True)), strict=True)))
+
+
+def way_between(rank, world, shared):
+    model = nn.Linear(4, 4)
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, shared_memory=shared)
+    return os.getpid(), optimizer.parts.group.shared_host_memory is None
+
+
+def test_two_hosts_train_as_one():
+    with hosts.started(2) as net:
+        (here, here_apart), (there, there_apart) = net.run(way_between, True)
+        assert here == there, "the same process ids, which are others' on the other host"
+        assert here_apart and there_apart
+        failures = failures_on(net, points(2, CORE))
+    assert not failures, str(failures)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("count", "ranks"), [(2, 1), (2, 2), (3, 1)])
+def test_more_cases_on_more_hosts(count, ranks):
+    with hosts.started(count, ranks) as net:
+        chosen = points(count * ranks, MORE)
+        for start in range(0, len(chosen), parity.CHUNK):
+            failures = failures_on(net, chosen[start : start + parity.CHUNK])
+            assert not failures, str(failures)
