@@ -58,3 +58,14 @@ def test_every_error_says_what_cannot_be_done_why_and_what_to_do(package):
     wrong = [f"{place}: {text}" for place, text in found if not (FORM.fullmatch(text) or text.startswith("{}"))]
     without = [f"{place}: {text}" for place, text in found if not REMEDY.fullmatch(text)]
     assert not wrong and not without, "\n".join(["not of the form:", *wrong, "without a remedy:", *without])
+
+
+def test_each_error_of_the_page_is_one_of_the_library():
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `Cannot")]
+    assert len(rows) >= 30
+    known = [(head, text) for _, text in messages() if len(head := text.partition("{}")[0]) > len("Cannot ")]
+    for row in rows:
+        first, *others = re.findall(r"`([^`]*)`", row)
+        fitting = [text for head, text in known if head.startswith(first) or first.startswith(head)]
+        assert any(all(other in text for other in others) for text in fitting), row
