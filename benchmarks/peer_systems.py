@@ -195,6 +195,12 @@ def received_bytes() -> int:
     return total
 
 
+def sent_bytes() -> int:
+    """What left this host so far, headers included, but for what it sent to itself."""
+    rows = (line.split(":", 1) for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
+    return sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo")
+
+
 def resident() -> tuple[int, int]:
     """The peak of resident bytes, and of memory that others see too this process's part: of a page that two see, a half."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -222,9 +228,9 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
     found = [step() for _ in range(options.warm_up)]
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the mark of the peak begins anew
-    received = received_bytes()
+    received, sent = received_bytes(), sent_bytes()
     found += [step() for _ in range(options.steps)]
-    received = received_bytes() - received
+    received, sent = received_bytes() - received, sent_bytes() - sent
     peak, shared = resident()
     losses = torch.stack([loss for _, loss in found])
     dist.all_reduce(losses)
@@ -236,6 +242,7 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
         "predicted_bytes": system.predicted_bytes,
         "shared_bytes": shared,
         "received_bytes": received / options.steps,
+        "sent_bytes": sent / options.steps,
         "torch": torch.__version__,
     }
 

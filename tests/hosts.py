@@ -185,10 +185,13 @@ class Hosts:
             numbers.append(self.hosts[host].start("run", local, name, dumps(args), told, group_timeout, list(sys.path)))
         return Call(self, numbers)
 
-    def execute(self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, slot: int = 0) -> Program:
-        """A program on a host, in place of the rank `slot` there."""
+    def execute(
+        self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, slot: int = 0, folder: str = "."
+    ) -> Program:
+        """A program on a host, in place of the rank `slot` there, in that folder."""
         told = {**self.environment(host, slot), "PYTHONPATH": os.pathsep.join(sys.path), **(env or {})}
-        return Program(self.hosts[host], slot, self.hosts[host].start("execute", slot, list(command), told))
+        number = self.hosts[host].start("execute", slot, list(command), told, os.path.abspath(folder))
+        return Program(self.hosts[host], slot, number)
 
     def environment(self, host: int, local: int) -> dict[str, str]:
         """What a launcher tells a rank."""
@@ -488,6 +491,7 @@ class _First:
         os.dup2(self._outputs[slot], 1)
         os.dup2(self._outputs[slot], 2)
         if what == "execute":
+            os.chdir(rest[2])
             os.execvpe(rest[0][0], rest[0], {**os.environ, **rest[1]})
         _run(self._lines[slot], *rest)
         raise AssertionError

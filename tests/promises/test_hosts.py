@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from zero.errors import ZeroError
 
 pytestmark = pytest.mark.skipif(bool(hosts.reason()), reason=hosts.reason())
 
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 4.0  # the ranks' own
 SLACK_S = 16.0  # that ranks need to find out who it is: three answers of a store that may be lost, and what other programs take
 STEP = 3  # the one that it fails in
@@ -190,3 +194,42 @@ def test_a_wrong_rendezvous_address_is_told_with_the_rank_and_its_host():
         first, second = net.run(connect_wrongly, group_timeout=None)
     assert "rank 1 on node1" in second and hosts.address_of(9) in second and "MASTER_ADDR" in second, second
     assert "rank 0 on node0" in first and "MASTER_ADDR" in first, first
+
+
+NUM_STEPS = 400  # of the example, which else would be done before a host is lost
+
+
+def launched(net, folder, *further):
+    """The command of README.md on every host, in a folder that has the examples."""
+    (folder / "examples").mkdir()
+    program, few = (ROOT / "examples" / "elastic.py").read_text(), "STEPS, SAVE_EVERY, SAMPLES = 12,"
+    assert few in program
+    (folder / "examples" / "elastic.py").write_text(program.replace(few, few.replace("12", str(NUM_STEPS))))
+    section = (ROOT / "README.md").read_text().partition("## Several machines")[2]
+    command = re.search(r"`(torchrun .*?)`", section)[1].split()
+    if further:
+        assert " ".join(further) in section
+        command[1:3] = further
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return [net.execute(host, command, env, folder=str(folder)) for host in range(net.count)]
+
+
+@pytest.mark.full
+def test_the_line_of_the_readme_trains_on_two_hosts(tmp_path):
+    with hosts.started(2) as net:
+        programs = launched(net, tmp_path)
+        assert [program.wait(120.0) for program in programs] == [0, 0], programs[0].output
+        assert f"step {NUM_STEPS} of {NUM_STEPS} with 4 ranks" in programs[0].output + programs[1].output
+
+
+@pytest.mark.full
+def test_torchrun_goes_on_with_two_hosts_when_it_loses_the_third(tmp_path):
+    with hosts.started(3) as net:
+        programs = launched(net, tmp_path, "--nnodes", "2:3", "--max-restarts", "3")
+        end = time.monotonic() + 120.0
+        while not (tmp_path / "checkpoints").exists():
+            assert time.monotonic() < end, programs[0].output
+            time.sleep(0.05)
+        net.kill(2)
+        assert [program.wait(240.0) for program in programs[:2]] == [0, 0], programs[0].output
+        assert f"step {NUM_STEPS} of {NUM_STEPS} with 4 ranks" in programs[0].output + programs[1].output

@@ -67,7 +67,8 @@ class RankMonitor:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LOOK_S)
         hosts = [f"host/{rank}" for rank in range(self._size)]
-        self._hosts = self._store.ask(lambda store: [store.get(key).decode() for key in hosts]) or []
+        told = self._store.ask(lambda store: [store.get(key).decode() for key in hosts] if store.check(hosts) else [])
+        self._hosts = told or []
 
     @property
     def is_of_this_process(self) -> bool:
