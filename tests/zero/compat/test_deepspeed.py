@@ -1,6 +1,7 @@
 """A script of DeepSpeed's users runs with one import changed, and what is not there says what to write instead."""
 
 import argparse
+import importlib
 import logging
 import subprocess
 import sys
@@ -378,3 +379,28 @@ def test_nothing_of_deepspeed_is_imported():
     program = "import sys, zero.compat.deepspeed as d; print([name for name in sys.modules if name.startswith('deepspeed')])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("ops.lamb", "Pass an optimizer of torch"),
+        ("ops.op_builder", "There are no operators to build"),
+        ("runtime.engine", "Initialize returns the engine"),
+        ("runtime.zero.stage_1_and_2", "Initialize returns the optimizer"),
+        ("utils.groups", "data-parallel ranks only"),
+        ("launcher.runner", "Start ranks with torchrun"),
+        ("something_new", "docs/from-deepspeed.md"),
+    ],
+)
+def test_a_module_that_is_not_here_says_what_to_write_instead(name, instead):
+    with pytest.raises(ModuleNotFoundError, match=rf"Cannot import zero\.compat\.deepspeed\.{name.partition('.')[0]}.*: .*{instead}"):
+        importlib.import_module(f"zero.compat.deepspeed.{name}")
+
+
+def test_memory_is_pinned_as_deepspeed_asks_for_it():
+    it = deepspeed.get_accelerator()
+    assert it.pin_empty(2, 3, dtype=torch.bfloat16).shape == (2, 3)
+    assert it.pin_empty_like(torch.ones(4)).shape == (4,)
+    with pytest.raises(NotImplementedError, match="use pin_memory"):
+        it.register_host_memory(torch.ones(4))

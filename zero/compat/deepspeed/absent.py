@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 _PIPELINE = "make one nn.Module of the layers, such as an nn.Sequential, which every rank has whole"
@@ -45,6 +46,47 @@ ABSENT: dict[str, str] = {
     "model_parallel_cuda_manual_seed": "seed with torch.manual_seed: ranks do not split a model",
     "model_parallel_reconfigure_tp_seed": "seed with torch.manual_seed: ranks do not split a model",
 }
+
+
+# Modules, by the beginnings of their names.
+_MODULES: dict[str, str] = {
+    "autotuning": "`python -m zero plan` says what fits",
+    "elasticity": "checkpoints load at any number of ranks, and torchrun --nnodes 1:4 starts them",
+    "inference": _NO_INFERENCE,
+    "launcher": "start ranks with torchrun",
+    "linear": "use peft, whose adapters are sharded like any parameters",
+    "moe": ABSENT["MoE"],
+    "monitor": 'a "tensorboard" block writes records, and zero.MetricsWriter takes them',
+    "ops.op_builder": "there are no operators to build",
+    "ops": "pass an optimizer of torch or of another package, or name one in the configuration",
+    "profiling": "use torch.profiler",
+    "runtime.config": ABSENT["DeepSpeedConfig"],
+    "runtime.dataloader": "use torch.utils.data.DataLoader with a DistributedSampler, or training_data= of initialize",
+    "runtime.engine": "initialize returns the engine; DeepSpeedEngine is its class",
+    "runtime.fp16": "initialize returns the optimizer; its loss scale is optimizer.cur_scale",
+    "runtime.pipe": _PIPELINE,
+    "runtime.zero": "initialize returns the optimizer; weights in shares need no Init and no registering",
+    "sequence": _NO_TENSOR_PARALLEL,
+    "utils.groups": _NO_TENSOR_PARALLEL,
+    "utils.logging": "use logger and log_dist of utils",
+    "utils.timer": "use torch.profiler",
+}
+
+
+class _AbsentModules:
+    """Comes after all that find modules, and says of one that is not here what to write instead."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> None:
+        package, _dot, rest = name.partition(".deepspeed.")
+        if package == "zero.compat" and rest:
+            known = [beginning for beginning in _MODULES if f"{rest}.".startswith(f"{beginning}.")]
+            instead = _MODULES[max(known, key=len)] if known else "see docs/from-deepspeed.md"
+            text = f"Cannot import {name}: DeepSpeed's module is not here. {instead[0].upper()}{instead[1:]}."
+            raise ModuleNotFoundError(text, name=name)
+
+
+sys.meta_path.append(_AbsentModules)
 
 
 class Absent:

@@ -23,6 +23,12 @@ _ABSENT = {
     "create_graph": "use torch.compile, or the device's own graphs",
     "capture_to_graph": "use torch.compile, or the device's own graphs",
     "replay_graph": "use torch.compile, or the device's own graphs",
+    "is_current_stream_capturing": "use torch.compile, or the device's own graphs",
+    "pin_memory_alignment": "torch aligns what it pins",
+    "unpin_memory": "let go of the tensor",
+    "register_host_memory": "use pin_memory, which returns a pinned copy",
+    "unregister_host_memory": "let go of the tensor",
+    "prefer_triton_grouped_mm": _NO_OPS,
 }
 
 
@@ -206,6 +212,12 @@ class AcceleratorCalls:
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
         return self.own.pin(tensor)
+
+    def pin_empty(self, *size: Any, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
+        return self.own.pin(torch.empty(*size, dtype=dtype, device=device))
+
+    def pin_empty_like(self, tensor: torch.Tensor, device: Any = "cpu", dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.own.pin(torch.empty_like(tensor, dtype=dtype, device=device))
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
