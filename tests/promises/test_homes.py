@@ -10,7 +10,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -466,3 +468,24 @@ def test_records_say_what_went_to_disk_and_came_from_there(tmp_path):
     assert disk["read_bytes"] > 0 and disk["written_bytes"] > 0 and disk["waited_ms"] >= 0 and disk["bytes_per_s"] > 0
     assert record["live_bytes"]["masters"] == record["live_bytes"]["moments"] == 0
     assert "disk" not in zero.MetricsWriter(None, sharded({})[1]).write()
+
+
+_FOREVER = """
+import itertools, sys
+from tests.promises.test_homes import EVERYTHING, in_, sharded, train
+made = sharded(in_(sys.argv[1], EVERYTHING))
+for step in itertools.count():
+    train(*made, steps=[step])
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.promise("H08")
+def test_of_a_process_that_is_killed_in_a_step_nothing_is_left_on_disk(tmp_path):
+    root = str(Path(__file__).parents[2])
+    command, env = [sys.executable, "-c", _FOREVER, str(tmp_path)], {**os.environ, "PYTHONPATH": root}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root, env=env)
+    with process:
+        assert process.stdout.readline() == b"0\n"
+        process.kill()
+    assert os.listdir(tmp_path) == []

@@ -69,7 +69,7 @@ def train(world, folder, group, homes="disk"):
 
 @pytest.mark.full
 @pytest.mark.promise("H07")
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1])
 def test_300_million_parameters_train_in_a_gibibyte_and_a_half_from_construction_to_export(tmp_path, world):
     make(tmp_path)
     with memory_group() as group:
