@@ -394,7 +394,8 @@ def test_nothing_of_deepspeed_is_imported():
     ],
 )
 def test_a_module_that_is_not_here_says_what_to_write_instead(name, instead):
-    with pytest.raises(ModuleNotFoundError, match=rf"Cannot import zero\.compat\.deepspeed\.{name.partition('.')[0]}.*: .*{instead}"):
+    first = name.partition(".")[0]
+    with pytest.raises(ModuleNotFoundError, match=rf"Cannot import zero\.compat\.deepspeed\.{first}.*: .*{instead}"):
         importlib.import_module(f"zero.compat.deepspeed.{name}")
 
 
