@@ -485,3 +485,9 @@ def test_an_engine_can_be_made_of_what_shard_gave():
     engine = zero.Engine(zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=1, group=solo(), accumulation=2))
     train(engine, [real_numbers((2, 4), step) for step in range(4)])
     assert engine.global_steps == 2
+
+
+def test_an_optimizer_of_all_tensors_together_is_refused_for_that_at_once():
+    model = mlp()
+    with pytest.raises(ValueError, match="Cannot shard LBFGS: it searches along one line through all parameters"):
+        zero.initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=written())

@@ -13,7 +13,7 @@ from zero.config.schema import OptimizerSpec, ZeroConfig
 from zero.optim.lion import Lion
 from zero.optim.several import as_one, with_members
 from zero.optim.skip_dynamo import skip_dynamo_import
-from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole
+from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole, of_all_tensors
 from zero.runtime.kernels.select import check_kernels
 
 # DeepSpeed's own Adams, told by name. They compute what torch's do, with kernels for whole memory that a share has no use for.
@@ -109,10 +109,11 @@ def is_deepspeeds_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_known(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> None:
-    """Refuses, in the words of a DeepSpeed file, an optimizer of which it is not known what it looks at."""
+    """Refuses, in the words of a DeepSpeed file, an optimizer of which it is not known what it looks at. One that looks at all
+    tensors together is refused for that later."""
     for member, group in with_members(optimizer):
-        kind, is_known = type(member), is_elementwise(member) or known_whole(member) or "whole" in group
-        if not (is_known or config.elementwise or config.whole_tensors):
+        kind, known = type(member), (is_elementwise(member), known_whole(member), of_all_tensors(member), "whole" in group)
+        if not (any(known) or config.elementwise or config.whole_tensors):
             raise ValueError(
                 f"Cannot shard {kind.__module__}.{kind.__qualname__}: it is not known to treat every element by itself. If it "
                 'does, write "zero_allow_untested_optimizer": true in the configuration; if it looks at whole tensors, one at '

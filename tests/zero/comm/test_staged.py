@@ -351,7 +351,7 @@ def goes_on_from_a_checkpoint(rank, world, folder):
 
         patched.setenv("ACCELERATOR", "sim")
         device = it.device(0)
-        for stage, offload in ((0, None), (1, "cpu"), (2, None), (2, "cpu")):
+        for stage, offload in ((0, None), (1, "cpu"), (2, None), (2, "cpu"), (3, None)):
             with accelerators.using("sim:0"):
                 straight, optimizer = made(stage, offload)
                 steps(straight, optimizer, range(2))
@@ -366,4 +366,4 @@ def goes_on_from_a_checkpoint(rank, world, folder):
 
 
 def test_a_training_without_a_group_of_the_device_is_saved_and_goes_on_bit_by_bit(tmp_path):
-    assert ranks.run(2, goes_on_from_a_checkpoint, str(tmp_path), apart="sim") == [[True] * 4] * 2
+    assert ranks.run(2, goes_on_from_a_checkpoint, str(tmp_path), apart="sim") == [[True] * 5] * 2
