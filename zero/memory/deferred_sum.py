@@ -1,12 +1,12 @@
-"""Sums that are not taken before somebody needs them.
+"""Sums that are not taken before they are needed.
 
 [Note: deferred sums]
 A step that is one pass over memory can add what the ranks sent as it reads it. Then the sum is written nowhere, which is a
-third of what landing a gradient costs, and needs no memory. So where what was sent takes hardly more bytes than its sum would,
-as with bf16 on one rank or two, it stays as it came. Whoever wants to see or to change the gradient, or to add to it, has it
-added up first; and as he may want so in every window, nothing waits in the next one, which would take memory for both. Nor
-does anything in the first, of which nobody knows yet. What was added up over micro-batches in the dtype of sums waits as one
-row, for which the sum takes the place of what this rank sent to itself.
+third of what landing a gradient costs, and needs no memory. So what was sent stays as it came, where it takes hardly more bytes
+than its sum would, as with bf16 on one rank or two. A gradient that is read, changed or added to is summed first. As that may
+happen in every window, nothing waits in the next one, which would take memory for both; nor in the first, of which it is not
+known yet. What was added up over micro-batches in the dtype of sums waits as one row, for which the sum takes the place of what
+this rank sent to itself.
 """
 
 from __future__ import annotations

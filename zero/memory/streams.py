@@ -1,10 +1,10 @@
 """Masters and moments that live elsewhere than where they are stepped: they come for it, a bucket at a time.
 
 [Note: streams]
-At most three buckets are in memory: one that is read, one that is stepped, and one that is written. Whoever reads or writes
-masters or moments outside of a step has their bucket come too, and it leaves when others come. What stands for them meanwhile
-has their shape and dtype and no memory, so whatever looks at no values need not know. In its place a line has all values of a
-share of one kind; what the optimizer made new in a step is copied to one.
+At most three buckets are in memory: one that is read, one that is stepped, and one that is written. Outside of a step too a
+bucket comes when its masters or moments are read or written, and leaves when others come. What stands for them meanwhile has
+their shape and dtype and no memory. In memory a line has all values of one kind of a share; a state that the optimizer makes
+anew in a step is copied to one.
 """
 
 from __future__ import annotations

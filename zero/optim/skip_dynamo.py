@@ -1,7 +1,7 @@
 """Makes optimizers without torch's compiler.
 
 [Note: no compiler]
-Whoever makes an optimizer loads torch's compiler, 70 MiB and a second or two of every process: torch wants to tell it to leave
+Making an optimizer loads torch's compiler, 70 MiB and a second or two of every process: torch wants to tell it to leave
 `add_param_group` alone. Where it is not loaded there is nobody to be told, so the method is called as it is, and torch tells it
 another time, should it be loaded. What steps in one pass never needs it; the `step` of most of torch's optimizers loads it.
 """
