@@ -164,3 +164,22 @@ def test_the_defaults_are_those_in_docs_and_the_changelog_has_their_digests(caps
         assert re.search(rf"`docs/defaults/{name}` +\| `{digest}`", newest), f"CHANGELOG.md does not say that {name} changed"
     version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)[1]
     assert newest.startswith(f"{version}\n")
+
+
+# Names of classes that the docs use in the sense that they have anywhere.
+ORDINARY = set("asked block budget cast cost loading part place round streams sums tensor values version weights".split())
+
+
+def test_the_glossary_has_the_terms_that_other_pages_use_and_no_others():
+    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    defined = set(re.findall(r"^\| \*\*(.*?)\*\* \|", glossary, re.MULTILINE))
+    others = [page for page in (*PAGES, ROOT / "README.md") if page.name != "glossary.md"]
+    text = " ".join(page.read_text(encoding="utf-8").lower() for page in others)
+    for term in defined:
+        assert re.search(rf"\b{term.lower()}s?\b", text), f"{term} is defined and used nowhere"
+    rooms = ("plan", "memory", "runtime/grads", "sharding")
+    files = (path for room in rooms for path in (ROOT / "zero" / room).rglob("*.py"))
+    names = {name.lower() for path in files for name in re.findall(r"^class _?([A-Z][a-z]+)\b", path.read_text(), re.MULTILINE)}
+    for name in names - ORDINARY:
+        if len(re.findall(rf"\b{name}s?\b", text)) >= 3:
+            assert {name, name.removesuffix("s")} & defined, f"{name} is used and not defined"
