@@ -14,6 +14,7 @@ from zero.memory.homes.disk import is_absent
 from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.registry import Homes
 from zero.memory.shard import LayoutRef, Shard
+from zero.memory.weak import weakly
 
 NEEDED = "weights", "gradients"  # states that nothing can be done with gradients without
 
@@ -30,7 +31,7 @@ class GradientShard(Shard):
         self._wanted = [True, False]  # whether somebody but the step wanted a sum: in the last window, and in this one
         self._kept: dict[int, torch.Tensor] = {}
         self._deferred_scales: dict[int, float] = {}  # what shares are to be multiplied by when somebody looks at them
-        self.stream = GradientStream(self.shares, self._disk_of, self.allocate, homes.host.catch_up)
+        self.stream = GradientStream(self.shares, weakly(self._disk_of), weakly(self.allocate), homes.host.catch_up)
 
     def _disk_of(self, bucket: int) -> Home | None:
         places = dict(self.layout_ref.layout.buckets[bucket].away)

@@ -12,6 +12,7 @@ from zero.memory.formats import ParamFormat, sum_dtype
 from zero.memory.homes.home import DONE, Home, Transfer
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.streams import Streams
+from zero.memory.weak import weakly
 from zero.memory.weights import Weights
 from zero.plan.layout import Block, Piece
 
@@ -38,7 +39,7 @@ class Masters:
         rounded: bool = False,
     ) -> None:
         self.shard = shard
-        self.streams = Streams(shard, state, self.in_bucket, self.shaped, self.cut)
+        self.streams = Streams(shard, state, weakly(self.in_bucket), weakly(self.shaped), weakly(self.cut))
         self.pieces: dict[int, list[tuple[Piece, torch.nn.Parameter]]] = {}  # by parameter
         self._in_block: dict[Block, list[tuple[Piece, torch.nn.Parameter]]] = {}
         self.layout_ref = layout_ref

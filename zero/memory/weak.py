@@ -1,0 +1,22 @@
+"""Methods that a part calls of the object it belongs to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def weakly(method: Callable[P, R]) -> Callable[P, R]:
+    """The method without a reference to its object, which would make a cycle that only a collector frees."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        found = ref()
+        assert found is not None, "a part outlived the object it belongs to"
+        return found(*args, **kwargs)
+
+    return call
