@@ -452,6 +452,11 @@ def _host(connection: Any, number: int, lines: Sequence[Any], outputs: Sequence[
         os._exit(0)
     try:
         _First(number, connection, lines, descriptors).serve()
+    except EOFError:  # the test has ended
+        pass
+    except BaseException:  # noqa: BLE001 - also in a child that could not become a program, whose output has it
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(1)
 
