@@ -12,6 +12,7 @@ import accelerators
 from accelerators import Accelerator
 from zero.comm.exchange import exchange_texts, run_on_all
 from zero.comm.group import Group
+from zero.config.homes import Homes
 from zero.config.schema import ZeroConfig
 from zero.memory.homes.file import Pace
 from zero.memory.place import Place
@@ -95,7 +96,8 @@ def prepare(
     groups = [optimizer.param_groups[number] for number in sorted(set(params.groups))]
     homes = [home for own in groups for home in homes_of(own, config).values()]
     try:
-        held = sum(tensor.nbytes for tensor in params.tensors if not tensor.is_meta)
+        plans_homes = config.homes != Homes() or any("homes" in own for own in groups)
+        held = sum(tensor.nbytes for tensor in params.tensors if not tensor.is_meta) if plans_homes else None
         run_on_all(group, lambda: memory_guard.reserve(homes, filled, held=held))
     except BaseException:
         memory_guard.homes.close()  # files that could be made
