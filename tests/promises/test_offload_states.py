@@ -410,7 +410,7 @@ def does_not_suffice(model, optimizer, rank):
     device, host, states = accelerators.get("sim"), accelerators.get("cpu"), ["masters", "moments"]
     before, needed, reading = device.memory().allocated, optimizer.parts.offloader.num_bytes(states), host.memory()
     with mock.patch.object(type(host), "memory", return_value=replace(reading, available=needed - 1)):
-        with pytest.raises(MemoryError, match=rf"offload_states.* needs {needed} bytes.* but {needed - 1} .*Include fewer"):
+        with pytest.raises(MemoryError, match=rf"offload_states.* needs {needed} bytes.* and {needed - 1} .*Include fewer"):
             optimizer.offload_states(states)
         assert not optimizer.parts.offloader.is_away
     with mock.patch.object(type(host), "memory", return_value=replace(reading, available=needed)):

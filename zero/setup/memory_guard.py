@@ -93,8 +93,8 @@ class MemoryGuard:
         self, homes: Iterable[StateHome | None], layout: FlatLayout, before: FlatLayout | None = None, held: int | None = None
     ) -> None:
         """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for, and reserves space on
-        disks; nothing is allocated yet. `before` is what has its memory already; so have `held` bytes of weights. Where these are
-        given and the device is the host, what stays there has to fit too."""
+        disks; nothing is allocated yet. `before` is what has its memory already; so have `held` bytes of weights. Where these
+        are given and the device is the host, what stays there has to fit too."""
         asked = [home for home in homes if home is not None]
         if self._place.is_host and held is not None:
             self._check_host(layout, held)
