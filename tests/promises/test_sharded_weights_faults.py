@@ -177,7 +177,7 @@ def test_a_rank_that_fails_while_another_gathers_is_named_in_time(where, how, sh
     error, doing, seconds = found[0].value
     assert error is not None, ranks.describe(found)
     name, text = error
-    assert name == "GroupLost" and "but rank 1 " in text and SEEN[where] in text and SAID[how] in text, text
+    assert name == "GroupLost" and ": rank 1 " in text and SEEN[where] in text and SAID[how] in text, text
     assert seconds < LIMIT_S + SLACK_S, (text, seconds)
     assert doing in ORDER[ORDER.index(where) :], (text, doing)
     if how == "raise":
@@ -189,7 +189,7 @@ def test_a_rank_that_is_gone_with_an_answer_owed_to_it_is_named(tmp_path):
     assert found[0].ok, ranks.describe(found)
     assert found[VICTIM].kind == "died" and found[0].value is not None, ranks.describe(found)
     name, text = found[0].value
-    assert name == "GroupLost" and "but rank 1 was last seen" in text and "and is gone" in text, text
+    assert name == "GroupLost" and ": rank 1 was last seen" in text and "and is gone" in text, text
 
 
 def close_alone(rank, world, shared_memory):

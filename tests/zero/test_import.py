@@ -161,7 +161,7 @@ def test_a_part_of_deepspeeds_zero3_that_is_missing_is_named(tmp_path):
         import_checkpoint(tmp_path / "ds", tmp_path / "out")
     shutil.copytree(DATA / "universal_of_stage3", tmp_path / "universal")
     shutil.rmtree(tmp_path / "universal" / "zero" / "l.bias")
-    with pytest.raises(BadCheckpoint, match=r"Cannot read a universal checkpoint .* l\.bias is not in it"):
+    with pytest.raises(BadCheckpoint, match=r"Cannot read the universal checkpoint .* l\.bias is not in it"):
         import_checkpoint(tmp_path / "universal", tmp_path / "out")
 
 
