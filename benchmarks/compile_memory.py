@@ -122,7 +122,7 @@ class Contestant:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit("A step was asked for, but its process ended. Its own words are above.")
+            raise SystemExit("Cannot measure a step: its process ended. See its own error above.")
         return line
 
     def ask(self, what: str) -> str:

@@ -177,7 +177,7 @@ def main() -> int:
     device = accelerators.current()
     if device.device().type == "cpu":
         print(
-            "A training on an accelerator was asked for, but the accelerator here is the host. Run it on a machine with "
+            "Cannot train on an accelerator: the accelerator here is the host. Run it on a machine with "
             "another, or see python -m accelerators for why none was chosen; benchmarks/peers.py is for the host.",
             file=sys.stderr,
         )

@@ -96,8 +96,8 @@ def main() -> int:
     device = accelerators.current()
     if device.device().type == "cpu":
         print(
-            "An offloaded step beside one on the device was asked for, but the accelerator here is the host, where both are "
-            "one. Run it on a machine with another, or see python -m accelerators for why none was chosen.",
+            "Cannot compare an offloaded step with one on the device: the accelerator here is the host, where both are one. "
+            "Run it on a machine with another, or see python -m accelerators for why none was chosen.",
             file=sys.stderr,
         )
         return 1

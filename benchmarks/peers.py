@@ -191,11 +191,11 @@ def main() -> int:
     systems = options.systems or there
     unknown = [name for name in systems if name not in there]
     if unknown:
-        print(f"{', '.join(unknown)} was asked for, but there is: {', '.join(there)}. (DeepSpeed's need --deepspeed PYTHON.)",
+        print(f"Cannot run {', '.join(unknown)}: there is {', '.join(there)}. (DeepSpeed's need --deepspeed PYTHON.)",
               file=sys.stderr)  # fmt: skip
         return 2
     if options.deepspeed and shutil.which(options.deepspeed) is None:
-        print(f"--deepspeed {options.deepspeed} was given, but nothing can be run there. Give a python.", file=sys.stderr)
+        print(f"Cannot use --deepspeed {options.deepspeed}: nothing can be run there. Give a python.", file=sys.stderr)
         return 2
     found: dict[str, list[Result]] = {name: [] for name in systems}
     for number in range(options.rounds):

@@ -26,8 +26,7 @@ def offload_step(accelerator, *options):
 def test_on_the_host_alone_an_offloaded_step_has_nothing_to_be_compared_with():
     found = offload_step("cpu")
     assert found.returncode == 1 and not found.stdout
-    asked, what, to_do = found.stderr.strip().replace(", but ", ". ").split(". ")
-    assert "was asked for" in asked and "is the host" in what and to_do.startswith("Run it on a machine with another")
+    assert re.fullmatch(r"Cannot compare .*: .* is the host, .*\. Run it on a machine with another.*", found.stderr.strip())
 
 
 @needs_sim
@@ -113,7 +112,7 @@ def test_on_the_host_there_is_no_training_on_an_accelerator_to_time():
     command = [sys.executable, "benchmarks/gpu.py"]
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert found.returncode == 1 and not found.stdout
-    assert "was asked for" in found.stderr and "is the host" in found.stderr and "Run it on" in found.stderr
+    assert re.fullmatch(r"Cannot train .*: .* is the host\. Run it on .*", found.stderr.strip())
 
 
 def test_a_large_model_is_loaded_and_written_in_cgroups_that_do_not_hold_it(tmp_path):

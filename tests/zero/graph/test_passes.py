@@ -24,9 +24,9 @@ def graph_of(*shapes):
 def test_passes_that_lack_what_they_need_or_exclude_each_other_are_refused_before_anything_runs():
     first, second = PASSES
     check(PASSES)
-    with pytest.raises(ValueError, match="Pass 0, hand_over, needs gradients, which none before it provides"):
+    with pytest.raises(ValueError, match="Cannot run pass 0, hand_over: it needs gradients, which none before it provides"):
         check([second])
-    with pytest.raises(ValueError, match="Pass 2, hand_over, cannot follow what provides gradients handed over"):
+    with pytest.raises(ValueError, match="Cannot run pass 2, hand_over: it cannot follow what provides gradients handed over"):
         check([first, second, second])
     check([second], given=["gradients"])
 
