@@ -94,7 +94,7 @@ def masters(line):
     for at, chunk in enumerate(line.layout.chunks):
         weights.chunks[at] = torch.arange(chunk.numel, dtype=torch.float32).to(getattr(torch, chunk.dtype))
     formats = [ParamFormat(spec.shape, None) for spec in line.layout.params]
-    made = Masters(line, 1, weights, GradientShard(line, Homes(accelerators.get("cpu"), torch.device("cpu"))), formats)
+    made = Masters(line, 1, weights, GradientShard(line, Homes(accelerators.get("cpu"), torch.device("cpu"))), formats, {})
     for index, _ in enumerate(line.layout.buckets):
         made.adopt_source(index, weights.share(index, 1).float() + 2.0**-12)
     made.make_params()
