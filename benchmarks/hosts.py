@@ -64,10 +64,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="timed ones of each round")
     parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--our-bucket", type=int, help="bytes; the default of zero.shard otherwise")
     options = parser.parse_args()
     if reason := hosts.reason():
         raise SystemExit(f"Cannot start hosts: {reason}. Run this as root on Linux.")
-    fixed = {"model": "gpt", "batch": 1, "accumulation": 1, "threads": 1, "kernels": "compiled", "our_bucket": None}
+    fixed = {"model": "gpt", "batch": 1, "accumulation": 1, "threads": 1, "kernels": "compiled"}
     for name, value in {**fixed, "their_bucket": 5_000_000, "world": options.hosts * options.ranks}.items():
         setattr(options, name, value)
     numel = sum(param.numel() for param in build(options).parameters())
