@@ -17,14 +17,14 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.full
 
 
-def offload_step(accelerator, *options):
+def run(name, accelerator, *options):
     environment = {**os.environ, "ACCELERATOR": accelerator, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "benchmarks/offload_step.py", *options]
+    command = [sys.executable, f"benchmarks/{name}.py", *options]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
 
 
 def test_on_the_host_alone_an_offloaded_step_has_nothing_to_be_compared_with():
-    found = offload_step("cpu")
+    found = run("offload_step", "cpu")
     assert found.returncode == 1 and not found.stdout
     assert re.fullmatch(r"Cannot compare .*: .* is the host, .*\. Run it on a machine with another.*", found.stderr.strip())
 
@@ -32,7 +32,7 @@ def test_on_the_host_alone_an_offloaded_step_has_nothing_to_be_compared_with():
 @needs_sim
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 def test_an_offloaded_step_is_timed_beside_one_on_the_device_and_what_bounds_it(kernels):
-    found = offload_step("sim", "--params", "20000", "--rounds", "1", "--kernels", kernels)
+    found = run("offload_step", "sim", "--params", "20000", "--rounds", "1", "--kernels", kernels)
     assert found.returncode == 0, found.stderr
     for line in ("plain torch", "ours, on device", f"offloaded, {kernels}", "crossing takes", "memory takes"):
         assert line in found.stdout, found.stdout
@@ -51,27 +51,19 @@ def test_sharding_on_an_accelerator_is_timed_beside_plain_torch_and_its_bytes_ar
 
 
 def test_a_step_on_the_host_is_timed_with_all_kernels():
-    environment = {**os.environ, "ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "benchmarks/host_step.py", "--params", "20000", "--rounds", "1", "--threads", "1"]
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    found = run("host_step", "cpu", "--params", "20000", "--rounds", "1", "--threads", "1")
     assert found.returncode == 0, found.stderr
     assert all(line in found.stdout for line in ("torch  ", "fused  ", "compiled  ", "bytes a parameter")), found.stdout
 
 
 def test_a_step_with_states_on_disk_is_timed_beside_plain_threads(tmp_path):
-    environment = {**os.environ, "ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options = ["--params", "5e6", "--rounds", "1", "--directory", str(tmp_path)]
-    command = [sys.executable, "benchmarks/homes.py", *options]
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    found = run("homes", "cpu", "--params", "5e6", "--rounds", "1", "--directory", str(tmp_path))
     assert found.returncode == 0, found.stderr
     assert all(line in found.stdout for line in ("threads  ", "streamed  ", "in memory  ", "of the threads")), found.stdout
 
 
 def test_a_checkpoint_is_timed_beside_plain_files(tmp_path):
-    environment = {**os.environ, "ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options = ["--params", "2000000", "--rounds", "1", "--folder", str(tmp_path)]
-    command = [sys.executable, "benchmarks/checkpoint.py", *options]
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    found = run("checkpoint", "cpu", "--params", "2000000", "--rounds", "1", "--folder", str(tmp_path))
     assert found.returncode == 0, found.stderr
     assert "save" in found.stdout and "plain read" in found.stdout, found.stdout
 

@@ -47,7 +47,7 @@ def messages() -> Iterator[tuple[str, str]]:
 def test_the_form_is_told_from_others():
     good = "Cannot step: it was closed. Shard again."
     assert FORM.fullmatch(good) and REMEDY.fullmatch(good)
-    assert not FORM.fullmatch("A step was asked for, but it was closed.")
+    assert not FORM.fullmatch("The optimizer is closed, no step is possible.")
     assert not REMEDY.fullmatch("Cannot step: it was closed.")
 
 
