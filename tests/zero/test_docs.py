@@ -12,12 +12,11 @@ import io
 import re
 import shlex
 import socket
-import subprocess
-import sys
 
 import pytest
 
 import zero
+from tests import programs
 from tests.pasted import BLOCK, ROOT, Block, blocks_of, paste
 from zero.__main__ import main
 from zero.config.deepspeed.keys import KNOWN
@@ -43,7 +42,7 @@ def run_command(line):
     words = shlex.split(line, comments=True)
     assert words[:3] == ["python", "-m", "zero"], f"no way to run this is known here: {line}"
     if "--ranks" in words:  # which starts processes that import what started them
-        result = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=120)
+        result = programs.python(*words[1:])
         assert result.returncode == 0, result.stdout + result.stderr
     else:
         assert main(words[3:]) == 0, line
