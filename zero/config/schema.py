@@ -33,9 +33,6 @@ from zero.config.sizes import as_bytes
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Large enough that a collective is worth its latency, small enough that a few in flight do not matter beside the model.
-DEFAULT_BUCKET_BYTES = 16 * 2**20
-
 Half = Literal["bfloat16", "float16"]
 Kernels = Literal["torch", "fused", "compiled"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -193,7 +190,7 @@ class ZeroConfig(ConfigModel):
     cast_inputs: bool = False
     offload: Annotated[Offload | None, BeforeValidator(offload_in_our_words)] = None
     homes: Homes = Homes()  # of kinds of state that have others than `offload` says
-    bucket_bytes: Count = DEFAULT_BUCKET_BYTES
+    bucket_bytes: Literal["auto"] | Count = "auto"  # 16 MiB, and less for host tensors that go over a network
     gathered_bytes: Literal["auto", "all"] | Bytes = "auto"  # of whole weights on a device at stage 3
     keep_whole_numel: Annotated[int, Field(ge=0)] = 0  # elements up to which a parameter is never in shares there
     shared_memory: bool = True  # between ranks of one host that prove they can; False: ordinary collectives

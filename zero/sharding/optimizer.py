@@ -6,13 +6,13 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from zero.comm.exchange import exchange_about
-from zero.config.schema import DEFAULT_BUCKET_BYTES, ZeroConfig
+from zero.config.schema import ZeroConfig
 from zero.config.supported import check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
 from zero.optim.several import OneOrSeveral, as_one
@@ -331,7 +331,7 @@ def shard(
     accumulation: int | None = None,
     reduce: str | float = "mean",
     offload: Any = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | Literal["auto"] = "auto",
     **options: Any,
 ) -> ShardedOptimizer:
     """Shards what `optimizer`, each of a list, or what a function makes of the parameters, needs to train `model` over the

@@ -12,7 +12,6 @@ from zero.config.deepspeed.written import Written, flag
 from zero.config.homes import Homes, StateHome
 from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical
 from zero.config.schema import (
-    DEFAULT_BUCKET_BYTES,
     Batch,
     Dtype,
     Half,
@@ -180,10 +179,10 @@ def _homes(written: Written, stage: int) -> Homes:
     return Homes(**homes)
 
 
-def _bucket_bytes(written: Written, dtype: str | None) -> int:
+def _bucket_bytes(written: Written, dtype: str | None) -> int | Literal["auto"]:
     path = "zero_optimization.reduce_bucket_size"
     if path not in written:
-        return DEFAULT_BUCKET_BYTES
+        return "auto"
     # A bucket is counted in elements there and in bytes of the weights' dtype here.
     return written.whole(path, 1, least=1) * _ITEM_BYTES[dtype]
 
