@@ -114,6 +114,8 @@ CHANGES = {
     "scheduler.type": ({}, "WarmupLR"),
     "scheduler.params": ({"scheduler": {"type": "WarmupLR"}}, {"warmup_num_steps": 7}),
     "communication_data_type": ({}, "bf16"),
+    "zero_optimization.zero_quantized_gradients": ({"zero_optimization": {"stage": 2}}, True),
+    "zero_optimization.zero_quantized_weights": ({"zero_optimization": {"stage": 2}}, True),
     "gradient_allreduce_op": ({}, "sum"),
     "gradient_clipping": ({}, 0.5),
     "fp16.enabled": ({}, True),

@@ -196,7 +196,8 @@ class ZeroConfig(ConfigModel):
     shared_memory: bool = True  # between ranks of one host that prove they can; False: ordinary collectives
     align_bytes: Annotated[int, Field(ge=16, le=4096)] = 64
     reduce: Literal["mean", "sum"] | Positive = "mean"
-    reduce_dtype: Dtype | None = None  # what wider gradients are rounded to before they travel; sums are fp32 all the same
+    reduce_dtype: Dtype | Literal["int8"] | None = None  # what wider gradients are rounded to before they travel; sums are fp32
+    gather_dtype: Literal["int8"] | None = None  # what new 16-bit weights travel in at stages 1 and 2
     accumulation_dtype: Dtype = "float32"
     predivide: Literal["world"] | Positive = 1.0
     clip: Positive | None = None
@@ -253,6 +254,10 @@ class ZeroConfig(ConfigModel):
              "Cannot use autocast in another 16-bit dtype than the weights have. Use one dtype for both, or leave one out"),
             (self.predivide != 1.0 and self.reduce == "sum",
              "Cannot use predivide: reduce='sum' divides nothing. Leave predivide out, or reduce by mean"),
+            (self.reduce_dtype == "int8" and self.stage == 0,
+             "Cannot use reduce_dtype='int8' at stage 0: its sums are taken by the backend. Use stage 1 or 2"),
+            (self.gather_dtype is not None and self.stage == 3,
+             "Cannot use gather_dtype at stage 3: weights are fetched when they are needed. Use stage 1 or 2, or leave it out"),
             (self.kernels == "fused" and self.optimizer is not None and self.optimizer.kind not in FUSED_IN_TORCH,
              "Cannot use kernels='fused': torch has no fused kernel for this optimizer. Use kernels='torch'"),
             (bool(self.elementwise and self.whole_tensors), "Cannot use elementwise with whole_tensors. Give one of them"),
