@@ -270,7 +270,7 @@ def private_bytes():
 
 def forking(rank, world):
     """Private bytes of this process before, while and after four workers read, forked between two steps, and of theirs."""
-    model = nn.Linear(4096, 8192, bias=False)
+    model = nn.Linear(4096, 4096, bias=False)
     optimizer = zero.shard(model, torch.optim.SGD(model.parameters()), stage=2, dtype="bfloat16")
 
     def step():

@@ -45,7 +45,7 @@ def train_on_ranks(rank: int, world: int, name: str, micro_steps: int, dtypes: l
 OF_EACH_STAGE = [[None, "bfloat16", None], ["bfloat16", None, "bfloat16"]]  # the two halves of stages by dtypes
 
 
-BY_DAY = [("batches", 3, 2, 1)]
+BY_DAY = [("batches", 2, 1, 1)]
 AT_NIGHT = {(name, *sizes, half) for name in MODELS if name != "skipped" for sizes in ((2, 1), (3, 2)) for half in (0, 1)}
 
 
