@@ -23,7 +23,8 @@ from zero.config.deepspeed.keys import KNOWN
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WITH_BLOCKS = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
-AT_NIGHT = {"plan", "train", "verify"}  # pages whose commands start ranks or a launcher; by day tests/zero/tools runs what is behind them
+# Pages whose commands start ranks or a launcher; by day tests/zero/tools and test_proof.py run what is behind them.
+AT_NIGHT = {"plan", "train", "verify"}
 
 
 def skip_what_is_not_installed(page):
