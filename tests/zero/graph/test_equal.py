@@ -63,8 +63,11 @@ def close_to(one, other):
 
 
 SIX_POINTS = [
-    *(("mlp", 0), ("gpt", 2)),
-    *(pytest.param(*one, marks=pytest.mark.full) for one in [("mlp", 1), ("broken", 2), ("checkpointed", 1), ("batches", 2)]),
+    ("mlp", 0),
+    *(
+        pytest.param(*one, marks=pytest.mark.full)
+        for one in [("gpt", 2), ("mlp", 1), ("broken", 2), ("checkpointed", 1), ("batches", 2)]
+    ),
 ]
 
 
