@@ -224,8 +224,8 @@ class Answers(ModelAnswers):
         self._resize(Batch.of(global_samples=train_batch_size, micro_samples=now.micro_samples, world_size=now.world_size))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Changes the number of samples of a micro-step from the next window on; the number of micro-steps stays. No
-        collective."""
+        """Changes the number of samples of a micro-step from the next window on; the number of micro-steps stays.
+        No collective."""
         now = self._batch("set_train_micro_batch_size")
         self._resize(Batch.of(micro_samples=micro_batch_size, accumulation=now.accumulation, world_size=now.world_size))
 

@@ -66,7 +66,7 @@ class Engine(Answers, Checkpoints):
         return outputs
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Calls the model, as `engine(...)` does. No collective."""
+        """Calls the model, as `engine(...)` does."""
         return self(*inputs, **named)
 
     def backward(

@@ -55,8 +55,8 @@ def initialize(
     mesh_param: Any = None,
     config_params: Source | None = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """Makes an engine, its optimizer, a loader of this rank's samples and the scheduler; the last two may be None. A
-    collective.
+    """Makes an engine, its optimizer, a loader of this rank's samples and the scheduler; the last two may be None.
+    A collective.
 
     `config` is the path of a DeepSpeed file, such a dict, or a `ZeroConfig`; `args.deepspeed_config` and `config_params` are
     older names for it. An optimizer that is passed, a list of them, or a function that makes one from the parameters, takes
