@@ -26,6 +26,8 @@ NO_MEMORY = MemoryError, RuntimeError  # torch's own for memory of the host is n
 
 
 class Flattener:
+    """Moves the parameters of chunks into flat memory, and back if something fails."""
+
     def __init__(
         self, weights: Weights, tensors: Sequence[torch.nn.Parameter], formats: Sequence[ParamFormat], place: Place
     ) -> None:
@@ -121,11 +123,11 @@ class Flattener:
         return self._formats[param].unflatten(source[slot.span.start : slot.span.stop])
 
     def commit(self) -> None:
-        """What was moved stays there, and may have other values."""
+        """Ends the possibility to roll back: what was moved stays."""
         self._moved.clear()
 
     def rollback(self) -> None:
-        """Gives what was moved its values and dtypes again, in memory of its own."""
+        """Gives what was moved its old values and dtypes, in memory of its own."""
         for param, values in self._moved.items():
             tensor = self.tensors[param]
             try:
@@ -137,7 +139,7 @@ class Flattener:
         self._moved.clear()
 
     def recycle(self, source: torch.Tensor) -> None:
-        """For the next chunk."""
+        """Keeps memory for the next chunk."""
         self._spare = source
 
     def log(self, params: Iterable[int]) -> None:
