@@ -1,4 +1,4 @@
-"""Bytes that a rank sends for one step: what a layout and a stage must cost on any wire. `docs/scaling.md` is this."""
+"""Bytes that a rank sends for one step: what a layout and a stage must cost on any network. `docs/scaling.md` shows them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero.plan.stages import stage_of
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one rank, in one step."""
+    """Bytes that one rank sends in one step."""
 
     gradients: int
     weights: int
