@@ -28,7 +28,7 @@ Memories = frozenset[int] | set[int]  # by address, which cannot be given out ag
 
 
 class Host:
-    """What the host knows to be done."""
+    """The work that the host knows to be done."""
 
     def __init__(self) -> None:
         self.clock: dict[int, int] = {}
@@ -48,7 +48,7 @@ host = Host()
 
 
 class Task:
-    """Put-off work, or a wait for some."""
+    """Work that was put off, or a wait for some."""
 
     __slots__ = ("action", "after", "done", "lane", "reads", "writes")
 
