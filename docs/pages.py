@@ -12,6 +12,7 @@ INTEGRATIONS = (
     "zero.integrations.transformers", "zero.integrations.accelerate", "zero.integrations.lightning", "zero.compat.deepspeed",
     "accelerators.compat.deepspeed", "accelerators.testing.AcceleratorContract",
 )  # fmt: skip
+STREAMS = "accelerators.streams.Stream", "accelerators.streams.Event"
 
 
 def public_names(package: str) -> dict[str, str]:
@@ -22,8 +23,10 @@ def public_names(package: str) -> dict[str, str]:
     raise ValueError(f"Cannot list {package}: it has no _HOME. Write its public names there.")
 
 
-def reference(package: str, further: tuple[str, ...] = ()) -> str:
-    blocks = [f"::: {module}.{name}" for name, module in public_names(package).items()] + [f"::: {name}" for name in further]
+def reference(package: str, further: tuple[str, ...] = (), options: str = "") -> str:
+    blocks = [f"::: {module}.{name}\n" for name, module in public_names(package).items()]
+    blocks += [f"::: {name}\n" for name in further]
+    blocks = [block + options for block in blocks]
     return f"# {package}\n\n" + "\n\n".join(blocks) + "\n"
 
 
@@ -35,7 +38,7 @@ def generated() -> dict[str, str]:
         "index.md": readme.replace("](docs/", "](").replace("](CHANGELOG.md)", "](changes.md)"),
         "changes.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
         "reference/zero.md": reference("zero"),
-        "reference/accelerators.md": reference("accelerators", ("accelerators.streams.Stream", "accelerators.streams.Event")),
+        "reference/accelerators.md": reference("accelerators", STREAMS, "    options:\n      show_if_no_docstring: true\n"),
         "reference/integrations.md": f"# Integrations\n\n{integrations}\n",
     }
 
