@@ -235,7 +235,7 @@ class Lanes:
         if task.action is not None:
             with torch_private.below_autograd(), torch_private.excluding(torch_private.WATCH_KEY):
                 task.action()
-        task.action = task.after = None  # lets go of the memory
+        task.action = task.after = None  # frees the memory
 
     def _move_on(self) -> None:
         while self._random.random() < 0.5:

@@ -45,7 +45,7 @@ def compile_with(
     """Compiles with the backend of that name, after `rewrite` has changed the backward graph."""
     from torch._functorch import config
 
-    # What is cached there are graphs as they were before `rewrite`, or after somebody else's.
+    # That cache has graphs as they were before `rewrite`, or after another one.
     with config.patch(enable_autograd_cache=False):
         find, _, compile_by = _COMPILERS[backend]
         compiled: Callable[..., Any] = compile_by(find(), mode, graph, inputs, rewrite)

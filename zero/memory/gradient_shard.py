@@ -135,7 +135,7 @@ class GradientShard(Shard):
         return [self.sum_of(bucket) for bucket in sorted(self.shares) if not self.stream.has(bucket)]
 
     def clear(self) -> None:
-        self.homes.host.catch_up()  # memory that a copy still writes must not be somebody else's
+        self.homes.host.catch_up()  # memory that a copy still writes must not be used again
         self.stream.clear()
         if self.shares or self.deferred:
             self._wanted = [self._wanted[1], False]

@@ -114,7 +114,7 @@ class MemoryGuard:
                 f"machine: {available} bytes ({format_bytes(available)}) are available to all of them. Offload a smaller part "
                 "with offload={'ratio': ...}, use more machines, or a smaller model."
             )
-        # as much as there will be in one piece: that so much can be had is found out by trying
+        # as much as will be allocated at once: whether that can be had is found by trying
         piece = max((bucket.share_numel for bucket in layout.buckets if bucket.offloaded), default=0) * ITEM_BYTES["float32"]
         if pinned and not self._can_pin(piece):
             raise ValueError(

@@ -259,7 +259,7 @@ class StateOffloader:
         return moved
 
     def _finish(self, later: bool) -> None:
-        """Lets go of both ends of each copy, or of those that are done by now."""
+        """Drops both ends of each copy, or of those that are done by now."""
         for transfer in self._in_transfer:
             if transfer.done() or not later:
                 transfer.finish()

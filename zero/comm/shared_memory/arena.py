@@ -161,7 +161,7 @@ def counts_of(whole: torch.Tensor) -> torch.Tensor:
 
 
 def map_peer(message: bytes) -> torch.Tensor:
-    """The whole arena of who said this; an OSError where that is somebody else's, or cannot be reached."""
+    """Maps the whole arena that a handshake describes. Raises OSError where it is another one, or cannot be reached."""
     process, theirs, num_bytes, word = _INTRODUCTION.unpack(message)
     with closing(reach(process, theirs, num_bytes)) as descriptor:
         mapping = mmap.mmap(descriptor, num_bytes)

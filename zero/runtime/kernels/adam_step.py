@@ -117,12 +117,12 @@ class FusedStep:
                     )
 
     def release(self) -> None:
-        """Lets go of all moments; those that the optimizer's state still has are taken over from there."""
+        """Drops all moments. Those that the optimizer's state still has are taken over from there later."""
         self._moments.clear()
         self._counters.clear()
 
     def take_lines(self, bucket: int, lines: Mapping[str, torch.Tensor]) -> None:
-        """The moments of a bucket are these from now on, by their names; what they were before is somebody else's."""
+        """Makes these the moments of a bucket, by name. The memory of the old ones is in other use."""
         for key in [key for key in self._moments if key[0] == bucket]:
             del self._moments[key]
         self._moments |= {(bucket, name): line for name, line in lines.items()}
