@@ -133,7 +133,7 @@ class Flattener:
             try:
                 self.weights.detach(tensor, values.to(self._place.device, self.dtypes[param], copy=True))
             except NO_MEMORY:
-                # On a device nothing else has that memory. On the host it stays in flat memory, as the values may be nowhere else.
+                # On a device nothing else has that memory. On the host it stays in flat memory: the values may be nowhere else.
                 if tensor.numel() != values.numel() or (values.device == self._place.device and not self._place.is_host):
                     self.weights.detach(tensor, values.to(self.dtypes[param]))
         self._moved.clear()
