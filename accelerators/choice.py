@@ -1,4 +1,4 @@
-"""The process's one choice of accelerator, and the table it was made from."""
+"""The accelerator that this process chose, and the table it was chosen from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FactoryType = TypeVar("FactoryType", bound=Factory)
 
 @dataclass(frozen=True)
 class Selected:
-    """An accelerator, and why it is this one."""
+    """An accelerator, and why it was chosen."""
 
     accelerator: Accelerator
     name: str  # that it is registered under
@@ -29,7 +29,7 @@ class Selected:
     index_before: int | None = None  # the current device before the choice made another one current
 
     def is_what(self, wanted: str | Accelerator) -> bool:
-        """True where choosing `wanted` would change nothing."""
+        """Whether choosing `wanted` would change nothing."""
         if isinstance(wanted, Accelerator):
             return wanted is self.accelerator
         request = parse_request(wanted, f"accelerators.use({wanted!r})")
@@ -37,7 +37,7 @@ class Selected:
 
 
 class Selection:
-    """Made once and kept: code that asks later gets the same answer as code that asked before."""
+    """The choice of a process. It is made once and kept, so that all code gets the same answer."""
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
@@ -125,19 +125,19 @@ def current() -> Accelerator:
 
 
 def use(wanted: str | Accelerator) -> Accelerator:
-    """Chooses by name (`"cuda:1"`) or object; an error when the process already chose something else."""
+    """Chooses an accelerator by name (`"cuda:1"`) or object. Raises when the process has already chosen another one."""
     return _choice.use(wanted).accelerator
 
 
 @contextlib.contextmanager
 def using(wanted: str | Accelerator) -> Iterator[Accelerator]:
-    """Another accelerator for the length of a `with`; for tests and tools."""
+    """Uses another accelerator inside a `with`; for tests and tools."""
     with _choice.using(wanted) as inside:
         yield inside.accelerator
 
 
 def get(name: str) -> Accelerator:
-    """The accelerator of that name, usable or not, without choosing it."""
+    """Returns the accelerator of that name, usable or not, without choosing it."""
     request = parse_request(_text(name, "accelerators.get"), f"accelerators.get({name!r})")
     if request is None or request.index is not None:
         raise ValueError(f"Cannot get accelerator {name!r}: that is not a plain name. Pass one such as 'cpu'.")
@@ -150,7 +150,7 @@ def candidates() -> list[Candidate]:
 
 
 def chosen() -> Selected:
-    """The current accelerator with the name it is registered under and why it is this one."""
+    """Returns the current accelerator, the name it is registered under, and why it was chosen."""
     return _choice.current()
 
 

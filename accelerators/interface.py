@@ -1,9 +1,8 @@
-"""The Accelerator: what a device is asked, written once over torch's own device modules.
+"""The Accelerator: everything that is asked of a device, written once over torch's own device modules.
 
-Torch gives every device a module (`torch.xpu`, `torch.mps`, a plug-in's own) and, over all of them,
-`torch.accelerator`. Both have holes, and not the same ones. So a question goes to the module first, to
-`torch.accelerator` where the module has no such function, and gets a harmless answer where neither knows.
-A backend overrides only what is different on its device.
+Torch has a module for every device (`torch.xpu`, `torch.mps`, a plug-in's own) and, over all of them, `torch.accelerator`. Both
+lack functions, and not the same ones. So a question goes to the module first, then to `torch.accelerator`, and gets a harmless
+answer where neither has the function. A backend overrides only what is different on its device.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _ABSENT = object()  # the answer to a question that nobody could be asked
 
 
 class Accelerator:
-    """One type of device. Construct it freely: it asks the device nothing before its first call.
+    """One type of device. Construct it freely: it does not touch the device before its first call.
 
-    A subclass names its device in `name` and says in class attributes what torch cannot tell; the rest
-    works through torch. Every index is an int or None, and None means the current device of this thread.
+    A subclass names its device in `name` and says in class attributes what torch cannot tell; the rest works through torch.
+    Every index is an int or None, and None means the current device of this thread.
     """
 
     name: str = ""
@@ -59,7 +58,7 @@ class Accelerator:
     # which device ------------------------------------------------------------------------------------------------
 
     def unavailable_reason(self) -> str | None:
-        """Why this accelerator cannot be used here, or None when it can. It is asked in passing: bring nothing up to answer."""
+        """Why this accelerator cannot be used here, or None when it can. It must not initialise the device."""
         if self.module is None:
             return f"torch has no device module torch.{self.name} (torch {torch.__version__})"
         if self._ask("_is_in_bad_fork", default=False):
@@ -94,7 +93,7 @@ class Accelerator:
         return self.read_memory(self._index(index)).capped(memory_cap())
 
     def read_memory(self, index: int) -> MemoryReading:
-        """What the device itself says; a backend overrides this one."""
+        """Bytes that the device itself reports. Backends override this method."""
         free, total = self._ask("mem_get_info", index, default=(None, None))
         allocated = self._ask("memory_allocated", index)
         reserved = self._ask("memory_reserved", index)
@@ -182,11 +181,11 @@ class Accelerator:
         return tuple(dtype for dtype in FLOATING_DTYPES if self.supports(dtype))
 
     def preferred_dtype(self) -> torch.dtype:
-        """What a model should be cast to here by someone who wants it small and fast. Never applied unasked."""
+        """The dtype to which a model may be cast here to be small and fast. It is never applied unasked."""
         return torch.bfloat16 if self.supports(torch.bfloat16) else torch.float32
 
     def norm_dtype(self) -> torch.dtype:
-        """What squares should be summed in here: fp64 where the device has it."""
+        """The dtype to sum squares in here: fp64 where the device has it."""
         return torch.float64 if self.supports(torch.float64) else torch.float32
 
     def manual_seed(self, seed: int) -> None:
@@ -203,7 +202,7 @@ class Accelerator:
         return states
 
     def set_rng_state(self, states: dict[str, torch.Tensor], index: int | None = None) -> None:
-        """Puts back what `rng_state` gave; a state of another type of device is left out."""
+        """Restores what `rng_state` returned. A state of another type of device is left out."""
         torch.set_rng_state(states["cpu"])
         if self.name in states:
             self._ask("set_rng_state", states[self.name], self._index(index))
@@ -220,7 +219,7 @@ class Accelerator:
             return False
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` in pinned host memory; `tensor` itself where there is no such thing or it failed."""
+        """Returns `tensor` in pinned host memory; `tensor` itself where the device has no such thing or it failed."""
         if tensor.device.type != "cpu":
             raise ValueError(f"Cannot pin a tensor on {tensor.device}: only host memory is pinned. Pass a CPU tensor.")
         if not self.can_pin or tensor.numel() == 0 or tensor.is_pinned():
@@ -233,7 +232,7 @@ class Accelerator:
             return tensor
 
     def forget_answers(self) -> None:
-        """What the device was asked once, it is asked again when next needed."""
+        """Forgets what the device was asked once, so that it is asked again."""
         for answer in ("can_pin", "communication_backend", "_peaks_reset", "_dtype_answers"):
             vars(self).pop(answer, None)
 

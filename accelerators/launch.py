@@ -1,4 +1,4 @@
-"""What the launcher told this process: which rank of how many it is. Pure functions over the environment."""
+"""What the launcher told this process: its rank and the number of ranks. Pure functions of the environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SCHEDULERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place among those started with it."""
+    """The place of this process among those started with it."""
 
     rank: int = 0
     world_size: int = 1

@@ -1,4 +1,4 @@
-"""Which accelerators there are: records, and a table that imports them on first use."""
+"""Registered accelerators: records, and a table that imports them on first use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENTRY_POINT_GROUPS = {"accelerators": 40, "accelerators.on_request": -1}
 
 @dataclass(frozen=True)
 class Registration:
-    """One accelerator that can be had: nothing of it is imported before it is asked for."""
+    """An accelerator that can be used. Nothing of it is imported before it is first asked for."""
 
     name: str
     factory: Factory | str  # a class, a function without arguments, or "package.module:Class"
@@ -56,7 +56,7 @@ class Registration:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of trying a registration."""
+    """The result of trying a registration."""
 
     accelerator: Accelerator | None
     reason: str | None  # why it cannot be used
@@ -64,7 +64,7 @@ class Trial:
 
 
 class Candidate:
-    """A registration and what came of trying it; tried when first asked about, and once."""
+    """A registration and the result of trying it, which happens once, when it is first asked about."""
 
     def __init__(self, registration: Registration) -> None:
         self.registration = registration

@@ -1,4 +1,4 @@
-"""The policy: which candidate, and which of its devices. Pure functions; nothing here remembers anything."""
+"""Which candidate is chosen, and which of its devices. Pure functions without memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("accelerators")
 
 @dataclass(frozen=True)
 class Request:
-    """What somebody asked for, and in which words, so that an error can repeat them."""
+    """What the user asked for, and in which words, so that an error can repeat them."""
 
     name: str
     index: int | None
@@ -41,7 +41,7 @@ def requested_by(environment: Mapping[str, str]) -> Request | None:
 
 
 def choose(candidates: Iterable[Candidate]) -> Candidate:
-    """The first usable candidate; they come with the highest priority first, and the CPU always is usable."""
+    """Returns the first usable candidate. They are in the order of priority, and the CPU is always usable."""
     usable: list[Candidate] = []
     for candidate in candidates:
         if usable and candidate.priority < usable[0].priority:

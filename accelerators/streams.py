@@ -1,8 +1,7 @@
-"""Streams and events: what the library asks of them, and the ones of a device whose work is already in order.
+"""The protocols of streams and events, and those of a device whose work is in order by itself.
 
-A device without streams runs everything in the order in which it was issued. Waiting for another stream is true
-at once there, so code written for streams runs unchanged and never asks whether there are any; only the host may
-have to wait, and for that the whole device is synchronised.
+A device without streams runs everything in the order in which it was issued. Waiting for another stream ends at once there, so
+code written for streams runs unchanged. Only the host may have to wait, and for that the whole device is synchronised.
 """
 
 from __future__ import annotations

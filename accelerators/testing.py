@@ -28,7 +28,7 @@ from accelerators.memory import MemoryReading
 
 
 class AcceleratorContract:
-    """Subclass it, and say which accelerator it is about."""
+    """The tests that every accelerator passes. Subclass it, and set `accelerator`."""
 
     accelerator: Any = None
 

@@ -226,7 +226,7 @@ def measure(options: argparse.Namespace, folder: Path, out: Path, size: int, gro
         started.append(subprocess.Popen(command, **how))
     said = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
-        raise SystemExit(f"A rank ended with {[process.returncode for process in started]}: -9 is for want of memory.")
+        raise SystemExit(f"A rank ended with {[process.returncode for process in started]}: -9: out of memory.")
     found = [json.loads(text.strip().splitlines()[-1]) for text in said]
     share, mib = size / options.ranks, 2**20
     read_s, write_s = (max(rank[key] for rank in found) for key in ("read_s", "write_s"))

@@ -4,7 +4,7 @@
     python benchmarks/start.py --given bfloat16     that come in bf16 already, a copy of which is half as many bytes
     python benchmarks/start.py --dtype float32 --ranks 1
 
-A round makes the model anew in fresh processes, copies every parameter once on all ranks at the same time, lets go of the
+A round makes the model anew in fresh processes, copies every parameter once on all ranks at the same time, frees the
 copies, and initializes. Both make new memory, whose pages the system has to find and clear.
 """
 

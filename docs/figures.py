@@ -105,7 +105,25 @@ def weight() -> str:
     return _svg(700, 212, parts)
 
 
-FIGURES = {"buckets.svg": buckets, "bytes.svg": bytes_per_rank, "weight.svg": weight}
+def gradient() -> str:
+    """One gradient from autograd to the weights of all ranks: what holds it at each stop, and when ranks exchange something."""
+    phases = (("backward", 110, 330), ("settle", 440, 70), ("step", 510, 90), ("publish", 600, 90))
+    parts = []
+    for words, x, width in phases:
+        parts += [_rect(x, 8, width, 22, "white", words), f'<path d="M{x} 30V248" stroke="#ccc" stroke-dasharray="4 3"/>']
+    rows = (("autograd", 50), ("staging buffer", 92), ("gradient shard", 134), ("master", 176), ("weight", 218))
+    parts += [_text(10, y + 18, words) for words, y in rows]
+    parts += [_rect(120, 50, 70, 26, ORANGE, "ready")]
+    parts += [_rect(190, 92, 90, 26, ORANGE, "collect"), _rect(280, 92, 90, 26, GREY, "reduce")]
+    parts += [_rect(370, 134, 70, 26, ORANGE, "keep"), _rect(440, 134, 160, 26, ORANGE, "its sum, one share a rank")]
+    parts += [_rect(110, 176, 400, 26, BLUE, "this rank's share of the masters"), _rect(510, 176, 90, 26, BLUE, "stepped")]
+    parts += [_rect(110, 218, 490, 26, GREEN, "whole, on every rank (stages 0 to 2)"), _rect(600, 218, 90, 26, GREEN, "new")]
+    exchanged = ((325, "a bucket"), (475, "two messages"), (645, "the new weights"))
+    parts += [_text(x, 266, words, "middle") for x, words in exchanged]
+    return _svg(700, 276, [*parts, _text(10, 266, "between ranks")])
+
+
+FIGURES = {"buckets.svg": buckets, "bytes.svg": bytes_per_rank, "gradient.svg": gradient, "weight.svg": weight}
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""A Hugging Face model in a plain loop needs no integration: shard its optimizer, and train as ever.
+"""A Hugging Face model in a plain loop needs no integration: shard its optimizer, and train as before.
 
     torchrun --nproc-per-node 2 examples/transformers_loop.py
 """

@@ -108,7 +108,7 @@ NAMED = [
         "InflightReductions._defers",
         Replace(the(Call, "DeferredSum").args[5], "{it}() or (lambda: None)"),
     ),
-    Mutant("the norm leaves out deferred sums", "ShardedGradOps._square", Replace(the(For).iter, "()")),
+    Mutant("the norm leaves out deferred sums", "ShardedGradOps._square", Replace(the(For, "deferred").iter, "()")),
     Mutant(
         "each rank judges for itself",
         "ShardedGradOps.total_norm",

@@ -37,11 +37,13 @@ def without_choices() -> dict[str, str]:
     return {**found, "PATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
 
 
-def paste(blocks: list[Block], folder: Path) -> list[str]:
-    """What each block printed. In `folder/.venv` is the environment of these tests; what fails is an AssertionError."""
+def paste(blocks: list[Block], folder: Path, **variables: str) -> list[str]:
+    """What each block printed. In `folder/.venv` is the environment of these tests, and `variables` are set in the shell beside
+    what a reader has; what fails is an AssertionError."""
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "blocks.json").write_text(json.dumps(blocks), encoding="utf-8")
     environment = {**without_choices(), "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment |= variables
     command = [sys.executable, "-m", "tests.pasted", "blocks.json", "printed.json"]
     # No pipe, which a process that outlives the limit keeps open. The limit is for what hangs: to compile may take minutes.
     with (folder / "pasted.log").open("w+", encoding="utf-8") as log:

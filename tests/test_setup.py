@@ -154,6 +154,16 @@ def test_one_command_sets_up_and_trains_with_what_follows_it(project):
     assert project.run("ci/train") == [".venv -m zero train"]
 
 
+@needs_bash
+def test_the_site_is_made_in_an_environment_without_torch_and_a_warning_is_an_error(project):
+    lines = project.run("ci/docs")
+    assert any("-m venv .venv-docs" in line for line in lines)
+    [installs] = [line for line in lines if "pip install" in line]
+    assert "--constraint ci/constraints.txt" in installs and "--editable" not in installs
+    assert lines[-1] == ".venv-docs -m mkdocs build --quiet --strict --clean"
+    assert project.run("ci/docs") == lines[-1:]
+
+
 def test_torch_is_pinned_exactly():
     pins = [line for line in (ROOT / "ci" / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
     assert len(pins) == 1
@@ -173,7 +183,7 @@ def test_ci_runs_the_same_for_every_python_and_names_no_index_of_its_own():
 def test_everything_runs_every_night():
     workflow = (ROOT / ".github" / "workflows" / "night.yml").read_text()
     assert re.search(r"^    - cron: ", workflow, re.MULTILINE) and "workflow_dispatch:" in workflow
-    assert re.findall(r"run: (.*)", workflow) == ["ci/test --full"]
+    assert re.findall(r"run: (.*)", workflow) == ["ci/test --full", "ci/docs"]
 
 
 @pytest.mark.promise("P10")

@@ -10,7 +10,7 @@
 The words, each for one idea:
 
 rank            one of the processes that train together
-stage           what is sharded: 0 nothing, 1 the optimizer's state, 2 the gradients too
+stage           what is sharded: 0 nothing, 1 masters and moments, 2 gradients too, 3 weights too
 whole           all of something, as every rank would have it without sharding
 share           one rank's part of a bucket
 shard           all shares of one rank

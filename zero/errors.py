@@ -1,13 +1,13 @@
-"""What goes wrong that is no caller's mistake.
+"""Errors that are not a caller's mistake.
 
-ZeroError                 the world is not as training needs it
-|-- RanksDiffer           ranks disagree in model, configuration, place or what they did
-|-- RankFailed            another rank reported an error of its own
-|-- GroupLost             a collective failed or timed out; the group is of no use any more
+ZeroError                 something that training needs is not as it should be
+|-- RanksDiffer           ranks disagree about the model, the configuration, or what they did
+|-- RankFailed            another rank raised an error
+|-- GroupLost             a collective failed or timed out; the group cannot be used any more
 |-- BadCheckpoint         a checkpoint lacks something, or is damaged
-|-- CheckpointFailed      a save or a load failed on some rank; what was there before it is as it was
-|-- DiskFailed            a file that state lives in could not be made, read or written, or has other values than were written
-`-- NonFinite             gradients are not finite, and the policy is to raise
+|-- CheckpointFailed      a save or a load failed on some rank; what was there before is as it was
+|-- DiskFailed            a file of state could not be made, read or written, or has other values than were written
+`-- NonFinite             gradients are not finite, and `on_nonfinite` is "raise"
 
 A caller's mistake is a ValueError or a TypeError, as everywhere in Python.
 """
@@ -16,32 +16,32 @@ from __future__ import annotations
 
 
 class ZeroError(RuntimeError):
-    """The world is not as training needs it."""
+    """Something that training needs is not as it should be. All errors that are not a caller's mistake are of this class."""
 
 
 class RanksDiffer(ZeroError):
-    """Ranks disagree in model, configuration, place or what they did."""
+    """Ranks disagree about the model, the configuration, or what they did."""
 
 
 class RankFailed(ZeroError):
-    """Another rank reported an error of its own."""
+    """Another rank raised an error."""
 
 
 class GroupLost(ZeroError):
-    """A collective failed or timed out; the group is of no use any more."""
+    """A collective failed or timed out; the group cannot be used any more."""
 
 
 class BadCheckpoint(ZeroError, ValueError):
-    """A checkpoint lacks something, or is damaged: of the world where it was there, and a bad value for who passes it."""
+    """A checkpoint lacks something, or is damaged. It is a ValueError too, for a caller who passes such a path."""
 
 
 class CheckpointFailed(ZeroError):
-    """A save or a load failed on some rank; what was there before it is as it was."""
+    """A save or a load failed on some rank; what was there before is as it was."""
 
 
 class DiskFailed(ZeroError):
-    """A file that state lives in could not be made, read or written, or has other values than were written."""
+    """A file of state on disk could not be made, read or written, or has other values than were written."""
 
 
 class NonFinite(ZeroError):
-    """Gradients are not finite, and the policy is to raise."""
+    """Gradients are not finite, and `on_nonfinite` is "raise"."""

@@ -1,4 +1,4 @@
-"""The accelerators this project knows, as records; each is imported when it is first tried."""
+"""The accelerators that this project knows, as records; each is imported when it is first tried."""
 
 from accelerators.backends.plugins import KNOWN_PLUGINS
 from accelerators.registry import Registration

@@ -1,4 +1,4 @@
-"""What the kernel holds this process to: the memory limits of its cgroup and of every ancestor, version 2 and version 1.
+"""The memory limits that the kernel sets for this process: those of its cgroup and of every ancestor, version 2 and version 1.
 
 `root` is where the files are looked for: `/` on a machine, a folder of made-up files in a test.
 """
@@ -14,7 +14,7 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class Files:
-    """What a version calls its files."""
+    """The names of the files of one version."""
 
     limit: str
     usage: str

@@ -1,4 +1,4 @@
-"""The CPU: one device, whose memory is what the container leaves, and whose work is done when a call returns."""
+"""The CPU: one device, whose memory is what the container leaves. Work is done when a call returns."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from accelerators.memory import MemoryReading
 
 
 class CpuAccelerator(Accelerator):
+    """The CPU as an accelerator."""
+
     name = "cpu"
     communication_backend = "gloo"
     compile_backend = "inductor"
@@ -55,7 +57,7 @@ class CpuAccelerator(Accelerator):
             self._peak_was_reset = host.reset_peak_linux()
 
     def empty_cache(self) -> None:
-        """Pages that the C library keeps of what was let go return to the system, where it can be told to."""
+        """Returns free pages that the C library keeps to the system, where it has a call for that."""
         if sys.platform == "linux":
             host.trim_heap()
 

@@ -1,4 +1,4 @@
-"""CUDA, and ROCm, which answers as cuda: what differs from any other torch device."""
+"""CUDA, and ROCm, which torch also calls cuda: what differs from other torch devices."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from accelerators.interface import Accelerator
 
 
 class CudaAccelerator(Accelerator):
+    """GPUs of NVIDIA and AMD."""
+
     name = "cuda"
     communication_backend = "gloo" if sys.platform == "win32" else "nccl"  # what ROCm has is called nccl too; Windows has none
     visible_devices_variable = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"

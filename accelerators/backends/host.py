@@ -55,7 +55,8 @@ def _kilobytes(content: bytes, key: bytes) -> int | None:
 
 
 def trim_heap() -> None:
-    """Only glibc has a call for it, and keeps much: what was let go between two pieces that are still used."""
+    """Returns free pages to the system. Only glibc has a call for it, and keeps what was freed between two pieces that are in
+    use."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)

@@ -9,6 +9,8 @@ from accelerators.memory import MemoryReading
 
 
 class MpsAccelerator(Accelerator):
+    """Apple's GPU."""
+
     name = "mps"
     compile_backend = "inductor"
     is_synchronous = False  # its queue runs while the host goes on

@@ -1,6 +1,6 @@
-"""Devices that a plug-in adds to torch: one row each, and one class for all of them.
+"""Devices that a plug-in adds to torch: a row for each, and one class for all of them.
 
-A plug-in that can be imported proves nothing about devices: what counts is what torch has once it was imported.
+That a plug-in can be imported does not say that there is a device: what counts is what torch has after the import.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from accelerators.registry import Registration
 
 @dataclass(frozen=True)
 class KnownPlugin:
-    """What torch cannot tell about a device of somebody else's."""
+    """What torch cannot tell about a device of a plug-in."""
 
     name: str  # torch's name of the device type
     plugin: str  # the module that adds it to torch when it is imported

@@ -17,6 +17,8 @@ ONECCL_BINDINGS = "oneccl_bindings_for_pytorch"
 
 
 class XpuAccelerator(Accelerator):
+    """Intel's GPUs."""
+
     name = "xpu"
     visible_devices_variable = "ZE_AFFINITY_MASK"
     compile_backend = "inductor"
@@ -55,7 +57,7 @@ class XpuAccelerator(Accelerator):
 
 
 def extension_problem(extension_version: str, torch_version: str, is_gpu_build: bool) -> str | None:
-    """Why that version of the extension cannot help that torch to an XPU."""
+    """Returns why that version of the extension cannot give that torch an XPU, or None."""
     needed = _minor(extension_version)
     if needed != _minor(torch_version):
         return f"{EXTENSION} {extension_version} needs torch {needed[0]}.{needed[1]}, and this is {torch_version}"

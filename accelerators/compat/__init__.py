@@ -1,1 +1,1 @@
-"""Accelerators made of what other libraries have."""
+"""Accelerators made of objects of other libraries."""

@@ -1,4 +1,4 @@
-"""An accelerator out of an object with DeepSpeed's abstract accelerator interface, for vendors who have one.
+"""Makes an accelerator of an object with DeepSpeed's abstract accelerator interface, for vendors who have one.
 
     accelerators.register("chip")(lambda: adapt(ChipAccelerator()))
 
@@ -20,7 +20,7 @@ from accelerators.streams import Event, InOrderEvent, InOrderStream, Stream
 
 
 class DeepSpeedAccelerator(Protocol):
-    """What is asked of the object, out of DeepSpeed 0.19.8's interface."""
+    """The methods of DeepSpeed 0.19.8's interface that are called."""
 
     Stream: Any  # None where the device has no streams
     Event: Any
@@ -53,7 +53,8 @@ _HOST = "cpu"
 
 
 def adapt(accelerator: DeepSpeedAccelerator) -> Accelerator:
-    """The accelerator that asks this object. A class, or one that lacks a method which is needed, is refused with its name."""
+    """Returns an accelerator that calls this object. A class, or an object that lacks a required method, is refused with its
+    name."""
     if isinstance(accelerator, type):
         raise TypeError(f"Cannot adapt the class {accelerator.__name__}: an object is asked. Pass {accelerator.__name__}().")
     lacking = [name for name in _NEEDED if getattr(type(accelerator), name, _NEEDED) is _NEEDED]
@@ -66,7 +67,8 @@ def adapt(accelerator: DeepSpeedAccelerator) -> Accelerator:
 
 
 class AdaptedAccelerator(Accelerator):
-    """Asks an object with DeepSpeed's interface. What a dtype can do is found out by computing in it, as everywhere here."""
+    """Calls an object with DeepSpeed's interface. Whether a dtype works is found by computing in it, as for all
+    accelerators."""
 
     def __init__(self, theirs: DeepSpeedAccelerator) -> None:
         super().__init__(theirs.device_name(None))

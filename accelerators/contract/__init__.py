@@ -1,1 +1,1 @@
-"""What the contract suite, accelerators/testing.py, is made of beside its tests of one process."""
+"""The parts of the contract suite, accelerators/testing.py, beside its tests of one process."""

@@ -1,4 +1,4 @@
-"""What an author is told to do where a check of the contract fails."""
+"""Advice for the author of an accelerator, where a check of the contract fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def override(*members: str) -> Callable[[Check], Check]:
 
 
 def advise(error: BaseException, advice: str) -> None:
-    """Adds a sentence to what the error says."""
+    """Adds a sentence to the text of an error."""
     said = str(error)
     if isinstance(error, pytest.fail.Exception):
         error.msg = f"{error.msg}\n{advice}"

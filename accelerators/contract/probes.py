@@ -1,4 +1,4 @@
-"""How the contract suite asks a device: a thing held, a figure read, numbers drawn."""
+"""How the contract suite probes a device: it holds memory, reads figures, draws numbers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def figure(it: Accelerator, name: str) -> int:
 
 
 def computes_in(dtype: torch.dtype, device: torch.device) -> bool:
-    """The truth about a dtype: another sum than the accelerator's own probe, exact in all of them."""
+    """Whether a dtype works: another sum than the accelerator's own probe, which is exact in all of them."""
     try:
         x = torch.arange(8, device=device).to(dtype)
         return bool((torch.outer(x, x).sum(0) - x).float().cpu().tolist() == [27.0 * i for i in range(8)])

@@ -1,4 +1,4 @@
-"""Two ranks on an accelerator's device, in processes of their own, and what each of them saw."""
+"""Two ranks on an accelerator's device, in processes of their own, and what each of them found."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _END_S = 120.0
 
 
 class Subject(NamedTuple):
-    """A contract class by name, as its accelerator may be a function that no other process can be given."""
+    """A contract class by name, as another process cannot be given the accelerator itself if that is a function."""
 
     module: str
     file: str
@@ -40,6 +40,8 @@ class Subject(NamedTuple):
 
 
 class Seen(NamedTuple):
+    """What one rank found."""
+
     by_rank: list[dict[str, Any]]
     failure: str | None
 
@@ -185,7 +187,7 @@ def _ordered(rank: int, it: Accelerator) -> float:
 
 
 def _alone(rank: int, it: Accelerator, store: Any) -> str | None:
-    """What a rank is told whose partner does not come within the group's time limit."""
+    """Returns the error of a rank whose partner does not come within the group's time limit."""
     group = dist.new_group(list(range(WORLD)), timeout=_SHORT_LIMIT, backend=it.communication_backend)
     if rank:
         store.wait(["the first rank gave up"], _LIMIT)

@@ -1,8 +1,8 @@
-"""On which stream a backward node runs: that of its forward, as in torch's own engine.
+"""On which stream a backward node runs: on that of its forward, as in torch's own engine.
 
-Torch's engine asks the device guard for the stream when it makes a node, and waits between nodes whose streams differ.
-A guard written in Python cannot answer (a stream does not fit a ctypes result), so both are done here: nodes are known by
-the sequence number that torch gave them just before the forward kernel ran.
+Torch's engine asks the device guard for the stream when it makes a node, and waits between nodes whose streams differ. A guard
+written in Python cannot answer (a stream does not fit a ctypes result), so both are done here: nodes are known by the sequence
+number that torch gave them just before the forward kernel ran.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One call of an operator on the device: what it is given, in the host's terms, and what becomes of its results."""
+"""One call of an operator on the device: its arguments for the host's kernel, and its results as device tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes to the device while it is up: other settings, and capabilities taken away for a while."""
+"""Changes to the device while it is up: other settings, and capabilities taken away."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def without(*capabilities: str) -> Iterator[None]:
 
 
 def _forget_answers() -> None:
-    """What was found out about the device while it could do more, or less, is asked anew."""
+    """Has everything that depends on the device's capabilities ask for them anew."""
     storage.forget_prototypes()
     if torch_private.has_process_groups():
         group.register()

@@ -1,4 +1,4 @@
-"""On which device and which lane a thread is, in backward as well."""
+"""On which device and which lane a thread is, in backward too."""
 
 from __future__ import annotations
 

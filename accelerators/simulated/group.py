@@ -34,6 +34,8 @@ BACKEND = "simccl"
 
 
 class SimulatedGroup(StagedGroup):
+    """The process group of the simulated device."""
+
     def name(self) -> str:
         return BACKEND
 
@@ -79,6 +81,8 @@ class SimulatedGroup(StagedGroup):
 
 
 class SimulatedExchange(Exchange):
+    """A collective of that group, which tells the race detector what it uses."""
+
     def _abandon(self) -> None:
         super()._abandon()
         if self._queues.incoming is not None:

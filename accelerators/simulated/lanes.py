@@ -28,7 +28,7 @@ Memories = frozenset[int] | set[int]  # by address, which cannot be given out ag
 
 
 class Host:
-    """What the host knows to be done."""
+    """The work that the host knows to be done."""
 
     def __init__(self) -> None:
         self.clock: dict[int, int] = {}
@@ -48,7 +48,7 @@ host = Host()
 
 
 class Task:
-    """Put-off work, or a wait for some."""
+    """Work that was put off, or a wait for some."""
 
     __slots__ = ("action", "after", "done", "lane", "reads", "writes")
 
@@ -235,7 +235,7 @@ class Lanes:
         if task.action is not None:
             with torch_private.below_autograd(), torch_private.excluding(torch_private.WATCH_KEY):
                 task.action()
-        task.action = task.after = None  # lets go of the memory
+        task.action = task.after = None  # frees the memory
 
     def _move_on(self) -> None:
         while self._random.random() < 0.5:

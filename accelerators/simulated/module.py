@@ -213,7 +213,7 @@ _CAPABILITY_OF: dict[str, str] = {name: capability for capability, names in _BY_
 
 
 class DeviceModule(ModuleType):
-    """Looks each name up when asked, so that what is taken away is really absent while it is."""
+    """Looks each name up when it is used, so that what is taken away is absent meanwhile."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name in _ALWAYS:

@@ -1,12 +1,12 @@
-"""The race detector: who touched which bytes last, and whether anything orders that before what comes now.
+"""The race detector: which access touched which bytes last, and whether it comes before the present one.
 
-[Note: clocks] Every stream counts what is issued to it, and knows how much of every other stream's work is done before its
-own next work (its clock). Waiting for an event takes over the clock that the event's stream had when it was recorded.
-The host is one participant whatever the number of its threads: what one thread waited for, all may rely on. How
-threads hand work to each other (queues, locks, joins) cannot be seen from here, and guessing would report correct programs.
+[Note: clocks] Every stream counts what is issued to it, and knows how much of every other stream's work is done before its own
+next work (its clock). Waiting for an event takes over the clock that the event's stream had when it was recorded. The host is
+one participant whatever the number of its threads: what one thread waited for holds for all. How threads hand work to each
+other (queues, locks, joins) cannot be seen from here, and guessing would report correct programs.
 
-An access is a race when an earlier one to the same bytes, at least one of them a write, is not in the clock of its stream.
-This depends on the program's waits alone and not on when anything ran, so a forgotten wait is found in every run.
+An access is a race when an earlier one to the same bytes, at least one of them a write, is not in the clock of its stream. This
+depends on the program's waits alone and not on when anything ran, so a forgotten wait is found in every run.
 """
 
 from __future__ import annotations

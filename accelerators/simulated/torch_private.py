@@ -1,8 +1,8 @@
-"""Every private name of torch that the simulated device leans on, and what is done with them.
+"""Every private name of torch that the simulated device uses, and how.
 
-Torch lets Python write a device ("PrivateUse1") but keeps two doors shut to it: a tensor cannot be made on another
-index than 0, and the guard that C++ asks for the number of devices and the current one answers 1 and 0 by itself. The first
-opens with a DLPack capsule, the second by exchanging entries in the guard's table of virtual functions.
+Torch lets Python write a device ("PrivateUse1") with two exceptions: a tensor cannot be made on another index than 0, and the
+guard that C++ asks for the number of devices and the current one always answers 1 and 0. A DLPack capsule solves the first, and
+exchanged entries in the guard's table of virtual functions the second.
 """
 
 from __future__ import annotations

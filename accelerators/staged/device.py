@@ -10,6 +10,8 @@ import torch
 
 
 class StagedDevice(Protocol):
+    """The members of an accelerator that the staged group uses."""
+
     name: str
 
     @property

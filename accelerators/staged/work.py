@@ -1,4 +1,4 @@
-"""What a collective returns while it is on its way."""
+"""What a collective returns while it is going on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _Work: Any = dist.Work
 
 
 class StagedWork(_Work):  # type: ignore[misc]
-    """A collective on its way. To wait is for the host, until the last copy back was issued, and for the current stream."""
+    """A collective that is going on. The host waits until the last copy back was issued, and the current stream waits for the
+    copy."""
 
     def __init__(self, name: str, result: Any) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class StagedWork(_Work):  # type: ignore[misc]
 
 
 class PointToPoint(StagedWork):
-    """A message on its way. It has no thread: what is received is copied to the device by who waits for it."""
+    """A message that is going on. It has no thread: whatever waits for it copies what is received to the device."""
 
     def __init__(self, name: str, result: Any, carried: Any, land: Any = None) -> None:
         super().__init__(name, result)

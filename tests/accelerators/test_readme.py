@@ -4,6 +4,12 @@ import json
 import os
 import re
 import shutil
+<<<<<<< HEAD
+=======
+import subprocess
+import sys
+import sysconfig
+>>>>>>> h33
 
 import pytest
 
@@ -11,43 +17,28 @@ from tests import programs
 from tests.pasted import ROOT, Block, blocks_of, paste, without_choices
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE, ACCELERATORS = ((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("guide", "accelerators"))
 ALL = blocks_of(README)
 # Each block by a text that no other one of its language has.
 BLOCKS = {
+    "install": ("bash", "pip install ."),
+    "first program": ("python", "zero.save("),
+    "first commands": ("bash", "torchrun"),
     "setup": ("bash", "ci/test"),
-    "first program": ("python", "zero.shard("),
-    "first commands": ("bash", "activate"),
+    "from DeepSpeed": ("python", "zero.compat.deepspeed"),
+    "from FSDP": ("python", "fully_shard"),
     "backend": ("python", "@accelerators.register("),
     "contract": ("python", "AcceleratorContract"),
-    "contract commands": ("bash", "pytest"),
-    "entry point": ("toml", "entry-points"),
-    "whole state": ("python", "whole_state("),
-    "offload": ("python", "offload_states("),
-    "compile": ("python", "zero.compile("),
-    "checkpoint": ("python", "zero.save("),
-    "checkpoint commands": ("bash", "zero export"),
-    "end": ("python", "optimizer.close("),
+    "contract commands": ("bash", "-m pytest"),
 }
-STEP = "model(x).sum().backward()\noptimizer.step()\noptimizer.zero_grad()\n"
 # What holds after a block, in the process that it was pasted into.
 CHECKS = {
     "first program": """
-assert not optimizer.state[model.weight]
-assert model.weight.untyped_storage().nbytes() > model.weight.nbytes
+assert loss.item() < 0.5 and model[0].weight.dtype == torch.bfloat16
+assert zero.load("checkpoints", optimizer) == {"epoch": 5}
 """,
-    "whole state": """
-assert average.shape == model.weight.shape and average.abs().sum() > 0
-saved = torch.load("weight.pt")["weight"]
-assert saved.untyped_storage().nbytes() == saved.nbytes
-""",
-    "offload": STEP,
-    "compile": f"{STEP}assert type(model._compiled_call_impl).__module__.startswith('zero.')\n",
-    "checkpoint": 'assert extra == {"epoch": 1}\n',
-    "end": """
-import os
-assert model.weight.untyped_storage().nbytes() == model.weight.nbytes
-assert torch.equal(torch.load("model.pt")["weight"], model.weight)
-""",
+    "from DeepSpeed": "assert engine.global_steps == 1 and engine.was_step_applied()\n",
+    "from FSDP": "assert sharded.grad_norm > 0 and net.weight.dtype == torch.bfloat16\n",
 }
 
 
@@ -65,72 +56,92 @@ def run(*arguments, cwd, **environment):
     return result.stdout
 
 
-def pasted(tmp_path, but):
-    """What each block printed, in a copy of the tree. The two commands that set up are run whole by CI, and by
-    tests/test_setup.py and tests/zero/tools/test_train.py; here the environment is there by then."""
+def pasted(tmp_path):
+    """What each block printed, in a copy of the tree. What pip would download it finds in the environment of these tests. The
+    commands of a checkout are run whole by CI, and by tests/test_setup.py and tests/zero/tools/test_train.py."""
     folder = tmp_path / "tree"
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "trained"))
-    [program] = re.findall(r"save it as `(\w+\.py)`:", README)
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "trained", "build"))
+    [program] = re.findall(r"[Ss]ave it as `(\w+\.py)`:", README)
     blocks, names = [], []
-    for name in sorted(set(BLOCKS) - but, key=lambda name: README.index(block(name))):
+    for name in sorted(set(BLOCKS) - {"setup"}, key=lambda name: README.index(block(name))):
         found = ALL[[other.code for other in ALL].index(block(name))]
         saved = [found._replace(name=program)] if name == "first program" else []
         checks = [Block("python", "", CHECKS[name])] if name in CHECKS else []
         blocks += [*saved, found, *checks]
         names += [None] * len(saved) + [name] + [None] * len(checks)
-    return dict(zip(names, paste(blocks, folder), strict=True)), folder
+    # torchrun is in the last one, as pip installs nothing here that is there.
+    folders = [os.path.join(sys.base_prefix, "bin"), without_choices()["PATH"], os.path.join(sys.prefix, "bin")]
+    variables = {
+        "PATH": os.pathsep.join(folders),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")]),
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",  # pip's way to say that it builds with the setuptools that is there
+    }
+    return dict(zip(names, paste(blocks, folder, **variables), strict=True)), folder
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    return pasted(tmp_path_factory.mktemp("readme"), {"setup", "compile"})  # to compile takes half a minute
+    return pasted(tmp_path_factory.mktemp("readme"))
 
 
-def test_every_block_but_the_compiled_one_runs_in_one_process_and_one_shell(printed):
+def test_every_block_runs_in_one_process_and_one_shell(printed):
     shown, folder = printed
-    assert set(shown) - {None} == set(BLOCKS) - {"setup", "compile"}
-    assert README.index(block("setup")) < README.index(block("first commands"))
-    assert README.count("activate") == 1 and ".venv/bin/" not in README.replace(". .venv/bin/activate", "")
-    assert (folder / "model.pt").is_file()
+    assert set(shown) - {None} == set(BLOCKS) - {"setup"}
+    [installed] = (folder / ".venv-zero").glob("lib/python*/site-packages/zero")
+    assert (installed / "runtime" / "kernels" / "native.cpp").is_file() and (installed.parent / "accelerators").is_dir()
+    assert README.count("activate") == 1 and README.index(block("install")) < README.index(block("first commands"))
 
 
-@pytest.mark.full
-def test_every_block_runs_in_one_process_and_one_shell(tmp_path):
-    assert set(pasted(tmp_path, {"setup"})[0]) - {None} == set(BLOCKS) - {"setup"}
-
-
-def test_the_first_screen_has_two_commands_that_exist_and_a_program_of_15_lines_that_runs(printed):
-    commands, program = block("setup"), block("first program")
-    assert README.index(commands) < README.index(program) < README.index("\n## ")
-    for line in commands.splitlines():
-        assert os.access(ROOT / line.split()[0], os.X_OK), line
-    assert len(commands.splitlines()) == 2
-    assert len(program.splitlines()) <= 15
+def test_the_example_of_20_lines_trains_in_the_process_by_python_and_on_each_of_two_ranks(printed):
+    assert len([line for line in block("first program").splitlines() if line]) <= 20
     losses = re.findall(r" loss ([\d.]+) allocated ", printed[0]["first program"] + printed[0]["first commands"])
-    assert len(losses) == 4, "in the process, by python, and on each of two ranks"
+    assert len(losses) == 4
     assert all(float(loss) < 0.5 for loss in losses)
 
 
-def test_a_checkpoint_is_inspected_and_exported_as_it_says(printed):
-    shown, folder = printed
-    assert re.search(r"^step +\d+$", shown["checkpoint commands"], re.MULTILINE)
-    assert (folder / "model.safetensors").is_file()
+def test_those_who_move_see_five_lines():
+    assert [len(block(name).splitlines()) for name in ("from DeepSpeed", "from FSDP")] == [5, 5]
+
+
+def test_the_commands_of_a_checkout_exist():
+    commands = block("setup").splitlines()
+    assert len(commands) == 2
+    for line in commands:
+        assert os.access(ROOT / line.split()[0], os.X_OK), line
+
+
+def test_readme_is_in_the_order_of_a_reader_who_has_ten_minutes():
+    assert re.findall(r"^## (.*)$", README, re.MULTILINE) == [
+        "Install", "Train", "From a checkout", "What each stage and home saves", "Moving from DeepSpeed", "Moving from FSDP",
+        "A custom accelerator", "Performance", "Several machines", "All pages",
+    ]  # fmt: skip
+
+
+def test_readme_links_to_every_page_and_to_nothing_that_is_not_there():
+    links = re.findall(r"\]\((?!http)([^)#]+)(?:#([^)]*))?\)", README)
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= {path for path, _ in links}
+    for path, anchor in links:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in anchors, (path, anchor)
 
 
 @pytest.mark.full
-def test_a_model_is_compiled_as_it_says(tmp_path):
-    program, show = block("first program"), "print('compiled by', type(model._compiled_call_impl).__module__)\n"
-    loop = program.index("for _ in range")
-    (tmp_path / "train.py").write_text(program[:loop] + block("compile") + program[loop:] + show)
-    out = run("train.py", cwd=tmp_path)
-    assert "compiled by zero." in out
-    assert float(re.search(r"loss ([\d.]+)", out)[1]) < 0.5
+def test_a_compiled_model_hands_its_gradients_over_as_the_guide_says(tmp_path):
+    guide = [code for language, _, code in blocks_of(GUIDE) if language == "python"]
+    [first] = [code for code in guide if "def step():" in code]
+    [compiled] = [code for code in guide if "zero.compile(" in code]
+    show = "step()\nprint('compiled by', type(model._compiled_call_impl).__module__)\n"
+    (tmp_path / "train.py").write_text(f"{first}\noptimizer.close()\n{compiled}\n{show}")
+    assert "compiled by zero." in run("train.py", cwd=tmp_path)
 
 
-def test_the_backend_of_at_most_30_lines_runs_and_keeps_the_contract(printed):
-    assert len(block("backend").splitlines()) <= 30
+def test_the_backend_of_fifteen_lines_runs_and_keeps_the_contract(printed):
+    assert len(block("backend").splitlines()) <= 15
     told = printed[0]["contract commands"]
-    assert told.startswith("allocated ")
+    assert re.search("^allocated ", told, re.MULTILINE)
     assert " passed" in told and " failed" not in told
 
 
@@ -138,7 +149,8 @@ def test_an_installed_package_offers_it_as_it_says(tmp_path):
     alone = re.sub(r"^@accelerators\.register.*\n", "", block("backend"), flags=re.MULTILINE)
     assert alone != block("backend")
     (tmp_path / "quiet_cpu.py").write_text(alone)
-    heading, line = block("entry point").splitlines()
+    [entry] = [code for language, _, code in blocks_of(ACCELERATORS) if language == "toml"]
+    heading, line = entry.splitlines()
     group = re.fullmatch(r"\[project\.entry-points\.(\w+)\]", heading)[1]
     installed = tmp_path / "quiet_cpu-1.0.dist-info"  # as pip leaves it
     installed.mkdir()
@@ -164,9 +176,10 @@ def test_the_plan_that_it_mentions_is_made(tmp_path):
 def test_the_bytes_of_each_stage_are_those_that_the_plan_predicts(tmp_path):
     plan = json.loads(run("-m", "zero", "plan", "1B", "--ranks", "8", "--memory", "80GiB", "--json", cwd=tmp_path))
     rows = re.findall(r"^\| (\d.*) \|$", README, re.MULTILINE)
-    assert len(rows) == 4
+    assert len(rows) == 6
     for stage, *cells, run_on_all in ([cell.strip() for cell in row.split("|")] for row in rows):
-        numbers = [{"on the host": 0.0, "4 / W": 0.5, "8 / W": 1.0}[cell] if " " in cell else float(cell) for cell in cells]
+        in_words = {"on the host": 0.0, "2 / W": 0.25, "4 / W": 0.5, "8 / W": 1.0}
+        numbers = [in_words[cell] if " " in cell else float(cell) for cell in cells]
         asked = int(stage[0]), "cpu" if "offload" in stage else "none"
         (row,) = (row for row in plan["rows"] if (row["stage"], row["offload"]) == asked)
         assert [row[kind] / plan["parameters"] for kind in ("weights", "gradients", "masters", "moments")] == numbers
@@ -174,10 +187,10 @@ def test_the_bytes_of_each_stage_are_those_that_the_plan_predicts(tmp_path):
 
 
 def test_every_file_and_variable_that_is_named_exists():
-    for path in re.findall(r"`((?:accelerators|zero|ci|examples)/[\w/.]*)`", README):
+    for path in re.findall(r"`((?:accelerators|zero|ci|examples|benchmarks)/[\w/.]*)`", README):
         assert (ROOT / path).exists(), path
     source = "".join(path.read_text() for path in (ROOT / "accelerators").rglob("*.py"))
-    section = README.partition("## Environment variables")[2].partition("\n## ")[0]
+    section = ACCELERATORS.partition("## Environment variables")[2].partition("\n## ")[0]
     variables = re.findall(r"`([A-Z_]{4,})`", section)
     assert len(variables) >= 8
     for variable in variables:

@@ -15,6 +15,7 @@ import socket
 
 import pytest
 
+import accelerators
 import zero
 from tests import programs
 from tests.pasted import BLOCK, ROOT, Block, blocks_of, paste
@@ -115,6 +116,25 @@ def test_the_figures_are_those_of_the_plan():
         assert (ROOT / "docs" / "figures" / name).read_text(encoding="utf-8") == draw(), f"run docs/figures.py: {name}"
 
 
+def test_the_site_has_a_chapter_for_every_page_and_each_public_name():
+    pages, settings = script("pages"), (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    chapters = re.findall(r"([\w/-]+\.md)$", settings.partition("\nnav:\n")[2], re.MULTILINE)
+    assert sorted(chapters) == sorted([page.name for page in PAGES] + list(pages.generated()))
+    for package in (zero, accelerators):
+        assert list(pages.public_names(package.__name__)) == sorted(package.__all__)
+        for name, module in pages.public_names(package.__name__).items():
+            assert f"::: {module}.{name}\n" in pages.generated()[f"reference/{package.__name__}.md"]
+
+
+def test_on_the_site_a_page_that_is_named_is_a_link_and_a_file_has_its_name():
+    class Page:
+        class file:
+            src_uri = "index.md"
+
+    text = script("pages").on_page_markdown("see `docs/plan.md`\n```python a.py\nx = 1\n```\n", Page, None, None)
+    assert text == 'see [plan](plan.md)\n```python title="a.py"\nx = 1\n```\n'
+
+
 def section(page, heading):
     return page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
@@ -168,8 +188,8 @@ def test_the_defaults_are_those_in_docs_and_the_changelog_has_their_digests(caps
 
 # Names of classes that the docs use in the sense that they have anywhere.
 ORDINARY = {
-    "asked", "block", "budget", "cast", "cost", "loading", "part", "place", "round", "streams", "sums", "tensor", "values",
-    "version", "weights",
+    "asked", "block", "budget", "cast", "cost", "loading", "part", "place", "round", "scaling", "streams", "sums", "tensor",
+    "values", "version", "weights",
 }  # fmt: skip
 
 

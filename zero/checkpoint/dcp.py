@@ -1,7 +1,7 @@
-"""torch's distributed checkpoints, as FSDP2 saves and loads them: written with torch, and read without running code of theirs.
+"""torch's distributed checkpoints, as FSDP2 saves and loads them: written with torch, read without running any code of theirs.
 
-Torch pickles what such a checkpoint has into `.metadata`. A few classes that say where which part of a tensor lies are known
-here; any other is refused by name.
+Torch pickles the description of such a checkpoint into `.metadata`. The few classes that say where which part of a tensor lies
+are known here; any other is refused by name.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ _OPTIMIZERS = "optim", "optimizer", "optimizers", "optim_state_dict", "optimizer
 
 
 def is_dcp(folder: Path) -> bool:
+    """Whether a folder is such a checkpoint."""
     return (folder / METADATA).is_file()
 
 
 def write_dcp(state_dict: Mapping[str, Any], out: Path) -> list[Path]:
-    """Writes a nested state dict on this rank alone."""
+    """Writes a nested state dict, on this rank alone."""
     import torch.distributed.checkpoint.state_dict_saver as saver
 
     with warnings.catch_warnings():
@@ -50,7 +51,7 @@ def write_dcp(state_dict: Mapping[str, Any], out: Path) -> list[Path]:
 
 
 def read_dcp(folder: Path) -> dict[Any, Any]:
-    """The nested state dict that was saved; lists are dicts by number."""
+    """Returns the nested state dict that was saved; lists become dicts by number."""
     try:
         metadata = _Metadata(io.BytesIO((folder / METADATA).read_bytes())).load()
         leaves = _leaves(folder, metadata)
@@ -70,8 +71,8 @@ def read_dcp(folder: Path) -> dict[Any, Any]:
 
 
 def tied_again(model: Mapping[str, Any], trained: Collection[str]) -> dict[str, Any]:
-    """A model's state dict, in which matrices with the same bits are one tensor: such a checkpoint has what is tied under each
-    of its names. The name of those that is `trained`, or else the first, comes first."""
+    """Returns a model's state dict with matrices of the same bits as one tensor: such a checkpoint has a tied matrix under each
+    of its names. The name that is `trained`, or else the first, comes first."""
     first: dict[Any, torch.Tensor] = {}
     found = {}
     for name in sorted(model, key=lambda name: name not in trained):
@@ -85,7 +86,8 @@ def tied_again(model: Mapping[str, Any], trained: Collection[str]) -> dict[str, 
 
 
 def model_and_optimizer(nested: Mapping[Any, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """A model's state dict and an optimizer's, under the names that programs have for them; or all of it is the model's."""
+    """Splits a nested state dict into a model's and an optimizer's, by the names that programs use for them. Without such names
+    all of it is the model's."""
     while len(nested) == 1 and isinstance(only := next(iter(nested.values())), dict) and not nested.keys() & {*_ROOTS}:
         nested = only  # an `app`, as torch's own examples have it
     model = next((nested[name] for name in _ROOTS if isinstance(nested.get(name), dict)), None)
@@ -99,6 +101,8 @@ def model_and_optimizer(nested: Mapping[Any, Any]) -> tuple[Mapping[str, Any], M
 
 
 class _Metadata(pickle.Unpickler):
+    """Reads `.metadata`, and refuses classes other than the few that say where parts lie."""
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout))
         if not is_dtype and name not in _KNOWN.get(module, ()):

@@ -1,4 +1,4 @@
-"""Files that are on the disk when they are said to be: written whole, synced, and renamed into place."""
+"""Writes files so that they are on the disk when a call returns: whole, synced, and renamed into place."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Checksum:
 
 
 def write(path: Path, parts: Iterable[bytes | memoryview], written: Written = lambda _: None) -> tuple[int, str]:
-    """Writes a new file of these parts and syncs it; how many bytes they are, and their checksum."""
+    """Writes a new file of these parts and syncs it. Returns its size in bytes and its checksum."""
     total, begun, checksum = 0, 0, _Checksum()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -72,13 +72,13 @@ def write(path: Path, parts: Iterable[bytes | memoryview], written: Written = la
 
 
 def _begin(descriptor: int, start: int, size: int) -> None:
-    """Lets the disk begin with what is written so far, while the rest is made; without it, it would begin at the sync."""
+    """Lets the disk begin with what is written so far, while the rest is made; otherwise it would begin at the sync."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
 
 
 def replace(path: Path, text: str) -> None:
-    """Gives a small file another content: readers see the old one or the new one."""
+    """Replaces the content of a small file: readers see the old one or the new one."""
     beside = path.with_name(f".{path.name}.saving")
     with _replacing:
         with contextlib.suppress(FileNotFoundError):
@@ -89,7 +89,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes renames in it last."""
+    """Makes renames in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -103,7 +103,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Takes it out of sight first, so that half of it is never taken for a checkpoint."""
+    """Removes a folder. It is renamed first, so that half of it is never taken for a checkpoint."""
     hidden = path if path.name.startswith(".") else path.with_name(f".{path.name}.saving-removed")
     if hidden != path:
         os.rename(path, hidden)
@@ -123,7 +123,7 @@ def _parts_of(path: Path, start: int, stop: int) -> Iterator[memoryview]:
 
 
 def checksum_of(path: Path, read: Written = lambda _: None) -> str:
-    """What `write` gave; a good disk has time for several readers."""
+    """Returns the checksum of a file as `write` does, with several threads, which a good disk has bandwidth for."""
     size = path.stat().st_size
     share = max(1, -(-size // (_READERS * _SUMMED))) * _SUMMED
 

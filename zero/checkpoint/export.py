@@ -1,4 +1,4 @@
-"""Whole weights out of a checkpoint, for plain torch: without the model's code or ranks, one parameter in memory at a time."""
+"""Whole weights of a checkpoint for plain torch: without the model's code or ranks, one parameter in memory at a time."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def export(
     optimizer: str | os.PathLike[str] | None = None,
     format: str = "safetensors",
 ) -> list[Path]:
-    """Writes the weights and buffers of a checkpoint to the safetensors file `out`; gives the paths written. No collective.
+    """Writes the weights and buffers of a checkpoint to the safetensors file `out`, and returns the paths written.
+    No collective.
 
-    `read_export` gives them as a state dict that the plain model takes, and so does safetensors' own `load_model`. Tied
-    weights are written once, with their other names in the file's metadata. With `shard_bytes` `out` is a folder
-    of files of about that size and an index. Floating weights are in the dtype that they were trained in, or in `dtype`.
-    `optimizer` names a file for a state dict that a plain torch optimizer takes. With `format="dcp"` `out` is a folder that
-    torch.distributed.checkpoint loads, with "model" and "optim" as torch's get_state_dict has them, for FSDP2.
+    `read_export` reads it as a state dict for the plain model, and so does safetensors' own `load_model`. Tied weights are
+    written once, with their other names in the file's metadata. With `shard_bytes`, `out` is a folder of files of about that
+    size and an index. Floating weights have the dtype that they were trained in, or `dtype`. `optimizer` names a file for a
+    state dict that a plain torch optimizer loads. With `format="dcp"`, `out` is a folder that torch.distributed.checkpoint
+    loads, with "model" and "optim" as torch's get_state_dict names them, for FSDP2.
     """
     if format not in ("safetensors", "dcp"):
         raise ValueError(f"Cannot export with format={format!r}: there are 'safetensors' and 'dcp'. Pass one of them.")
@@ -68,8 +69,8 @@ def export(
 
 
 def read_weights(directory: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, dict[str, Any], Any]:
-    """Where a checkpoint lies, its weights with their exact values and its buffers as a state dict of the plain model, and what
-    was saved as `extra`. No collective."""
+    """Returns the path of a checkpoint, its exact weights and buffers as a state dict of the plain model, and what was saved as
+    `extra`. No collective."""
     folder = Folder.at(directory).find(tag)
     manifest = read_manifest(folder)
     for number in range(len(manifest.files)):
@@ -97,7 +98,7 @@ def _check_asked(out: Path, shard_bytes: int | None, dtype: torch.dtype | None) 
 
 
 def read_export(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `export` wrote, as a state dict of the plain model: tied weights under all their names, as one tensor."""
+    """Returns what `export` wrote as a state dict of the plain model: tied weights are one tensor under all their names."""
     path, found = Path(os.fspath(out)), dict[str, Any]()
     files = [path]
     if path.is_dir():
@@ -117,6 +118,8 @@ def read_export(out: str | os.PathLike[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Exporting:
+    """One export: the checkpoint, and where its values go."""
+
     manifest: Manifest
     lines: Lines
     dtype: torch.dtype | None
@@ -152,7 +155,7 @@ class _Exporting:
         return Held(self.lines.whole(name, VALUE).to(self._cast(getattr(torch, self.manifest.parameters[name].dtype))))
 
     def write_distributed(self, out: Path) -> list[Path]:
-        """As `write_optimizer`, tensors pass through files of their own."""
+        """Writes a distributed checkpoint. Tensors pass through files of their own, as in `write_optimizer`."""
         out.mkdir(parents=True, exist_ok=True)
         groups = values.decode(self.manifest.training, self.lines.extra)["groups"]
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
@@ -164,7 +167,7 @@ class _Exporting:
             return write_dcp({"model": model, "optim": optim}, out)
 
     def write_optimizer(self, out: Path) -> Path:
-        """Tensors pass through files of their own: torch.save wants all of them at once, and reads them from there."""
+        """Writes the optimizer's state. Tensors pass through files of their own, since torch.save wants all of them at once."""
         out.parent.mkdir(parents=True, exist_ok=True)
         training = values.decode(self.manifest.training, self.lines.extra)
         numbers: dict[str, int] = {}

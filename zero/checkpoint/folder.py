@@ -1,8 +1,8 @@
 """The directory of the checkpoints: how one is added, found and removed.
 
-[Note: commit] A checkpoint is written to a hidden folder beside the others, and renamed when every file of it is synced; the
-pointer to the latest comes last. So the pointer names a complete checkpoint whenever a process is stopped. Where the tag
-exists already, the old one is renamed away first; a reader that comes between the two renames finds it by its other name.
+[Note: commit] A checkpoint is written to a hidden folder beside the others, and renamed when every file of it is synced. The
+pointer to the latest is written last, so it always names a complete checkpoint, whenever a process is stopped. If the tag
+exists, the old checkpoint is renamed away first; a reader that comes between the two renames finds it by its other name.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Folder:
     # finding -----------------------------------------------------------------------------------------------------
 
     def latest(self) -> str | None:
-        """The tag that the pointer names; None where there is none."""
+        """Returns the tag that the pointer names, or None."""
         try:
             return check_tag((self.path / LATEST).read_text(encoding="utf-8").strip())
         except (FileNotFoundError, NotADirectoryError):
@@ -64,7 +64,7 @@ class Folder:
             raise BadCheckpoint(f"Cannot read {self.path / LATEST}: it names no checkpoint. {error}") from error
 
     def find(self, tag: str | None) -> Path:
-        """The folder of a checkpoint, the latest where no tag is given."""
+        """Returns the folder of a checkpoint, by default of the latest."""
         wanted = self.latest() if tag is None else check_tag(tag)
         if wanted is None:
             is_one = _number(self.path) is not None
@@ -81,11 +81,12 @@ class Folder:
         )
 
     def tags(self) -> list[str]:
-        """Of all checkpoints, the oldest first."""
+        """Returns the tags of all checkpoints, the oldest first."""
         return [tag for _, tag in self._numbered()]
 
     def _numbered(self) -> list[tuple[int, str]]:
-        """By the numbers that they were given: a clock may be set back, and a copy has another time than what it is of."""
+        """Returns checkpoints by the numbers that they were given. Times would not do: a clock may be set back, and a copy has
+        another time."""
         numbers = ((_number(path), path.name) for path in self._folders() if not path.name.startswith("."))
         return sorted((number, tag) for number, tag in numbers if number is not None)
 
@@ -99,7 +100,7 @@ class Folder:
     # appearing ---------------------------------------------------------------------------------------------------
 
     def begin(self, tag: str) -> Path:
-        """A hidden folder to write to; what others left who were stopped goes."""
+        """Makes a hidden folder to write to, and removes those of saves that were stopped."""
         target = self.path / tag
         if target.is_symlink() or (target.exists() and _number(target) is None):
             raise FileExistsError(f"Cannot save a checkpoint as {target}: something else has that name. Choose another tag.")
@@ -118,7 +119,7 @@ class Folder:
         return made
 
     def give_up(self, written: Path) -> None:
-        """Takes away what was written and not committed; nothing where it was."""
+        """Removes what was written and not committed."""
         shutil.rmtree(written, ignore_errors=True)
         _being_written.discard(written)
 
@@ -145,7 +146,7 @@ class Folder:
         return target
 
     def prune(self, keep: int) -> None:
-        """Takes away all but the newest, and never the one that the pointer names."""
+        """Removes all checkpoints but the newest, and never the one that the pointer names."""
         tags, latest = self.tags(), self.latest()
         for tag in tags[: max(0, len(tags) - keep)]:
             if tag != latest:

@@ -1,7 +1,7 @@
-"""What others saved, as it was read: by name, and without running code of theirs.
+"""Files that other libraries saved, read by name and without running any code of theirs.
 
-Files are read with `weights_only`. DeepSpeed pickles three classes of its own into its files, which stand-ins without behaviour
-take the place of; any other class is refused by name.
+Files are read with `weights_only`. DeepSpeed pickles three classes of its own into its files; stand-ins without behaviour take
+their place. Any other class is refused by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INERT = re.compile(
 
 @dataclass
 class Found:
-    """What was read, by name."""
+    """What was read from such files, by name."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # exact
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the weights
@@ -35,7 +35,7 @@ class Found:
 
 
 class _Inert:
-    """What an object of a class that is not here was made of."""
+    """An object of a class that is not imported: the values that it was made of."""
 
     def __init__(self, *values: Any) -> None:
         self.value = values[0] if values else None

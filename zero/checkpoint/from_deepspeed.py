@@ -1,4 +1,4 @@
-"""What DeepSpeed saved at stages 1 to 3, or made universal."""
+"""Reads checkpoints that DeepSpeed saved at stages 1 to 3, and universal ones."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 def _check_complete(
     folder: Path, ranks: Sequence[int], models: Sequence[int], states: Sequence[Mapping[str, Any]]
 ) -> int:
-    """The stage, once all of it is there."""
+    """Returns the stage, after a check that all files are there."""
     stage, count = getattr(states[0]["zero_stage"], "value", states[0]["zero_stage"]), states[0]["partition_count"]
     expected = list(range(max(count) if isinstance(count, (list, tuple)) else count))
     if stage not in (1, 2, 3) or list(ranks) != expected or list(models) != (expected if stage == 3 else [0]):
@@ -105,8 +105,8 @@ def _read_lines(folder: Path, found: Found, model: Mapping[str, Any], states: Se
 
 
 def _cut(parts: Sequence[torch.Tensor], shapes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The parameters that lie one behind the other on what the ranks have. What is said of where each rank has what of a
-    parameter is not used: with `round_robin_gradients` it names others than lie there."""
+    """Cuts the parameters, which lie one behind the other, out of what the ranks have. The file's own account of where each
+    rank has which parameter is not used: with `round_robin_gradients` it is wrong."""
     line, at, found = torch.cat([part.detach() for part in parts]), 0, {}
     for name, shape in shapes.items():
         size = torch.Size(shape)
@@ -116,7 +116,7 @@ def _cut(parts: Sequence[torch.Tensor], shapes: Mapping[str, Any]) -> dict[str, 
 
 
 def _check_values(folder: Path, values: Mapping[str, torch.Tensor], module: Mapping[str, torch.Tensor]) -> None:
-    """A weight is its master rounded, so masters that lie elsewhere than they are looked for are noticed."""
+    """Raises where a weight is not its master rounded, which shows that masters were read from the wrong place."""
     for name, value in values.items():
         if not torch.equal(value.to(module[name].dtype), module[name]):
             raise BadCheckpoint(
@@ -180,7 +180,7 @@ def _read_frozen(found: Found, models: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _joined(parts: Sequence[torch.Tensor], shapes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What the ranks have of each parameter, joined; of the last one what is no parameter any more is left out."""
+    """Joins the parts of each parameter of all ranks. What follows the last parameter of the last rank is padding."""
     at, found = 0, {}
     for name, shape in shapes.items():
         numel = torch.Size(shape).numel()

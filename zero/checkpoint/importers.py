@@ -1,4 +1,5 @@
-"""What others saved, as a checkpoint of ours: DeepSpeed's ZeRO-1 to ZeRO-3, torch's state dicts, plain and distributed."""
+"""Imports what others saved as a checkpoint of this library: DeepSpeed's ZeRO-1 to 3, torch's state dicts, plain and
+distributed."""
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ def import_checkpoint(
     optimizer: str | os.PathLike[str] | None = None,
     buffers: Sequence[str] = (),
 ) -> Path:
-    """Writes what is in `source` as a checkpoint into the directory `out`, and gives its path. No collective.
+    """Writes what is in `source` as a checkpoint into the directory `out`, and returns its path. No collective.
 
-    `source` is a directory of DeepSpeed's, of which `tag` names one checkpoint (the latest where it is None), one that
-    torch.distributed.checkpoint wrote, as FSDP2's are, or a file with a model's state dict. For the last two `buffers` are
-    patterns of names that are no parameters, and `optimizer` is where the state of the optimizer lies apart: a distributed
-    checkpoint, or a file with the state dict of a plain optimizer, whose parameters have numbers: they are the model's in
-    their order.
+    `source` is a directory of DeepSpeed's, of which `tag` names a checkpoint (None: the latest); a folder that
+    torch.distributed.checkpoint wrote, such as FSDP2's; or a file with a model's state dict. For the last two, `buffers` are
+    patterns of names that are not parameters, and `optimizer` is the path of the optimizer's state where it lies apart: a
+    distributed checkpoint, or a file with the state dict of a plain optimizer, whose numbers are the model's parameters in
+    order.
     """
     path = Path(os.fspath(source))
     if is_dcp(path):

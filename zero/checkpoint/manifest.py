@@ -1,7 +1,7 @@
 """What a checkpoint holds: every parameter by its canonical name, where its elements lie, and a checksum of every file.
 
-Nothing in here depends on stages, buckets, padding or ranks: a file has stretches of parameters, and all files together have
-every element once. Values of Python's own (settings, counts, schedules) are in the typed form of zero/checkpoint/values.py.
+Nothing in it depends on stages, buckets, padding or ranks: a file has stretches of parameters, and all files together have
+every element once. Python's own values (settings, counts, schedules) are in the typed form of zero/checkpoint/values.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ VALUE = "value"  # what a parameter's own elements are called, beside the entrie
 
 @dataclass(frozen=True)
 class File:
+    """A file of a checkpoint: its name, size and checksum."""
+
     name: str
     num_bytes: int
     checksum: str  # as zero/checkpoint/disk.py makes it
@@ -35,7 +37,7 @@ class File:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements of a parameter that lie in one file, counted on its line."""
+    """Elements of a parameter that lie together in one file, counted along the parameter's line."""
 
     file: int
     start: int
@@ -87,6 +89,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Manifest:
+    """All that is known of a checkpoint."""
+
     files: tuple[File, ...]
     parameters: dict[str, Stored]
     buffers: dict[str, Buffer]
@@ -96,7 +100,8 @@ class Manifest:
     number: int = 0  # in its directory: a newer one there has a higher one
 
     def text(self) -> str:
-        """Begins with what is wanted of many checkpoints at a time, so that nobody reads all of each."""
+        """The manifest as text. It begins with what is read of many checkpoints at a time, so that the rest need not be
+        read."""
         rest = asdict(self)
         head = {"format": FORMAT, "number": rest.pop("number"), "version": VERSION}
         return f"{_dumped(head)[:-1]},{_dumped({**rest, 'sha256': _hash_of({**head, **rest})})[1:]}"
@@ -108,7 +113,7 @@ class Manifest:
 
     @staticmethod
     def read(text: bytes, where: str) -> Manifest:
-        """Checked: a manifest that was changed by one bit is as bad as none."""
+        """Reads and checks a manifest. One changed bit is an error."""
         try:
             body = json.loads(text)
         except ValueError as error:
@@ -138,7 +143,7 @@ class Manifest:
 
 
 def number_of(head: bytes) -> int | None:
-    """Which checkpoint of its directory this is, by how its manifest begins; None where it is no manifest of ours."""
+    """Returns the number of a checkpoint in its directory, from the beginning of a manifest; None where it is not one."""
     found = _HEAD.match(head)
     return None if found is None else int(found[1])
 
@@ -148,7 +153,7 @@ ANOTHER = "Load another checkpoint."
 
 @dataclass
 class Part:
-    """What one rank has written: of each parameter some stretches, and what its state consists of."""
+    """What one rank has written: stretches of each parameter, and the entries of its state."""
 
     file: File | None = None
     stretches: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
@@ -166,7 +171,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outline:
-    """What every rank knows of a parameter without asking."""
+    """What every rank knows of a parameter without asking others."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...] | None
@@ -175,7 +180,7 @@ class Outline:
 
 
 def merged(outlines: Mapping[str, Outline], parts: Sequence[Part]) -> dict[str, Stored]:
-    """All ranks' parts as one: of each parameter every element once, and one state."""
+    """Merges all ranks' parts: every element of each parameter once, and one state."""
     found: dict[str, Stored] = {}
     for name, outline in outlines.items():
         having = [(number, part) for number, part in enumerate(parts) if name in part.stretches]

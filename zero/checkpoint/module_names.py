@@ -1,4 +1,4 @@
-"""What a model's parameters and buffers are called in a checkpoint, whatever is wrapped around the model or its parts."""
+"""Canonical names of a model's parameters and buffers, whatever is wrapped around the model or its parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 @dataclass
 class Named:
-    """A model by canonical names. What has several is listed by the first one; the others are its aliases."""
+    """A model by canonical names. A tensor with several names is listed by the first; the others are its aliases."""
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent ones
@@ -63,5 +63,5 @@ def unwrapped(name: str) -> str:
 
 
 def rewrapped(name: str, before: int, after: int) -> str:
-    """A name in so many wrappers as it is in so many others."""
+    """Returns a name of one model with the wrappers of another one."""
     return ".".join(["module"] * after + name.split(".")[before:])

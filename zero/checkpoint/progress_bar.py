@@ -1,4 +1,4 @@
-"""How far a save, a load or an export is, for somebody who waits at a terminal."""
+"""The progress of a save, a load or an export, for somebody at a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _AFTER_S = 2.0  # what is done by then needs no bar
 
 
 class ProgressBar:
-    """Shows nothing in the first seconds, and nothing where nobody looks."""
+    """Shows nothing in the first seconds, and nothing where there is no terminal."""
 
     def __init__(self, what: str, total: int, wanted: bool = True, unit: str = "bytes") -> None:
         self._what = what

@@ -1,4 +1,4 @@
-"""Reading parameters out of a checkpoint, in stretches of elements, from the files of any ranks."""
+"""Reads parameters from the files of a checkpoint, in stretches of elements, whichever ranks wrote them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero.plan.spans import Span
 
 
 class Lines:
-    """A checkpoint's tensors by name."""
+    """The tensors of a checkpoint by name."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._manifest = manifest

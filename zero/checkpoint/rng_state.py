@@ -1,4 +1,4 @@
-"""Random numbers of Python, numpy and torch, on the host and on the device, so that a run goes on as if it had not ended."""
+"""The random states of Python, NumPy and torch, on the host and on the device, so that a run goes on as if it had not ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero.checkpoint.values import decode, encode
 
 
 def random_bytes(accelerator: Accelerator) -> torch.Tensor:
-    """Where all generators of this process are, as bytes."""
+    """Returns the states of all generators of this process, as bytes."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": accelerator.rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:  # a program that did not import it draws nothing from it
@@ -25,6 +25,7 @@ def random_bytes(accelerator: Accelerator) -> torch.Tensor:
 
 
 def put_back(accelerator: Accelerator, saved: torch.Tensor) -> None:
+    """Restores what `random_bytes` returned."""
     states = decode(json.loads(bytes(saved.numpy().tobytes()).decode()))
     random.setstate(states["python"])
     accelerator.set_rng_state(states["torch"])

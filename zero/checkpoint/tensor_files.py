@@ -1,7 +1,7 @@
 """Tensor files in the safetensors format.
 
-They are read with the safetensors library. It is not what writes them: it takes all tensors at once, in host memory, and
-neither syncs nor sums; here they pass one at a time from wherever they are, and their checksum is made as they pass.
+They are read with the safetensors library. It does not write them: it takes all tensors at once, in host memory, and neither
+syncs nor checksums. Here tensors are written one at a time, wherever they are, and are checksummed as they are written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def write_tensors(
     metadata: Metadata | None = None,
     values: Callable[[str], torch.Tensor] | None = None,
 ) -> tuple[int, str]:
-    """Writes a file of these tensors; its size and its checksum. `values` gives those of one at a time, if that is not they."""
+    """Writes a file of these tensors. Returns its size and its checksum. `values` returns the values of one tensor at a time,
+    where the tensors themselves are not on the host."""
     ordered = dict(sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize))  # so that each begins at a multiple of it
     sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items()}
     return write_stream(path, sizes, map(values or ordered.__getitem__, ordered), written, metadata)
@@ -52,7 +53,8 @@ def write_stream(
     written: Written = lambda _: None,
     metadata: Metadata | None = None,
 ) -> tuple[int, str]:
-    """The same of tensors that are made one at a time, and whose sizes are known before: those of the widest dtype first."""
+    """Writes tensors as `write_tensors` does, but made one at a time. Their sizes are known before; those of the widest dtype
+    come first."""
     return write(path, _bytes(sizes, tensors, metadata), written)
 
 
@@ -134,7 +136,7 @@ class TensorFiles:
 
 
 class _Raw:
-    """A file that was looked through already."""
+    """A file whose header was read."""
 
     def __init__(self, path: Path) -> None:
         self.file = open(path, "rb", buffering=0)  # noqa: SIM115 - until `TensorFiles.close`

@@ -1,9 +1,9 @@
-"""Values of Python's own as JSON that gives them back as what they were.
+"""Python's own values as JSON that restores their types.
 
-Plain JSON makes a tuple a list and the number 3 as a key the text "3", and it knows no infinity and no bytes: a schedule
-with its milestones in such a dict would go on with a constant rate. So whatever JSON does not keep is written as
-`{"$": its type, "v": what it consists of}`, and what is no such value is refused with the path to it. No name
-of a class or a function is ever looked up, so that reading a checkpoint runs nobody's code.
+Plain JSON makes a tuple a list and the key 3 the text "3", and has no infinity and no bytes: a schedule with its milestones in
+such a dict would go on with a constant rate. So what JSON does not keep is written as `{"$": its type, "v": its parts}`, and a
+value that cannot be written is refused with the path to it. No name of a class or a function is ever looked up, so reading a
+checkpoint runs no code.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def encode(value: Any, path: str, keep: Keep | None = None) -> Any:
 
 
 class _Encoder:
+    """Encodes values, and knows the path to the present one."""
+
     def __init__(self, keep: Keep | None) -> None:
         self._keep = keep
         self._around: list[int] = []  # by id: what the value lies in

@@ -1,6 +1,6 @@
-"""Weights in files of other programs: safetensors, in one file or in several with an index, or what torch.save wrote.
+"""Weights in files of other programs: safetensors, one file or several with an index, or what torch.save wrote.
 
-Any stretch of a tensor can be read by itself, so each rank reads only what is its own.
+Any stretch of a tensor can be read by itself, so each rank reads only the bytes that it needs.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _INSIDE = "state_dict", "model", "module"  # where training scripts put a state 
 
 @dataclass(frozen=True)
 class FileTensor:
+    """A tensor of such a file: shape, dtype, and how to read a stretch."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[Span], torch.Tensor]  # a stretch of its elements, in order
@@ -143,7 +145,7 @@ def _files_of(source: Path) -> tuple[list[Path], Mapping[str, str]]:
 
 
 class _OpenFile:
-    """Open until it is closed, or nobody has it any more."""
+    """A file that is open until it is closed, or nothing refers to it any more."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Weights for other programs: one file or several with an index, of which a stretch is in memory at a time."""
+"""Writes weights for other programs: one file, or several with an index, with a stretch in memory at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ordered(sizes: Sizes) -> Sizes:
 def write_file(
     path: Path, sizes: Sizes, values_of: Callable[[str], Values], metadata: Mapping[str, str], bar: ProgressBar
 ) -> None:
-    """A safetensors file, whole or not at all."""
+    """Writes a safetensors file, whole or not at all."""
     unknown = next((f"{name} is {dtype}" for name, (dtype, _) in sizes.items() if not has_name(dtype)), None)
     if unknown is not None:
         raise ValueError(f"Cannot write {path.name}: {unknown}, which has no name there. Cast it, or use torch.save.")
@@ -73,7 +73,8 @@ def _stretches(sizes: Sizes, values_of: Callable[[str], Values]) -> Iterator[tor
 
 
 def in_file(tensor: torch.Tensor, file: Path) -> torch.Tensor:
-    """The same values in a file of its own, which may go when the tensor does: for torch.save, which wants all at once."""
+    """Returns the same values in a file of its own, which is removed with the tensor: for torch.save, which wants all tensors
+    at once."""
     tensor = tensor.detach().contiguous()
     file.write_bytes(bytes_of(tensor))
     mapped = torch.from_file(str(file), size=tensor.numel(), dtype=tensor.dtype) if tensor.numel() else tensor

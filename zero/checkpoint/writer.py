@@ -1,7 +1,7 @@
 """One save: every rank's files, then rank 0's manifest, now or on a thread while training goes on.
 
-Ranks meet in the folder, not over the wires: a rank says that it is done by a file, so that the same code
-serves a save in the background, where the wires belong to training.
+Ranks meet in the folder, not over the network: a rank says that it is done by writing a file. So the same code serves a save in
+the background, while training uses the process groups.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _unseen(path: Path) -> Path:
 
 
 class PendingSave:
-    """A checkpoint that is being written, or was. `path` is where it will be once it is complete."""
+    """A checkpoint that is being written, or was. `path` is where it will be when it is complete."""
 
     def __init__(self, path: Path, group: Group, work: Callable[[], None], in_background: bool) -> None:
         self.path = path
@@ -171,15 +171,15 @@ class PendingSave:
         return self._thread is None or not self._thread.is_alive()
 
     def on_reported(self, act: Callable[[], None]) -> None:
-        """Has this done once all ranks were told: now, if they were."""
+        """Calls a function once all ranks were told the result; at once, if they were."""
         if self.reported:
             act()
         else:
             self._then = act
 
     def wait(self) -> Path:
-        """Where the checkpoint lies, once it is complete; raises on all ranks where one of them could not write. A collective,
-        the first time."""
+        """Waits until the checkpoint is complete, and returns its path; raises on all ranks where one of them could not write.
+        A collective, the first time."""
         if self._failure is not None:
             raise self._failure
         if self.reported:

@@ -1,1 +1,1 @@
-"""Wires: what ranks send each other. Nothing here has heard of a parameter."""
+"""Communication between ranks. Nothing here knows of parameters."""

@@ -25,8 +25,8 @@ def connect(
     may_start: bool = True,
     shared_memory: bool | None = None,
 ) -> Group:
-    """The group to train with: the user's, else the launcher's, else a single rank. `shared_memory`: whether ranks that can
-    exchange host tensors through it do; None asks nobody."""
+    """Returns the group to train with: the user's, else the launcher's, else a single rank. `shared_memory` says whether ranks
+    of one host exchange host tensors through shared memory where they can; None leaves it out without a check."""
     if group is not None and not is_process_group(group):
         return checked(group)
     limits = limits or TimeLimits()
@@ -66,7 +66,7 @@ def _begin_world(accelerator: Accelerator, limits: TimeLimits) -> None:
 
 
 def sharing(group: Group, wanted: bool) -> Group:
-    """The same group, through shared memory where its tensors lie on the host and its ranks can. A collective."""
+    """Returns the group with shared memory, where its tensors lie on the host and its ranks can share memory. A collective."""
     if not isinstance(group, TorchGroup) or not group.carries_host_tensors:
         return group
     return through_shared_memory(group, wanted, partial(ByPipes, group))

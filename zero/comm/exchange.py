@@ -1,4 +1,4 @@
-"""Small exchanges between ranks: what they are about, and what runs on all ranks or fails on all."""
+"""Small exchanges between ranks, and functions that run on all ranks or fail on all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SUBJECT = "a save, a state_dict, a check or the like"
 
 
 def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
-    """Every rank's message, by rank; where ranks came for different subjects, all of them raise."""
+    """Returns every rank's message, by rank. All ranks raise where they call it about different subjects."""
     told = [theirs.split(b"\0", 1) for theirs in group.all_gather_bytes(subject.encode() + b"\0" + message)]
     first = told[0][0]
     for rank, (theirs, *_) in enumerate(told):
@@ -38,7 +38,7 @@ def exchange_texts(group: Group, text: str) -> list[str]:
 
 
 def first_difference(first: str, other: str, rank: int) -> str:
-    """The first line in which rank 0's text differs from another rank's, and of that the first words that differ."""
+    """Returns the first line in which another rank's text differs from rank 0's, cut to the first words that differ."""
     for mine, theirs in itertools.zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing"):
         if mine != theirs:
             one, another = mine, theirs
@@ -58,8 +58,8 @@ def _rank_failed(error: Exception | None, failed: Mapping[int, str], size: int) 
 
 
 def run_on_all(group: Group, act: Callable[[], Result], failure: Failure = _rank_failed) -> Result:
-    """Returns what `act` returns. Where it fails on one rank, all of them raise, so that none waits for what will not come:
-    what `failure` makes of this rank's error, of what every failed rank says, and of the number of ranks. A collective."""
+    """Returns what `act` returns. Where it fails on one rank all ranks raise, so that none waits for the others: the error that
+    `failure` makes of this rank's error, the texts of all failed ranks and the number of ranks. A collective."""
     error, result = None, None
     try:
         result = act()
@@ -76,7 +76,7 @@ def run_on_all(group: Group, act: Callable[[], Result], failure: Failure = _rank
 
 
 def all_or_none(group: Group, what: str, act: Callable[[], Result]) -> Result:
-    """Returns what `act` returns. Where it fails on some ranks, all of them raise the same. A collective."""
+    """Returns what `act` returns. Where it fails on some ranks, all of them raise the same error. A collective."""
 
     def failure(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
         if isinstance(error, (ValueError, TypeError, FileNotFoundError, ZeroError)) and len(failed) == size:

@@ -1,4 +1,4 @@
-"""One rank of many that are not there: to find out what it would hold."""
+"""A group of one real rank among many that do not exist: to find out how much memory that rank needs."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ class _Echo:
 
 
 class _FakeWire:
+    """Messages between rank 0 and ranks that do not exist."""
+
     rank = 0
     limit_s = math.inf
 

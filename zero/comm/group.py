@@ -1,4 +1,4 @@
-"""What ranks do together, as the rest of the system sees it."""
+"""The protocols of what ranks do together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Seconds after which a rank that does not come is missing: in the first step, in which ranks compile, and later."""
+    """Seconds after which a rank that does not come is missing: until the end of the first step, in which ranks compile, and
+    later."""
 
     first_s: float = 1800.0
     later_s: float = 60.0
@@ -34,14 +35,14 @@ class SharedHostMemory(Protocol):
     """What the ranks of a group see of each other's host memory."""
 
     def rank0_view(self, memory: torch.Tensor) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """What rank 0 has in its memory of `staging`, for all to read: that is not lent again before all have left this. A
-        collective."""
+        """What rank 0 has in its memory of `staging`, for all ranks to read. That memory is lent again when all of them have
+        left this. A collective."""
 
     def common(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Memory of so many bytes each that all ranks read and write. It goes when rank 0 lets go of it. A collective."""
+        """Memory of these sizes in bytes that all ranks read and write. It is freed when rank 0 drops it. A collective."""
 
     def trim(self) -> None:
-        """Gives the system what of `staging` is not lent."""
+        """Gives memory of `staging` that is not lent back to the system."""
 
 
 ANYONES = 0  # the tag of messages that are received from any rank
@@ -64,20 +65,22 @@ class Wire(Protocol):
     def send(self, values: torch.Tensor, rank: int, tag: int) -> Message: ...
 
     def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Message:
-        """What waits for this one is lost with the group where the other rank does not come within its time limit."""
+        """Receives a message. Where the other rank does not send it within the time limit, waiting for it raises and the group
+        is lost."""
 
     def receive_from_any(self, memory: torch.Tensor) -> Message:
-        """One with the tag ANYONES, from whichever rank. Without a time limit, and whatever becomes of the group."""
+        """Receives a message with the tag ANYONES from any rank, without a time limit. It stays valid when the group is
+        lost."""
 
     def fail(self, error: RuntimeError) -> NoReturn:
-        """A message failed in a thread that cannot say so: raises what that means for the group."""
+        """Raises what an error in a thread that cannot raise itself means for the group."""
 
     def on_exit(self, end: Callable[[float], bool]) -> None:
-        """If the program ends before this is closed, `end` is called with a number of seconds, within which it ends whatever
-        waits for messages. It is held weakly, and says whether it did."""
+        """Has `end` called if the program ends before this is closed, with the seconds within which it must end whatever waits
+        for messages. It is held weakly, and returns whether it could."""
 
     def close(self) -> None:
-        """Every message was received."""
+        """Closes the wire. Every message was received."""
 
 
 class Group(Protocol):
@@ -99,8 +102,8 @@ class Group(Protocol):
         """What `set_phase` was last given."""
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        """This rank's share of the sum of all ranks' buckets, taken in `sum_dtype`, in rank order. Once that was waited for
-        `bucket` may have anything in it."""
+        """This rank's share of the sum of all ranks' buckets, taken in `sum_dtype`, in rank order. The contents of `bucket` are
+        undefined once the result was waited for."""
 
     def all_to_all(self, bucket: torch.Tensor) -> Pending:
         """Every rank's stretch for this one, side by side in rank order: what `reduce_scatter` adds. Once that was waited for
@@ -119,30 +122,31 @@ class Group(Protocol):
         """Every rank's message, by rank, of any length; waits for all ranks, with a time limit."""
 
     def new_wire(self) -> Wire:
-        """For messages of two ranks, beside the collectives. A collective."""
+        """Makes a wire for messages between two ranks, beside the collectives. A collective."""
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory that this group can send without copying it first. It may be written again when `is_read` says so."""
+        """Memory that this group can send from without a copy. It may be written again once `is_read` returns True."""
 
     def is_read(self, buffer: torch.Tensor) -> bool:
         """False while other ranks may still read what was sent from this memory of `staging`."""
 
     def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
-        """Says what this rank does from now on, for others to read if they miss it; if it ends by an error meanwhile, the
-        method `location` is asked where in that it was. No collective, some microseconds."""
+        """Says what this rank does from now on, so that others can report it if they miss this rank. If it ends by an error,
+        `location` is called to say where. No collective, some microseconds."""
 
     def end_warmup(self) -> None:
-        """A step is agreed on; with the first one the shorter time limit holds, from the next collective on, on all ranks."""
+        """Ends the longer time limit: the first step is agreed on. The shorter one holds from the next collective on, on all
+        ranks."""
 
     def reconnect(self, base: Any) -> None:
         """Meets the same ranks again after the connections were lost, over the process group `base` or the one that it had."""
 
     def close(self) -> None:
-        """Lets go of what this object made; never of a group that it was given."""
+        """Closes what this object made, but not a process group that it was given."""
 
 
 def checked(group: Any) -> Group:
-    """Returns a group that is not torch's, once it is known to have every member of the protocol."""
+    """Returns a group that is not torch's, after a check that it has every member of the protocol."""
     missing = [name for name in _MEMBERS if not hasattr(group, name)]
     if missing:
         raise TypeError(

@@ -1,8 +1,8 @@
-"""Process groups that nobody uses for now, kept for the next training that needs such.
+"""Process groups that are not in use, kept for the next training of the same ranks.
 
-For a sub-group only its members are here to make them (`use_local_synchronization`), and torch then names groups by their
-ranks and the number of groups alive: made again after being destroyed, they get the old name and find the old addresses in
-the store. So those of a sub-group are kept when it is closed.
+For a sub-group only its members make them (`use_local_synchronization`), and torch then names groups by their ranks and the
+number of groups alive: made again after being destroyed, they get the old name and find the old addresses in the store. So
+process groups of a sub-group are kept when it is closed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Groups = TypeVar("Groups")
 
 
 class Purpose(NamedTuple):
-    """What process groups are made for. Their threads are those of one process."""
+    """What process groups are made for. Their threads belong to one process."""
 
     world: Any
     ranks: tuple[int, ...]
@@ -24,21 +24,22 @@ class Purpose(NamedTuple):
 
 
 class KeptGroups(Generic[Groups]):
-    """Those of one kind, each with what it was made for."""
+    """The kept process groups of one kind, each with its purpose."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[Purpose, Groups]] = []
 
     def take(self, purpose: Purpose) -> Groups | None:
-        """Some that were made for this; None where there are none."""
+        """Returns process groups that were made for this purpose, or None."""
         found = next((index for index, (its, _) in enumerate(self._kept) if its == purpose), None)
         return None if found is None else self._kept.pop(found)[1]
 
     def keep(self, purpose: Purpose, groups: Groups) -> None:
-        """Those of a world that was left are of no use any more."""
+        """Keeps process groups. Those of an older world are dropped."""
         self._kept = [kept for kept in self._kept if kept[0].world is purpose.world]
         self._kept.append((purpose, groups))
 
     def end_process(self) -> None:
-        """This process lets go of its own. What it was forked with is left as it is, as its threads are not here."""
+        """Drops the groups of this process. Those of the process that it was forked from are left as they are, since their
+        threads are not here."""
         self._kept = [kept for kept in self._kept if kept[0].process != os.getpid()]

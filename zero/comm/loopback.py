@@ -1,8 +1,8 @@
 """N ranks in one process: threads that do the arithmetic of a real group, without a network.
 
-For tests, and with one rank the group of a program that was started without a launcher. Autograd runs all hooks
-of a device other than the CPU on one thread, where N ranks would wait for each other for ever; so several ranks
-here serve host tensors only.
+For tests; the group of a single rank is also that of a program that was started without a launcher. Autograd runs all hooks of
+a device other than the CPU on one thread, where N ranks would wait for each other for ever. So several ranks here serve host
+tensors only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class _Meeting:
-    """The n-th collective of a wire: what every rank brought, until the last one took it."""
+    """The n-th collective of a wire: what every rank has brought, until the last one has taken it."""
 
     def __init__(self, size: int) -> None:
         self.brought: list[Any] = [None] * size
@@ -134,6 +134,8 @@ class _Letter:
 
 
 class _LoopbackWire:
+    """Messages between two ranks that are threads."""
+
     def __init__(self, number: int, rank: int, size: int, office: _PostOffice) -> None:
         self.rank = rank
         self.size = size
@@ -227,7 +229,7 @@ class LoopbackGroup:
         self.phase = phase
 
     def end_warmup(self) -> None:
-        """There is one time limit here."""
+        """Does nothing: there is one time limit here."""
 
     def reconnect(self, base: Any) -> None:
         if self.size > 1:

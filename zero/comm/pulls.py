@@ -1,10 +1,9 @@
-"""Shares of other ranks, at any time: whatever the main thread of their owner is doing.
+"""Fetches shares of other ranks at any time, whatever the main thread of their owner is doing.
 
-[Note: pulls]
-Each rank has a thread that takes requests and one that sends answers, and whatever else is nobody's to wait for. The first
-waits for nothing but requests: a version that its rank has not reached is answered when it is reached. So every request ends if
-its rank comes to that version, and no rank has to read anything for another one to come there. Ranks may take different
-branches, or sit in a collective of the user's.
+[Note: pulls] Each rank has one thread that takes requests, and one that sends answers and does other work that no thread waits
+for. The first waits for requests only: a request for a version that its rank has not reached is answered when that version is
+reached. So every request ends if its rank reaches the version, and no rank has to read anything for another one to get there.
+Ranks may take different branches, or wait in a collective of the user.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Pulls:
         wire.on_exit(self.end)
 
     def begin(self, bucket: int, memory: torch.Tensor, step: int, edits: int) -> Pull:
-        """Begins to fill the parts of other ranks in the memory of a bucket, as of a version."""
+        """Begins to fetch the parts of other ranks into the memory of a bucket, at a version."""
         if isinstance(self._failure, RuntimeError):  # as where a rank that asked is gone
             self._wire.fail(self._failure)
         if self._failure is not None:
@@ -89,8 +88,8 @@ class Pulls:
         return Pull(messages, requests)
 
     def tell_reached(self, bucket: int, step: int, edits: int) -> None:
-        """Tells all others that this rank requests nothing older of a bucket. Waits for nobody, and where others are slow to
-        hear it they only hear the last of it."""
+        """Tells all others that this rank requests no older version of a bucket. It waits for no rank; where others are slow to
+        read it, they only get the latest."""
         with self._lock:
             is_waiting = bucket in self._reached_to_tell
             self._reached_to_tell[bucket] = step, edits
@@ -98,13 +97,13 @@ class Pulls:
             self._sendings.put(bucket)
 
     def close(self) -> None:
-        """This rank requests nothing any more. It answers until all others have said the same, so this waits for them; but no
-        longer than for any message, and not for ranks that are lost."""
+        """Ends the requests of this rank. It answers others until they have done the same, and waits for that; but no longer
+        than for any message, and not for ranks that are lost."""
         if self.end(self._wire.limit_s):
             self._wire.close()
 
     def end(self, limit_s: float) -> bool:
-        """The same, for so long at most. Returns whether all others have said so, and every message was received."""
+        """Closes within a time limit. Returns whether all others have closed, and every message was received."""
         if not self._has_left:  # others count it
             self._has_left = True
             self._sendings.put(_LEAVES)
@@ -139,8 +138,8 @@ class Pulls:
         self._sendings.put((share, rank, tag))
 
     def _send(self) -> None:
-        """One after the other: a rank that requests a share has a place for it already, and a thread that takes the rest. What
-        is sent is kept until it was."""
+        """Sends the answers, one after the other: a rank that requests a share has memory for it, and a thread that receives
+        the rest. What is sent is kept alive until it has gone."""
         for _ in range(2):
             while (sending := self._sendings.get()) is not None:
                 messages = self._tidings(sending) if isinstance(sending, int) else [sending]

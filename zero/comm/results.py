@@ -1,4 +1,4 @@
-"""Results of collectives, and how the sum of what ranks sent is taken."""
+"""Results of collectives, and how the sum of what ranks sent is computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STRETCH = 2**18  # elements
 
 
 class UnreducedResult:
-    """The sum of a stretch of every rank, which are added where it is needed."""
+    """A sum over ranks that is not computed yet: one row from each rank, which are added where the sum is needed."""
 
     def __init__(self, sum_dtype: torch.dtype) -> None:
         self.sum_dtype = sum_dtype
@@ -51,7 +51,7 @@ class SideBySide:
 
 
 class SingleRankResult(UnreducedResult):
-    """That of a single rank."""
+    """The result of a single rank."""
 
     def __init__(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> None:
         super().__init__(sum_dtype)
@@ -65,7 +65,7 @@ class SingleRankResult(UnreducedResult):
 
 
 class CompletedResult:
-    """A result that was there at once."""
+    """A result that was complete at once."""
 
     def __init__(self, result: torch.Tensor) -> None:
         self._result = result
@@ -96,8 +96,8 @@ def add_rows(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float =
 
 
 def add_stretch(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 1.0, adds: bool = False) -> None:
-    """The same, all of it at a time, for who has cut a stretch and passes over it again: cut once more, a thread would find
-    what another one wrote, in the cache of another core."""
+    """Adds as `add_rows` does, without cutting into stretches, for a caller that has cut one and passes over it again. Cut once
+    more, a thread would read what another one wrote, from the cache of another core."""
     is_total = len(rows) == 1 and rows[0].dtype == target.dtype
     is_apart = adds or any(row.data_ptr() == target.data_ptr() for row in rows[1:])
     total = rows[0] if is_total else (torch.empty_like(target) if is_apart else target).copy_(rows[0])

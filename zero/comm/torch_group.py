@@ -1,15 +1,14 @@
-"""torch.distributed, spoken here and nowhere else.
+"""torch.distributed. No other file calls it.
 
-[Note: wires]
-Everything goes over process groups of our own, made at construction, so that nothing of ours can pair with a collective of
-the user's. Tensors have one group; host messages have another, over gloo, because a rank that is behind on tensors must still
-be able to say so. What gloo has begun cannot be called off before its time limit is over, and that is fixed when a group is
-made. So there are two pairs: a patient one for the first step, in which ranks compile, and a prompt one for all that follow.
+[Note: wires] Everything goes over process groups of our own, made at construction, so that no collective of ours can pair with
+one of the user. Tensors have one group. Host messages have another, over gloo, because a rank that is behind on tensors must
+still be able to say so. What gloo has begun cannot be cancelled before its time limit is over, and the limit is fixed when a
+group is made. So there are two pairs: one with a long limit for the first step, in which ranks compile, and one with a short
+limit for all later ones.
 
-[Note: which collective]
-Gloo adds bf16 in bf16, so 256 + 1 gives 256, and its reduce-scatter is slow; exchanging the pieces and adding them in fp32 is
-exact and two to four times as fast. Its all-gather likewise loses to one broadcast an owner. Backends of accelerators have
-native collectives that are fast, and exact when given what they shall add in.
+[Note: which collective] Gloo adds bf16 in bf16, so 256 + 1 gives 256, and its reduce-scatter is slow. Exchanging the pieces and
+adding them in fp32 is exact, and two to four times as fast. Its all-gather is slower than one broadcast from each owner.
+Backends of accelerators have native collectives that are fast, and exact when they are given the dtype to add in.
 """
 
 from __future__ import annotations
@@ -98,13 +97,14 @@ def _store_client() -> StoreClient:
 
 
 class _Wires(NamedTuple):
-    """Process groups for tensors and for host messages."""
+    """A process group for tensors, and one for host messages."""
 
     tensors: Any
     messages: Any
 
 
 class TorchGroup:
+    """A group of ranks over torch.distributed."""
     shared_host_memory = None
 
     def __init__(self, accelerator: Accelerator, base: dist.ProcessGroup | None, limits: TimeLimits) -> None:
@@ -284,7 +284,7 @@ class TorchGroup:
                     raise
 
     def guarded(self, call: Callable[[], Any]) -> Any:
-        """What `call` gives; its failure ends the group, and every later call says so with the first cause."""
+        """Returns what `call` returns. Its failure ends the group, and every later call raises with the first cause."""
         self._watch.check_process()
         if self._lost is not None:
             raise GroupLost(f"Cannot run a collective: this group was lost before: {self._lost}. {_REMEDY}")

@@ -1,4 +1,4 @@
-"""Collectives of torch on their way."""
+"""Collectives of torch that are going on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FAREWELL_S = 2.0  # for the others to end their programs too
 
 
 class Owner(Protocol):
-    """The group that began them."""
+    """The group that began a collective."""
 
     rank: int
     size: int
@@ -25,7 +25,7 @@ class Owner(Protocol):
 
 
 class CollectiveWork:
-    """Some that belong together, and what is to be done with their output."""
+    """Collectives that belong together, and what is done with their output."""
 
     def __init__(self, owner: Owner, works: list[Any], finish: Callable[[], torch.Tensor]) -> None:
         self._owner, self._works, self._finish = owner, works, finish
@@ -40,7 +40,7 @@ class CollectiveWork:
 
 
 class AllToAllReduce(UnreducedResult):
-    """What all ranks sent this one, to be added: it takes the place of what this one sent them."""
+    """What all ranks sent to this one, to be added. It takes the place of what this rank sent."""
 
     def __init__(self, owner: Owner, exchange: Callable[..., Any], bucket: torch.Tensor, sum_dtype: torch.dtype) -> None:
         super().__init__(sum_dtype)
@@ -65,13 +65,15 @@ class AllToAllReduce(UnreducedResult):
 
 
 class WireOwner(Owner, Protocol):
+    """The group that a wire belongs to."""
+
     def guarded(self, call: Callable[[], Any]) -> Any: ...
 
     def wait_for_message(self, work: Any) -> None: ...
 
 
 class _Receipt:
-    """A message that is received: where it does not come, the group is lost."""
+    """A message that is received. Where it does not come, the group is lost."""
 
     def __init__(self, owner: WireOwner, receive: Callable[[], Any]) -> None:
         self._owner = owner
@@ -82,7 +84,7 @@ class _Receipt:
 
 
 class _Sending:
-    """A message that is sent. Where it cannot be, waiting for it raises."""
+    """A message that is sent. Waiting for it raises if it could not be sent."""
 
     def __init__(self, send: Callable[[], Any]) -> None:
         self._work: Any = None

@@ -1,1 +1,1 @@
-"""Names of other libraries on what is here, so that a script moves by changing an import."""
+"""Names of other libraries, so that a script moves by changing an import."""

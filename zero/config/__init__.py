@@ -1,1 +1,1 @@
-"""Settings of one training: their schema, what each optimizer and schedule is called, DeepSpeed's files."""
+"""Settings of one training: their schema, the names of optimizers and schedules, DeepSpeed's files."""

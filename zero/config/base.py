@@ -1,4 +1,4 @@
-"""Frozen groups of settings whose mistakes are told in our words: what was asked, what was found, what to do."""
+"""Frozen groups of settings. Mistakes are reported as `Cannot X: Y. Do Z.`"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero.config.registry import brief, did_you_mean
 
 
 class ConfigModel(BaseModel):
-    """A frozen group of settings with a subject of its own. A mistake in it is one ValueError in our words."""
+    """A frozen group of settings. A mistake in it raises one ValueError."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 

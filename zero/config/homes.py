@@ -1,4 +1,4 @@
-"""Where states live: what `offload` and `homes` say, in our words and in DeepSpeed's."""
+"""Where states live: reads `offload` and `homes`, in the form of this library and in DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES_OF_HOST = ("cpu", "host")
 
 
 class Offload(ConfigModel):
-    """Where masters, optimizer state and gradient shares live when not on the accelerator, and how much of them."""
+    """Where masters, optimizer state and gradient shares live if not on the accelerator, and how much of them."""
 
     home: Annotated[Literal["host"], BeforeValidator(lambda given: _place(given))] = "host"
     pinned: bool | None = None  # None: where that works
@@ -30,7 +30,7 @@ class Offload(ConfigModel):
 
 
 def offload_in_our_words(given: object) -> Offload | dict[str, Any] | None:
-    """What `given` says in our words: None for nowhere."""
+    """Returns `given` in the form of this library; None where nothing is offloaded."""
     if given is None or isinstance(given, Offload):
         return given
     named = dict(given) if isinstance(given, Mapping) else {"home": given}
@@ -42,7 +42,7 @@ def offload_in_our_words(given: object) -> Offload | dict[str, Any] | None:
 
 
 def name_of_place(place: object) -> object:
-    """Of an enum's member, or of a torch.device, what it is called."""
+    """Returns the name of an enum's member or of a torch.device."""
     plain = getattr(place, "value", getattr(place, "type", place))
     return plain.strip().lower() if isinstance(plain, str) else plain
 
@@ -99,7 +99,7 @@ def _named_home(given: object) -> str:
 
 
 class Homes(ConfigModel):
-    """Where each kind of state lives; None for where `offload` says."""
+    """Where each kind of state lives. None: where `offload` says."""
 
     weights: StateHome | None = None
     gradients: StateHome | None = None

@@ -1,6 +1,6 @@
-"""Optimizers and learning rate schedules by name: which settings each has, in what range, and what it has when nothing is said.
+"""Optimizers and learning rate schedules by name: the settings of each, their ranges and their defaults.
 
-Data and checks only. What is built from a recipe is decided elsewhere (`zero/optim/schedules.py`, the engine).
+It has data and checks only. `zero/optim/schedules.py` and the engine build what is described.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ Check = Callable[[str, object], Value]
 
 
 class Setting(NamedTuple):
-    """One named setting: what holds when it is not given, and the check that turns what was given into a plain value."""
+    """One named setting: its default, and the check that makes a plain value of what was given."""
 
     default: object
     check: Check
 
 
 class Required:
-    """Stands as the default of a setting that has none."""
+    """The default of a setting that must be given."""
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -33,7 +33,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def complete(kind: str, settings: Mapping[str, Setting], given: Mapping[str, object]) -> dict[str, Value]:
-    """Every setting of a recipe, checked: what was given, and the default for the rest."""
+    """Returns every setting of a recipe, checked: given values, and defaults for the rest."""
     known = ", ".join(settings)
     problems = [
         f"Cannot use {name!r} for {kind}: it has no such setting. Use one of {known}.{did_you_mean(name, settings)}"

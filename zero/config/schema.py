@@ -1,4 +1,4 @@
-"""What a sharded training run was asked to do: one frozen object, checked once, before anything is built.
+"""The configuration of a training: one frozen object, checked once, before anything is built.
 
 Dtypes are names ("bfloat16"): nothing here imports torch. `zero/config/deepspeed/reader.py` makes one of a DeepSpeed file.
 """
@@ -43,7 +43,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class LossScale(ConfigModel):
-    """Scaling of the loss for fp16: fixed at `initial`, or moved with what the gradients turn out to be."""
+    """Scaling of the loss for fp16: fixed at `initial`, or moved up and down as gradients are finite or not."""
 
     dynamic: bool = True
     initial: Annotated[float, Field(gt=0, lt=2.0**128)] = 65536.0
@@ -63,7 +63,8 @@ class LossScale(ConfigModel):
 
 
 class Batch(ConfigModel):
-    """How many samples make a step. `of` fills in the one that was left out; the identity always holds."""
+    """The number of samples of a step. `of` computes the one that was left out; global = micro x accumulation x ranks always
+    holds."""
 
     global_samples: Count
     micro_samples: Count
@@ -169,7 +170,7 @@ class ScheduleSpec(Recipe):
 
 
 class Report(ConfigModel):
-    """What a run says about itself while it trains."""
+    """What a run logs and records while it trains."""
 
     every_steps: Count | None = None
     wall_clock: bool = False
@@ -178,7 +179,8 @@ class Report(ConfigModel):
 
 
 class ZeroConfig(ConfigModel):
-    """Everything that `zero.shard` and `zero.initialize` can be told. Equal objects have equal digests."""
+    """All settings of `zero.shard` and `zero.initialize`. Equal objects have equal digests. docs/config.md explains each
+    setting."""
 
     stage: Annotated[int, Field(ge=0, le=3)]
     dtype: Dtype | None = None
@@ -229,7 +231,8 @@ class ZeroConfig(ConfigModel):
     @model_validator(mode="before")
     @classmethod
     def _a_loss_scale_skips(cls, given: Any) -> Any:
-        """Without one, gradients that are not finite do what they do in plain torch."""
+        """Steps that are not finite are skipped if there is a loss scale; else values that are not finite propagate, as in
+        plain torch."""
         if isinstance(given, Mapping) and "on_nonfinite" not in given:
             scaled = given.get("loss_scale") is not None or given.get("dtype") == "float16"
             return {**given, "on_nonfinite": "skip" if scaled else "propagate"}
@@ -279,11 +282,11 @@ class ZeroConfig(ConfigModel):
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits that are equal exactly where the effective configuration is."""
+        """Twelve hexadecimal digits, equal exactly where effective configurations are equal."""
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:12]
 
     def text(self) -> str:
-        """The effective configuration as lines `key = value`: the plain ones first, then a group for each block."""
+        """Returns the effective configuration as lines `key = value`: plain settings first, then each group of settings."""
         lines, groups = [], []
         for name, value in self.as_dict().items():
             if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Numbers of bytes, as people write them."""
+"""Numbers of bytes as people write them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ _UNITS |= {f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt"
 
 
 def as_bytes(given: Any) -> Any:
-    """`4GiB` or `500 MB` as a number; what is no such text as it is."""
+    """Returns the number of `4GiB` or `500 MB`; anything else unchanged."""
     match = re.fullmatch(r"\s*(\d+)\s*([a-z]*)\s*", given.lower()) if isinstance(given, str) else None
     return given if match is None or match[2] not in _UNITS else int(match[1]) * _UNITS[match[2]]

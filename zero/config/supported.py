@@ -1,4 +1,4 @@
-"""Which settings of a configuration somebody honours by now. What nobody does is refused here, with the reason."""
+"""Which settings of a configuration are implemented. Others are refused here, with the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ logger = logging.getLogger("zero")
 
 
 def check_supported(config: ZeroConfig) -> None:
-    """Refuses what no part of the runtime does yet, before anything is built."""
+    """Refuses settings that are not implemented, before anything is built."""
     rules = (
         (config.accumulation_dtype != "float32", f"accumulation_dtype={config.accumulation_dtype!r}",
          "gradients are always added up in float32"),
@@ -21,7 +21,7 @@ def check_supported(config: ZeroConfig) -> None:
 
 
 def check_plain_loop(config: ZeroConfig) -> None:
-    """Refuses what only an engine does: a plain loop calls the model and its schedule itself."""
+    """Refuses settings that only an engine implements: a plain loop calls the model and its schedule itself."""
     why = "a plain loop does that itself"
     rules = (
         (config.autocast is not None, "autocast", why),
@@ -42,7 +42,7 @@ def _refuse(rules: tuple[tuple[bool, str, str], ...], remedy: str) -> None:
 
 
 def _without_effect(config: ZeroConfig) -> list[str]:
-    """What is asked for and changes no result here."""
+    """Returns the settings that change no result here."""
     told = []
     if config.predivide != 1.0:
         told.append("predivide has no effect: sums are taken in float32, so nothing overflows before it is divided")

@@ -19,7 +19,8 @@ from zero.sharding.optimizer import ShardedOptimizer
 
 
 class ModelAnswers:
-    """What any engine says. Methods only: what they speak of belongs to the engine."""
+    """The accessors of every engine, with or without an optimizer. It has methods only; the state they read belongs to the
+    engine."""
 
     module: nn.Module
 
@@ -166,7 +167,8 @@ class ModelAnswers:
         return state_dict_of(self.module, *arguments, exclude_frozen=exclude_frozen_parameters, **options)
 
     def __getattr__(self, name: str) -> Any:
-        """What an engine does not have is the model's; where the model answers with itself, the engine does."""
+        """Looks up on the model what the engine does not have. Where a method of the model returns the model, the engine is
+        returned."""
         if name == "module" or (name.startswith("__") and name.endswith("__")):  # unset while it is copied; Python's own
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         try:
@@ -190,7 +192,7 @@ class ModelAnswers:
 
 
 class Answers(ModelAnswers):
-    """What an engine with an optimizer says."""
+    """The accessors of an engine with an optimizer."""
 
     optimizer: ShardedOptimizer
     _accumulation: Accumulation
@@ -216,13 +218,14 @@ class Answers(ModelAnswers):
         return self._accumulation.declared
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """From the next window on so many samples make a step: in more or fewer micro-steps of the same size. All ranks call
-        it alike, between two windows. No collective."""
+        """Changes the number of samples of a step from the next window on: more or fewer micro-steps of the same size. All
+        ranks call it alike, between two windows. No collective."""
         now = self._batch("set_train_batch_size")
         self._resize(Batch.of(global_samples=train_batch_size, micro_samples=now.micro_samples, world_size=now.world_size))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """From the next window on a micro-step has so many samples, and a step as many micro-steps as before. No collective."""
+        """Changes the number of samples of a micro-step from the next window on; the number of micro-steps stays.
+        No collective."""
         now = self._batch("set_train_micro_batch_size")
         self._resize(Batch.of(micro_samples=micro_batch_size, accumulation=now.accumulation, world_size=now.world_size))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class Accumulation:
-    """How far a window of micro-steps is, and where it ends."""
+    """Counts the micro-steps of a window, and says where the window ends."""
 
     def __init__(self, declared: int, counted: bool) -> None:
         self.declared = declared  # micro-steps that make a step
@@ -37,7 +37,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def engine_backward(self, divides: bool) -> Iterator[None]:
-        """While the engine runs a backward."""
+        """Marks a backward that the engine runs."""
         self._in_engine = True
         try:
             yield
@@ -47,7 +47,7 @@ class Accumulation:
         self.divided |= divides
 
     def note_backward(self, divides: bool) -> None:
-        """Some backward reached a first parameter."""
+        """Takes note that a backward, of the engine or the caller, reached its first parameter."""
         if not self._in_engine:
             self._own_backwards += 1
             self.divided |= divides

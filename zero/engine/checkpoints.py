@@ -27,7 +27,7 @@ logger = logging.getLogger("zero")
 
 
 def state_dict_of(module: nn.Module, *arguments: Any, exclude_frozen: bool, **options: Any) -> dict[str, Any]:
-    """A module's state dict, without what is not trained if that is to be left out."""
+    """Returns a module's state dict; with `exclude_frozen` without the parameters that are not trained."""
     state_dict: dict[str, Any] = module.state_dict(*arguments, **options)
     prefix = options.get("prefix", "")
     frozen = {prefix + name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
@@ -74,7 +74,7 @@ def _write_safetensors(path: Path, whole: Mapping[str, torch.Tensor], max_shard_
 
 
 def _write_torch(path: Path, whole: dict[str, Any]) -> None:
-    """What is one tensor under several names stays one."""
+    """Writes with torch.save. A tensor that has several names is written once."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         copies: dict[int, torch.Tensor] = {}  # by id
         for name, value in whole.items():
@@ -88,7 +88,7 @@ def _write_torch(path: Path, whole: dict[str, Any]) -> None:
 
 
 class Checkpoints:
-    """Methods only: what they save belongs to the engine."""
+    """The engine's methods for checkpoints. It has methods only; what they save belongs to the engine."""
 
     module: nn.Module
     optimizer: ShardedOptimizer
@@ -102,8 +102,8 @@ class Checkpoints:
         exclude_frozen_parameters: bool = False,
         **options: Any,
     ) -> bool:
-        """As `zero.save`, with its other options; `client_state` is rank 0's. In the middle of an accumulation the state after
-        the last step is saved, and a load begins that window anew. A collective."""
+        """Saves as `zero.save` does, and takes its other options; `client_state` is rank 0's. In the middle of an accumulation
+        the state after the last step is saved, and after a load that window begins anew. A collective."""
         engine: Any = self
         if engine.in_window:
             logger.warning(
@@ -137,9 +137,9 @@ class Checkpoints:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, Any]:
-        """Takes a checkpoint in, and gives its path and the client state; `(None, None)` where there is none yet and no tag was
-        given. What does not match is refused whatever `load_module_strict` says: export the checkpoint, and load what fits
-        into the model before it is sharded. A collective."""
+        """Loads a checkpoint and returns its path and the client state; `(None, None)` where there is none yet and no tag was
+        given. What does not match is refused, even with `load_module_strict=False`: export the checkpoint, and load the part
+        that fits into the model before it is sharded. A collective."""
         about = snapshot_of(self, None)
         if custom_load_fn is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""DeepSpeed's face on a sharded optimizer: forward, backward, step, with its names and its meanings."""
+"""The engine: forward, backward and step of a sharded optimizer, under DeepSpeed's names and with their meanings."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps")
 class Engine(Answers, Checkpoints):
     """A model and its sharded optimizer behind `engine(x)`, `engine.backward(loss)` and `engine.step()`.
 
-    It is no module itself: `engine.module` is the plain model, and what an engine does not have (`state_dict`,
-    `named_parameters`, `train`, a `generate` of the model's own) is asked of that model. Methods that are collectives
-    say so.
+    It is not a module: `engine.module` is the plain model. Attributes that the engine does not have (`state_dict`,
+    `named_parameters`, `train`, `generate`) are looked up on that model. Methods that are collectives say so.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, lr_scheduler: Any = None, training_dataloader: Any = None) -> None:
@@ -67,17 +66,17 @@ class Engine(Answers, Checkpoints):
         return outputs
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """As calling the engine."""
+        """Calls the model, as `engine(...)` does."""
         return self(*inputs, **named)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any
     ) -> torch.Tensor:
-        """Sends a micro-batch's loss backward, divided by the declared accumulation, and returns it so divided.
+        """Runs the backward of a micro-batch's loss, divided by the declared accumulation, and returns the divided loss. No
+        rank waits for another one here.
 
-        `loss.backward()` divides too, as in DeepSpeed: its gradients are divided as they come. `scale_wrt_gas=False`
-        turns it off, and so does a `weight`, which is a mean of its own. `options` are those of
-        `torch.autograd.backward`. No rank waits for another in here.
+        `loss.backward()` divides too, as in DeepSpeed: its gradients are divided as they come. `scale_wrt_gas=False` turns the
+        division off. So does a `weight`, which makes a mean of its own. `options` are those of `torch.autograd.backward`.
         """
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
@@ -101,14 +100,15 @@ class Engine(Answers, Checkpoints):
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss, times the loss scale where there is one, for a `backward` of your own: `engine.scale(loss).backward()`.
-        Without it such a backward gives the same gradients, but those of fp16 weights may underflow. No collective."""
+        """Returns the loss times the loss scale, if there is one, for a backward that you call:
+        `engine.scale(loss).backward()`. Without it such a backward gives the same gradients, but those of fp16 weights may
+        underflow. No collective."""
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise ValueError("Cannot scale: this is no tensor that a backward could start from. Pass a loss of this model.")
         return self.optimizer.parts.loss_scaler.apply(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Counts a micro-step. At the end of a window also settles, clips, steps, clears the gradients and, unless the step
+        """Counts a micro-step. At the end of a window it also settles, clips, steps, clears the gradients and, unless the step
         was skipped, advances the scheduler with `lr_kwargs`. A collective at the end of a window, else none."""
         accumulation = self._accumulation
         if accumulation.coalescing:
@@ -125,8 +125,8 @@ class Engine(Answers, Checkpoints):
         self._announce_boundary()
 
     def flush(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Steps on a window that is not full, dividing by the true number of its micro-batches; nothing where no rank has a
-        gradient. A collective."""
+        """Steps on a window that is not full, dividing by the number of micro-batches that it has. Does nothing where no rank
+        has a gradient. A collective."""
         window = self.optimizer.parts.window
         has_any = window.needs_sync or window.scaling.is_settled  # by a `.grad` of the caller's own, for instance
         counts = self._exchange(self._accumulation.num_micro_batches, self._accumulation.divided, has_any)
@@ -202,8 +202,8 @@ class Engine(Answers, Checkpoints):
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Backwards inside wait on this rank, and are reduced together where the block ends; a step comes after it, one for
-        each block. A collective at the end, unless the block raises."""
+        """Gradients of the backwards inside wait on this rank, and are reduced together at the end of the block. Call `step`
+        after the block, once for each block. A collective at the end, unless the block raises."""
         accumulation = self._accumulation
         if accumulation.coalescing:
             raise ValueError("Cannot nest coalesce_grad_reduction(): one block makes one reduction. Use the outer one.")
@@ -228,7 +228,7 @@ class Engine(Answers, Checkpoints):
         self.optimizer.settle()
 
     def _announce_boundary(self) -> None:
-        """The engine knows which backward is the last one, so that the optimizer need not count."""
+        """Tells the optimizer which backward is the last one, so that it need not count."""
         self.optimizer.set_gradient_accumulation_boundary(self._accumulation.at_end)
 
     def _exchange(self, *numbers: float) -> list[tuple[float, ...]]:
@@ -319,7 +319,7 @@ class Engine(Answers, Checkpoints):
         return self._parts.closed
 
     def close(self) -> None:
-        """Makes the model plain again. A collective at stage 3."""
+        """Makes the model plain again: no hooks, and memory of its own for every parameter. A collective at stage 3."""
         self.optimizer.close()
         self._progress.close()
 

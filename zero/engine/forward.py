@@ -15,7 +15,7 @@ from zero.memory.formats import DTYPES
 def run_forward(
     module: nn.Module, config: ZeroConfig, device: torch.device, inputs: tuple[Any, ...], named: dict[str, Any]
 ) -> Any:
-    """`module(*inputs, **named)` as the configuration wants it called."""
+    """Calls `module(*inputs, **named)` with the casts and the autocast of the configuration."""
     if config.cast_inputs and config.dtype is not None:
         inputs, named = _cast(inputs, DTYPES[config.dtype]), _cast(named, DTYPES[config.dtype])
     with _autocast(config, device):

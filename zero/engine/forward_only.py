@@ -25,7 +25,8 @@ _NOTHING = ManagedParams([], [], [], [], [], [], [], [])
 
 
 class ForwardEngine(ModelAnswers):
-    """A model with rank 0's values on all ranks, in the dtype of the configuration. Constructing is a collective."""
+    """An engine without an optimizer: rank 0's values on all ranks, in the dtype of the configuration. Constructing it is a
+    collective."""
 
     optimizer: None = None
     lr_scheduler: None = None
@@ -64,23 +65,23 @@ class ForwardEngine(ModelAnswers):
         return run_forward(self.module, self.config, self.device, inputs, named)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """As calling the engine."""
+        """Calls the model, as `engine(...)` does. No collective."""
         return self(*inputs, **named)
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused."""
+        """Raises: this engine only runs forward."""
         self._refuse("send a loss backward")
 
     def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused."""
+        """Raises: this engine only runs forward."""
         self._refuse("step")
 
     def scale(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused."""
+        """Raises: this engine only runs forward."""
         self._refuse("scale a loss")
 
     def save_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: there are weights alone."""
+        """Raises: there is no optimizer to save. `save_16bit_model` writes the weights."""
         self._refuse("save a checkpoint", "save_16bit_model writes the weights. To train, pass")
 
     def load_checkpoint(

@@ -1,4 +1,4 @@
-"""`zero.initialize`: everything that a DeepSpeed script asks for in one call, checked before anything is changed."""
+"""`zero.initialize`: what a DeepSpeed script gets from one call. Everything is checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -55,15 +55,17 @@ def initialize(
     mesh_param: Any = None,
     config_params: Source | None = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """The engine, its optimizer, a loader of this rank's samples and the scheduler; the last two may be None. A collective.
+    """Makes an engine, its optimizer, a loader of this rank's samples and the scheduler; the last two may be None.
+    A collective.
 
-    `config` is the path of a DeepSpeed file, such a dict, or a `ZeroConfig`; `args.deepspeed_config` and
-    `config_params` are older places for it. An optimizer, a list of them, or a function that makes one from the
-    parameters, goes before the one in the configuration, and so does a scheduler, or a function that makes one.
-    `training_data` is a dataset, of which each rank gets its own part, or a DataLoader to be used as it is. A
-    process group that a launcher asks for is started unless there is one, or `dist_init_required=False` says that
-    there should be one by now. Without any optimizer the engine is one for forward only, and the optimizer is None.
-    A second call with a model closes its first engine. The arguments are those of DeepSpeed 0.19.8, in its order.
+    `config` is the path of a DeepSpeed file, such a dict, or a `ZeroConfig`; `args.deepspeed_config` and `config_params` are
+    older names for it. An optimizer that is passed, a list of them, or a function that makes one from the parameters, takes
+    precedence over the one in the configuration. So does a scheduler, or a function that makes one. `training_data` is a
+    dataset, of which each rank gets its own part, or a DataLoader, which is used as it is.
+
+    A process group that a launcher asks for is started, unless there is one already or `dist_init_required=False`. Without any
+    optimizer the engine only runs forward, and the returned optimizer is None. A second call with the same model closes its
+    first engine. The arguments are those of DeepSpeed 0.19.8, in its order.
     """
     source = _the_config(args, config, config_params)
     if not isinstance(model, nn.Module):
@@ -156,7 +158,7 @@ def _forward_only(
 
 
 def _close_last(model: nn.Module) -> None:
-    """Makes a model plain that another engine trains."""
+    """Closes the engine that trained this model before, if there is one."""
     engine = _engines.get(id(model))  # which keeps its model, so that no other one has that id
     if engine is not None and not engine.is_closed:
         logger.warning(
@@ -167,7 +169,7 @@ def _close_last(model: nn.Module) -> None:
 
 
 def move(model: nn.Module, device: torch.device) -> None:
-    """To the device, with every Parameter staying the object that an optimizer may hold already."""
+    """Moves the model to the device. Every Parameter stays the same object, since an optimizer may hold it already."""
     if all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
         return
     probe = nn.Parameter(torch.zeros(1))
@@ -228,7 +230,7 @@ def _implied(model: nn.Module, given: torch.optim.Optimizer | None, training_dat
 def effective(
     config: ZeroConfig, given: torch.optim.Optimizer | None, lr_scheduler: Any, accelerator: Accelerator
 ) -> ZeroConfig:
-    """The configuration as it will be: what was passed goes before what was written."""
+    """Returns the configuration that will be used: arguments of the call take precedence over the file."""
     changes: dict[str, Any] = {}
     if given is not None:
         own = "fused" if all(group.get("fused") for group in given.param_groups) else "torch"

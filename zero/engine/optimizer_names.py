@@ -1,4 +1,5 @@
-"""What scripts ask of the optimizer of `zero.initialize` by DeepSpeed's names: `optimizer.optimizer`, `loss_scaler`, ..."""
+"""DeepSpeed's names on the optimizer of `zero.initialize`, for scripts that use them: `optimizer.optimizer`, `loss_scaler`,
+..."""
 
 from __future__ import annotations
 

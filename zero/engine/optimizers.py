@@ -74,8 +74,8 @@ def _muon_and_adamw(settings: Mapping[str, Any], params: list[Any], model: nn.Mo
 
 
 def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:
-    """The optimizer that was passed, or a list of them, or that the function which was passed makes; torch's for an Adam of
-    DeepSpeed's own."""
+    """Returns the optimizer that was passed, several as one, or the one that a passed function makes. An Adam of DeepSpeed's
+    own is replaced by torch's."""
     with skip_dynamo_import():
         made = optimizer if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer) else optimizer(params)
         made = as_one(made)
@@ -109,8 +109,8 @@ def is_deepspeeds_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_known(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> None:
-    """Refuses, in the words of a DeepSpeed file, an optimizer of which it is not known what it looks at. One that looks at all
-    tensors together is refused for that later."""
+    """Refuses an optimizer of an unknown kind, with the key of a DeepSpeed file that allows it. One that looks at all tensors
+    together is refused elsewhere."""
     for member, group in with_members(optimizer):
         kind, known = type(member), (is_elementwise(member), known_whole(member), of_all_tensors(member), "whole" in group)
         if not (any(known) or config.elementwise or config.whole_tensors):

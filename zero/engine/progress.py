@@ -1,4 +1,4 @@
-"""What a run says about itself while it trains, from rank 0: a line of the logger now and then, and records for TensorBoard."""
+"""What rank 0 reports while training: lines of the logger at intervals, and records for TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("zero")
 
 
 class Progress:
-    """Writes the lines, with the times of the stops where that was asked for, and the records for TensorBoard."""
+    """Writes the lines, with the times of the stops if the configuration says so, and the records for TensorBoard."""
 
     def __init__(self, report: Report, optimizer: ShardedOptimizer) -> None:
         parts = optimizer.parts
@@ -28,17 +28,18 @@ class Progress:
         self._loss: torch.Tensor | None = None  # the sum of what this rank sent backward since the last step
 
     def add(self, loss: torch.Tensor) -> None:
-        """Adds up the loss of a step, where it is to be recorded."""
+        """Adds up the losses of a step that will be recorded."""
         if self._report.tensorboard is not None:
             loss = loss.detach().float().sum()
             self._loss = loss if self._loss is None else self._loss + loss
 
     def forget(self) -> None:
-        """The losses since the last step are those of a window that was thrown away."""
+        """Drops the losses since the last step, as their window was thrown away."""
         self._loss = None
 
     def tell(self, step: int, figures: dict[str, object]) -> None:
-        """One line, where it is time for one: after so many steps, or each where only times or memory were asked for."""
+        """Logs one line if it is due: after the configured number of steps, or after each where only times or memory were
+        configured."""
         loss, self._loss = self._loss, None
         if self._records is not None:
             self._records.write(**({} if loss is None else {"loss": loss.item()}))

@@ -1,4 +1,4 @@
-"""torch.compile with gradients handed over inside the compiled backward."""
+"""torch.compile with a backward that hands gradients over inside its graph."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ logger = logging.getLogger("zero")
 
 
 class HasModule(Protocol):
+    """An engine, or anything else with the model in `module`."""
+
     @property
     def module(self) -> nn.Module: ...
 
@@ -36,13 +38,12 @@ Compiled = TypeVar("Compiled", bound=nn.Module | HasModule)
 
 
 class HandingOver:
-    """A backend for torch.compile: another one's, but for what becomes of the gradients of sharded parameters.
+    """A backend for torch.compile: another backend, with gradients of sharded parameters handed over inside the backward graph.
 
-    [Note: handed over]
-    All gradients of a compiled graph come out at its end, alive together, when nothing of the backward is left that their
-    reduction could overlap. Here each is passed to an operator where it is made, which does with it what the hooks of a
-    parameter do otherwise: a graph says which parameter, and the parameter's window, asked at that moment, where it goes.
-    So nothing of a step is known to a graph, and no graph keeps anything of a step.
+    [Note: handed over] All gradients of a compiled graph come out at its end, alive together, when nothing of the backward is
+    left that their reduction could overlap. Here each gradient is passed to an operator where it is made, which does what the
+    hooks of a parameter do otherwise. A graph has the number of the parameter only; which window takes the gradient is asked at
+    that moment. So a graph knows nothing of a step, and keeps nothing of it alive.
     """
 
     def __init__(self, backend: str, passes: Sequence[Pass] = PASSES) -> None:
@@ -65,8 +66,8 @@ class HandingOver:
 
 
 def compile(model_or_engine: Compiled, backend: Any = None, mode: str | None = None, **options: Any) -> Compiled:
-    """Compiles a model, or a part of one, or an engine's, as torch.compile does, and hands the gradients of sharded parameters
-    over as its backward makes them. It is compiled in place: what is returned is what was passed. `options` are torch's."""
+    """Compiles a model, a part of one, or an engine's model in place, as torch.compile does, so that its backward hands the
+    gradients of sharded parameters over as it makes them. Returns what was passed. `options` are those of torch.compile."""
     module = model_or_engine if isinstance(model_or_engine, nn.Module) else model_or_engine.module
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
     backend = backend or accelerators.get(device.type).compile_backend
@@ -90,7 +91,8 @@ def compile(model_or_engine: Compiled, backend: Any = None, mode: str | None = N
 
 @functools.cache
 def _loses_gradients(backend: str) -> bool:
-    """Tried, once: a compiler that takes an operator without a result for a useless one would lose every gradient silently."""
+    """Tries once whether the compiler keeps an operator without a result. One that removes it would lose every gradient
+    silently."""
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     torch.compile(inner_call(model), backend=HandingOver(backend, ON_TRIAL))(x).sum().backward()
     found = [param.grad for param in (model.weight, model.bias)]
@@ -98,7 +100,7 @@ def _loses_gradients(backend: str) -> bool:
 
 
 class _Call:
-    """A compiled call, made anew when a parameter has got a hook that its graphs know nothing of."""
+    """A compiled call. It is compiled anew when a parameter has got a hook that its graphs do not know."""
 
     def __init__(self, call: Callable[..., Any], backend: str, **options: Any) -> None:
         self._call = call

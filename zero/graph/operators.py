@@ -15,7 +15,7 @@ _params: list[weakref.ref[nn.Parameter]] = []  # by number, which stands in the 
 
 
 def number_of(param: nn.Parameter) -> int:
-    """What a graph calls a parameter."""
+    """Returns the number of a parameter in graphs."""
     number = _numbers.get(id(param))
     if number is None or _params[number]() is not param:
         number = _numbers[id(param)] = len(_params)
@@ -24,12 +24,12 @@ def number_of(param: nn.Parameter) -> int:
 
 
 def param_of(number: int) -> nn.Parameter | None:
-    """The parameter, while there is one."""
+    """Returns the parameter of a number, or None once it is gone."""
     return _params[number]()
 
 
 def has_hooks(param: nn.Parameter) -> bool:
-    """Whether somebody else waits for its gradient: he gets it from autograd, in the ordinary way."""
+    """Whether a hook of the user waits for the gradient, which then takes the ordinary way through autograd."""
     ours = 0 if window_of(param) is None else 1
     return len(param._backward_hooks or ()) > ours or bool(param._post_accumulate_grad_hooks)
 
@@ -40,7 +40,8 @@ torch.library.define("zero::hand_over", "(Tensor(a!) grad, int number) -> ()", t
 
 @torch.library.impl("zero::hand_over", "CompositeExplicitAutograd")
 def hand_over(grad: torch.Tensor, number: int) -> None:
-    """A number and no buffer stands in the graph, so a graph keeps nothing alive; who takes the gradient is asked each time."""
+    """Hands a gradient to the window of the parameter with this number. The graph holds the number only, so that it keeps
+    nothing alive."""
     param = param_of(number)
     if param is None or not is_wanted(param):
         return
@@ -58,7 +59,7 @@ def hand_over(grad: torch.Tensor, number: int) -> None:
 
 
 def _fake(grad: torch.Tensor, number: int) -> None:
-    """What tracing sees."""
+    """Runs in place of the operator while torch traces."""
 
 
 torch.library.register_fake("zero::hand_over", _fake)

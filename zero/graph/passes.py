@@ -1,4 +1,4 @@
-"""What is done to a backward graph, one thing after the other; each says what it needs and leaves."""
+"""Passes over a backward graph, in order. Each says what it needs and what it provides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero.runtime.grads.ownership import window_of
 
 @dataclass
 class Backward:
-    """A backward graph, and what is known of it."""
+    """A backward graph, and what earlier passes found in it."""
 
     graph: fx.Graph
     params: Sequence[Known]  # by input of the forward graph
@@ -23,6 +23,8 @@ class Backward:
 
 @dataclass(frozen=True)
 class Pass:
+    """One pass: a function, what it needs and what it provides."""
+
     run: Callable[[Backward], None]
     provides: frozenset[str] = frozenset()
     requires: frozenset[str] = frozenset()
@@ -30,7 +32,7 @@ class Pass:
 
 
 def check(passes: Sequence[Pass], given: Iterable[str] = ()) -> None:
-    """Refuses passes that cannot run one after the other, before any of them has."""
+    """Raises where passes cannot run in this order, before any of them runs."""
     there = set(given)
     for number, each in enumerate(passes):
         name = each.run.__name__
@@ -50,7 +52,7 @@ def _words(names: Iterable[str]) -> str:
 
 
 def find_gradients(backward: Backward) -> None:
-    """Those of parameters that are sharded and that nobody else waits for."""
+    """Finds the gradients of sharded parameters that have no hooks of users."""
     find_all_gradients(backward)
     for number, param in list(backward.gradients.items()):
         if window_of(param) is None or has_hooks(param):
@@ -58,12 +60,13 @@ def find_gradients(backward: Backward) -> None:
 
 
 def find_all_gradients(backward: Backward) -> None:
-    """The gradients of all parameters."""
+    """Finds the gradients of all parameters."""
     backward.gradients = gradients_in(backward.graph, backward.params)
 
 
 def hand_over(backward: Backward) -> None:
-    """Hands each gradient over right after it is made, and returns nothing in its place, so that nothing keeps it."""
+    """Inserts the operator that takes each gradient right after it is made, and returns nothing in its place, so that nothing
+    keeps it."""
     output = backward.graph.output_node()
     outputs = list(output.args[0])  # type: ignore[arg-type]
     for number, param in backward.gradients.items():

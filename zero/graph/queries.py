@@ -1,4 +1,4 @@
-"""Questions to graphs."""
+"""Questions about graphs of torch.compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All of torch's compiler that is no public interface, and what is done where a version lacks it."""
+"""The private parts of torch's compiler that are used, with a fallback where a version lacks them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def why_not(backend: str) -> str | None:
 
 
 def has_cuda_graphs(mode: str | None) -> bool:
-    """Whether a mode may replay what it recorded, in which an operator of ours is not called."""
+    """Whether a mode of the compiler may replay recorded CUDA graphs, which would not call the operator."""
     return mode in ("reduce-overhead", "max-autotune")
 
 
 def cudagraph_unsafe() -> tuple[Any, ...]:
-    """The tag of an operator that must not be recorded; nothing where torch has none."""
+    """Returns the tag of operators that CUDA graphs must not record, or nothing where torch has none."""
     tag = getattr(torch.Tag, "cudagraph_unsafe", None)
     return () if tag is None else (tag,)
 
@@ -42,10 +42,10 @@ def cudagraph_unsafe() -> tuple[Any, ...]:
 def compile_with(
     backend: str, mode: str | None, graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: Rewrite
 ) -> Callable[..., Any]:
-    """Compiles as the backend of that name does, but for what `rewrite` does to the backward graph."""
+    """Compiles with the backend of that name, after `rewrite` has changed the backward graph."""
     from torch._functorch import config
 
-    # What is cached there are graphs as they were before `rewrite`, or after somebody else's.
+    # That cache has graphs as they were before `rewrite`, or after another one.
     with config.patch(enable_autograd_cache=False):
         find, _, compile_by = _COMPILERS[backend]
         compiled: Callable[..., Any] = compile_by(find(), mode, graph, inputs, rewrite)
@@ -64,7 +64,8 @@ def inner_call(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def replace_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
-    """Calls of the module become calls of this, as after `module.compile`; copies of the module and its state know nothing."""
+    """Makes calls of the module call `call`, as after `module.compile`. Copies of the module and its state dict do not have
+    it."""
     module._compiled_call_impl = call
 
 

@@ -1,4 +1,4 @@
-"""Sharded training inside other people's loops. Nothing here is imported unless somebody asks for it by name.
+"""Sharded training inside other people's loops. A module here is imported only by name.
 
     zero.integrations.accelerate      ShardedAccelerator, for `accelerate.Accelerator`
     zero.integrations.transformers    ShardedTrainer, for `transformers.Trainer`

@@ -3,7 +3,7 @@
     accelerator = ShardedAccelerator(zero={"stage": 2})
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-The rest of the loop is as ever: `accumulate`, `backward`, `clip_grad_norm_`, `save_state` and `load_state`.
+The rest of the loop stays as it is: `accumulate`, `backward`, `clip_grad_norm_`, `save_state` and `load_state`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FOLDER, _TAG = "zero", "state"  # in what save_state writes
 
 
 class ShardedAccelerator(Accelerator):
-    """An Accelerator for one model and its optimizer; `zero` has the options of `zero.shard`, `stage` at least, or is a
+    """An Accelerator for one model and its optimizer. `zero` has the options of `zero.shard`, `stage` at least, or is a
     DeepSpeed configuration: a dict, or the path of a file."""
 
     _optimizers: list[Any]  # as accelerate has prepared them
@@ -57,7 +57,7 @@ class ShardedAccelerator(Accelerator):
 
     @classmethod
     def of(cls, accelerator: Accelerator, zero: Mapping[str, Any]) -> ShardedAccelerator:
-        """One that somebody else has made, as one that shards."""
+        """Makes an Accelerator that exists already one that shards."""
         accelerator.__class__ = cls
         accelerator._begin(zero)
         return accelerator
@@ -88,7 +88,7 @@ class ShardedAccelerator(Accelerator):
         return next((optimizer for optimizer in found if isinstance(optimizer, ShardedOptimizer)), None)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's, and the optimizer among `args` is sharded for the model among them. A collective."""
+        """Prepares as accelerate does, and shards the optimizer among `args` for the model among them. A collective."""
         plain = [arg for arg in args if isinstance(arg, torch.optim.Optimizer) and not _is_prepared(arg)]
         models = [arg for arg in args if isinstance(arg, nn.Module) and _is_trained(arg)]
         if not plain:
@@ -109,7 +109,7 @@ class ShardedAccelerator(Accelerator):
         return super().prepare(*(optimizer if arg is inner else arg for arg in args), device_placement=places)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-        """The model in its precision, and nothing around it that reduces gradients: the sharded optimizer does that."""
+        """Prepares the model's precision. Nothing wraps it to reduce gradients, which the sharded optimizer does."""
         if not evaluation_mode and _is_trained(model) and not _is_sharded(model):
             raise ValueError(
                 f"Cannot prepare a {type(model).__name__} without its optimizer: nothing would reduce its gradients. "
@@ -118,7 +118,7 @@ class ShardedAccelerator(Accelerator):
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Of a sharded optimizer, as `prepare` passes it on."""
+        """Prepares a sharded optimizer, which `prepare` passes on."""
         if not isinstance(optimizer, ShardedOptimizer) and not _is_prepared(optimizer):
             raise ValueError(
                 f"Cannot prepare a {type(optimizer).__name__} alone: it is sharded for a model. Pass both to one prepare."
@@ -127,7 +127,8 @@ class ShardedAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """As the stage means it: at stage 2 every micro-batch goes into the shards at once, or gradients would be whole."""
+        """Keeps gradients on this rank at stages 0 and 1. At stage 2 every micro-batch goes into the shards at once, since
+        waiting would keep whole gradients."""
         optimizer = self.sharded
         if optimizer is None or not stage_of(optimizer.parts.config.stage).accumulates_locally:
             yield
@@ -136,23 +137,24 @@ class ShardedAccelerator(Accelerator):
                 yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """As accelerate's; at stage 3 each rank that asks gets whole weights in memory of their own. No collective."""
+        """Returns accelerate's state dict. At stage 3 each rank that calls it gets whole weights in memory of their own.
+        No collective."""
         with gathered(model.parameters()):
             return super().get_state_dict(model, unwrap)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's; the weights and the optimizer's state are written as shares, each rank its own. A collective."""
+        """Saves as accelerate does; each rank writes its own shares of weights and optimizer state. A collective."""
         with self._without_sharded():
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes what `save_state` wrote, at any number of ranks, stage and dtype. A collective."""
+        """Loads what `save_state` wrote, at any number of ranks, stage and dtype. A collective."""
         with self._without_sharded():
             return super().load_state(*args, **kwargs)
 
     @contextlib.contextmanager
     def _without_sharded(self) -> Iterator[None]:
-        """While accelerate writes or reads every optimizer as one plain file."""
+        """Hides the sharded optimizer while accelerate writes or reads each optimizer as one plain file."""
         self._saved, kept = self.sharded, self._optimizers
         self._optimizers = [optimizer for optimizer in kept if optimizer.optimizer is not self._saved]
         try:

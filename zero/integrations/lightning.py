@@ -27,7 +27,8 @@ _FILE, _FOLDER, _TAG = "lightning.ckpt", "zero", "state"  # in each checkpoint
 
 
 def _ddp_strategy() -> Any:
-    """The two packages do not know each other's classes: that of the one which the program has imported."""
+    """Returns the class of `lightning` or of `pytorch_lightning`, whichever the program has imported, as neither knows the
+    other's classes."""
     for package in sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda package: package not in sys.modules):
         with contextlib.suppress(ModuleNotFoundError):
             return import_module(f"{package}.strategies").DDPStrategy
@@ -42,8 +43,8 @@ DDPStrategy: Any = _ddp_strategy()
 
 
 class ShardedStrategy(DDPStrategy):
-    """Starts ranks as DDPStrategy does, whose other arguments it takes; `zero` has the options of `zero.shard`, or is a
-    DeepSpeed configuration: a dict, or the path of a file, which is read when a fit begins."""
+    """A strategy that starts ranks as DDPStrategy does, whose other arguments it takes. `zero` has the options of `zero.shard`,
+    or is a DeepSpeed configuration: a dict, or the path of a file, which is read when a fit begins."""
 
     optimizers: list[Any]
 
@@ -64,10 +65,10 @@ class ShardedStrategy(DDPStrategy):
         return optimizer
 
     def configure_ddp(self) -> None:
-        """Nothing goes around the model: the sharded optimizer reduces the gradients."""
+        """Does nothing: the model is not wrapped, since the sharded optimizer reduces the gradients."""
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """The optimizer that `configure_optimizers` gives, sharded. A collective."""
+        """Shards the optimizer that `configure_optimizers` returns. A collective."""
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ValueError(
@@ -91,7 +92,8 @@ class ShardedStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """As the stage means it: at stage 2 every micro-batch goes into the shards at once, or gradients would be whole."""
+        """Keeps gradients on this rank at stages 0 and 1. At stage 2 every micro-batch goes into the shards at once, since
+        waiting would keep whole gradients."""
         if stage_of(self.sharded.parts.config.stage).accumulates_locally:
             with self.sharded.no_sync():
                 yield
@@ -99,11 +101,12 @@ class ShardedStrategy(DDPStrategy):
             yield
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing for Lightning's file: `save_checkpoint` writes shares."""
+        """Returns nothing for Lightning's file: `save_checkpoint` writes shares."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """A folder with Lightning's file and the shares; the file alone where only weights are saved. A collective."""
+        """Writes a folder with Lightning's file and the shares, or the file alone where only weights are saved.
+        A collective."""
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -111,20 +114,20 @@ class ShardedStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, Path(filepath) / _FILE, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Lightning's file of such a folder, or a file that was saved without sharding."""
+        """Reads Lightning's file of such a folder, or a file that was saved without sharding."""
         path = Path(checkpoint_path)
         self._shares = path / _FOLDER if path.is_dir() else None
         return super().load_checkpoint(path / _FILE if path.is_dir() else checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """The shares of the checkpoint, or what a plain optimizer saved. A collective."""
+        """Loads the shares of the checkpoint, or what a plain optimizer saved. A collective."""
         if self._shares is None:
             super().load_optimizer_state_dict(checkpoint)
         else:
             load(self._shares, self.sharded, _TAG)
 
     def teardown(self) -> None:
-        """Leaves a plain model."""
+        """Makes the model plain again."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, ShardedOptimizer):
                 optimizer.close()

@@ -1,4 +1,4 @@
-"""What `zero=` may be: the options of `zero.shard`, or a DeepSpeed configuration, its "auto" answered by the framework."""
+"""Reads `zero=`: options of `zero.shard`, or a DeepSpeed configuration whose "auto" the framework's arguments answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DECIDED = {
 
 @dataclass(frozen=True)
 class Framework:
-    """What the arguments of a framework imply, and what these arguments are called, by the field of `Implied`."""
+    """What the arguments of a framework imply for a configuration, and their names, by the field of `Implied`."""
 
     name: str
     implied: Implied
@@ -49,15 +49,15 @@ class Framework:
 
 @dataclass(frozen=True)
 class Options:
-    """The options for `zero.shard`, and the configuration that they come from; None where they were given as they are."""
+    """The options for `zero.shard`, and the configuration that they were read from; None where they were passed as options."""
 
     shard: dict[str, Any]
     config: ZeroConfig | None = None
 
 
 def read_options(given: Given, framework: Framework) -> Options:
-    """A mapping with a stage has options; any other, and a path, is a DeepSpeed configuration. What it says and the framework
-    says otherwise is refused."""
+    """Reads a mapping with a stage as options; any other mapping, and a path, as a DeepSpeed configuration. Raises where that
+    and the framework's arguments contradict each other."""
     if isinstance(given, Mapping) and "stage" in given:
         return Options(dict(given))
     tree, implied = read_tree(given), framework.implied

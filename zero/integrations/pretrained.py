@@ -1,7 +1,7 @@
 """transformers' `from_pretrained` for models that are sharded afterwards: weights stay in their files until then.
 
-transformers builds the model, renames and converts what is in its files, initialises what is missing and ties weights, all as
-ever; only what it is given of the files are tensors that are read when the model is sharded. See [Note: unread weights].
+transformers builds the model, renames and converts the tensors of its files, initialises missing ones and ties weights, as
+without sharding. It is given tensors that are read only when the model is sharded. See [Note: unread weights].
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ from zero.runtime.params.unread import Unread
 
 
 def from_pretrained(model_class: Any, name: Any, *args: Any, stage: int, **options: Any) -> Any:
-    """`model_class.from_pretrained(name, *args, **options)` for a model that is sharded at this stage afterwards: with
-    `zero.shard`, a `ShardedTrainer` or the like, which read each rank's shares of the weights. A collective at stage 3."""
+    """Returns `model_class.from_pretrained(name, *args, **options)` for a model that will be sharded at this stage, by
+    `zero.shard`, a `ShardedTrainer` or another integration. Each rank then reads its shares of the weights. A collective at
+    stage 3."""
     with loading(stage=stage):
         return model_class.from_pretrained(name, *args, **options)
 
 
 class loading:
-    """Inside, transformers' own `from_pretrained` leaves weights in their files, for models that are sharded at stage 3; at
-    other stages, where weights are whole on all ranks, it reads them. To leave it is a collective at stage 3: where a rank
-    failed to load all of them raise, and so they do where ranks have different files."""
+    """Makes transformers' own `from_pretrained` leave weights in their files, for models that will be sharded at stage 3. At
+    other stages, where weights are whole on all ranks, it reads them.
+
+    The end of the block is a collective at stage 3: all ranks raise where one failed to load, or where ranks have different
+    files.
+    """
 
     def __init__(self, *, stage: int) -> None:
         self._is_wanted = stage_of(stage).shards_weights
@@ -115,7 +119,7 @@ def _check(model: Any, load_config: Any) -> None:
 
 
 def _read_buffers(model: Any) -> None:
-    """Those are whole on every rank."""
+    """Reads the buffers, which are whole on every rank."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if type(buffer) is Unread:

@@ -1,7 +1,8 @@
-"""transformers' `save_pretrained` of models whose weights are in shares: one is whole at a time, on the rank that writes.
+"""transformers' `save_pretrained` of models whose weights are in shares: one weight at a time is whole, on the rank that
+writes.
 
-transformers decides what is saved under which name, converts it back to the format of the files, cuts it into files and writes
-the configuration, all as ever; only what it is given are tensors that are gathered when they are written.
+transformers decides what is saved under which name, converts it to the format of the files, cuts it into files and writes the
+configuration. It is given tensors that are gathered only when they are written.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from zero.sharding.live import optimizers_of
 
 
 def save_pretrained(model: Any, folder: Any, **options: Any) -> None:
-    """`model.save_pretrained(folder, **options)` of a model that is sharded, by rank 0, with one weight in memory at a time. Of
-    a model with adapters of PEFT the adapters are saved, whole. A collective."""
+    """Saves a sharded model as `model.save_pretrained(folder, **options)` does. Rank 0 writes, with one weight in memory at a
+    time. Of a model with adapters of PEFT the adapters are saved, whole. A collective."""
     optimizers = optimizers_of(model)
     group = optimizers[0].group if optimizers else connect(accelerators.current())
 
@@ -48,7 +49,7 @@ def save_pretrained(model: Any, folder: Any, **options: Any) -> None:
 
 @contextlib.contextmanager
 def saving(model: Any) -> Iterator[dict[str, Any]]:
-    """Inside, this rank may call what saves a model with this state dict. No collective."""
+    """Allows code inside the block to save a model with this state dict on this rank. No collective."""
     with torch.no_grad(), _streaming(), ParamReader() as reader:
         yield _state_of(model, reader)
 
@@ -67,7 +68,8 @@ def _state_of(model: nn.Module, reader: ParamReader) -> dict[str, Any]:
 
 
 def _other_names(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
-    """Names of tied tensors under which they are not saved. Those stay that the model does not list as tied to others."""
+    """Returns the names of tied tensors under which they are not saved. A name stays if the model does not list it as tied to
+    another."""
     listed = [
         f"{prefix}.{pattern}" if prefix else pattern
         for prefix, module in model.named_modules()

@@ -36,7 +36,7 @@ _FOLDER, _TAG = "zero", "state"  # in each of the Trainer's checkpoints
 
 
 class ShardedTrainerMixin:
-    """What makes a Trainer shard: `class MyTrainer(ShardedTrainerMixin, SFTTrainer)` for one of your own or of TRL's."""
+    """Makes a Trainer shard: `class MyTrainer(ShardedTrainerMixin, SFTTrainer)`, for a Trainer of your own or of TRL's."""
 
     accelerator: Any
     args: Any
@@ -77,21 +77,21 @@ class ShardedTrainerMixin:
         return read_options(self._zero, Framework("the Trainer", implied, words, builds=True))
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer of a DeepSpeed configuration that has one; else the Trainer's."""
+        """Makes the optimizer of the DeepSpeed configuration if it has one, else the Trainer's."""
         config = self._options().config
         if self.optimizer is None and config is not None and config.optimizer is not None:
             self.optimizer = own_optimizer(config, [param for param in self.model.parameters() if param.requires_grad])
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule of a DeepSpeed configuration that has one; else the Trainer's."""
+        """Makes the schedule of the DeepSpeed configuration if it has one, else the Trainer's."""
         config = self._options(num_training_steps).config
         if self.lr_scheduler is None and config is not None and config.schedule is not None:
             self.lr_scheduler = build_schedule(config.schedule, self.optimizer if optimizer is None else optimizer)
         return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's accelerator, made to shard what it prepares."""
+        """Makes the Trainer's accelerator, and has it shard what it prepares."""
         if self.args.deepspeed:
             raise ValueError(
                 "Cannot shard under TrainingArguments(deepspeed=...): that trains with DeepSpeed itself. Leave it out, and "
@@ -111,7 +111,7 @@ class ShardedTrainerMixin:
         ShardedAccelerator.of(self.accelerator, self._options().shard)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """The whole model, which the first rank writes alone, one weight after the other."""
+        """Writes the whole model on the first rank, one weight after the other."""
         with saving(self.model) as its:
             super()._save(output_dir, its if state_dict is None else state_dict)  # type: ignore[misc]
 
@@ -120,7 +120,7 @@ class ShardedTrainerMixin:
         save(Path(output_dir) / _FOLDER, self.accelerator.sharded, _TAG, scheduler=self.lr_scheduler, **frozen)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """The weights of a checkpoint that shards were saved in come with them, once the model is sharded."""
+        """Skips the weights of a checkpoint with shares: they are loaded with the shares, once the model is sharded."""
         if not (Path(resume_from_checkpoint) / _FOLDER).is_dir():
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 

@@ -1,12 +1,11 @@
-"""Sums that are not taken before they are needed.
+"""Sums that are computed only when they are needed.
 
-[Note: deferred sums]
-A step that is one pass over memory can add what the ranks sent as it reads it. Then the sum is written nowhere, which is a
-third of what landing a gradient costs, and needs no memory. So what was sent stays as it came, where it takes hardly more bytes
-than its sum would, as with bf16 on one rank or two. A gradient that is read, changed or added to is summed first. As that may
-happen in every window, nothing waits in the next one, which would take memory for both; nor in the first, of which it is not
-known yet. What was added up over micro-batches in the dtype of sums waits as one row, for which the sum takes the place of what
-this rank sent to itself.
+[Note: deferred sums] A step that is one pass over memory can add what the ranks sent as it reads it. The sum is then written
+nowhere, which saves a third of what landing a gradient costs, and the memory for it. So what was sent is kept as it came, where
+that takes hardly more bytes than its sum, as with bf16 on one rank or two. A gradient that is read, changed or added to is
+summed first. As that may happen in every window, nothing is deferred in the window after, which would take memory for both; nor
+in the first one, of which it is not known yet. What was added up over micro-batches in the dtype of sums is kept as one row,
+and the sum takes the place of what this rank sent to itself.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Sums(Protocol):
 
 @dataclass
 class DeferredSum:
-    """Their sum, multiplied by one factor after the other, is a share of the gradient."""
+    """A share of the gradient: the sum of its rows, multiplied by one factor after the other."""
 
     addends: Sequence[torch.Tensor]
     factors: tuple[float, ...]

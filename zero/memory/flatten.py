@@ -26,6 +26,8 @@ NO_MEMORY = MemoryError, RuntimeError  # torch's own for memory of the host is n
 
 
 class Flattener:
+    """Moves the parameters of chunks into flat memory, and back if something fails."""
+
     def __init__(
         self, weights: Weights, tensors: Sequence[torch.nn.Parameter], formats: Sequence[ParamFormat], place: Place
     ) -> None:
@@ -121,23 +123,23 @@ class Flattener:
         return self._formats[param].unflatten(source[slot.span.start : slot.span.stop])
 
     def commit(self) -> None:
-        """What was moved stays there, and may have other values."""
+        """Ends the possibility to roll back: what was moved stays."""
         self._moved.clear()
 
     def rollback(self) -> None:
-        """Gives what was moved its values and dtypes again, in memory of its own."""
+        """Gives what was moved its old values and dtypes, in memory of its own."""
         for param, values in self._moved.items():
             tensor = self.tensors[param]
             try:
                 self.weights.detach(tensor, values.to(self._place.device, self.dtypes[param], copy=True))
             except NO_MEMORY:
-                # What it was read to is nobody's else on a device. On the host it stays in flat memory; it may be nowhere else.
+                # On a device nothing else has that memory. On the host it stays in flat memory: the values may be nowhere else.
                 if tensor.numel() != values.numel() or (values.device == self._place.device and not self._place.is_host):
                     self.weights.detach(tensor, values.to(self.dtypes[param]))
         self._moved.clear()
 
     def recycle(self, source: torch.Tensor) -> None:
-        """For the next chunk."""
+        """Keeps memory for the next chunk."""
         self._spare = source
 
     def log(self, params: Iterable[int]) -> None:

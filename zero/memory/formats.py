@@ -13,6 +13,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -38,7 +39,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """What `dtype_name` gave, of any dtype."""
+    """The dtype of a name."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"Cannot read a tensor of dtype {name!r}: torch has none of that name. Use the torch that wrote it.")

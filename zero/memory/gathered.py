@@ -1,4 +1,4 @@
-"""Whole weights for the length of an operator: a cache of gathered chunks within a budget of bytes."""
+"""Whole weights for as long as an operator runs: a cache of gathered chunks within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Arrival(Protocol):
 
 
 class GatheredChunk(ABC):
-    """A chunk of the weights: whole while it is gathered, and without memory otherwise."""
+    """A chunk of the weights. It is whole while it is gathered, and has no memory otherwise."""
 
     def __init__(self, cache: GatheredWeights, numel: int, dtype: torch.dtype) -> None:
         self.cache = cache
@@ -44,7 +44,7 @@ class GatheredChunk(ABC):
 
     @property
     def stays(self) -> bool:
-        """It is whole, and nothing frees it before the window ends."""
+        """Whether it is whole, and stays so until the window ends."""
         return self.memory is not None and self.arrival is None and (self.is_lent or self.cache.fits_all)
 
     @abstractmethod
@@ -63,9 +63,9 @@ class GatheredChunk(ABC):
 class GatheredWeights:
     """Gathers a chunk before an operator uses it, and frees chunks to stay within the budget.
 
-    What goes is the chunk whose next use is farthest, in the order that was learned from the last window; the next one of that
-    order is fetched ahead. In use at one time are at most the budget, or the chunks of one operator and one ahead if those are
-    more. So a budget of 0 is the least that a model can be trained with, and `math.inf` keeps all until the window ends.
+    The chunk whose next use is farthest, in the order learned from the last window, is freed first; the next one of that order
+    is fetched ahead. In use at one time are at most the budget, or the chunks of one operator and one ahead if those are more.
+    So a budget of 0 is the least that a model can be trained with, and `math.inf` keeps all until the window ends.
     """
 
     poison = False  # tests fill what is freed with NaN, so that a stale read shows
@@ -85,7 +85,7 @@ class GatheredWeights:
 
     @property
     def fits_all(self) -> bool:
-        """Nothing is ever freed to make room."""
+        """Whether nothing is ever freed to make room."""
         return self.total_bytes <= self.budget_bytes
 
     @contextlib.contextmanager
@@ -146,14 +146,14 @@ class GatheredWeights:
             self._spare.clear()
 
     def end_window(self) -> None:
-        """The weights get other values: nothing of the old ones stays."""
+        """Drops all chunks: the weights will have other values."""
         if self.num_plain:
             raise RuntimeError("Cannot step or load within gathered(): parameters have memory of their own. Do it after.")
         self.free_all()
         self.order.end_window()
 
     def make_own(self, chunk: GatheredChunk) -> None:
-        """What is written to must not be the owner's."""
+        """Gives a chunk memory of its own before an operator writes to it, if it shows the owner's."""
         with self._lock:
             if chunk.is_lent:
                 lent = chunk.memory

@@ -1,4 +1,4 @@
-"""This rank's shares of the gradients, as they come, are added up and are looked at."""
+"""This rank's shares of the gradients: as they come, are added up and are read."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ NEEDED = "weights", "gradients"  # states that nothing can be done with gradient
 
 
 class GradientShard(Shard):
-    """Shares of gradients. What is added to one is sent to its home while others go on. Reading a share waits until
-    everything has arrived and is added up. Host memory is kept for the next window: nothing else keeps
-    it ready, and the system would clear every page of it again.
-    """
+    """This rank's shares of the gradients. What is added to a share is sent to its home while other work goes on; reading it
+    waits until everything has arrived and is added up. Host memory is kept for the next window, since the system would have to
+    clear every page of it again."""
 
     def __init__(self, layout_ref: LayoutRef, homes: Homes) -> None:
         super().__init__(layout_ref, homes)
@@ -84,7 +83,7 @@ class GradientShard(Shard):
         return self.deferred[bucket].addends, self.deferred[bucket].factors
 
     def can_defer(self, bucket: int) -> bool:
-        """Whether a sum may be deferred here, if it can be anywhere."""
+        """Whether the sum of a bucket may be deferred, as far as its home is concerned."""
         return bucket not in self and not any(self._wanted) and not self.stream.has(bucket)
 
     def defer(self, bucket: int, rows: DeferredSum) -> None:
@@ -93,7 +92,7 @@ class GradientShard(Shard):
             accelerators.get(self.device.type).empty_cache()  # that it takes the place of
 
     def materialize(self, bucket: int) -> None:
-        """What waits waits no more."""
+        """Computes the deferred sum of a bucket."""
         if bucket in self.deferred:
             share = self.allocate(bucket)
             self.deferred[bucket].add_into(share)
@@ -101,7 +100,7 @@ class GradientShard(Shard):
             self.deferred.pop(bucket).release()
 
     def defer_scale(self, bucket: int, factor: float) -> None:
-        """Multiplies a share when it is next looked at: never, if it is cleared before."""
+        """Multiplies a share when it is next read; never, if it is cleared before."""
         if bucket in self.deferred:
             self.deferred[bucket].factors += (factor,)
             return
@@ -136,7 +135,7 @@ class GradientShard(Shard):
         return [self.sum_of(bucket) for bucket in sorted(self.shares) if not self.stream.has(bucket)]
 
     def clear(self) -> None:
-        self.homes.host.catch_up()  # memory that a copy still writes must not be somebody else's
+        self.homes.host.catch_up()  # memory that a copy still writes must not be used again
         self.stream.clear()
         if self.shares or self.deferred:
             self._wanted = [self._wanted[1], False]
@@ -151,7 +150,7 @@ class GradientShard(Shard):
         self._deferred_scales.clear()
 
     def release(self) -> None:
-        """Lets go of everything."""
+        """Frees all shares."""
         self.clear()
         self._kept.clear()
 

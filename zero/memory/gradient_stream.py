@@ -1,4 +1,4 @@
-"""Sums of gradients that live on disk: those that are added to or read are in memory, and leave when others come."""
+"""Sums of gradients that live on disk. Those that are added to or read are in memory, and leave when others come."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MOST = 2  # sums in memory: one that is added to or stepped with, and the next
 
 
 class GradientStream:
-    """`shares` has a sum that is in memory, or what stands for it; memory of its own each time, as somebody may still read the
-    last one. `home_of` gives the home of a bucket's sum, if that is on disk, and `allocate` memory for it."""
+    """`shares` has a sum that is in memory, or its stand-in. Each sum comes to memory of its own, as the last one may still be
+    read. `home_of` returns the home of a bucket's sum if that is on disk, and `allocate` makes memory for it."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class GradientStream:
         return self._home_of(bucket) is not None
 
     def come(self, bucket: int) -> None:
-        """A sum will be used: it is on its way to memory from now on."""
+        """Begins to read a sum that will be used."""
         if bucket in self._here or bucket in self._coming or bucket not in self._shares or not self.has(bucket):
             return
         while self._leaving:
@@ -51,7 +51,7 @@ class GradientStream:
         self._coming[bucket] = home.read(self._stored[bucket], memory), memory
 
     def use(self, bucket: int, writes: bool) -> None:
-        """Has a sum in memory until others are used; what is written to it is kept if `writes`."""
+        """Keeps a sum in memory until others are used. What is written to it is kept if `writes`."""
         if not self.has(bucket):
             return
         self.come(bucket)
@@ -72,7 +72,7 @@ class GradientStream:
             self._here[bucket] = True
 
     def multiply(self, bucket: int, factor: float) -> None:
-        """When it is next looked at."""
+        """Multiplies a sum when it is next read."""
         if bucket in self._here:
             self._here[bucket] = True
             self._shares[bucket].mul_(factor)

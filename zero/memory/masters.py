@@ -1,4 +1,4 @@
-"""The shares as the optimizer sees them: one nn.Parameter a piece, in the parameter's own shape where that has one owner."""
+"""The shares as the optimizer sees them: one nn.Parameter a piece; a parameter with one owner in its own shape."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Masters:
         return dtype != sum_dtype(dtype) or self.shard.home_of(bucket) is not self.shard.homes.device
 
     def fetch(self, bucket: int) -> None:
-        """Sends for the weights that `adopt` will compare with."""
+        """Begins to copy the weights that `adopt` will compare with."""
         if bucket not in self._fetched and self.is_copy(bucket):
             home, weights = self.shard.home_of(bucket), self._weights.share(bucket, self.rank)
             mirror = home.mirror(weights)
@@ -181,7 +181,7 @@ class Masters:
             home.give_back(rounded)
 
     def abandon(self) -> None:
-        """Lets go of what a step that failed had on its way: the weights may be others before the next one."""
+        """Drops what a failed step was copying: the weights may change before the next one."""
         for bucket, (transfer, mirror) in self._fetched.items():
             transfer.finish()
             self.shard.home_of(bucket).give_back(mirror)
@@ -194,7 +194,7 @@ class Masters:
         self.streams.abandon()
 
     def forget(self, chunk: int) -> None:
-        """From a chunk on."""
+        """Drops the masters of this chunk and all after it."""
         layout = self.layout_ref.layout
         gone = {index for index, bucket in enumerate(layout.buckets) if bucket.chunk >= chunk}
         self.streams.forget(gone)
@@ -203,7 +203,7 @@ class Masters:
         self.shard.shares = {bucket: share for bucket, share in self.shard.shares.items() if bucket not in gone}
 
     def release(self) -> None:
-        """Lets go of everything."""
+        """Frees all masters."""
         self.abandon()
         self.pieces.clear()
         self._in_block.clear()

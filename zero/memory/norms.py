@@ -1,4 +1,4 @@
-"""Norms of tensors, and of what is in parts."""
+"""Norms of tensors, and of tensors in parts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def squares_of(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 
 def squares_of_pieces(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Of each the squares of the norms of short pieces: torch adds up millions of squares one after the other, and is wrong in
-    the third digit then."""
+    """Returns for each tensor the squares of the norms of short pieces. torch adds millions of squares one after the other,
+    which is wrong in the third digit."""
     return [[norm * norm for norm in norms] for norms in _on_host([_norms_of_pieces(tensor) for tensor in tensors])]
 
 
@@ -50,7 +50,8 @@ def _on_host(norms: Sequence[torch.Tensor]) -> list[list[float]]:
 
 
 def joined(norms: Sequence[float], order: float) -> float:
-    """The norm of something from those of its parts. What is raised to the order is at most 1, which cannot overflow."""
+    """Returns the norm of something from the norms of its parts. Only numbers of at most 1 are raised to the order, which
+    cannot overflow."""
     if len(norms) == 1:
         return norms[0]
     if any(math.isnan(norm) for norm in norms):

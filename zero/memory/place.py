@@ -11,7 +11,7 @@ from accelerators import Accelerator
 
 @dataclass(frozen=True)
 class Place:
-    """Where chunks are to live, and how many ranks draw on its memory."""
+    """Where chunks live, and how many ranks share that memory."""
 
     accelerator: Accelerator
     device: torch.device

@@ -11,7 +11,7 @@ from zero.plan.layout import FlatLayout, Piece
 
 
 class LayoutRef:
-    """The layout in force. It is replaced when parameters come to lie on it, and nothing else of it ever changes."""
+    """The layout in force. It is replaced when parameters are added to it; nothing else of it ever changes."""
 
     def __init__(self, layout: FlatLayout) -> None:
         self.replace(layout)
@@ -33,7 +33,7 @@ class LayoutRef:
 
 
 class Shard:
-    """One rank's shares: a 1-D tensor a bucket in the dtype of sums, made when it is first needed, each in its home."""
+    """One rank's shares: for each bucket a 1-D tensor in the dtype of sums, made when it is first needed, each in its home."""
 
     def __init__(self, layout_ref: LayoutRef, homes: Homes) -> None:
         self.homes = homes
@@ -72,5 +72,5 @@ class Shard:
             return self.home_of(bucket).allocate(numel, dtype)
 
     def release(self) -> None:
-        """Lets go of everything."""
+        """Frees all shares."""
         self.shares.clear()

@@ -84,7 +84,7 @@ class Staging:
             self._free.setdefault(kind, []).append(_Returned(whole, self._stream(), transfer))
 
     def discard(self, buffer: torch.Tensor) -> None:
-        """It will not come back, as somebody may write into it at any time."""
+        """Forgets a buffer that will not be given back, as something may write to it at any time."""
         self.borrowed -= 1
         del self._whole[buffer.data_ptr()]
 
@@ -94,7 +94,7 @@ class Staging:
         return sum(buffer.nbytes for buffer in (*self._whole.values(), *free))
 
     def release(self, keep: int = 0) -> None:
-        """Lets the buffers that nobody has borrowed go, but for so many of each dtype and size."""
+        """Frees the buffers that are not lent, except so many of each dtype and size."""
         for free in self._free.values():
             del free[keep:]
 
@@ -112,6 +112,8 @@ _Kind = tuple[torch.dtype, bool]  # whether it is larger than usual
 
 
 class _Returned(NamedTuple):
+    """A buffer that was given back, and what may still read it."""
+
     buffer: torch.Tensor
     on: Stream | None
     transfer: Transfer | None

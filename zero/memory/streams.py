@@ -1,10 +1,9 @@
-"""Masters and moments that live elsewhere than where they are stepped: they come for it, a bucket at a time.
+"""Masters and moments that live elsewhere than where they are stepped: they come for the step, a bucket at a time.
 
-[Note: streams]
-At most three buckets are in memory: one that is read, one that is stepped, and one that is written. Outside of a step too a
-bucket comes when its masters or moments are read or written, and leaves when others come. What stands for them meanwhile has
-their shape and dtype and no memory. In memory a line has all values of one kind of a share; a state that the optimizer makes
-anew in a step is copied to one.
+[Note: streams] At most three buckets are in memory: one that is read, one that is stepped, and one that is written. Outside of
+a step a bucket also comes when its masters or moments are read or written, and leaves when others come. Meanwhile tensors of
+their shape and dtype without memory stand for them. In memory a line has all values of one kind of a share; a state that the
+optimizer makes anew in a step is copied to a line.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Member = tuple[Piece, torch.nn.Parameter]
 
 @dataclass
 class _Stretch:
-    """What of a bucket is in memory: lines by their names."""
+    """The part of a bucket that is in memory: lines by name."""
 
     lines: dict[str, torch.Tensor]
     arriving: list[Transfer]
@@ -83,7 +82,7 @@ class Streams:
         return stored
 
     def prefetch(self, bucket: int) -> None:
-        """A bucket that will be used is on its way to memory from now on."""
+        """Begins to read a bucket that will be used."""
         if bucket in self._here or not self.streams(bucket):
             return
         while any(leaving == bucket for leaving, _ in self._leaving):
@@ -101,7 +100,7 @@ class Streams:
         self._lost.discard(bucket)
 
     def use(self, bucket: int, writes: bool = True) -> None:
-        """Has a bucket in memory until others are used; what is written to it is kept if `writes`."""
+        """Keeps a bucket in memory until others are used. What is written to it is kept if `writes`."""
         self.prefetch(bucket)
         if bucket not in self._here:
             return
@@ -139,7 +138,7 @@ class Streams:
         return self._shard.piece(piece)
 
     def leave(self, bucket: int) -> None:
-        """A bucket goes home, if it is not there; nobody waits for that."""
+        """Begins to write a bucket to its home, if it is in memory."""
         stretch = self._here.pop(bucket, None)
         if stretch is None:
             return
@@ -163,7 +162,7 @@ class Streams:
             self._leaving.append((bucket, transfers))
 
     def flush(self) -> None:
-        """Everything goes home, and is there."""
+        """Writes everything to its home, and waits for that."""
         for bucket in list(self._here):
             self.leave(bucket)
         while self._leaving:
@@ -185,14 +184,14 @@ class Streams:
                 self._finish_oldest()
 
     def forget(self, buckets: set[int]) -> None:
-        """These are there no more."""
+        """Drops buckets that are there no more."""
         for bucket in buckets & self._stored.keys():
             self._here.pop(bucket, None)
             for name, stored in self._stored.pop(bucket).items():
                 self._home(bucket, name).free(stored)
 
     def release(self) -> None:
-        """Lets go of everything."""
+        """Frees everything."""
         self._here.clear()
         self._leaving.clear()
         self._stored.clear()

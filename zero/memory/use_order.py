@@ -1,4 +1,4 @@
-"""In which order gathered weights are used: learned from the last window, so that the next one is known ahead."""
+"""The order in which gathered weights are used, learned from the last window, so that the next use is known ahead."""
 
 from __future__ import annotations
 

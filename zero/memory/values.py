@@ -1,7 +1,7 @@
-"""Values that are made when they are read: what a file has, and what becomes of it by casts, joins and views.
+"""Values that are made when they are read: what a file has, and casts, joins and views of it.
 
-Any stretch can be read by itself. What no stretch can be made of alone, as of a transposed matrix, is read in the rows that
-have it.
+Any stretch can be read by itself. Where a stretch cannot be computed alone, as of a transposed matrix, the rows that contain it
+are read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero.plan.spans import Span
 
 
 class Values(Protocol):
-    """Numbers of a shape, on the host. They lie nowhere, or in a file."""
+    """Numbers of a shape, read to the host. They are computed, or in a file."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -33,7 +33,7 @@ class Values(Protocol):
 
 @dataclass(frozen=True)
 class Held:
-    """Those of a tensor."""
+    """The values of a tensor."""
 
     tensor: torch.Tensor
 
@@ -51,6 +51,8 @@ class Held:
 
 @dataclass(frozen=True)
 class Cast:
+    """Values in another dtype."""
+
     of: Values
     dtype: torch.dtype
 
@@ -64,7 +66,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Joined:
-    """Several, one after the other along a dimension."""
+    """Several values, one after the other along a dimension."""
 
     of: Sequence[Values]
     dim: int
@@ -95,7 +97,7 @@ class Joined:
 
 @dataclass
 class Viewed:
-    """What a view shows of others. `shadow` is on the meta device, with the view's size, stride and offset."""
+    """A view of other values. `shadow` is on the meta device, with the view's size, stride and offset."""
 
     of: Values
     shadow: torch.Tensor

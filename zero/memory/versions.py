@@ -17,13 +17,15 @@ Answer = Callable[[torch.Tensor], None]
 
 
 class Version(NamedTuple):
-    """Of the weights of a bucket: the steps that were taken, and the user's edits since the last one."""
+    """A version of the weights of a bucket: the number of steps, and of the user's edits since the last one."""
 
     step: int = 0
     edits: int = 0
 
 
 class _Request(NamedTuple):
+    """A request for a version that is not reached yet."""
+
     bucket: int
     version: Version
     answer: Answer
@@ -87,7 +89,7 @@ class VersionedShares:
         return self._shares[bucket].newest
 
     def edit(self, bucket: int, span: Span, values: torch.Tensor) -> None:
-        """From now on a share has these values in a span; they may be none."""
+        """Makes a new version with these values in a span; they may be none."""
         share = self._shares[bucket]
         if not self._num_others:  # nobody reads what was there before
             share.newest[span.start : span.stop] = values
@@ -135,7 +137,7 @@ class VersionedShares:
             answer(share)
 
     def reached(self, rank: int, bucket: int, step: int, edits: int) -> None:
-        """Another rank says that it asks for no older version of a bucket."""
+        """Notes that another rank requests no older version of a bucket."""
         with self._lock:
             share = self._shares.get(bucket)
             if share is not None:

@@ -1,4 +1,4 @@
-"""Methods that a part calls of the object it belongs to."""
+"""Methods that an object passes to its parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 def weakly(method: Callable[P, R]) -> Callable[P, R]:
-    """The method without a reference to its object, which would make a cycle that only a collector frees."""
+    """Returns the method without a reference to its object: a cycle would be freed by the garbage collector only."""
     ref = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

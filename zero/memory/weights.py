@@ -38,17 +38,17 @@ class Weights(Protocol):
         """Chunks that are new in the layout will be filled. A collective."""
 
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
-        """Gives a chunk, the next one, these values. Returns whether its memory is `source` itself, which may be kept if it is
+        """Gives the next chunk these values. Returns whether its memory is `source` itself, which may be kept if it is
         `given`."""
 
     def forget(self, chunk: int = 0) -> None:
         """Drops this chunk and all after it."""
 
     def attach(self, param: int, tensor: torch.nn.Parameter, param_format: ParamFormat) -> None:
-        """From now on the parameter is what lies in its slot."""
+        """Makes the parameter what lies in its slot."""
 
     def detach(self, tensor: torch.nn.Parameter, values: torch.Tensor) -> None:
-        """From now on the parameter is a plain one, with these values as its memory."""
+        """Makes the parameter a plain one, with these values as its memory."""
 
     def memory_of(self, param: int) -> torch.Tensor | None:
         """Where an attached parameter has its memory; None where it has none."""
@@ -67,7 +67,7 @@ class Weights(Protocol):
         """Them, and the memory of what this rank has of each, to be written in a step. In an order that all ranks have."""
 
     def return_frozen(self) -> None:
-        """They are whole again."""
+        """Makes frozen parameters whole again."""
 
     @property
     def whole_chunks(self) -> dict[int, torch.Tensor]:
@@ -83,10 +83,10 @@ class Weights(Protocol):
         """What other ranks' new shares are gathered into after a step; None where ranks fetch them when they need them."""
 
     def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """These were on the meta device, too."""
+        """Notes tensors that were on the meta device and must get values."""
 
     def note_written(self, tensor: torch.nn.Parameter) -> None:
-        """It has values by now."""
+        """Notes that a parameter has values."""
 
     def check_written(self) -> None:
         """Raises where a parameter or buffer that was on the meta device has no values yet."""
@@ -102,16 +102,16 @@ class Weights(Protocol):
         """Takes over what the user edited, alike on all ranks or not. All ranks do it, and have met since they read weights."""
 
     def begin_step(self) -> None:
-        """Shares are written from now on. A collective."""
+        """Begins a step, in which shares are written. A collective."""
 
     def end_step(self) -> None:
-        """What they are now are the new weights."""
+        """Makes what the shares are now the new weights."""
 
     def reconnect(self) -> None:
-        """The group has new connections. A collective."""
+        """Goes on over new connections of the group. A collective."""
 
     def close(self) -> None:
-        """No parameter is attached any more. A collective where weights are in shares."""
+        """Ends the use of weights; no parameter is attached any more. A collective where weights are in shares."""
 
 
 class FlatBuffer:

@@ -1,4 +1,4 @@
-"""The learning rate schedules that can be asked for by name, with the numbers that DeepSpeed's have.
+"""The learning rate schedules that a configuration can name, with the numbers that DeepSpeed's have.
 
 Step 0 is what holds before the first optimizer step. DeepSpeed's warm-ups count from the step after it, so a rate computed for
 "iteration i" below holds at step i + 1.
@@ -25,7 +25,8 @@ _CYCLED_SECOND_BETA = 0.99
 
 
 class Schedule(LRScheduler):
-    """A schedule by name: sets each group's rate, and for a cycle that moves momentum its betas, to a function of the step."""
+    """A schedule by name. It sets each group's rate, and the betas of a cycle that moves momentum, as a function of the
+    step."""
 
     def __init__(self, optimizer: Optimizer, spec: ScheduleSpec) -> None:
         self.kind = spec.kind
@@ -77,11 +78,11 @@ class Schedule(LRScheduler):
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule stands. What it is lies in the configuration."""
+        """Returns where the schedule stands. Its settings are in the configuration."""
         return {"last_epoch": self.last_epoch, "base_lrs": [float(base) for base in self.base_lrs]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there, and sets the rates at once: they need not be in the optimizer's state."""
+        """Goes on from a saved state, and sets the rates at once: the optimizer's state need not have them."""
         self.base_lrs = list(state_dict["base_lrs"])
         self.last_epoch = state_dict["last_epoch"]
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
@@ -90,7 +91,7 @@ class Schedule(LRScheduler):
 
 
 def build_schedule(spec: ScheduleSpec, optimizer: Optimizer) -> Schedule:
-    """The schedule of that recipe on that optimizer; a list in the recipe needs one entry for each parameter group."""
+    """Makes the schedule of a recipe on an optimizer. A list in the recipe needs one entry for each parameter group."""
     return Schedule(optimizer, spec)
 
 
@@ -121,14 +122,14 @@ def _warmed(iteration: int, settings: Mapping[str, Any]) -> float:
 
 
 def warmup(step: int, base: float, settings: Mapping[str, Any]) -> float:
-    """From the lower to the upper rate, and then the upper one."""
+    """Rises from the lower to the upper rate, and stays there."""
     low: float = settings["warmup_min_lr"]
     top: float = base if settings["warmup_max_lr"] is None else settings["warmup_max_lr"]
     return low if step == 0 else low + (top - low) * _warmed(step - 1, settings)
 
 
 def warmup_decay(step: int, base: float, settings: Mapping[str, Any]) -> float:
-    """From the lower to the upper rate, and then down in a line that reaches the lower one at the last step."""
+    """Rises from the lower to the upper rate, then falls in a line that reaches the lower one at the last step."""
     low: float = settings["warmup_min_lr"]
     top: float = settings["warmup_max_lr"]
     steps, total, iteration = max(2, settings["warmup_num_steps"]), settings["total_num_steps"], step - 1
@@ -139,7 +140,7 @@ def warmup_decay(step: int, base: float, settings: Mapping[str, Any]) -> float:
 
 
 def warmup_cosine(step: int, base: float, settings: Mapping[str, Any]) -> float:
-    """Up to the group's own rate, and then down along half a cosine to a fraction of it."""
+    """Rises to the group's own rate, then falls along half a cosine to a fraction of it."""
     start: float = settings["warmup_min_ratio"]
     end: float = settings["cos_min_ratio"]
     steps, iteration = max(2, settings["warmup_num_steps"]), step - 1
@@ -152,7 +153,7 @@ def warmup_cosine(step: int, base: float, settings: Mapping[str, Any]) -> float:
 
 
 def range_test(step: int, base: float, settings: Mapping[str, Any]) -> float:
-    """Ever upwards from the lower rate, in a line or in stairs."""
+    """Rises from the lower rate without end, in a line or in stairs."""
     low: float = settings["lr_range_test_min_lr"]
     intervals: float = step / settings["lr_range_test_step_size"]
     if settings["lr_range_test_staircase"]:
@@ -161,7 +162,7 @@ def range_test(step: int, base: float, settings: Mapping[str, Any]) -> float:
 
 
 def one_cycle(step: int, base: float, settings: Mapping[str, Any]) -> float:
-    """Up and down once, and then decaying from the lower rate if a decay was asked for."""
+    """Rises and falls once, then decays from the lower rate if a decay is configured."""
     low: float = settings["cycle_min_lr"]
     top: float = settings["cycle_max_lr"]
     decay_steps = _steps_after_cycle(step, settings)
@@ -171,7 +172,7 @@ def one_cycle(step: int, base: float, settings: Mapping[str, Any]) -> float:
 
 
 def one_cycle_momentum(step: int, settings: Mapping[str, Any]) -> float:
-    """The other way round: down and up once, and then moving on from the upper value."""
+    """Falls and rises once, then moves on from the upper value."""
     low: float = settings["cycle_min_mom"]
     top: float = settings["cycle_max_mom"]
     if step == 0:

@@ -1,4 +1,4 @@
-"""Several optimizers of one model as one: Muon for its matrices, say, and AdamW for the rest."""
+"""Several optimizers of one model as one: Muon for its matrices and AdamW for the rest, for instance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ OneOrSeveral: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer
 
 
 class Optimizers(torch.optim.Optimizer):
-    """Has the groups of all its members, which are their own dicts, and one state for all. A step is one of each, in order."""
+    """An optimizer with the groups of all its members, which are their own dicts, and one state for all. A step steps each
+    member, in order."""
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         self.members = tuple(members)
@@ -68,7 +69,7 @@ class Optimizers(torch.optim.Optimizer):
 
 
 def as_one(optimizer: Any) -> Any:
-    """What was given, or the optimizers of a list as one."""
+    """Returns the optimizer, or several of a list as one."""
     if not isinstance(optimizer, (list, tuple)) or not optimizer:
         return optimizer
     for member in optimizer:
@@ -86,12 +87,12 @@ def _check_member(member: Any) -> None:
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that step."""
+    """Returns the optimizers that step."""
     return optimizer.members if isinstance(optimizer, Optimizers) else (optimizer,)
 
 
 def with_members(optimizer: torch.optim.Optimizer) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-    """Every group, with the optimizer that steps it."""
+    """Returns every group with the optimizer that steps it."""
     stepped_by = {id(group): member for member in members_of(optimizer) for group in member.param_groups}
     return [(stepped_by[id(group)], group) for group in optimizer.param_groups]
 

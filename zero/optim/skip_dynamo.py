@@ -1,9 +1,9 @@
-"""Makes optimizers without torch's compiler.
+"""Makes optimizers without loading torch's compiler.
 
-[Note: no compiler]
-Making an optimizer loads torch's compiler, 70 MiB and a second or two of every process: torch wants to tell it to leave
-`add_param_group` alone. Where it is not loaded there is nobody to be told, so the method is called as it is, and torch tells it
-another time, should it be loaded. What steps in one pass never needs it; the `step` of most of torch's optimizers loads it.
+[Note: no compiler] Making an optimizer loads torch's compiler, 70 MiB and a second or two in every process, because torch tells
+it to leave `add_param_group` alone. If the compiler is not loaded there is nothing to tell, so the method is called as it is;
+torch tells the compiler later, should it be loaded. What steps in one pass never needs it; the `step` of most of torch's
+optimizers loads it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TOLD = "__dynamo_disable"  # where torch keeps what the compiler made of a meth
 
 @contextlib.contextmanager
 def skip_dynamo_import() -> Iterator[None]:
-    """Within it, optimizers are made without loading it."""
+    """Optimizers that are made inside do not load the compiler."""
     method = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     if "torch._dynamo" in sys.modules or hasattr(method, _TOLD):
         yield

@@ -1,4 +1,4 @@
-"""The step of an optimizer without what is around it."""
+"""Steps an optimizer without the hooks around its step."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 
 def has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Put there by somebody, who wants it to be called: once, with everything."""
+    """Whether somebody put another `step` on the object, which is then called once, with everything."""
     own = vars(optimizer).get("step")
     return own is not None and not hasattr(own, "_wrapped_by_lr_sched")
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Those around its step are run by the optimizer that the user holds, once; around this one they would run again."""
+    """Steps without hooks. The optimizer that the user holds runs them, once."""
     if has_step_of_its_own(optimizer):
         optimizer.step()
         return

@@ -108,7 +108,7 @@ def known_kind(optimizer: torch.optim.Optimizer, among: Collection[type] = ELEME
 
 
 def steps_by_blocks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it may be given one part of its parameters after the other: nobody counts the calls or wants to see all."""
+    """Whether it may step its parameters in several calls: no code counts its calls or needs all parameters at once."""
     members = members_of(optimizer)
     known = all(known_kind(member, _BY_BLOCKS) and not has_step_of_its_own(member) for member in members)
     return known and not has_step_of_its_own(optimizer)
@@ -146,7 +146,7 @@ def is_quantised_in_blocks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def of_all_tensors(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why it must see all parameters to step one; None where nothing of the kind is known."""
+    """Returns why it must see all parameters to step one, or None."""
     found = next((OF_ALL_TENSORS[base.__name__] for base in type(optimizer).__mro__ if base.__name__ in OF_ALL_TENSORS), None)
     settings = [name for name in _OVER_ALL if any(group.get(name) for group in optimizer.param_groups)]
     if found is None and known_whole(optimizer) is not None and settings:
@@ -155,7 +155,7 @@ def of_all_tensors(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def known_whole(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why it is known to need whole tensors; None where it is not."""
+    """Returns why it needs whole tensors, or None if that is not known of it."""
     name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in WHOLE_TENSOR), None)
     if name is not None:
         return f"{name} looks at whole tensors"
@@ -170,8 +170,8 @@ def rounds_within(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def whole_groups(optimizer: torch.optim.Optimizer, whole_tensors: bool | None) -> list[bool]:
-    """By group, whether each of its tensors belongs to one rank: as the group says, as it is known of its optimizer, or as is
-    said of those that nothing is known of."""
+    """Returns for each group whether each of its tensors belongs to one rank: what the group says, else what is known of its
+    optimizer, else what the user says of unknown optimizers."""
     return [_is_whole(member, group, bool(whole_tensors)) for member, group in with_members(optimizer)]
 
 
@@ -182,7 +182,8 @@ def _is_whole(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], whole_
 
 
 def work_of(optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int]) -> int:
-    """Of the update of one whole tensor, in no unit: what is done with each element of a matrix grows with its shorter side."""
+    """Returns the work of the update of one whole tensor, as a number without a unit: work on an element of a matrix grows with
+    the shorter side."""
     kind = type(with_members(optimizer)[group][0])
     of_matrices = len(shape) > 1 and any(base.__name__ in _OF_MATRICES for base in kind.__mro__)
     return max(1, math.prod(shape)) * (max(1, min(shape[-2:])) if of_matrices else 1)

@@ -1,1 +1,1 @@
-"""Numbers: where every element lies, and what that costs. No torch."""
+"""Numbers without torch: where every element lies, and what that costs."""

@@ -1,4 +1,4 @@
-"""What a layout costs on one rank, in bytes: the numbers that memory is measured against."""
+"""What a layout costs on one rank, in bytes: the numbers that measured memory is compared with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ON_THE_WAY = 2  # copies between the device and the host that may be on their w
 
 @dataclass(frozen=True)
 class Shares:
-    """Bytes of what a rank has in one memory of the states of a training: its share, or all of what is not sharded."""
+    """Bytes of the states of a training that one rank has in one memory: its share, or all of a state that is not sharded."""
 
     weights: int = 0
     masters: int = 0  # nothing where the weights are as wide as their sums and in the same memory
@@ -30,8 +30,8 @@ class Shares:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of one rank: on the device of the weights, and on a host beside it. What the user's own graph and batch need
-    comes on top."""
+    """Bytes of one rank, on the device of the weights and on a host beside it. What the user's own graph and batch need comes
+    on top."""
 
     device: Shares
     staging: int  # buckets that are kept for the next window
@@ -46,12 +46,12 @@ class Budget:
 
     @property
     def states(self) -> int:
-        """What is on the device between two windows."""
+        """Bytes on the device between two windows."""
         return self.device.weights + self.device.masters + self.device.moments + self.staging + self.streams
 
     @property
     def peak(self) -> int:
-        """The most on the device at one time, while a window is being filled or stepped on."""
+        """The most bytes on the device at one time while a window is filled and stepped."""
         return self.states + max(self.gathered + self.filling, self.stepping)
 
     @property
@@ -169,17 +169,19 @@ def _place(bucket: Bucket, kind: str) -> bool | None:
 
 
 def _gathered(chunks: Sequence[int], most: float) -> int:
-    """Chunks of one operator and the next one at least, and never more than all. They are sorted, the largest first."""
+    """Returns the bytes of gathered weights: the chunks of one operator and the next one at least, and never more than all.
+    They are sorted, the largest first."""
     return max(sum(chunks[:2]), int(min(sum(chunks), most)))
 
 
 def _coming(rank: int, num_ranks: int) -> float:
-    """How much of a bucket a rank receives for it: all, but that the first one and the last one need not send themselves."""
+    """Returns the part of a bucket that a rank receives for it. The first and the last rank need not send themselves
+    anything."""
     return 1.0 - (num_ranks > 1 and rank in (0, num_ranks - 1)) / num_ranks
 
 
 def busiest_rank(layout: FlatLayout) -> int:
-    """The one that has the most of what has one owner each; 0 where nothing has."""
+    """Returns the rank that has the most elements with one owner; 0 where there are none."""
     owned = Counter[int]()
     for param, spec in enumerate(layout.params):
         owner = layout.owner(param)
@@ -189,7 +191,8 @@ def busiest_rank(layout: FlatLayout) -> int:
 
 
 def usual_numel(layout: FlatLayout) -> int:
-    """More elements than any bucket has but those of whole tensors, which are as large as they must be."""
+    """Returns the largest number of elements of a bucket, without the buckets of whole tensors, which are as large as they must
+    be."""
     return layout.bucket_bytes // min(ITEM_BYTES.values()) + layout.num_shares * layout.align_bytes
 
 

@@ -1,4 +1,4 @@
-"""What a stage costs one rank, kind by kind: a budget, with the gradients that wait whole while a window accumulates."""
+"""What a stage costs one rank, by kind of state: a budget, with the gradients that wait whole while a window accumulates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero.plan.stages import stage_of
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one rank: on the device of the weights, and on a host beside it."""
+    """Bytes of one rank, on the device of the weights and on a host beside it."""
 
     device: Shares  # the gradients at their most
     buckets: int  # that are kept from window to window

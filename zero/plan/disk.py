@@ -1,4 +1,4 @@
-"""What of a layout is on disk, and what streams from there in a step, in bytes of one rank."""
+"""The part of a layout that is on disk, and what streams from there in a step, in bytes of one rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def disk_bytes(layout: FlatLayout, rank: int = 0, num_moments: int | Sequence[in
 
 
 def lives(layout: FlatLayout, bucket: int, kind: str) -> bool:
-    """Whether there is such a state apart from the weights: masters as wide as they are in one memory are the same."""
+    """Whether a kind of state is stored apart from the weights: masters as wide as the weights, in one memory, are the same."""
     own = layout.buckets[bucket]
     item = ITEM_BYTES[layout.chunks[own.chunk].dtype]
     return kind != "masters" or own.offloaded or item < ITEM_BYTES["float32"]

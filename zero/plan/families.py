@@ -10,7 +10,8 @@ Named = Iterator[tuple[str, Shape]]
 
 
 def parameters_of(config: Mapping[str, Any]) -> list[tuple[str, Shape]]:
-    """Names and shapes of every parameter, a tied one once. A ValueError where the configuration is none that we know."""
+    """Returns names and shapes of every parameter, a tied one once. Raises ValueError for a configuration of an unknown
+    family."""
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What gradients are multiplied with on their way, and when. Numbers only."""
+"""The factors of gradients between autograd and the step, and when they are applied. Numbers only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 @dataclass
 class Scaling:
-    """Multipliers of gradients as they come, of sums as they are kept, and of sums when they are settled.
+    """Factors of gradients as they come, of sums as they are kept, and of sums when they are settled.
 
-    A power of two is exact at any time, and is applied as sums are kept, which costs nothing. What is not would round
-    each round's sum by itself, so it waits until all are in; sums that come to a settled window cannot wait.
+    A power of two is exact at any time, and is applied as sums are kept, which costs nothing. Another factor would round each
+    round's sum by itself, so it waits until all are in; sums that come to a settled window cannot wait.
     """
 
     reduce: float = 1.0  # of the sum over ranks
@@ -26,7 +26,7 @@ class Scaling:
 
     @property
     def multiplier(self) -> float | None:
-        """Of the gradients to come; None for nothing."""
+        """The factor of the gradients to come, or None."""
         missing = 1.0 if self.is_scaled else self.loss_scale
         if self.weight is not None:
             return self.weight * missing
@@ -57,7 +57,7 @@ class Scaling:
             self.is_scaled = before
 
     def expect_plain(self) -> None:
-        """The backward to come carries nothing."""
+        """Says that the next backward is not scaled."""
         self.is_scaled = self.is_divided = False
 
     @property

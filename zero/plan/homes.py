@@ -1,7 +1,7 @@
-"""Which buckets have their states elsewhere than on the device: of each kind of state as much as asked for.
+"""Which buckets have their states elsewhere than on the device: of each kind of state as much as is configured.
 
-A bucket is stepped where its masters are: on the device, or *offloaded* on the host beside it. What of its states is kept in
-another place is *away*, and comes for the step, a bucket at a time: on a disk, or on the host where the device steps.
+A bucket is stepped where its masters are: on the device, or *offloaded*, on the host beside it. A kind of its states that is
+kept in another place is *away*, and comes for the step, a bucket at a time: on a disk, or on the host where the device steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Away(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Of a bucket: its elements, how much of its kind is offloaded, and what is away."""
+    """What is configured for a bucket: its elements, how much of its kind is offloaded, and what is away."""
 
     numel: int
     offload: float
@@ -34,8 +34,8 @@ class Asked(NamedTuple):
 
 
 def homes_of(buckets: Sequence[Asked]) -> Iterator[tuple[bool, tuple[tuple[str, str], ...]]]:
-    """Of each whether it is offloaded, and what kinds are away, with their places. Those that backward fills first go away, as
-    their copies have the most time."""
+    """Returns for each bucket whether it is offloaded, and which kinds are away, with their places. Those that backward fills
+    first go away, as their copies have the most time."""
     total, so_far = Counter[tuple[tuple[str, str], float]](), Counter[tuple[tuple[str, str], float]]()
     for bucket in buckets:
         for each in bucket.shares:

@@ -40,7 +40,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the layout must know of a parameter."""
+    """What the layout needs to know of a parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place."""
+    """The place of a parameter in its chunk."""
 
     param: int  # index into FlatLayout.params
     chunk: int
@@ -85,6 +85,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
+    """A stretch of a chunk that is reduced, stepped and published at once."""
+
     chunk: int
     span: Span  # in the chunk
     params: tuple[int, ...]
@@ -112,6 +114,8 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
+    """A stretch of the line that is allocated at once."""
+
     dtype: str
     numel: int
     params: tuple[int, ...]
@@ -120,6 +124,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class FlatLayout:
+    """The layout of all parameters: where every element lies in chunks, buckets and shares. It never changes; `joined` and
+    `extended` return another one."""
+
     params: tuple[ParamSpec, ...]
     slots: tuple[Slot | None, ...]  # by parameter; None for one that lies nowhere yet
     chunks: tuple[Chunk, ...]
@@ -146,11 +153,11 @@ class FlatLayout:
         return empty.extended([param for param in range(len(params)) if param not in latent])
 
     def joined(self, params: Sequence[ParamSpec]) -> FlatLayout:
-        """With more parameters, which lie nowhere yet."""
+        """Returns the layout with more parameters, without slots."""
         return replace(self, params=(*self.params, *params), slots=(*self.slots, *(None for _ in params)))
 
     def extended(self, params: Collection[int]) -> FlatLayout:
-        """With slots for these parameters too, in chunks and buckets of their own after the others."""
+        """Returns the layout with slots for these parameters too, in chunks and buckets of their own after the others."""
         return _Builder(self).add(params)
 
     def pieces(self, param: int, rank: int) -> Iterator[Piece]:
@@ -180,7 +187,7 @@ class FlatLayout:
         return next((slot.span.start // self.buckets[index].share_numel for index in self.buckets_of(param)), 0)
 
     def work_of(self, rank: int) -> int:
-        """That the updates of all tensors are which it owns."""
+        """Returns the work of the updates of all tensors that a rank owns."""
         return sum(spec.work for param, spec in enumerate(self.params) if self.owner(param) == rank)
 
     def parts(self, param: int) -> tuple[Part, ...]:
@@ -267,6 +274,7 @@ class FlatLayout:
 
 
 class _Builder:
+    """Lays out parameters, chunk by chunk."""
     def __init__(self, layout: FlatLayout) -> None:
         self._layout = layout
         self._slots = list(layout.slots)

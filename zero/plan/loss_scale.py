@@ -1,4 +1,4 @@
-"""The loss scale of fp16 training: given whether the gradients were finite, what scale next. Numbers only."""
+"""The loss scale of fp16 training: the next scale, given whether the gradients were finite. Numbers only."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ EVEN = 1.1  # of the mean: what the busiest rank may have to do, if it can be ha
 
 
 class Tensor(NamedTuple):
-    """One that is to have an owner."""
+    """A tensor that will have an owner."""
 
     param: int
     numel: int  # with its padding

@@ -1,4 +1,4 @@
-"""What a stage shards, and when it sends. This table is the only place that knows what a stage number means."""
+"""What a stage shards, and when it sends. No other file knows what the number of a stage means."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ STAGES = {
 
 
 def stage_of(number: int) -> Stage:
+    """Returns the stage of a number, or raises."""
     if isinstance(number, bool) or number not in STAGES:
         raise ValueError(f"Cannot use stage={number!r}: the stages are {', '.join(map(str, STAGES))}. Pass one of them.")
     return STAGES[number]

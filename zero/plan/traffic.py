@@ -1,4 +1,4 @@
-"""Bytes that a rank sends for one step: what a layout and a stage must cost on any wire. `docs/scaling.md` is this."""
+"""Bytes that a rank sends for one step: what a layout and a stage must cost on any network. `docs/scaling.md` shows them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def default_bucket_bytes(weight_bytes: int, on_network: bool) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one rank, in one step."""
+    """Bytes that one rank sends in one step."""
 
     gradients: int
     weights: int

@@ -1,1 +1,1 @@
-"""Time: what happens when."""
+"""What happens when: from a gradient that is ready to the new weights of all ranks."""

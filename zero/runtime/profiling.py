@@ -1,4 +1,4 @@
-"""The stops of a gradient: under their names in a profiler, and how long each takes where somebody asks."""
+"""The stops of a gradient: their names in a profiler, and how long each takes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Result = TypeVar("Result")
 
 
 class Clock:
-    """Where the time of a training goes: every moment belongs to the innermost of what is going on, and to nothing else.
+    """Measures where the time of a training goes. Every moment belongs to the innermost stop that is running, and to no other.
 
-    Moments are marked by events of the device, in the order of its own work, so that the host waits for nothing until
-    somebody reads. Threads that are at work together count for the one that began something last.
+    Moments are marked by events of the device, in the order of its work, so that the host waits for nothing until the times are
+    read. Of threads that run at the same time, the one that began a stop last counts.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -64,7 +64,7 @@ class Clock:
 
 
 class Timed:
-    """What has stops. They are timed while it has a clock."""
+    """A class with stops, which are timed while it has a clock."""
 
     clock: Clock | None = None
 
@@ -92,7 +92,7 @@ def stop(
 
 @contextlib.contextmanager
 def during(name: str, clock: Clock | None) -> Iterator[None]:
-    """What happens inside has that name, as a stop has."""
+    """Gives what runs inside a name, as a stop has."""
     profiled = profiler._is_profiler_enabled
     with torch.profiler.record_function(f"zero.{name}") if profiled else contextlib.nullcontext():
         if clock is None:

@@ -1,4 +1,4 @@
-"""What ranks build, as lines of text: the same on all of them, or an error on all of them."""
+"""Compares what the ranks build, as lines of text: it is the same on all of them, or all of them raise."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def verify_same_setup(
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> str:
-    """A line a group, of what of it can be compared as text."""
+    """Returns a line for each group, with its settings that can be compared as text."""
     return "\n".join(f"group {_settings_of(group)}" for group in optimizer.param_groups)
 
 
@@ -76,7 +76,7 @@ BITS = 16  # bytes that stand for the bits of one tensor
 
 
 def check_weights(named: Mapping[str, torch.Tensor], group: Group) -> None:
-    """Raises on every rank unless all have the same bits in every one of them; a collective."""
+    """Raises on every rank unless all ranks have the same bits in each of these tensors. A collective."""
     mine = b"".join(map(bits_of, named.values()))
     everyone = exchange_about(group, "check", mine)
     for rank, theirs in enumerate(everyone):
@@ -90,5 +90,5 @@ def check_weights(named: Mapping[str, torch.Tensor], group: Group) -> None:
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:
-    """A digest of the values."""
+    """Returns a digest of the values of a tensor."""
     return hashlib.sha256(bytes_of(tensor)).digest()[:BITS]

@@ -22,14 +22,15 @@ _WORTH_A_TRY = 256 * 2**20  # bytes of states of a rank
 
 
 class Places(NamedTuple):
-    """What the layout is told of it."""
+    """What the layout is told about the homes of a group."""
 
     offload: float = 0.0  # how much is stepped on the host beside a device
     away: tuple[Away, ...] = ()
 
 
 def homes_of(group: Mapping[str, Any], config: ZeroConfig) -> dict[str, StateHome | None]:
-    """By kind: its own "homes", else what the configuration says; then its own "offload", else that of the configuration."""
+    """Returns the home of each kind of state: the group's "homes", else those of the configuration; else the group's "offload",
+    else that of the configuration."""
     own = group.get("homes", config.homes)
     homes = own if isinstance(own, Homes) else Homes(**(own or {}))
     offload = Offload.of(group["offload"]) if "offload" in group else config.offload
@@ -38,7 +39,7 @@ def homes_of(group: Mapping[str, Any], config: ZeroConfig) -> dict[str, StateHom
 
 
 def places_of(group: Mapping[str, Any], config: ZeroConfig, device: torch.device) -> Places:
-    """Raises where the homes of a group exclude each other."""
+    """Returns where the states of a group live. Raises where its homes contradict each other."""
     homes = homes_of(group, config)
     masters, is_host = homes["masters"] or _DEVICE, device.type == "cpu"  # where weights are there is nowhere else to step
     steps_here = is_host or masters.home == "device" or not masters.ratio
@@ -53,8 +54,8 @@ def places_of(group: Mapping[str, Any], config: ZeroConfig, device: torch.device
 
 
 def with_pace(config: ZeroConfig, group: Group, numel: int) -> ZeroConfig:
-    """The configuration with how disks are read and written: as it says, or as rank 0 finds to be the fastest where so many
-    elements are worth a try. A collective where it has a disk."""
+    """Fills in how disks are read and written, where the configuration says "auto": as fast as rank 0 finds by trying, if there
+    are enough elements to make that worth while. A collective where states are on a disk."""
     homes = config.homes
     if not homes.directories or (homes.threads != "auto" and homes.piece_bytes != "auto"):
         return config
@@ -96,7 +97,7 @@ def _check(homes: Mapping[str, StateHome | None], steps_here: bool, is_host: boo
 
 
 def check_streams(optimizer: torch.optim.Optimizer, places: Mapping[int, Places]) -> None:
-    """Raises where states are to come for the step a bucket at a time, and the optimizer wants all of them. By group."""
+    """Raises where states of some groups come for the step a bucket at a time, and the optimizer needs all of them at once."""
     apart = {each.kind for own in places.values() for each in own.away} & {"masters", "moments"}
     if apart and not steps_by_blocks(optimizer):
         raise ValueError(

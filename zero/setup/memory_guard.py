@@ -1,4 +1,4 @@
-"""Room for what training needs: on the host asked for before anything is allocated, on the device explained when it ran out."""
+"""Checks memory: host memory before anything is allocated, device memory by explaining the error when it runs out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from zero.plan.layout import ITEM_BYTES, FlatLayout
 
 
 class MemoryGuard:
-    """What memory there is: of the host for what is offloaded there, of the device for what to say when it runs out."""
+    """Knows the memory of this rank: of the host, for what is offloaded there, and of the device, for the error when it runs
+    out."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class MemoryGuard:
 
     @contextlib.contextmanager
     def explain_oom(self, asked: str, layout_ref: LayoutRef) -> Iterator[None]:
-        """Where memory runs out inside, the error says what there is, what is predicted and which setting fits."""
+        """Adds to an out-of-memory error inside what there is, what was predicted, and which setting fits."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -76,8 +77,8 @@ class MemoryGuard:
         return budget_of(layout, busiest_rank(layout), num_moments=moments, shards_weights=shards_weights, **how)
 
     def room_for_weights(self, asked: int | str, layout: FlatLayout, tensors: Iterable[torch.Tensor]) -> float:
-        """Bytes of whole weights that this rank may have at a time at stage 3: of what is free beside all else that is kept for
-        training one half, as activations need the other. `tensors` are taken into shares. Each rank decides for itself."""
+        """Returns how many bytes of whole weights this rank may have at a time at stage 3: half of what is free beside the
+        states of training, as activations need the other half. `tensors` will be in shares. Each rank decides for itself."""
         if asked == "all":
             return math.inf
         if isinstance(asked, int):
@@ -113,7 +114,7 @@ class MemoryGuard:
                 f"machine: {available} bytes ({format_bytes(available)}) are available to all of them. Offload a smaller part "
                 "with offload={'ratio': ...}, use more machines, or a smaller model."
             )
-        # as much as there will be in one piece: that so much can be had is found out by trying
+        # as much as will be allocated at once: whether that can be had is found by trying
         piece = max((bucket.share_numel for bucket in layout.buckets if bucket.offloaded), default=0) * ITEM_BYTES["float32"]
         if pinned and not self._can_pin(piece):
             raise ValueError(
@@ -124,7 +125,7 @@ class MemoryGuard:
         self.homes.host.pinned = pinned
 
     def _check_host(self, layout: FlatLayout, held: int) -> None:
-        """Where the device is the host, all that is not on disk is there."""
+        """Raises unless everything that is not on disk fits, where the device is the host."""
         needed = self._budget(layout, self._shards_weights).peak - held
         available = self._place.accelerator.memory().available
         if available is None or needed * self._place.num_ranks <= available:
@@ -138,7 +139,7 @@ class MemoryGuard:
         )
 
     def check(self, asked: str, needed: int) -> None:
-        """Raises unless so many bytes of this rank fit on the host, which other ranks may be filling as well."""
+        """Raises unless so many bytes of this rank fit on the host, which other ranks may be filling too."""
         available = accelerators.get("cpu").memory().available
         if available is not None and needed > available:
             raise MemoryError(

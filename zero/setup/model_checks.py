@@ -1,4 +1,4 @@
-"""What cannot be sharded, said before anything is changed."""
+"""Refuses what cannot be sharded, before anything is changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole, of_all_t
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses what is no model, and a model that somebody else already distributes."""
+    """Refuses what is not a module, and a model that another library distributes already."""
     if not isinstance(model, nn.Module):
         found = type(model).__name__
         raise TypeError(f"Cannot shard a {found}: it is not a model. Pass an nn.Module, then its optimizer.")
@@ -41,7 +41,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, elementwise: bool | None, whole_tensors: bool | None) -> None:
-    """Refuses an optimizer that sees all parameters at once, and one that nobody vouches for."""
+    """Refuses an optimizer that looks at all parameters at once, and one of an unknown kind without the user's word."""
     if hasattr(optimizer, "parts"):
         raise ValueError("Cannot shard: the optimizer is sharded already. Pass it once, or close() it first.")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -82,8 +82,7 @@ def _check_kind(
 
 
 def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuses the optimizer of another model, and a parameter that it would update twice, as torch does where it sees
-    the groups being made."""
+    """Refuses the optimizer of another model, and a parameter that it would update twice."""
     known = {id(param) for group in optimizer.param_groups for param in group["params"]}
     trainable = [param for param in model.parameters() if param.requires_grad]
     if trainable and not any(id(param) in known for param in model.parameters()):
@@ -106,8 +105,8 @@ def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def check_settings_on_host(optimizer: torch.optim.Optimizer, ratios: Mapping[int, float]) -> None:
-    """Refuses settings of groups that a step on the host could not use, and would find out in the middle of the first one.
-    `ratios`: how much of each group is to be stepped there."""
+    """Refuses settings of groups that fail in a step on the host, before the first one fails in its middle. `ratios` says how
+    much of each group is stepped there."""
     for index in sorted(index for index, ratio in ratios.items() if ratio):
         group, cannot = optimizer.param_groups[index], f"Cannot offload group {index} of the optimizer:"
         found = {key: value.device for key, value in group.items() if isinstance(value, torch.Tensor) and not value.is_cpu}
@@ -126,7 +125,7 @@ def check_settings_on_host(optimizer: torch.optim.Optimizer, ratios: Mapping[int
 
 
 def check_capturable(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses what torch would find out in the first step on the host."""
+    """Refuses `capturable` on the host, which torch would refuse in the first step."""
     for index, group in enumerate(optimizer.param_groups):
         if group.get("capturable"):
             raise ValueError(
@@ -136,7 +135,8 @@ def check_capturable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_params(names: Sequence[str], tensors: Sequence[nn.Parameter], may_be_meta: bool = False) -> None:
-    """Refuses parameters that cannot lie in flat memory; on the meta device they may be where they get none of their own."""
+    """Refuses parameters that cannot lie in flat memory. Those on the meta device are allowed where they get no memory of their
+    own."""
     devices = {tensor.device for tensor in tensors if not (may_be_meta and tensor.is_meta)}
     if len(devices) > 1:
         first = {str(tensor.device): name for name, tensor in reversed(list(zip(names, tensors, strict=True)))}
@@ -157,7 +157,7 @@ def check_params(names: Sequence[str], tensors: Sequence[nn.Parameter], may_be_m
 
 
 def check_views(model: nn.Module, names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
-    """Refuses what looks at the memory of a parameter, which will be elsewhere."""
+    """Refuses buffers and attributes that are views of the memory of a parameter, which will move."""
     managed = {id(tensor) for tensor in tensors}
     in_storage: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -193,7 +193,7 @@ def _problem_of(tensor: nn.Parameter, may_be_meta: bool) -> str | None:
 
 
 def check_devices(names: Sequence[str], tensors: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Refuses to take in what lies elsewhere than the rest."""
+    """Refuses parameters on different devices."""
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.device != device:
             raise ValueError(
@@ -202,6 +202,7 @@ def check_devices(names: Sequence[str], tensors: Iterable[nn.Parameter], device:
 
 
 def check_dtypes(accelerator: Accelerator, dtypes: Iterable[torch.dtype]) -> None:
+    """Refuses dtypes that the device cannot compute in."""
     for dtype in dtypes:
         if not accelerator.supports(dtype):
             works = ", ".join(str(known).removeprefix("torch.") for known in accelerator.supported_dtypes())

@@ -1,4 +1,4 @@
-"""What of a model is not managed: frozen parameters, and buffers."""
+"""The parts of a model that no optimizer manages: frozen parameters and buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("zero")
 
 
 def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group) -> None:
-    """Makes what is frozen, and the buffers, those of rank 0."""
+    """Copies rank 0's frozen parameters and buffers to all ranks."""
     if group.size == 1:
         return
     latent = chosen.frozen
@@ -38,8 +38,8 @@ def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group) ->
 def frozen_to_share(
     model: nn.Module, device: torch.device, keep_whole_numel: int
 ) -> tuple[list[str], list[nn.Parameter]]:
-    """The frozen parameters whose memory is nothing else's, and of a dtype that weights have. Those of so few elements stay
-    whole, unless they have no memory yet."""
+    """Returns the frozen parameters that can be in shares: of a dtype that weights have, and with memory of their own. Small
+    ones stay whole, unless they have no memory yet."""
     in_storage: dict[int, list[torch.Tensor]] = {}
     tensors = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
@@ -55,7 +55,8 @@ def frozen_to_share(
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A tensor as memory that can be written, each element once; None for one that is no such thing."""
+    """Returns the memory of a tensor as one with each element once, which can be written; None where there is no such
+    memory."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None
     if tensor.is_quantized or tensor.is_nested:
@@ -68,7 +69,7 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Gives buffers on the meta device memory, with NaN or zeros in it. Returns those that have no values yet."""
+    """Gives buffers on the meta device memory, filled with NaN or zeros. Returns those that have no values yet."""
     placed: dict[int, torch.Tensor] = {}  # by id of what it was before, which several modules may have
     found = {}
     for prefix, module in model.named_modules():
@@ -83,7 +84,7 @@ def place_buffers(model: nn.Module, device: torch.device) -> dict[str, torch.Ten
 
 
 def cast_frozen(model: nn.Module, config: ZeroConfig) -> None:
-    """Casts what is frozen like the rest of the model; last of all, as nothing remembers what it was before."""
+    """Casts frozen parameters like the rest of the model. It comes last, as it cannot be undone."""
     islands = fp32_islands(model, config.keep_fp32)
     for param in model.parameters():
         if config.dtype is not None and _is_wide(param) and id(param) not in islands and not param.requires_grad:
@@ -91,12 +92,13 @@ def cast_frozen(model: nn.Module, config: ZeroConfig) -> None:
 
 
 def _is_wide(tensor: torch.Tensor) -> bool:
-    """Whether it is a float of at least 16 bits: one of 8 is quantized, and belongs to a layer that knows its scale."""
+    """Whether a tensor is a float of at least 16 bits. One of 8 bits is quantized, and belongs to a layer that knows its
+    scale."""
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def cast_buffers(model: nn.Module, config: ZeroConfig) -> None:
-    """Casts floating buffers to `buffer_dtype`, but for those that stay in fp32."""
+    """Casts floating buffers to `buffer_dtype`, except those that stay in fp32."""
     if config.buffer_dtype is None:
         return
     kept = re.compile("|".join(_kept_buffers(model, config.keep_fp32_buffers)) or "(?!)")
@@ -106,7 +108,8 @@ def cast_buffers(model: nn.Module, config: ZeroConfig) -> None:
 
 
 def _kept_buffers(model: nn.Module, patterns: tuple[str, ...] | None) -> list[str]:
-    """Patterns that match anywhere in a name; those of a module's own list, which transformers' models have, below it."""
+    """Returns the patterns of buffers that stay in fp32. A module's own list, which transformers' models have, holds below that
+    module."""
     if patterns is not None:
         return [pattern.replace("*", ".*") for pattern in patterns]
     found = []
@@ -118,7 +121,7 @@ def _kept_buffers(model: nn.Module, patterns: tuple[str, ...] | None) -> list[st
 
 
 def _broadcast_bits(group: Group, tensor: torch.Tensor) -> None:
-    """Rank 0's bits in a tensor of any dtype: backends differ in which dtypes they carry, and all carry bytes."""
+    """Broadcasts rank 0's bits of a tensor, as bytes: backends differ in the dtypes that they carry."""
     dense = tensor.resolve_conj().resolve_neg().contiguous()
     group.broadcast(dense.reshape(-1).view(torch.uint8)).wait()
     if dense is not tensor:

@@ -35,7 +35,7 @@ class ManagedParams:
 
     @property
     def frozen(self) -> set[int]:
-        """Those that are frozen: they get memory when they are trained."""
+        """Returns the frozen parameters. They get memory when they are trained."""
         return {index for index, tensor in enumerate(self.tensors) if not tensor.requires_grad}
 
     def specs(self) -> list[ParamSpec]:
@@ -59,14 +59,15 @@ def specs_of(
 
 
 def is_kept(config: ZeroConfig, tensor: torch.Tensor) -> bool:
-    """Whether every rank keeps it whole where weights are in shares."""
+    """Whether every rank keeps the parameter whole where weights are in shares."""
     return stage_of(config.stage).shards_weights and tensor.numel() <= config.keep_whole_numel
 
 
 def works_of(
     optimizer: torch.optim.Optimizer, config: ZeroConfig, tensors: list[nn.Parameter], groups: list[int]
 ) -> list[int]:
-    """Of the update of each tensor, where it has one owner; else 0. `groups` are the optimizer's, by tensor."""
+    """Returns the work of the update of each tensor that has one owner, and 0 for others. `groups` are the optimizer's, by
+    tensor."""
     is_whole = whole_groups(optimizer, config.whole_tensors)
     return [
         work_of(optimizer, group, tensor.shape) if is_whole[group] else 0
@@ -80,7 +81,8 @@ def place_of(param: torch.Tensor) -> torch.device:
 
 
 def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> ManagedParams:
-    """The parameters of the optimizer that can be trained: the model's in its order, then those that only it knows."""
+    """Returns the parameters of the optimizer that can be trained: the model's in its order, then those that only the optimizer
+    has."""
     group_of = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
     known = {id(param) for _, param in model.named_parameters()}
     extra = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in known]
@@ -102,7 +104,7 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
 
 
 def fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:
-    """Parameters whose name, or whose module's name, matches one of the patterns."""
+    """Returns the parameters that stay in fp32: their name, or their module's, matches one of the patterns."""
     found = set()
     for name, param in model.named_parameters(remove_duplicate=False):
         parents = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 2)]

@@ -1,4 +1,4 @@
-"""Everything that is decided before any memory is allocated: check, select, lay out, agree with the other ranks."""
+"""Everything that is decided before memory is allocated: check, select, lay out, agree with the other ranks."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def prepare(
     group: Group,
     has_fused_step: bool,
 ) -> ShardingPlan:
-    """Lays out the parameters, compares that with the other ranks and checks host memory. A collective. `has_fused_step`: the
-    step is one pass over a bucket, which needs no blocks."""
+    """Lays out the parameters, compares the layout with the other ranks and checks host memory. A collective. `has_fused_step`:
+    the step is one pass over a bucket, which needs no blocks."""
     device = device_of(params)
     num_shares = group.size if stage_of(config.stage).shards_optimizer else 1
     is_on_host = any(place.offload for place in params.places) or device.type == "cpu"

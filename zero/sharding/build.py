@@ -59,8 +59,8 @@ logger = logging.getLogger("zero")
 
 
 def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, given: Any) -> ShardingState:
-    """A collective. Whatever fails, on whichever rank, the model is as plain as it was before and all ranks raise; only what
-    was rounded by then has its exact value again no more where that is in grad_ops of several ranks."""
+    """Builds the parts of a sharded optimizer. A collective. Where it fails on any rank, all ranks raise and the model is plain
+    again; only weights that were rounded by then may have lost their exact values, if several ranks have parts of them."""
     from zero.comm.connect import connect  # torch.distributed is not imported before somebody trains
 
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)

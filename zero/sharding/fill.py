@@ -21,8 +21,8 @@ LOAD_AGAIN = "Some of them may have been read by then. Load again before you go 
 
 @torch.no_grad()
 def fill(parts: ShardingState, values: Mapping[torch.Tensor, Values], remedy: str = LOAD_AGAIN) -> list[torch.nn.Parameter]:
-    """Gives those of these parameters that are in shares their values; they are returned. Where a rank fails to read, all of
-    them raise as soon as the others have read; what was read by then is there, the same on all ranks. A collective."""
+    """Reads the values of those of these parameters that are in shares, and returns these. Where a rank fails to read, all
+    ranks raise once the others have read; values that were read by then are the same on all ranks. A collective."""
     parts.publisher.begin()
     filled: list[torch.nn.Parameter] = []
     with ProgressBar("loading", sum(map(torch.Tensor.numel, values)), parts.group.rank == 0, "elements") as bar:
@@ -43,7 +43,7 @@ def fill(parts: ShardingState, values: Mapping[torch.Tensor, Values], remedy: st
 
 
 def _fill_shares(parts: ShardingState, values: Mapping[torch.Tensor, Values]) -> Iterator[torch.nn.Parameter]:
-    """Yields the parameters that are done."""
+    """Fills the shares, and yields each parameter that is done."""
     formats = parts.window.grad_ops.formats
     for index, tensor in enumerate(parts.params.tensors):
         if tensor in values and not lies_nowhere(parts, index):
@@ -61,7 +61,7 @@ def _fill_shares(parts: ShardingState, values: Mapping[torch.Tensor, Values]) ->
 
 
 def _reader(values: Values, param_format: ParamFormat) -> Callable[[Span], torch.Tensor]:
-    """What reads a stretch of a parameter as it lies in its slot."""
+    """Returns a function that reads a stretch of a parameter as it lies in its slot."""
     if param_format.order is None:
         return values.read
     return lambda span: param_format.flatten(whole(values))[span.start : span.stop]
@@ -73,7 +73,7 @@ def failed_on(remedy: str, error: Exception | None, failed: Mapping[int, str], s
 
 
 def publish(parts: ShardingState) -> None:
-    """What was written to every rank's shares becomes everybody's weights."""
+    """Publishes what was written to every rank's shares as the weights of all ranks."""
     layout = parts.layout_ref.layout
     for bucket in range(len(layout.buckets)):
         for block in layout.blocks(bucket):

@@ -1,4 +1,4 @@
-"""Which sharded optimizer a parameter has, for those who hold the parameter alone."""
+"""Finds the sharded optimizer of a parameter, for code that has the parameter alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _live: weakref.WeakSet[Any] = weakref.WeakSet()  # sharded optimizers; those tha
 
 
 def remember(optimizer: Any) -> None:
-    """Takes note of a sharded optimizer, which is kept alive by its owner alone."""
+    """Registers a sharded optimizer, without keeping it alive."""
     _live.add(optimizer)
 
 

@@ -47,13 +47,13 @@ def load(
     scheduler_states: bool = True,
     counters: bool = True,
 ) -> Any:
-    """Takes the checkpoint of `tag`, or the latest, into the training that `target` does; gives what was saved as `extra`. A
-    collective.
+    """Loads the checkpoint of `tag`, or the latest, into the training of `target`, and returns what was saved as `extra`.
+    A collective.
 
-    It may have been saved by any number of ranks, at any stage, in any dtype and with or without offload. Gradients that
-    wait are thrown away. Random numbers go on as they were where the number of ranks is the same. Without `optimizer_states`
-    the optimizer keeps what it has, without `counters` so do the counts, the loss scale and the random numbers. Whatever is
-    wrong with the checkpoint, the training stays as it was.
+    It may have been saved by any number of ranks, at any stage, in any dtype, offloaded or not. Gradients of the window are
+    thrown away. Random numbers are restored where the number of ranks is the same. Without `optimizer_states` the optimizer
+    keeps its state. Without `counters` the counts, the loss scale and the random numbers stay as they are. If anything is wrong
+    with the checkpoint, an error is raised and the training is as it was.
     """
     about = snapshot_of(target, scheduler)
     return load_from(directory, about, tag, optimizer_states, scheduler_states, counters)[1]
@@ -62,7 +62,7 @@ def load(
 def load_from(
     directory: Any, about: TrainingSnapshot, tag: str | None, optimizer_states: bool, scheduler_states: bool, counters: bool
 ) -> tuple[Path, Any]:
-    """The same; where the checkpoint lies, and what was saved as `extra`."""
+    """Loads as `load` does; returns the path of the checkpoint too."""
     optimizer, group = about.optimizer, about.parts.group
     finish_saving(optimizer)
     found, manifest = all_or_none(group, "A load", lambda: _found(directory, tag, about))
@@ -111,7 +111,7 @@ def _verify(folder: Path, manifest: Manifest, rank: int, size: int) -> None:
 
 
 class _Loading:
-    """One checkpoint on its way into one training."""
+    """A checkpoint that is being loaded into a training."""
 
     def __init__(
         self, about: TrainingSnapshot, manifest: Manifest, lines: Lines, optimizer_states: bool, schedule: bool
@@ -203,8 +203,8 @@ class _Loading:
         about.parts.updater.check(saved)
 
     def take_plain(self) -> None:
-        """Gives the schedule and the modules what they saved. They are other people's code: where one refuses, all of them get
-        back what they had, on all ranks."""
+        """Gives the schedule and the modules what they saved. This runs code of users: where it raises on any rank, all of them
+        get back what they had, on all ranks."""
         about, saved = self._about, self.training
         schedule = about.scheduler if self._schedule and saved["scheduler"] is not None else None
         before = None if schedule is None else copy.deepcopy(schedule.state_dict())

@@ -24,7 +24,7 @@ _MOST_NAMED = 5
 
 
 class LoadedWeights(NamedTuple):
-    """What was not loaded, as `load_state_dict` says it."""
+    """The names that were missing or unexpected, as in the result of `load_state_dict`."""
 
     missing_keys: list[str]  # that the model has, and the files have not
     unexpected_keys: list[str]
@@ -32,13 +32,13 @@ class LoadedWeights(NamedTuple):
 
 @torch.no_grad()
 def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bool = True) -> LoadedWeights:
-    """Loads safetensors files, or what torch.save wrote, into a model: a file, an index, or a folder with one of those. A
-    collective where the model is sharded.
+    """Loads weights of other programs into a model: a safetensors file, several with an index, what torch.save wrote, or a
+    folder with one of those. A collective where the model is sharded.
 
-    Each rank reads the bytes of its own shares, so no rank ever has the whole; values are cast as they come, and masters in
-    fp32 get what the file has. Names match without the wrappers of compiled and checkpointed modules, with a prefix that all
-    names of one side have, and by any name of tied parameters. Whatever is missing, unexpected or of another shape is said
-    before anything is changed; with `strict=False` only another shape is an error.
+    Each rank reads the bytes of its own shares, so no rank ever has the whole. Values are cast as they are read, and fp32
+    masters get what the file has. Names match without the wrappers of compiled and checkpointed modules, with a prefix that all
+    names of one side have, and by any name of tied parameters. Missing and unexpected names and other shapes are an error
+    before anything is changed; with `strict=False` only other shapes are.
     """
     optimizers = optimizers_of(model)
     sharded: list[ShardingState] = [optimizer.parts for optimizer in optimizers]

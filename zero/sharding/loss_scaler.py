@@ -1,4 +1,4 @@
-"""The loss scale of one training: the configuration's, the one that fp16 weights need, or the one that was saved."""
+"""The loss scale of a training: of the configuration, the default for fp16 weights, or one that was loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero.plan.loss_scale import LossScale
 
 
 def with_loss_scale(config: ZeroConfig, optimizer: torch.optim.Optimizer) -> ZeroConfig:
-    """The configuration with the scale that fp16 weights always have, since their gradients underflow without."""
+    """Adds the default loss scale to the configuration of fp16 weights, whose gradients would underflow without one."""
     if config.loss_scale is not None or config.dtype not in (None, "float16"):
         return config
     if config.dtype == "float16":
@@ -29,7 +29,7 @@ def with_loss_scale(config: ZeroConfig, optimizer: torch.optim.Optimizer) -> Zer
 
 
 class LossScaler:
-    """Owns the loss scale, and what gradients and sums are multiplied with because of it."""
+    """Owns the loss scale, and the factors that it puts on gradients and their sums."""
 
     def __init__(self, config: ZeroConfig, scaling: Scaling) -> None:
         given = config.loss_scale
@@ -58,7 +58,7 @@ class LossScaler:
         self._scaling.loss_scale = 1.0 if scale is None else scale.value
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss for a backward of the caller's own, whose gradients are then known to carry the scale."""
+        """Scales a loss for a backward that the caller runs, and marks the gradients of that backward as scaled."""
         if self._scale is None:
             return loss
         scaled = loss.float() * self._scale.value
@@ -67,8 +67,8 @@ class LossScaler:
         return scaled
 
     def _note_scaled(self, grad: torch.Tensor) -> torch.Tensor:
-        """A backward begins that carries the scale. It is divided here, where that overflows nothing. Where it raises, its end
-        is not called; a new window or forward is."""
+        """Marks the backward that begins as scaled, and divides its gradient by what is missing here, where that overflows
+        nothing. If it raises, its end is not called; a new window or forward resets the mark."""
         scaling = self._scaling
         grad = grad / scaling.missing_divisor
         scaling.is_scaled = scaling.is_divided = True
@@ -90,12 +90,12 @@ class LossScaler:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether step after step is skipped and the scale cannot fall any further: that would go on for ever."""
+        """Whether steps are skipped one after the other at the smallest scale, so that no step would ever be applied."""
         return self._scale is not None and self._most_skips is not None and self._scale.stuck >= self._most_skips
 
 
 def loaded_scale(now: LossScale | None, state_dict: Mapping[str, Any], under_way: bool) -> LossScale | None:
-    """The scale after loading; what plain torch saved has none, and leaves it as it is."""
+    """Returns the scale after loading. State of plain torch has none, and leaves it as it is."""
     if now is None or "loss_scale" not in state_dict:
         return now
     scale = now.at(state_dict["loss_scale"])

@@ -1,4 +1,4 @@
-"""What a training holds now, in bytes of one rank: what `zero/plan/budget.py` predicts, counted."""
+"""The bytes that a training holds now, counted on one rank; `zero/plan/budget.py` predicts the same."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from zero.sharding.state import ShardingState
 
 @dataclass(frozen=True)
 class MeasuredBytes:
+    """Bytes of one rank, by kind of state and place."""
+
     device: Shares
     buckets: int
     host: Shares  # of an accelerator with memory of its own

@@ -54,12 +54,13 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """What happens inside is timed under that name, beside the stops: the forward of a plain loop, for instance."""
+        """Times what runs inside under a name, beside the stops: the forward of a plain loop, for instance."""
         with during(name, self._clock):
             yield
 
     def write(self, **figures: Any) -> dict[str, Any]:
-        """The record of the step that was just taken, with what is passed in it; the other ranks write none. No collective."""
+        """Writes the record of the last step, with `figures` in it, and returns it. Other ranks than 0 write none.
+        No collective."""
         optimizer, parts = self._optimizer, self._optimizer.parts
         before, self._ms = self._ms, self._clock.read()
         sent, self._moved = self._moved, self._sent()

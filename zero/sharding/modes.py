@@ -1,4 +1,4 @@
-"""Optimizers with modes: `train()` and `eval()` write other weights, as those without a schedule have it."""
+"""Optimizers with modes: `train()` and `eval()` set different weights, as schedule-free optimizers do."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MODES = ("train", "eval")
 
 
 def give_modes(sharded: Any, inner: torch.optim.Optimizer) -> None:
-    """Gives a sharded optimizer the modes of the one that it was made from; both objects do the same until the training is
-    closed. Where there are no modes it gets none, as libraries look whether an optimizer has any."""
+    """Gives a sharded optimizer `train` and `eval` if the optimizer that it was made from has them; both objects do the same
+    until the training is closed. Without modes it gets neither, as libraries look whether an optimizer has them."""
     for mode in MODES:
         own: Callable[..., Any] | None = getattr(type(inner), mode, None)
         if callable(own):
@@ -36,7 +36,7 @@ def _switch(sharded: weakref.ref[Any], own: Callable[..., Any], inner: torch.opt
 
 @torch.no_grad()
 def switch_mode(state: ShardingState, mode: str, act: Callable[[], Any]) -> Any:
-    """Lets `act` write the masters, and publishes them. Edits of the weights are adopted before. A collective."""
+    """Calls `act`, which writes the masters, and publishes them. Edits of the weights are adopted before. A collective."""
     what = f"optimizer.{mode}"
     state.offloader.check(what)
     exchange_about(state.group, what, b"")

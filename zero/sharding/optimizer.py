@@ -36,11 +36,11 @@ _HOOKS = (
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps as the optimizer it was made from would on the global batch.
+    """Steps as the optimizer that it was made from would on the global batch.
 
-    `param_groups` are that optimizer's own dicts, so a learning rate schedule made before or after works on
-    either. `state` is keyed by this rank's shares, not by parameters: ask for a parameter's with `whole_state`.
-    Methods that are collectives say so: all ranks call them, in the same order.
+    `param_groups` are that optimizer's own dicts, so a learning rate schedule may be made from either of the two. `state` is
+    keyed by this rank's shares, not by parameters: `whole_state` gives a parameter's state. Methods that are collectives say
+    so: all ranks call them, in the same order.
     """
 
     # A fused inner optimizer offers this to GradScaler, which then leaves unscaling to it; ours does it on the shares.
@@ -69,7 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def parts(self) -> ShardingState:
-        """What it consists of. Every method goes through here, so that a closed optimizer says so whatever it is asked."""
+        """The parts of this optimizer. Every method reads it, so that a closed optimizer raises in all of them."""
         if self._parts.closed:
             raise ValueError(
                 "Cannot use a sharded optimizer that was closed: its model is plain again. Use a plain optimizer, or shard "
@@ -81,7 +81,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Settles the window, judges it and updates the weights. A collective."""
+        """Settles the window, decides whether the step is applied, and updates the weights. A collective."""
         parts = self.parts
         parts.offloader.check("step")
         check_original(self, self.inner, parts.params)
@@ -141,8 +141,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.parts.window.policy.override = bool(is_boundary)
 
     def weight(self, amount: float) -> None:
-        """The micro-batch to come, of as many backwards as it has, counts `amount`, its tokens for instance: the gradient
-        becomes the mean over the weights of all ranks and micro-batches. Zero is allowed. No collective."""
+        """Sets how much the next micro-batch counts, for instance its number of tokens: the gradient becomes the mean over
+        the weights of all ranks and micro-batches. It holds for all backwards of that micro-batch. Zero is allowed.
+        No collective."""
         window = self.parts.window
         if not 0 <= amount < float("inf"):
             raise ValueError(
@@ -162,7 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         window.scaling.weight = float(amount)
 
     def no_contribution(self) -> None:
-        """This rank has nothing to send backward in this window; it counts as zeros. No collective."""
+        """Says that this rank has no backward in this window. It counts as zeros. No collective."""
         window = self.parts.window
         self.parts.offloader.check("no_contribution", "weights", "gradients")
         window.check_cleared()
@@ -181,7 +182,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.zero_grad()
 
     def flush(self) -> None:
-        """Steps on what there is and clears it. A collective."""
+        """Steps on the gradients of an unfinished window and clears them. A collective."""
         self.step()
         self.zero_grad()
 
@@ -210,8 +211,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return any(numbers[0] for numbers in self.parts.window.grad_ops.exchange_numbers([float(bool(flag))], "any_rank"))
 
     def gathered(self, what: Any = None) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model's parameters, or those of a module or among those given, are ordinary tensors with memory of their
-        own; no gradients are recorded, and nothing is stepped. Edits are kept: all ranks make the same. No collective."""
+        """Makes the parameters of the model, of a module, or those given ordinary tensors with memory of their own for the
+        length of a block. Inside, no gradients are recorded and nothing is stepped. Edits are kept: all ranks make the same.
+        No collective."""
         self.parts.offloader.check("gathered", "weights")
         return gathered(params_of(self.model if what is None else what))
 
@@ -238,10 +240,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave, here or in plain torch; every rank passes the same. No collective.
-
-        What plain torch does not save, the loss scale and the count of skipped steps, stays as it is then.
-        """
+        """Loads what `state_dict` returned, here or in plain torch; every rank passes the same. The loss scale and the count of
+        skipped steps, which plain torch does not save, then stay as they are. No collective."""
         parts = self.parts
         parts.offloader.check("load_state_dict")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -254,8 +254,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Takes new parameters in, as torch does; they get memory when they are first used. All ranks add the same. A group
-        that is refused leaves everything as it was."""
+        """Adds a group of new parameters, as in torch; they get memory when they are first used. All ranks add the same. A
+        group that is refused changes nothing."""
         parts = getattr(self, "parts", None)
         if parts is None:  # torch's constructor adds the groups that are there
             super().add_param_group(param_group)
@@ -268,10 +268,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def offload_states(
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Moves masters, moments, gradients, weights and buffers, or some of them, to the host, or to disk with a `device` of
-        "disk:/directory", until `reload_states`; edits of the weights are adopted first, but for what was assigned to `.data`,
-        which goes along. Without weights nothing is forwarded, without them or gradients nothing sent backward or settled,
-        without all nothing stepped. Where memory does not suffice all stays as it was. No collective."""
+        """Moves masters, moments, gradients, weights and buffers, or those that `include` names, to the host, or to disk with a
+        `device` of "disk:/directory", until `reload_states`. No collective.
+
+        Edits of the weights are adopted first; what was assigned to `.data` moves along. Forward needs weights; backward and
+        settling need weights and gradients; a step needs all. If memory does not suffice, nothing is moved.
+        """
         parts = self.parts
         what, needed = f"offload_states({'' if include is None else include})", parts.offloader.num_bytes(include, device)
         parts.memory_guard.check(what, needed)
@@ -286,22 +288,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves back what `offload_states` moved. What does not fit the device stays, for another call. No collective."""
+        """Moves back what `offload_states` moved. What does not fit the device stays away until another call. No collective."""
         try:
             self.parts.offloader.reload(non_blocking)
         finally:
             self.parts.window.sync.tracker.invalidate()
 
     def rebuild(self, group: Any = None) -> None:
-        """Goes on after a lost collective where every rank is still there: over new connections, with `group` in place of the
-        one before where that is gone. The window is thrown away. A collective."""
+        """Goes on after a lost collective, where every rank is still there: over new connections, and over `group` if the
+        process group itself is gone. The gradients of the window are thrown away. A collective."""
         rebuild(self.parts, group)
 
     def close(self) -> None:
-        """Makes the model plain again: no hooks, present values in memory of their own. A collective at stage 3 only.
-
-        The optimizer's state goes with it: take `state_dict()` before, to go on from it. Deleting the optimizer closes it.
-        """
+        """Makes the model plain again: no hooks, and memory of its own for every parameter. The optimizer's state is freed:
+        take `state_dict()` before, to go on from it. Deleting the optimizer closes it. A collective at stage 3 only."""
         self._parts.release_anywhere()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -334,13 +334,14 @@ def shard(
     bucket_bytes: int | Literal["auto"] = "auto",
     **options: Any,
 ) -> ShardedOptimizer:
-    """Shards what `optimizer`, each of a list, or what a function makes of the parameters, needs to train `model` over the
-    ranks of `group`, and returns the one optimizer to use instead.
+    """Shards the training of `model` by `optimizer` over the ranks of `group`, and returns the optimizer to use from then on.
+    A collective.
 
-    `dtype` casts floating parameters and keeps fp32 masters; `clip` limits the norm of the gradients at every step;
-    `accumulation` declares how many backwards make a step; `reduce` is "mean", "sum" or a divisor; `offload="cpu"` keeps
-    masters, optimizer state and gradients on the host; `bucket_bytes` are reduced at once; `zero.ZeroConfig` has others. A
-    collective."""
+    `optimizer` is one, a list of them, or a function that makes them from the parameters. `stage` is 0 to 3. `dtype` casts
+    floating parameters and keeps fp32 masters; `clip` limits the norm of the gradients at every step; `accumulation` declares
+    how many backwards make a step; `reduce` is "mean", "sum" or a divisor; `offload="cpu"` keeps masters, optimizer state and
+    gradients on the host; `bucket_bytes` is how much is reduced at once. `options` are other fields of `zero.ZeroConfig`.
+    """
     options |= {"dtype": dtype, "clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload}
     options = {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in options.items()}
     config = ZeroConfig(stage=stage, bucket_bytes=bucket_bytes, **options)

@@ -72,9 +72,9 @@ def _has_copy(parts: ShardingState, param: int) -> bool:
 
 @torch.no_grad()
 def load_state(parts: ShardingState, inner: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Checks everything, then changes the state. What torch's own optimizer saved, by number, is understood too.
+    """Loads state by name, or by number as torch's own optimizer saved it. Everything is checked before anything changes.
 
-    How the step is computed stays what it is.
+    How the step is computed (`fused`, `foreach`) stays as it is.
     """
     groups = state_dict["param_groups"]
     parts.updater.check(groups)
@@ -168,7 +168,7 @@ def _setting(now: Any, saved: Any, filled: set[int]) -> Any:
 
 
 def adopt_state(parts: ShardingState, inner: torch.optim.Optimizer) -> None:
-    """Hands what an optimizer that has stepped already knows about the parameters to their masters."""
+    """Hands the state that an optimizer already has for the parameters to their masters."""
     for param, tensor in enumerate(parts.params.tensors):
         if lies_nowhere(parts, param):
             continue  # it keeps its state itself until it is trained

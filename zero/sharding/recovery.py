@@ -11,8 +11,8 @@ from zero.sharding.state import ShardingState
 
 
 def rebuild(parts: ShardingState, group: Any) -> None:
-    """All ranks connect anew, and what the lost collectives were about is forgotten. Raises on all of them where some rank
-    had stepped already or is in the middle of it; the connections serve then too, to load a checkpoint over."""
+    """Connects all ranks anew and drops what was on its way. Raises on all of them where some rank had stepped already or is in
+    the middle of a step; the new connections then serve to load a checkpoint. A collective."""
     window, settler = parts.window, parts.window.sync
     parts.group.reconnect(group)
     window.reducer.restart()

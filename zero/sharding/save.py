@@ -1,4 +1,4 @@
-"""What of a training is saved, and saving it."""
+"""Saving a training as a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,15 +35,17 @@ def save(
     exclude_frozen: bool = False,
     mid_window: bool = False,
 ) -> PendingSave:
-    """Writes a checkpoint of the training that `target` does into `directory`, which all ranks see. A collective.
+    """Writes a checkpoint of the training of `target` into `directory`, which all ranks see. A collective.
 
-    Saved are weights and persistent buffers, the optimizer's state and its groups, the loss scale, the counters, random
-    numbers, the schedule (the engine's, or `scheduler`) and `extra`, which is rank 0's: tensors, numbers, texts, and lists,
-    tuples, sets and dicts of them. With `async_save` the state is copied to the host and written on a thread; `wait()` of
-    what is returned, or the next save or load, says whether that went well. With `keep_last=n` older checkpoints than
-    the n newest go, once this one is complete; unless `is_latest` it is loaded by its tag alone. A directory is one training's.
-    With `exclude_frozen` parameters that are not trained are left out, and a load leaves the model's own as they are. In the
-    middle of an accumulation nothing is saved, unless `mid_window` says that its gradients may be left out.
+    It holds weights and persistent buffers, the optimizer's state and groups, the loss scale, the counters, random numbers, the
+    schedule (the engine's, or `scheduler`) and `extra`, which is rank 0's: tensors, numbers, texts, and lists, tuples, sets and
+    dicts of them. A directory is for one training.
+
+    With `async_save` the state is copied to the host and written by a thread; `wait()` on the result, or the next save or load,
+    raises if that failed. With `keep_last=n` older checkpoints than the n newest are removed once this one is complete. Without
+    `is_latest` it is only loaded by its tag. With `exclude_frozen` parameters that are not trained are left out, and a load
+    keeps the model's own. In the middle of an accumulation nothing is saved, unless `mid_window` allows to leave out its
+    gradients.
     """
     about = snapshot_of(target, scheduler)
     if exclude_frozen:
@@ -90,7 +92,7 @@ def save(
 
 
 def _meet_in(folder: Folder, tag: str, group: Group) -> Path:
-    """A hidden folder that rank 0 makes and all see."""
+    """Makes a hidden folder on rank 0, and waits until all ranks see it."""
     made = all_or_none(group, "A save", lambda: folder.begin(tag) if group.rank == 0 else None)
     name = exchange_texts(group, "" if made is None else made.name)[0]
     place = folder.path / name
@@ -110,7 +112,7 @@ def _meet_in(folder: Folder, tag: str, group: Group) -> Path:
 
 
 def _clear(place: Path | None, group: Group) -> None:
-    """Rank 0 takes away what was written, and nobody goes on before it is gone."""
+    """Removes what was written, on rank 0; the others wait until it is gone."""
     if group.rank == 0 and place is not None:
         Folder(place.parent).give_up(place)
     with contextlib.suppress(ZeroError):

@@ -1,4 +1,4 @@
-"""What of a training is saved."""
+"""Collects what is saved of a training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zero.sharding.state import ShardingState
 
 @runtime_checkable
 class TrainingLoop(Protocol):
-    """What drives a sharded optimizer and counts its steps, as an engine does."""
+    """What drives a sharded optimizer and counts its steps, such as an engine."""
 
     optimizer: ShardedOptimizer
     lr_scheduler: Any
@@ -57,14 +57,14 @@ def snapshot_of(target: Any, scheduler: Any) -> TrainingSnapshot:
 
 
 def finish_saving(optimizer: ShardedOptimizer) -> None:
-    """Waits for what is being written in the background, and says where it failed. A collective, if there is any."""
+    """Waits for a save in the background, and raises if it failed. A collective, if there is one."""
     saving, optimizer.parts.pending_save = optimizer.parts.pending_save, None
     if saving is not None and not saving.reported:
         saving.wait()
 
 
 class TrainingSnapshot:
-    """A training as a checkpoint shows it: by canonical names."""
+    """A training by the canonical names of its parameters, as a checkpoint stores it."""
 
     def __init__(self, optimizer: ShardedOptimizer, engine: TrainingLoop | None, scheduler: Any) -> None:
         self.optimizer = optimizer
@@ -95,7 +95,7 @@ class TrainingSnapshot:
         return {alias: name for alias, name in self.named.aliases.items() if name not in self.left_out}
 
     def check(self, mid_window: bool = False) -> None:
-        """Raises where a window is open, as its gradients would be lost, unless that is told to be right."""
+        """Raises where a window is open, since its gradients would be lost, unless the caller allows that."""
         parts, window = self.parts, self.parts.window
         parts.offloader.check("save")
         parts.window.check_cleared()

@@ -1,4 +1,4 @@
-"""What a sharded optimizer consists of."""
+"""The parts of a sharded optimizer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ShardingState:
-    """The rooms of one sharded optimizer, wired."""
+    """Holds all parts of one sharded optimizer, connected to each other."""
 
     group: Group
     params: Params
@@ -70,8 +70,8 @@ class ShardingState:
         return self.masters.layout_ref
 
     def release(self, gives_up: bool = False) -> None:
-        """Makes the model plain: no hooks, storage of its own for every parameter, and nothing of ours kept alive. Where values
-        of other ranks cannot be had it raises, and can be tried again; or parameters are left without, if it gives up."""
+        """Makes the model plain: no hooks, and memory of its own for every parameter. Where values of other ranks cannot be had
+        it raises and may be tried again; with `gives_up` such parameters are left without values instead."""
         if self.closed:
             return
         self.offloader.reload(False, ["weights"])  # first of all: it may fail, and be tried again
@@ -108,7 +108,8 @@ class ShardingState:
                 self.pending_save.on_reported(close)  # ranks have yet to tell each other how it went
 
     def release_anywhere(self, gives_up: bool = False) -> None:
-        """The same, also where garbage is collected in the middle of somebody's tracing, where nothing real may be touched."""
+        """Releases as `release` does, also when garbage is collected while torch traces, where no real tensor may be
+        touched."""
         with _disable_current_modes():
             self.release(gives_up)
 
@@ -148,7 +149,7 @@ class ShardingState:
             raise
 
     def add_params(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:
-        """Takes in parameters that lie nowhere yet, and will when some rank has a gradient for them; or refuses all of them."""
+        """Registers parameters that get a slot when some rank has a gradient for them, or refuses all of them."""
         first, inner, device = len(self.params.tensors), self.updater.inner, self.masters.shard.device
         places = places_of(inner.param_groups[group], self.config, device)
         dtypes = [tensor.dtype for tensor in tensors]
@@ -194,8 +195,7 @@ class ShardingState:
 
 
 def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer, params: Params) -> None:
-    """Refuses what was done to the optimizer that was sharded, and not to the one that it became: both have their groups and
-    their state in common, and what one alone has got would be without effect."""
+    """Raises where the groups or the state of the optimizer that was sharded are no longer those of the sharded one."""
     if isinstance(inner, Optimizers):
         inner.check()
     changed = "other state" if inner.state is not sharded.state else "other groups"

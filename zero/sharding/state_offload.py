@@ -1,4 +1,5 @@
-"""States that leave the device between two phases, and come back: what training keeps is not needed while a model generates."""
+"""Moves states from the device between two phases and back: while a model generates, for instance, training state is not
+needed."""
 
 from __future__ import annotations
 
@@ -71,9 +72,9 @@ class StateOffloader:
         return bool(self._homes.away)
 
     def offload(self, include: Iterable[Any] | None, device: Any, pinned: bool, non_blocking: bool) -> list[str]:
-        """Moves states to the host or to disk; those that are not on the device stay. Returns the states that were named.
+        """Moves states to the host or to disk. What is not on the device stays. Returns the names of the states.
 
-        What cannot go, as there is no memory for it, is an error, and then what went comes back.
+        Where memory for something is missing, everything that was moved comes back and an error is raised.
         """
         names = _names(include)
         to_disk = str(name_of_place(device)).startswith(DISK)
@@ -110,7 +111,7 @@ class StateOffloader:
         return names
 
     def reload(self, non_blocking: bool, names: Iterable[str] = STATES) -> None:
-        """Moves what is away to where it was. What does not fit the device stays, and can be brought by another call."""
+        """Moves everything that is away to where it was. What does not fit the device stays away until another call."""
         self._finish(False)
         try:
             for name in names:
@@ -258,7 +259,7 @@ class StateOffloader:
         return moved
 
     def _finish(self, later: bool) -> None:
-        """Lets go of both ends of each copy, or of those that are done by now."""
+        """Drops both ends of each copy, or of those that are done by now."""
         for transfer in self._in_transfer:
             if transfer.done() or not later:
                 transfer.finish()
@@ -274,7 +275,7 @@ class _StoredChunk(NamedTuple):
 
 
 class _Guard:
-    """A hook that refuses. So does copying or pickling what it is on."""
+    """A hook that raises when it is called. Copying or pickling its module raises too."""
 
     def __init__(self, what: str, away: Sequence[str]) -> None:
         self._what = what

@@ -63,7 +63,7 @@ def update(state: ShardingState, used: int, coefficient: float) -> None:
 
 @contextlib.contextmanager
 def _told_on_all(state: ShardingState) -> Iterator[None]:
-    """Where states are on disk, all ranks raise what one of them could not read or write. A collective then."""
+    """Raises on all ranks what one of them could not read or write, where states are on disk. A collective then."""
     failed: ZeroError | None = None
     try:
         yield

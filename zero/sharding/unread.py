@@ -1,4 +1,5 @@
-"""Sharding a model whose parameters are in files: on the meta device while it is laid out, then each rank reads its shares."""
+"""Sharding of a model whose parameters are in files: they are on the meta device while it is laid out, then each rank reads its
+shares."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _UNCHANGED = "Nothing was changed. Put the files where every rank can read them,
 
 
 class UnreadParams:
-    """The parameters of a model that are in files, all on the meta device or all as they were. See [Note: unread weights]."""
+    """The parameters of a model that are in files. They are all on the meta device, or all as they were. See [Note: unread
+    weights]."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         extra = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
@@ -31,7 +33,7 @@ class UnreadParams:
         self._before: dict[Any, Unread] = {}  # what those were that are on the meta device by now
 
     def begin(self, group: Group, shards_weights: bool) -> None:
-        """Where weights are not in shares they are read now. A collective."""
+        """Reads the weights now if they will not be in shares. A collective."""
         counts = exchange_texts(group, str(len(self._params)))
         for rank, count in enumerate(counts):
             if count != counts[0]:
@@ -45,7 +47,7 @@ class UnreadParams:
             run_on_all(group, self._read, partial(failed_on, _UNCHANGED))
 
     def fill(self, parts: ShardingState) -> None:
-        """A collective, where there are any."""
+        """Reads the weights of this rank's shares. A collective, where there are any."""
         if not self._before:
             return
         values: dict[torch.Tensor, Values] = {}
@@ -58,7 +60,7 @@ class UnreadParams:
         self._before.clear()
 
     def restore(self) -> None:
-        """They are in files again."""
+        """Makes the parameters those in files again."""
         for param, before in self._before.items():
             become(param, before)
 

@@ -1,5 +1,5 @@
-"""Exact values, gradients and moments of one parameter: read whole on every rank, or written from a whole tensor that every
-rank passes alike."""
+"""Exact values, gradients and moments of one parameter: read whole on every rank, or set from a tensor that every rank passes
+alike."""
 
 from __future__ import annotations
 

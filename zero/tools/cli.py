@@ -1,4 +1,4 @@
-"""What all commands have in common: one help, one style of table, one set of exit statuses."""
+"""What all commands share: help, tables and exit statuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_command(
     done: str = "done",
     no: str = "is not used",
 ) -> argparse.ArgumentParser:
-    """A subcommand with `--json`; `done` and `no` are what exit status 0 and 1 say."""
+    """Adds a subcommand with `--json`; `done` and `no` describe exit status 0 and 1."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name, help=summary, description=description, epilog=_STATUSES.format(done=done, no=no),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -35,16 +35,17 @@ def add_command(
 
 
 def tell(as_json: bool, found: Mapping[str, Any], text: str) -> None:
-    """The answer, for programs or for people."""
+    """Prints the answer, as JSON for programs or as text for people."""
     sys.stdout.write((json.dumps(found, indent=2) if as_json else text.rstrip("\n")) + "\n")
 
 
 def complain(words: object) -> None:
+    """Prints an error."""
     sys.stderr.write(f"{words}\n")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Columns as wide as what is in them; the first ones, which are names, to the left, and numbers to the right."""
+    """Formats columns as wide as their content; the first ones, which are names, to the left, numbers to the right."""
     lines = [tuple(head), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _suggest(args: argparse.Namespace, names: Iterable[str | None]) -> None:
-    """The line to type for what is "auto"."""
+    """Returns the line to type for keys that are "auto"."""
     answers = [name for name in dict.fromkeys(names) if name is not None]
     if answers:
         given = [f"--world-size {args.world_size}"] if args.world_size != 1 else []

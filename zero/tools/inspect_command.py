@@ -1,4 +1,4 @@
-"""`python -m zero inspect DIR`: what a checkpoint holds, and whether it is whole."""
+"""`python -m zero inspect DIR`: what a checkpoint holds, and whether it is complete and undamaged."""
 
 from __future__ import annotations
 

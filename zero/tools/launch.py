@@ -1,4 +1,4 @@
-"""Starts ranks by torchrun's own machinery; the only place that does."""
+"""Starts ranks with torchrun's own code. No other file does."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def is_rank() -> bool:
 
 
 def launch(command: Sequence[str], num_ranks: int, restarts: int) -> int:
-    """Runs `python command...` as so many ranks of this machine; where one dies, all are started again, so many times. The exit
-    status is returned."""
+    """Runs `python command...` as so many ranks of this machine. Where one of them ends by an error, all are started again, up
+    to the given number of times. Returns the exit status."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

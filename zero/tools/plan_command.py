@@ -36,6 +36,8 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Row:
+    """The costs of one stage and place."""
+
     stage: int
     offload: str
     cost: Cost
@@ -52,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Space:
-    """What one rank may use."""
+    """The memory that one rank may use."""
 
     words: str
     device: int | None  # bytes; None where nobody knows
@@ -151,8 +153,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def recommended(rows: Sequence[Row], ranks: int, accumulation: int) -> Row | None:
-    """Of what fits the fastest: without copies to the host before with them; stage 1 where gradients of several micro-batches
-    are sent once, else stage 2; and where there is one rank nothing to shard."""
+    """Returns the fastest row that fits: without copies to the host rather than with them; stage 1 where gradients of several
+    micro-batches are sent once, else stage 2; with one rank, nothing sharded."""
     order = (0, 1, 2, 3) if ranks == 1 else (1, 2, 0, 3) if accumulation > 1 else (2, 1, 0, 3)
     fitting = [row for row in rows if row.fits == "yes"]
     return min(fitting, key=lambda row: (list(_WORDS).index(row.offload), order.index(row.stage)), default=None)
@@ -183,7 +185,7 @@ def _space(args: argparse.Namespace) -> Space:
 
 
 def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes: int) -> tuple[list[Row], str]:
-    """One for each stage and place; and how they were counted, where they were."""
+    """Returns a row for each stage and place, and how they were counted by rehearsing, if they were."""
     from zero.plan.budget import busiest_rank
     from zero.plan.costs import cost_of
     from zero.plan.disk import disk_bytes, written_bytes

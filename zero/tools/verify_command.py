@@ -1,4 +1,4 @@
-"""`python -m zero verify script.py:function`: whether a model of the user's own trains sharded as it does in plain PyTorch."""
+"""`python -m zero verify script.py:function`: whether a model of yours trains sharded as it does in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _place() -> tuple[int, int]:
-    """The rank, and the number of ranks, as a launcher says."""
+    """Returns the rank and the number of ranks, as a launcher says."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -64,7 +64,7 @@ def _target(text: str) -> tuple[str, str]:
 
 
 def _verified(path: str, name: str, rank: int, num_ranks: int) -> dict[str, Any]:
-    """What zero.verify says in this process, as text and as a dict."""
+    """Returns the result of zero.verify in this process, as text and as a dict."""
     from zero.tools.verify.compare import verify
 
     sys.path.insert(0, str(Path(path).resolve().parent))  # as if the script itself had been started
@@ -82,7 +82,8 @@ def _verified(path: str, name: str, rank: int, num_ranks: int) -> dict[str, Any]
 
 
 def _verified_by_ranks(path: str, name: str, num_ranks: int) -> dict[str, Any]:
-    """The same in as many processes, which torch starts, so that whatever the script does cannot be taken for an answer."""
+    """Runs it in as many processes, which torch starts. The answer comes by a file, so that output of the script cannot be
+    taken for it."""
     from torch.multiprocessing.spawn import spawn
 
     with tempfile.TemporaryDirectory() as folder:

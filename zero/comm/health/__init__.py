@@ -1,1 +1,1 @@
-"""Whether all ranks are still there, and what is said when one is not."""
+"""Whether all ranks are still there, and the error when one is not."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 
 
 class _Reserve:
-    """Threads of this process that wait for a call to make."""
+    """Threads of this process that are ready to make a call."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
@@ -52,15 +52,15 @@ def reserve(number: int) -> None:
 
 
 def at_once(calls: Iterable[Callable[[], object]], limit_s: float) -> bool:
-    """Makes all of these calls, each in a thread of its own; False when some still wait for something after the limit. Without
-    any thread, neither a new one nor one of the reserve, a call is made here, however long it takes."""
+    """Makes all of these calls at once, each in a thread; False when some have not returned within the limit. Without any
+    thread, neither a new one nor a reserved one, a call is made here, however long it takes."""
     waits = [_begin(call) for call in calls]
     deadline = time.monotonic() + limit_s
     return all(wait(max(0.0, deadline - time.monotonic())) for wait in waits)
 
 
 def _begin(call: Callable[[], object]) -> Callable[[float], bool]:
-    """Begins a call; what is returned waits for its end, for that long."""
+    """Begins a call in a thread, and returns what waits for its end, for so long."""
     thread = threading.Thread(target=call, daemon=True, name="zero-call")
     try:
         thread.start()

@@ -1,10 +1,9 @@
-"""What every rank was last seen doing, for the error of a rank that misses another.
+"""What every rank was last seen doing, for the error on ranks that miss another one.
 
-[Note: watch]
-Each rank keeps a line about itself in the store that the process group was made with. Writing it is a message without an
-answer, some microseconds; it is read only when something is wrong. Then the rank that noticed raises an alarm, the ranks that
-are still there answer it, and a rank that does not answer is looked for: it left word of an error, or its connection is
-closed, or it is somewhere else. What the first rank finds it writes down for all, so that every rank raises the same cause.
+[Note: watch] Each rank keeps a line about itself in the store that the process group was made with. Writing it is a message
+without an answer, some microseconds. It is read only when something is wrong: the rank that noticed raises an alarm, and the
+ranks that are still there answer it. A rank that does not answer has left the text of an error, or has closed its connection,
+or is doing something else. The first rank that finds the cause writes it down, so that every rank raises the same one.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ _watching: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
 
 
 class RankMonitor:
+    """Publishes what this rank does, and finds out which rank is missing and why."""
+
     def __init__(self, store: StoreClient, rank: int, size: int, is_cheap: bool) -> None:
         self.doing = ""  # now, on this rank
         self._place: weakref.WeakMethod[Callable[[], str]] | None = None  # says where in that it is
@@ -42,7 +43,8 @@ class RankMonitor:
         _watching.add(self)
 
     def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
-        """This rank does something else from now on; `place` is a method that says where in it, if somebody asks."""
+        """Publishes what this rank does from now on; `place` is a method that says where in it, if the rank ends by an
+        error."""
         is_first, self.doing = not self.doing, doing
         self._place = None if place is None else weakref.WeakMethod(place)
         if self._is_cheap or is_first:
@@ -75,7 +77,7 @@ class RankMonitor:
         return os.getpid() == self._process
 
     def check_process(self) -> None:
-        """Refuses to speak for this rank in a process that was forked from it, over connections that it still uses."""
+        """Raises in a process that was forked from this rank, which still uses the connections."""
         if not self.is_of_this_process:
             raise ValueError(
                 f"Cannot run a collective in process {os.getpid()}: rank {self._rank} is process {self._process}, from which "
@@ -87,14 +89,14 @@ class RankMonitor:
         return bool(self._store.ask(lambda store: store.check(["alarm"])))
 
     def diagnose(self, noticed: str, is_gone: Callable[[int], bool]) -> str:
-        """Why the ranks cannot go on, as the first of them found it; `noticed` is what this one saw."""
+        """Returns why the ranks cannot go on, as the first of them found it; `noticed` is what this rank saw."""
         self._store.ask(self._raise_alarm)
         found = self._store.line("cause") or self._look_for_others(noticed, is_gone)
         agreed = self._store.ask(lambda store: store.compare_set("cause", "", found))
         return found if agreed is None else agreed.decode()
 
     def report_exit(self, error: BaseException) -> None:
-        """This rank's last word: it ends with that error."""
+        """Publishes the error that ends this rank."""
         place = None if self._place is None else self._place()
         doing = f"{self.doing or _NOWHERE}{'' if place is None else place()}"
         words = f"{raised(error)}, {doing}"
@@ -102,7 +104,7 @@ class RankMonitor:
         self._store.tell("alarm", "1")  # who waits for this rank looks for that
 
     def close(self) -> None:
-        """The ranks part in order."""
+        """Ends the monitoring, in an order that all ranks follow."""
         _watching.discard(self)
 
     def _raise_alarm(self, store: Store) -> None:
@@ -142,7 +144,7 @@ class RankMonitor:
         return " and ".join(f"{self._named(rank)} was last seen {place}" for rank, place in places.items())
 
     def _named(self, rank: int) -> str:
-        """It, and where ranks are on several hosts also that of this one."""
+        """Returns a rank's name, with its host where ranks are on several hosts."""
         return f"rank {rank} on {self._hosts[rank]}" if self._are_apart else f"rank {rank}"
 
     @property
@@ -151,13 +153,13 @@ class RankMonitor:
 
 
 def leave(error: BaseException) -> None:
-    """What ends this process, told to all that it trains with."""
+    """Tells all ranks of all its groups what ends this process."""
     for watch in [watch for watch in _watching if watch.is_of_this_process]:
         watch.report_exit(error)
 
 
 def raised(error: BaseException) -> str:
-    """What to tell of it in a line."""
+    """Returns an error as one line."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({last[0].filename}:{last[0].lineno})" if last else ""
     return f"raised {type(error).__name__}: {error}{where}"

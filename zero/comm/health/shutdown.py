@@ -1,12 +1,11 @@
-"""How a process leaves the ranks that it trains with, when its interpreter ends.
+"""How a process leaves the ranks that it trains with when its interpreter ends.
 
-[Note: the end]
-The error that ends it, where there is one, is told to the ranks that wait for this one, or will. Then the connections are
-closed, and their threads with them: gloo's take the lock of the interpreter to let go of a tensor, and one that waits for
-that lock while the interpreter ends takes the whole process down, whatever had been trained. A thread ends when it has done
-what it was given, so what is under way with a rank that stands still is waited for a moment only: it will not end now either.
+[Note: the end] The error that ends the process, if there is one, is told to the ranks that wait for this one, or will. Then the
+connections and their threads are closed. Threads of gloo take the lock of the interpreter to free a tensor, and one that waits
+for that lock while the interpreter ends kills the process, even after a successful training. A thread ends when its work is
+done; work with a rank that hangs is waited for only briefly, as it will not end now either.
 
-The process that holds the store may be stopped too. So nothing here waits for another process but through `at_once`, and all
+The process that holds the store may hang too. So everything here that waits for another process does so by `at_once`, and all
 of it together takes a few seconds at most. See [Note: limits].
 """
 
@@ -28,7 +27,7 @@ _CLOSE_S = 3.0  # for closing connections
 
 
 class Leaving(Protocol):
-    """A group that has connections."""
+    """A group that has connections to close."""
 
     def let_go(self) -> Callable[[], None]:
         """Forgets them; what is returned closes them, and may wait for what is under way."""
@@ -38,7 +37,7 @@ _open: weakref.WeakKeyDictionary[Leaving, int] = weakref.WeakKeyDictionary()  # 
 
 
 def prepare() -> None:
-    """Before a group is made: the end will take a thread for each group, and one for the error and the world."""
+    """Reserves threads for the end, before a group is made: one for each group, and one for the error and the world."""
     reserve(len(_open) + 3)
 
 
@@ -54,12 +53,12 @@ def end(store: StoreClient | None, rank: int, end_world: Callable[[], None] | No
 
 
 def close_within_limit(closings: list[Callable[[], None]]) -> bool:
-    """Closes connections over which something may be under way with a rank that stands still; whether they are closed."""
+    """Closes connections on which work with a rank that hangs may be going on. Returns whether they are closed."""
     return at_once(closings, _CLOSE_S)
 
 
 def leave_words(store: StoreClient | None, rank: int) -> None:
-    """Tells the others what error ends this process; `store` is that of all ranks, where they can still be told something."""
+    """Tells the others the error that ends this process; `store` is that of all ranks, if it can still be used."""
     error = getattr(sys, "last_value", None)
     if error is None:
         return
@@ -69,7 +68,7 @@ def leave_words(store: StoreClient | None, rank: int) -> None:
 
 
 def words_of(store: StoreClient, rank: int) -> str:
-    """What a rank left that ended before it sharded, for the first time or once more; nothing where it did not."""
+    """Returns the error of a rank that ended before it sharded; nothing where it did not."""
     return store.line(_key_of(rank)) or ""
 
 

@@ -16,7 +16,7 @@ _ANSWER_S = 5.0  # how long the store may take for one answer
 
 
 class Store(Protocol):
-    """What is used of a store of torch.distributed."""
+    """The methods of a store of torch.distributed that are used."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -30,7 +30,8 @@ class Store(Protocol):
 
 
 class StoreClient:
-    """A store, or the part of one under a prefix. Then `whole` is the client of all of it, as there is one connection."""
+    """A client of a store, or of the part of it under a prefix. `whole` is then the client of all of it, as there is one
+    connection."""
 
     def __init__(self, store: Store, whole: StoreClient | None = None) -> None:
         self.store: Any = store  # as torch.distributed has it
@@ -44,7 +45,7 @@ class StoreClient:
         return self._lost.is_set()
 
     def ask(self, question: Callable[[Store], Answer], limit_s: float | None = None) -> Answer | None:
-        """The answer; None when there is none in time: the process that holds the store may be the missing one."""
+        """Returns the answer, or None when there is none in time: the process that holds the store may be the missing one."""
         if self.is_lost:
             return None
         answers: list[Answer] = []
@@ -58,11 +59,11 @@ class StoreClient:
         return answers[0] if answers else None
 
     def line(self, key: str) -> str | None:
-        """What was written there; None where nothing was."""
+        """Returns what was written under a key, or None."""
         return self.ask(lambda store: store.get(key).decode() if store.check([key]) else None)
 
     def count(self, key: str, limit_s: float) -> int:
-        """How often this was called on any rank, this call included."""
+        """Returns how often this was called with a key on any rank, this call included."""
         number = self.ask(lambda store: store.add(key, 1), limit_s)
         if number is None:
             raise GroupLost(
@@ -72,7 +73,7 @@ class StoreClient:
         return number
 
     def tell(self, key: str, value: str) -> None:
-        """Writes a line. The store does not answer to that, so it takes some microseconds."""
+        """Writes a line under a key. The store does not answer, so it takes some microseconds."""
         if not self.is_lost:
             try:
                 self.store.set(key, value)

@@ -1,11 +1,10 @@
 """Memory of one process that others of the same host can read: a file without a name, mapped by all of them at the start.
 
-[Note: arena]
-An arena is a memfd, sealed so that it never grows nor shrinks. It has no name, is as large as any use of it could be, since
-only pages that were written take memory, and is gone with the last process that maps it, however that ends. Its owner alone
-writes. Others open it through /proc/PID/fd once, when the group is made, so what a rank has sent can be read after its end.
-That path may be another process's where ranks are in containers of their own; so before anything travels this way every
-rank proves that it found in the memory of every other a random word that only that one could have written.
+[Note: arena] An arena is a memfd, sealed so that it never grows or shrinks. It has no name, is as large as it could ever be
+needed, since only pages that were written take memory, and is freed with the last process that maps it. Only its owner writes.
+Others open it through /proc/PID/fd once, when the group is made, so what a rank has sent can be read after its end. Where ranks
+are in different containers that path may lead to another process. So before anything is sent this way every rank proves that it
+finds, in the memory of every other, a random word that only that rank could have written.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ _IDLE_STEPS = 2  # for so long pages are kept that nobody asks for: to make one 
 
 
 class _Stretch:
+    """A part of the arena, and who still uses it."""
+
     __slots__ = ("__weakref__", "held", "lent", "num_bytes", "sent", "start", "vacant")
 
     def __init__(self, start: int, num_bytes: int) -> None:
@@ -47,8 +48,8 @@ class _Stretch:
 
 
 class SharedArena:
-    """What this rank shares, in stretches. One that is free and was read by all is used again; after a while without use it
-    gives its pages back."""
+    """The memory that this rank shares, in stretches. A free stretch that all have read is used again; after a while without
+    use it gives its pages back."""
 
     def __init__(self) -> None:
         num_bytes = _TIMES_MEMORY * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
@@ -69,13 +70,13 @@ class SharedArena:
         return _INTRODUCTION.pack(os.getpid(), self._descriptor, len(self._mapping), word)
 
     def introduced(self) -> None:
-        """Nobody needs to find it any more."""
+        """Removes the way by which others find the memory, as all have mapped it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def lend(self, num_bytes: int) -> torch.Tensor:
-        """Memory for as long as somebody holds the tensor, or one that shares its storage."""
+        """Lends memory for as long as the tensor, or another with its storage, is alive."""
         stretch = self._free(num_bytes)
         stretch.held, stretch.vacant, stretch.sent, stretch.lent = True, False, (0, -1), self._steps
         view = memoryview(self._mapping)[stretch.start : stretch.start + max(1, num_bytes)]
@@ -104,7 +105,7 @@ class SharedArena:
         return collective < self._read[line]
 
     def stepped(self) -> None:
-        """A window was used, and what it and those before it did without may go."""
+        """Counts a window: what this window and those before it did not use may be freed."""
         self._steps += 1
         for one in self._stretches:
             if one.held:
@@ -112,7 +113,8 @@ class SharedArena:
         self.trim(_IDLE_STEPS)
 
     def trim(self, idle_steps: int = 0) -> None:
-        """Gives back the pages of what nobody held for so many steps. They are not those of a process that was forked."""
+        """Frees the pages of what was not used for so many steps. Never in a process that was forked, to which they do not
+        belong."""
         for one in self._stretches if os.getpid() == self._process else ():
             if self._is_idle(one) and not one.vacant and one.lent + idle_steps <= self._steps:
                 with contextlib.suppress(OSError):  # where pages cannot be given back they are kept
@@ -159,7 +161,7 @@ def counts_of(whole: torch.Tensor) -> torch.Tensor:
 
 
 def map_peer(message: bytes) -> torch.Tensor:
-    """The whole arena of who said this; an OSError where that is somebody else's, or cannot be reached."""
+    """Maps the whole arena that a handshake describes. Raises OSError where it is another one, or cannot be reached."""
     process, theirs, num_bytes, word = _INTRODUCTION.unpack(message)
     with closing(reach(process, theirs, num_bytes)) as descriptor:
         mapping = mmap.mmap(descriptor, num_bytes)

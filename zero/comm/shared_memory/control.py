@@ -26,7 +26,7 @@ class Numbers(Protocol):
 
 
 class Messages:
-    """Those of the group itself, for ranks that are threads, which end otherwise than processes do; and what others do too."""
+    """Small messages by the group's own means, for ranks that are threads; the other transports build on it."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -59,6 +59,8 @@ class Messages:
 
 
 class _SummedNumbers:
+    """Numbers that travel as a sum over ranks."""
+
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
 
@@ -71,7 +73,7 @@ class _SummedNumbers:
 
 
 class Connected(Group, Protocol):
-    """A group of processes, which knows what to do where one of them is lost."""
+    """A group of processes, which knows what follows when one of them is lost."""
 
     def begin(self, call: Callable[[float, object], Any]) -> Any:
         """What `call` gives, of the time limit and the connection that hold now. Where it fails, or the group was lost before,
@@ -81,7 +83,7 @@ class Connected(Group, Protocol):
 
 
 class ByPipes(Messages):
-    """Through pipes, with the time limits of the group, and lost as it is."""
+    """Small messages through pipes, with the time limits of the group. A failure loses the group."""
 
     def __init__(self, group: Connected) -> None:
         super().__init__(group)
@@ -143,6 +145,8 @@ class ByPipes(Messages):
 
 
 class _PipedNumbers:
+    """Numbers that travel through pipes."""
+
     def __init__(self, messages: ByPipes, call: Call) -> None:
         self._messages = messages
         self._call = call

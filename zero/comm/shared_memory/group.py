@@ -63,7 +63,7 @@ def through_shared_memory(group: Group, wanted: bool = True, make_messages: Call
 
 
 class _Reason:
-    """Why not; empty while there is none."""
+    """A reason not to use shared memory; empty while there is none."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -83,7 +83,8 @@ class _Reason:
 
 
 class SharedMemoryGroup:
-    """Another group whose tensors on the host do not travel."""
+    """A group whose host tensors are exchanged through shared memory; everything else goes by the group that it was made
+    from."""
 
     def __init__(self, group: Group, arena: SharedArena, arenas: dict[int, torch.Tensor], messages: Messages) -> None:
         self.rank = group.rank
@@ -229,8 +230,8 @@ class SharedMemoryGroup:
 
 
 class _Line:
-    """Collectives that are counted together, on this rank. Those of a connection that was lost count no more: their line is
-    not the group's any more."""
+    """Collectives that are counted together, on this rank. Those of a connection that was lost are counted no more: the group
+    has another line then."""
 
     def __init__(self) -> None:
         self.finished = 0  # all before this one
@@ -250,7 +251,7 @@ class _Line:
 
 
 class _Told:
-    """The small message of one collective, on its way."""
+    """The small message of one collective that is going on."""
 
     def __init__(
         self, group: SharedMemoryGroup, count: Callable[[], None], part: torch.Tensor | None, offsets: Numbers

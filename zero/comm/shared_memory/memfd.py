@@ -1,4 +1,4 @@
-"""Files without a name, in memory: of the host, for more than one mapping, or for other processes."""
+"""Files without a name that lie in host memory, for several mappings or for other processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if sys.platform == "linux":
 
 
 def memory_file(num_bytes: int) -> int:
-    """The descriptor of a file that never grows nor shrinks, of which only what was written takes memory."""
+    """Returns the descriptor of a file that never grows or shrinks. Only what was written takes memory."""
     if sys.platform != "linux":
         raise OSError("only Linux has memory files that can be sealed and reached by others")
     descriptor = os.memfd_create("zero", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -28,7 +28,8 @@ def memory_file(num_bytes: int) -> int:
 
 
 def reach(process: int, theirs: int, num_bytes: int) -> int:
-    """A descriptor of the memory file of so many bytes that another process has open; an OSError where that is another one."""
+    """Returns a descriptor of the memory file of so many bytes that another process has open. Raises OSError where it is
+    another file."""
     descriptor = os.open(f"/proc/{process}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(os.close, descriptor)

@@ -1,7 +1,7 @@
 """DeepSpeed's names for what its users' scripts import: `import zero.compat.deepspeed as deepspeed` is the whole change.
 
-They are those of DeepSpeed 0.19.8, and nothing of it is imported. What is not here raises where it is used, and says what to
-write instead.
+They are those of DeepSpeed 0.19.8; nothing of it is imported. A name that is missing here raises where it is used, and says
+what to write instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What of DeepSpeed is not here, with what to write instead. A script may import it, and is told when it uses it."""
+"""The parts of DeepSpeed that are missing here, with what to write instead. A script may import them; using them raises."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _MODULES: dict[str, str] = {
 
 
 class _AbsentModules:
-    """Comes after all that find modules, and says of one that is not here what to write instead."""
+    """Comes after all other importers, and says of a missing module what to write instead."""
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> None:
@@ -99,6 +99,6 @@ class Absent:
 
 
 def absent(name: str) -> type[Absent]:
-    """The class that stands for it."""
+    """Returns the class that stands for a missing name."""
     instead = ABSENT[name]
     return type(name, (Absent,), {"instead": instead[0].upper() + instead[1:], "__module__": __name__})

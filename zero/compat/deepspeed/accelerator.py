@@ -38,7 +38,8 @@ def get_accelerator() -> AcceleratorCalls:
 
 
 def set_accelerator(accelerator: Any) -> None:
-    """Uses another one: ours, what `get_accelerator` gave, or an object with DeepSpeed's interface."""
+    """Uses another accelerator: one of this library, what `get_accelerator` returned, or an object with DeepSpeed's
+    interface."""
     from accelerators.compat.deepspeed import adapt
 
     if isinstance(accelerator, AcceleratorCalls):
@@ -47,7 +48,7 @@ def set_accelerator(accelerator: Any) -> None:
 
 
 class AcceleratorCalls:
-    """An accelerator of ours behind DeepSpeed's interface; `own` is that accelerator."""
+    """An accelerator of this library behind DeepSpeed's interface; `own` is that accelerator."""
 
     def __init__(self, own: Accelerator) -> None:
         self.own = own
@@ -243,10 +244,10 @@ class AcceleratorCalls:
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
     def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
-        """Nothing: torch.profiler shows what runs."""
+        """Does nothing: torch.profiler shows what runs."""
 
     def range_pop(self, domain: Any = None) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def lazy_call(self, callback: Callable[[], Any]) -> None:
         callback()

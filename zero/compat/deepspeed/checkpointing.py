@@ -33,7 +33,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Takes DeepSpeed's options; what asks for something is told to have no effect."""
+    """Takes DeepSpeed's options. A warning lists those that have no effect."""
     global _configured
     given = {
         "mpu_": mpu_ is not None,
@@ -55,7 +55,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing to do: nothing is kept between forwards."""
+    """Does nothing: nothing is kept between forwards."""
 
 
 def __getattr__(name: str) -> Any:

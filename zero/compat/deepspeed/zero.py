@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: the words of stage 3, most of which have nothing to do."""
+"""`deepspeed.zero`: the names of stage 3, most of which do nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero.runtime.params.swap import gathered
 
 
 class Init:
-    """Nothing to do: a model that is built inside is whole until it is sharded."""
+    """Does nothing: a model that is built inside is whole until it is sharded."""
 
     def __init__(self, module: nn.Module | None = None, *_: Any, **__: Any) -> None:
         """Takes DeepSpeed's arguments; a module is left as it is."""
@@ -30,8 +30,9 @@ class Init:
 
 
 class GatheredParameters:
-    """Weights in shares are whole in it, and no gradients are recorded then; others are whole anyway. With `modifier_rank`
-    every rank leaves with that rank's weights, which training takes over; a collective then, where there are several ranks."""
+    """Makes weights in shares whole inside, without recording gradients; other weights are whole anyway. With `modifier_rank`
+    every rank leaves with that rank's weights, which training takes over; this is a collective then, where there are several
+    ranks."""
 
     def __init__(
         self,
@@ -60,11 +61,11 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do: a parameter is whole wherever it is used."""
+    """Does nothing: a parameter is whole wherever it is used."""
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do."""
+    """Does nothing."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Every configuration key that DeepSpeed 0.19.8 documents or reads, and what becomes of it here.
+"""Every configuration key that DeepSpeed 0.19.8 documents or reads, and what it does here.
 
-A key is in exactly one of USED, HARMLESS and REFUSED; what lies inside a listed key is its own business.
-`zero/config/deepspeed/reader.py` follows these tables.
+A key is in exactly one of USED, HARMLESS and REFUSED. Keys below a listed key are not listed. `zero/config/deepspeed/reader.py`
+follows these tables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the used keys of a DeepSpeed configuration mean here: written values and what the call implies in, a ZeroConfig out."""
+"""Makes a ZeroConfig of the used keys of a DeepSpeed configuration, and of what the call implies."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _ITEM_BYTES = {None: 4, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
-    """The configuration that the written keys ask for; each key is read in exactly one place below. All problems are raised
-    together: the stage, which decides about others, then those found before, then the rest."""
+    """Returns the configuration that the written keys ask for. Each key is read in exactly one place below. All problems are
+    raised together: those of the stage, which decides about others, then those found before, then the rest."""
     tried = written.tried
     stage = written.whole("zero_optimization.stage", 0, least=0, most=3)
     written.problems += problems
@@ -257,7 +257,7 @@ def _flag_in(written: Written, params: dict[str, Any], name: str, default: bool)
 
 
 def _spec(make: type[Spec], block: str, kind: Any, params: dict[str, Any]) -> Spec:
-    """Its problems name the keys as they are written."""
+    """Makes the recipe of an optimizer or a schedule. Its errors name the keys as they are written."""
     try:
         return make.of(kind, params)
     except ValueError as error:

@@ -42,7 +42,7 @@ _MAX_DEPTH = 32
 
 
 class Reading(NamedTuple):
-    """A configuration, and what the one who wrote the file should know: each notice is one line."""
+    """A configuration, and notices for whoever wrote the file, one line each."""
 
     config: ZeroConfig
     notices: tuple[str, ...]
@@ -70,7 +70,7 @@ def translate(source: str | os.PathLike[str] | Mapping[str, Any], implied: Impli
 
 
 def read_tree(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """What is written, as plain blocks and values; nothing of it is looked at. The caller's dict is only read."""
+    """Reads the text as plain blocks and values, without a look at their meaning. The caller's dict is only read."""
     tree = _plain(source if isinstance(source, Mapping) else _parsed(source), "", 0)
     if not isinstance(tree, dict):
         raise ValueError(f"Cannot read a DeepSpeed configuration: {brief(tree)} is not a block of keys. Write {{...}}.")
@@ -105,7 +105,7 @@ def _parsed(source: object) -> Any:
 
 
 def _from_base64(source: str | os.PathLike[str]) -> str | None:
-    """The block that a text stands for which is no path: launchers hand configurations on in base64."""
+    """Decodes a configuration in base64, as launchers pass it on; None where the text is none."""
     try:
         text = base64.b64decode(os.fsencode(source), altchars=b"-_", validate=True).decode()
     except ValueError:

@@ -1,4 +1,4 @@
-"""What was written in a DeepSpeed configuration, checked key by key, and what the call implies where that is "auto"."""
+"""What is written in a DeepSpeed configuration, checked key by key, and what the call implies where that is "auto"."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _STAND_INS: dict[str, Any] = {"betas": (0.9, 0.999)}
 
 
 class ConfigProblems(ValueError):
-    """Everything that is wrong with one configuration; `unanswered` are its keys that are "auto" where nothing in the call
-    implies a value, each with the name that would answer it."""
+    """Everything that is wrong with one configuration. `unanswered` are the keys that are "auto" where nothing in the call
+    implies a value, each with the name of the argument that would."""
 
     def __init__(self, found: list[str], unanswered: Mapping[str, str | None]) -> None:
         self.unanswered = dict(unanswered)
@@ -45,7 +45,7 @@ class _UnansweredError(ValueError):
 
 @dataclass(frozen=True)
 class Implied:
-    """What the rest of the call says; it answers the keys that are "auto". None: the call says nothing about it."""
+    """What the rest of the call implies for keys that are "auto". None: it implies nothing."""
 
     world_size: int = 1
     global_samples: int | None = None
@@ -64,8 +64,8 @@ class Implied:
 
 
 class Written:
-    """The used keys that were written, by path, each checked when it is read; null counts as not written. What is wrong with
-    one is noted, and its default stands for it, so that all problems are found."""
+    """The used keys that are written, by path, each checked when it is read; null counts as not written. Where one is wrong the
+    problem is noted and its default is used, so that all problems are found."""
 
     def __init__(self, values: Mapping[str, Any], implied: Implied) -> None:
         self._values = {path: value for path, value in values.items() if value is not None}
@@ -74,7 +74,7 @@ class Written:
         self.unanswered: dict[str, str | None] = {}
 
     def tried(self, read: Callable[[Written], T], default: T) -> T:
-        """What `read` makes of this; where that is a problem it is noted, and the default stands for it."""
+        """Returns what `read` makes of this. Where that raises, the problem is noted and the default is returned."""
         try:
             return read(self)
         except _UnansweredError:
@@ -85,7 +85,7 @@ class Written:
         return default
 
     def note(self, problem: str) -> None:
-        """This is wrong."""
+        """Notes a problem."""
         if problem not in self.problems:
             self.problems.append(problem)
 
@@ -115,7 +115,7 @@ class Written:
         self.unanswered[path] = AUTO.get(path)
 
     def answered(self, path: str) -> bool:
-        """Whether there is a value: one was written, or "auto" and the call implies one."""
+        """Whether there is a value: one is written, or it is "auto" and the call implies one."""
         return path in self and (self._values[path] != "auto" or getattr(self.implied, AUTO[path], None) is not None)
 
     def _checked(self, path: str, check: Callable[[Any], T], default: T) -> T:

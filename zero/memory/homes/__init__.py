@@ -1,1 +1,2 @@
-"""Where state lives: on the device that computes, on the host beside it, or on disk. `home.py` has the protocol of all."""
+"""Where state lives: on the device that computes, on the host beside it, or on disk. `home.py` has the protocol of all
+homes."""

@@ -1,7 +1,6 @@
-"""State on disk: it is computed with on the host, and comes there for that.
+"""The home on a disk: state is computed with on the host, and read to there before.
 
-What stands for such state in the meantime is a tensor of its shape and dtype without memory. It is NaN where somebody reads it
-by mistake, and nothing can be written to it.
+Meanwhile a tensor of its shape and dtype without memory stands for it. Read by mistake it is NaN, and it cannot be written to.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from zero.memory.homes.home import Home, Transfer
 
 
 def absent(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Stands for values that are elsewhere."""
+    """Makes a tensor that stands for values on disk."""
     value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
     with torch.inference_mode(False):
         return torch.full((1,), value, dtype=dtype, device="cpu").expand(numel)
 
 
 def is_absent(tensor: torch.Tensor) -> bool:
-    """Whether it stands for values that are elsewhere."""
+    """Whether a tensor stands for values on disk."""
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
 class DiskHome:
-    """A file, and memory of the host that what is in it comes to."""
+    """A file, and host memory that its content is read to."""
 
     def __init__(self, host: Home, file: StateFile) -> None:
         self.device = host.device
@@ -119,7 +118,7 @@ class DiskHome:
         self._host.release()
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Closes the file, which frees it."""
         self._free.clear()
         self._lent.clear()
         self._regions.clear()

@@ -1,8 +1,8 @@
-"""One file of one rank that state lives in: regions of it are read and written by threads, in pieces.
+"""A file of one rank that state lives in. Threads read and write regions of it, in pieces.
 
 The file has no name once it is open, so nothing is left of it whatever happens to the process. Its space is reserved before
-anything is written. Where the file system has direct access the system keeps no copy of it in memory; where it has not, the
-ordinary way serves, and that is said once.
+anything is written. Where the file system has direct access, the system keeps no copy of it in memory; where it has not,
+ordinary access is used, and that is logged once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def page_aligned(num_bytes: int, allocate: Callable[[int], torch.Tensor]) -> tor
 
 
 class StateFile:
-    """A file in a directory. Whatever fails is a `DiskFailed` that names the directory."""
+    """A file in a directory. Every failure is a `DiskFailed` that names the directory."""
 
     def __init__(self, directory: str, what: str, pace: Pace | None = None) -> None:
         self.directory = directory
@@ -108,7 +108,7 @@ class StateFile:
             raise
 
     def reserve(self, num_bytes: int) -> None:
-        """Sees to it that the file has space for so many bytes, all that it has already among them."""
+        """Makes sure that the file has space for so many bytes, its present ones included."""
         if num_bytes > self.num_bytes:
             with self._explained(f"reserve {num_bytes} bytes in"):
                 try:
@@ -187,19 +187,19 @@ class StateFile:
         return DiskFailed(f"Cannot {doing} {self.directory} for {self._what}: {why}. {hint}")
 
     def stop_threads(self) -> None:
-        """Waits for what is on its way. Others are started when there is more."""
+        """Waits for all transfers and ends the threads. The next transfer starts others."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
 
     def close(self) -> None:
-        """Lets go of the file, which is gone then."""
+        """Closes the file, which frees it."""
         self.stop_threads()
         self._file.close()
 
 
 class FileTransfer:
-    """A region on its way to memory or out of it."""
+    """The transfer of a region to memory or from it."""
 
     def __init__(
         self, file: StateFile, pieces: list[Future[None]], memory: torch.Tensor, expected: torch.Tensor | None = None
@@ -243,7 +243,7 @@ def _sums_of(memory: torch.Tensor) -> torch.Tensor:
 
 
 def probe(directory: str, num_bytes: int = _PROBED) -> Pace:
-    """The pace at which this disk is fastest, of a few that are tried for a moment each."""
+    """Returns the pace at which this disk is fastest, of a few that are tried for a moment each."""
     best, least = Pace(), float("inf")
     file = StateFile(directory, "a probe of the disk")
     try:

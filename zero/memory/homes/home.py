@@ -1,4 +1,4 @@
-"""What every place where state can live does, and the plainest one: the device that computes."""
+"""The protocol of a place where state lives, and the simplest one: the device that computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Transfer(Protocol):
         """What is issued to the current stream from now on comes after the copy; the host goes on."""
 
     def release_source(self) -> None:
-        """Lets go of the source: whatever gets its memory next on the current stream comes after the copy."""
+        """Drops the source: work that gets its memory next on the current stream comes after the copy."""
 
 
 class Done:
@@ -39,10 +39,10 @@ DONE = Done()
 
 
 class Home(Protocol):
-    """A place where state lives: shares of gradients, masters, moments, and weights for a while.
+    """A place where state lives: shares of gradients, masters, moments, and weights at times.
 
-    What lives here is computed with where it lives. Tensors on the device that computes the model reach it by `write`, and what
-    lives here reaches them by `read`. Both are asynchronous, as is `add`.
+    What lives here is computed with where it lives. Tensors reach it from the device that computes the model by `write`, and it
+    reaches that device by `read`. Both are asynchronous, as is `add`.
     """
 
     device: torch.device  # of what lives here
@@ -50,39 +50,39 @@ class Home(Protocol):
 
     @property
     def num_lent_bytes(self) -> int:
-        """Of memory for mirrors, lent or not."""
+        """Bytes of memory for mirrors, lent or not."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory here, with anything in it. It goes when its last reference goes, on a disk when it is freed."""
+        """Returns memory with undefined contents. It is freed with its last reference, on a disk by `free`."""
 
     def free(self, stored: torch.Tensor) -> None:
-        """What `allocate` gave is used no more."""
+        """Frees what `allocate` returned."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is such memory as `allocate` makes, and so can live here."""
+        """Whether a tensor is memory of this home, as `allocate` makes it."""
 
     def write(self, source: torch.Tensor, stored: torch.Tensor) -> Transfer:
-        """From the device that computes into memory of this home."""
+        """Copies from the device that computes into memory of this home."""
 
     def read(self, stored: torch.Tensor, target: torch.Tensor) -> Transfer:
-        """From memory of this home to the device that computes."""
+        """Copies from memory of this home to the device that computes."""
 
     def add(self, values: torch.Tensor, factor: float, stored: torch.Tensor, fresh: bool) -> Transfer:
         """Adds `factor * values` to what is stored, or writes it there if that is `fresh`. `values` are on the device that
         computes and may be changed; the transfer still reads them. What is stored has the sum after `catch_up`."""
 
     def catch_up(self) -> None:
-        """Waits until everything that was sent by `add` is added."""
+        """Waits until everything that was passed to `add` is added."""
 
     def mirror(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory here for the values of a tensor on the device that computes: the tensor itself where both are the same place.
-        To be given back."""
+        """Lends memory here for the values of a tensor on the device that computes; the tensor itself where both are the same
+        place. It is returned by `give_back`."""
 
     def give_back(self, mirror: torch.Tensor) -> None:
-        """The host has waited for all transfers that use it."""
+        """Returns a mirror. The host has waited for all transfers that use it."""
 
     def release(self) -> None:
-        """Lets go of memory for mirrors that nobody has."""
+        """Frees memory for mirrors that are not lent."""
 
 
 class DeviceHome:

@@ -1,11 +1,10 @@
-"""Host memory beside a device, and copies that cross between the two while both go on.
+"""Host memory beside a device, and copies between the two while both go on computing.
 
-[Note: crossings]
-Each direction has a stream of its own, so that neither waits for the other nor for what is computed. A copy starts
-when everything that was issued before it on the current stream is done: what wrote its source, what reads its target.
-It is on its way until somebody waits for it, the host (`finish`) or the current stream (`wait`), and until then it
-keeps both ends alive: memory that was let go could be somebody else's before the copy has read it. A device without
-streams copies at once, since there waiting for one copy is waiting for all work.
+[Note: crossings] Each direction has a stream of its own, so that neither waits for the other nor for what is computed. A copy
+starts when everything that was issued before it on the current stream is done: what wrote its source, and what reads its
+target. The host (`finish`) or the current stream (`wait`) waits for its end, and until then it keeps both ends alive: freed
+memory could be in use again before the copy has read it. A device without streams copies at once, since there waiting for one
+copy is waiting for all work.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ class HostHome:
 
 
 class _Addend(NamedTuple):
-    """What is on its way to a sum: the first into the sum itself, others into memory beside it."""
+    """Values that are being added to a sum: the first go into the sum itself, others into memory beside it."""
 
     transfer: Transfer
     stored: torch.Tensor

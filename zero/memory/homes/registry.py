@@ -1,4 +1,4 @@
-"""The homes of one sharded optimizer, and the way from one to another."""
+"""The homes of one sharded optimizer, and moves from one to another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DISK = "disk:"  # and a directory: the name of a place
 
 
 class Homes:
-    """The device that computes, the host beside it, which are one where the device is the host, and files on disks."""
+    """The device that computes, the host beside it (the same home where the device is the host), and files on disks."""
 
     def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
         self.device: Home = DeviceHome(device)
@@ -30,7 +30,7 @@ class Homes:
         self.away: dict[str, list[Move]] = {}  # what is in another home for a while, by state: what brings its parts back
 
     def at(self, kind: str, place: str) -> Home:
-        """Where a kind of state lives in a place; a file for it is made when it is first asked for."""
+        """Returns the home of a kind of state in a place. A file on a disk is made on the first call."""
         if not place.startswith(DISK):
             return self.host
         if (kind, place) not in self.disks:
@@ -39,12 +39,13 @@ class Homes:
         return self.disks[kind, place]
 
     def close(self, kind: str | None = None) -> None:
-        """Lets go of all files, or of those of one kind."""
+        """Closes all files, or those of one kind."""
         for key in [key for key in self.disks if kind in (None, key[0])]:
             self.disks.pop(key).close()
 
     def move(self, tensor: torch.Tensor, home: Home) -> tuple[torch.Tensor, Transfer]:
-        """A copy of a tensor in another home, and the transfer of its values. One of the two homes is the device."""
+        """Copies a tensor to another home. Returns the copy and the transfer of its values. One of the two homes is the
+        device."""
         stored = home.allocate(tensor.numel(), tensor.dtype)
         target = stored.view(tensor.shape)
         if home is self.device:

@@ -1,4 +1,4 @@
-"""What `.grad` of every parameter holds, and what the user did to it."""
+"""Puts a `ShardedGrad` into `.grad` of every parameter, and finds what the user did to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Edit(Enum):
 
 
 class GradAttribute:
-    """Puts a `ShardedGrad` into the `.grad` of every parameter and compares later what is there with what was put there."""
+    """Puts a `ShardedGrad` into the `.grad` of every parameter, and later compares what is there with what was put there."""
 
     def __init__(self, params: Params, ops: ShardedGradOps) -> None:
         self.params = params
@@ -63,8 +63,8 @@ class GradAttribute:
         self.params.set_grad(index, self._proxies[index] if self.has_proxy >> index & 1 else None)
 
     def can_install(self, index: int) -> bool:
-        """Not where autograd is about to write, in this thread or in another: it would add to what it finds. And not where the
-        parameter has another dtype by now, as synchronizing will find."""
+        """Whether a `ShardedGrad` may be put into `.grad`. Not where autograd is about to write, in this thread or another: it
+        would add to what it finds. And not where the parameter has another dtype by now, which settling reports."""
         param = self.params.tensors[index]
         is_free = not self.has_proxy >> index & 1 and index not in self.writing and param.requires_grad
         return is_free and param.dtype == self._proxies[index].own_dtype
@@ -84,7 +84,7 @@ class GradAttribute:
 
     @property
     def edited(self) -> int:
-        """Parameters whose gradient the user took away."""
+        """The parameters whose gradient the user removed."""
         return self.removed | self.replaced
 
     @property
@@ -93,7 +93,7 @@ class GradAttribute:
 
     @property
     def was_cleared(self) -> bool:
-        """Whether the user took away what was put there, everywhere."""
+        """Whether the user cleared `.grad` of every parameter."""
         return bool(self.has_proxy) and self.is_cleared
 
     def scan(self, index: int) -> Edit:
@@ -122,12 +122,12 @@ class GradAttribute:
     # between windows ---------------------------------------------------------------------------------------------
 
     def forget_edits(self) -> None:
-        """Edits were synchronized: what is there now counts as put there."""
+        """Takes the present `.grad` as the one that was put there: edits were synchronized."""
         self.is_complete, self.removed, self.replaced = False, 0, 0
         self.writing, self.user_grads = {}, {}
 
     def begin(self) -> None:
-        """A new window, once every `.grad` is None."""
+        """Begins a new window. Every `.grad` is None."""
         self.forget_edits()
         self.has_proxy = 0
         for index in range(len(self._proxies)):

@@ -1,4 +1,4 @@
-"""What stands behind the `ShardedGrad`s: this rank's shares of the gradients, and arithmetic that needs no more than them."""
+"""The arithmetic behind `ShardedGrad`s, on this rank's shares of the gradients."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ShardedGradOps:
 
     @property
     def changes(self) -> int:
-        """A digest of what the user did to gradients, by which ranks find that they did not do the same. 0 for nothing."""
+        """Returns a digest of the user's operations on gradients, by which ranks find that theirs differ. 0 for none."""
         return zlib.crc32(repr(sorted(self._changes.items())).encode()) if self._changes else 0
 
     def _note_change(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any]) -> None:
@@ -99,7 +99,8 @@ class ShardedGradOps:
         self._changes[param] = zlib.crc32(told.encode(), self._changes.get(param, 0))
 
     def _described(self, argument: Any) -> Any:
-        """A number by its value, in whatever it comes; of a tensor of more, where each rank uses its own part, the shape."""
+        """Describes a number by its value, whatever its type; a tensor of several numbers, of which each rank uses its own
+        part, by its shape."""
         if not isinstance(argument, torch.Tensor):
             return argument
         if argument.numel() != 1 or isinstance(argument, ShardedGrad):
@@ -109,7 +110,7 @@ class ShardedGradOps:
         return self._factor[2]
 
     def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-        """Divides by a GradScaler's scale; what one rank finds infinite, all ranks are told."""
+        """Divides by a GradScaler's scale. All ranks are told what any of them finds infinite."""
         self._settle("unscale_")
         local = float(found_inf.item())
         for pieces in self._at_one_time(piece for param in params for piece in self.pieces(param)):
@@ -149,12 +150,12 @@ class ShardedGradOps:
         return sum(squares[bucket] for bucket in sorted(squares))
 
     def multiply(self, block: Block, factor: float) -> None:
-        """All of a block; norms that were asked for before are not those of what is there then."""
+        """Multiplies all of a block. Norms that were computed before hold no more."""
         streamed = self.shard.stream.has(block.bucket)  # and told of it when it leaves
         self.shard.sum_of(block.bucket, writes=not streamed)[block.span.start : block.span.stop].mul_(factor)
 
     def defer_scale(self, bucket: int, factor: float) -> None:
-        """The same for all of a bucket, when somebody looks at it."""
+        """Multiplies all of a bucket when it is next read."""
         if factor != 1.0:
             self.shard.defer_scale(bucket, factor)
 
@@ -178,7 +179,7 @@ class ShardedGradOps:
                 known.pop(param, None)
 
     def whole(self, param: int, values: Callable[[Piece], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """All of a parameter, shaped like it, from what every rank has for its pieces; a collective."""
+        """Returns all of a parameter's values, from every rank's pieces, in its shape. A collective."""
         found: list[torch.Tensor] = [torch.empty(0, dtype=dtype, device=self.shard.device)]
         for index, part, _ in self._layout_ref.layout.parts(param):
             bucket = self._layout_ref.layout.buckets[index]
@@ -194,14 +195,14 @@ class ShardedGradOps:
         return self.formats[param].unflatten(torch.cat(found)).clone(memory_format=torch.preserve_format)
 
     def exchange_numbers(self, numbers: Sequence[float], subject: str = "an operation on .grad") -> list[tuple[float, ...]]:
-        """Every rank's numbers, by rank; all ranks bring as many."""
+        """Returns every rank's numbers, by rank. All ranks pass as many."""
         packing = struct.Struct(f"<{len(numbers)}d")
         return [packing.unpack(message) for message in exchange_about(self._group, subject, packing.pack(*numbers))]
 
     # inside ------------------------------------------------------------------------------------------------------
 
     def _compute_norms(self, order: float, known: dict[int, float]) -> None:
-        """Fills in what is not known, for all parameters: which those are is the same on every rank."""
+        """Computes the norms that are not known. Which these are is the same on every rank."""
         missing = [param for param in range(len(self._layout_ref.layout.params)) if param not in known]
         present = (piece for param in missing for piece in self.pieces(param) if piece.bucket in self.shard)
         local: dict[int, list[float]] = {param: [] for param in missing}

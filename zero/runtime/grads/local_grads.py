@@ -1,4 +1,4 @@
-"""What this rank adds to a window: gradients that are in buckets already, and others that wait here."""
+"""What this rank adds to a window: gradients in buckets, and others that wait on this rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LocalGrads:
         self._scaling = scaling
 
     def add(self, index: int, grad: torch.Tensor, may_collect: bool, synchronizes: bool, lent: bool) -> None:
-        """Puts a gradient into its bucket if that `may_collect` it, and keeps it here if not; a `lent` one is copied."""
+        """Puts a gradient into its bucket if it `may_collect` it; else keeps it here. A `lent` gradient is copied."""
         multiplier, bit = self._scaling.multiplier, 1 << index
         if multiplier == 0.0:
             grad = torch.zeros_like(grad)  # what counts nothing adds nothing, not even the NaN of a mean over no tokens
@@ -44,13 +44,13 @@ class LocalGrads:
         return bool(self.collected >> index & 1) or index in self.pending
 
     def drop(self, index: int) -> None:
-        """The user took this gradient away."""
+        """Drops a gradient that the user removed."""
         self.collected &= ~(1 << index)
         self.pending.pop(index, None)
         self._reducer.drop_param(index)
 
     def collect_pending(self, index: int, user_grad: torch.Tensor | None, total_weight: float | None) -> None:
-        """Puts what waited of a parameter, and the user's own gradient, into its bucket."""
+        """Puts the waiting gradients of a parameter, and the user's own gradient, into its bucket."""
         pending = self.pending.pop(index, None)
         if pending is not None:
             self._reducer.collect(index, pending)

@@ -6,6 +6,8 @@ from enum import Enum
 
 
 class Phase(Enum):
+    """A phase of a window. `move_to` of the window allows the transitions below only."""
+
     IDLE = "idle"  # nothing came since the window began
     COLLECTING = "collecting"  # something came that other ranks must hear of
     FAILED = "failed"  # this rank failed in a backward, which other ranks must hear of

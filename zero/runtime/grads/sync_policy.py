@@ -1,4 +1,4 @@
-"""Which backwards synchronise. It decides when ranks communicate, never what the result is."""
+"""Decides which backwards synchronise. It decides when ranks communicate, never what the result is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Counting(Protocol):
-    """Who counts the micro-steps of a window, so that ranks stay at the same one when a window was lost."""
+    """What counts the micro-steps of a window, so that ranks stay at the same one when a window was lost."""
 
     micro_steps: int
 
@@ -43,7 +43,7 @@ class SyncPolicy:
         return self.accumulation is None or self.backwards >= self.accumulation
 
     def note_backward(self, divides: bool) -> None:
-        """A backward reached its first parameter; `divides`: it is divided by the accumulation where an engine counts."""
+        """Counts a backward that reached its first parameter. `divides`: an engine divides it by the accumulation."""
         self.backwards += 1
         if self.counting is not None:
             self.counting.note_backward(divides)

@@ -1,17 +1,16 @@
 """What `.grad` is between two steps, and how ranks settle it.
 
-[Note: window]
-A window is what lies between two `zero_grad`s. As in plain torch, a step does not clear it: who steps twice
-applies the same gradients twice, who forgets `zero_grad` goes on adding to them.
+[Note: window] A window is what lies between two `zero_grad`s. As in plain torch a step does not clear it: stepping twice
+applies the same gradients twice, and without `zero_grad` gradients go on adding up.
 
 The first gradient of a backward puts a `ShardedGrad` into the `.grad` of every parameter. Gradients of a backward that
-synchronises leave for their buckets as they come; those of another wait here. Settling makes everything that came so far
-final: ranks tell each other what they sent and what they found in `.grad`, send what is missing, and from then on
-`.grad` is None exactly where no rank had a gradient. A window may be settled, added to, and settled again.
+synchronises go to their buckets as they come; those of another wait here. Settling makes everything that came so far final:
+ranks tell each other what they sent and what they found in `.grad`, and send what is missing. From then on `.grad` is None
+exactly where no rank had a gradient. A window may be settled, added to, and settled again.
 
-What the user does to `.grad` cannot be told to us, so we look: before each gradient and at every settling `.grad` is
-compared with what was put there. None everywhere: the user cleared it. None in one place: that gradient is gone. A
-tensor of the user's own replaces what was there, is this rank's local gradient, and counts as it stands.
+Nothing reports what a user does to `.grad`. So before each gradient and at every settling `.grad` is compared with what was put
+there. None everywhere: the user cleared it. None in one place: that gradient is dropped. A tensor of the user's own replaces
+what was there: it is this rank's local gradient, and counts as it stands.
 """
 
 from __future__ import annotations
@@ -42,6 +41,8 @@ PlaceParams = Callable[[Sequence[int]], Sequence[int]]  # gives parameters memor
 
 
 class Window(Timed):
+    """All gradients between two steps: takes them in, settles them with the other ranks, and ends with `zero_grad`."""
+
     def __init__(
         self,
         params: Params,
@@ -75,7 +76,7 @@ class Window(Timed):
         self.phase = phase
 
     def note(self) -> None:
-        """Something came that other ranks must hear of."""
+        """Notes that something came that other ranks must be told."""
         if self.phase not in NEEDS_SYNC:
             self.move_to(Phase.COLLECTING)
 
@@ -96,7 +97,7 @@ class Window(Timed):
     # in backward -------------------------------------------------------------------------------------------------
 
     def before_grad(self, index: int) -> None:
-        """Autograd is about to write a gradient; it finds nothing to add to, so that what it writes is that and no more."""
+        """Empties `.grad`, which autograd is about to write, so that it adds to nothing."""
         with self._lock:
             self._make_way(index)
             self.grads.writing[index] = threading.get_ident()
@@ -107,7 +108,7 @@ class Window(Timed):
         self.grads.remove(index)
 
     def check_cleared(self) -> None:
-        """Looks whether the user cleared the window, before something that belongs to the next one is noted."""
+        """Looks whether the user cleared `.grad`, before something of the next window is noted."""
         if self.grads.was_cleared:
             self._forget_cleared()
 
@@ -124,7 +125,7 @@ class Window(Timed):
 
     @stop("ready")
     def hand_over(self, index: int, grad: torch.Tensor) -> None:
-        """The same, for one that does not come by way of `.grad`, and is lent for the length of this call."""
+        """Takes a gradient that does not come by `.grad`. It is lent for the length of this call."""
         with self._lock:
             self._make_way(index)
             self._take(index, grad.detach(), lent=True)
@@ -179,14 +180,14 @@ class Window(Timed):
         self.sync.set_phase("after a backward")
 
     def annotate_error(self, error: BaseException) -> None:
-        """Adds to an error of a backward or an update where in it that was, on Pythons that can."""
+        """Adds to an error of a backward or an update where it happened, on Pythons that have notes."""
         location, step = self.location(), self.sync.step
         if location and hasattr(error, "add_note"):
             during = f"step {step}" if self.phase is Phase.TORN else f"a backward of step {step + 1}"
             error.add_note(f"This was in {during}{location}.")
 
     def location(self) -> str:
-        """Where a backward stopped: at a parameter whose gradient, or a hook of it, was at work, or after that."""
+        """Says where a backward stopped: at a parameter whose gradient or hook was running, or after that."""
         reached = self.params.reached
         if self.phase is Phase.TORN:
             return f", in the update ({_TORN})"
@@ -196,7 +197,8 @@ class Window(Timed):
         return f", {'after' if arrived else 'at'} parameter {self.params.names[reached]!r}"
 
     def install_proxies(self) -> None:
-        """Into every `.grad`, since code that clips asks each parameter whether it has one before it does anything else."""
+        """Puts a `ShardedGrad` into every `.grad`, since code that clips first asks each parameter whether it has a
+        gradient."""
         self.grads.is_complete = True
         for index in range(len(self.params.tensors)):
             if self.grads.can_install(index):
@@ -277,10 +279,10 @@ class Window(Timed):
         return self.used
 
     def end(self, to_zeros: bool = False) -> None:
-        """Throws the gradients away, or makes those that there are zeros, which count as gradients of the next window.
+        """Throws the gradients away, or makes them zeros, which count as gradients of the next window.
 
-        A collective, unless a step has used the window, or an error that all know of ended it, and nothing came since. Anybody
-        else cannot know what the others have: this rank may have failed alone, and this is how they hear of it.
+        A collective, unless a step has used the window, or an error that all ranks know ended it, and nothing came since.
+        Otherwise a rank cannot know what the others have: this one may have failed alone, and this is how they learn of it.
         """
         self.check_cleared()
         cleared = sum(1 << index for index in set_bits(self.used) if self.params.tensors[index].grad is None)
@@ -302,7 +304,7 @@ class Window(Timed):
             self.grads.install_where(kept)
 
     def _follow(self, agreement: Agreement, used_here: int) -> None:
-        """A failure teaches nothing about which buckets to send in which order."""
+        """Learns the order of buckets from what was agreed. A failure teaches nothing."""
         self.reducer.update_order(agreement.order, agreement.used if agreement.error is None else 0, used_here)
         if agreement.starts_over and self.policy.counting is not None:
             self.policy.counting.begin()
@@ -313,16 +315,16 @@ class Window(Timed):
         self._begin()
 
     def _forget_cleared(self) -> None:
-        """The user cleared every `.grad` by a way that we are not told of, such as `model.zero_grad()`.
+        """Drops the gradients: the user cleared every `.grad` by a way that is not reported, such as `model.zero_grad()`.
 
-        What this rank sent of the old window pairs with what the others sent, so those rounds must still be made
-        equal. That waits for the settling; until then new gradients wait too.
+        What this rank sent for the old window pairs with what the others sent, so those rounds must still be made equal. That
+        waits for the settling; new gradients wait until then too.
         """
         is_synchronized = not (self.local.collected or self.local.is_none or self.local.pending)
         self._begin(self.clears if is_synchronized else self.clears + 1)
 
     def _begin(self, clears: int = 0) -> None:
-        """A new window, once every .grad is None."""
+        """Begins a new window. Every `.grad` is None."""
         self.local.reset()
         self.grads.begin()
         self.in_backward, self.params.reached = False, None

@@ -1,4 +1,4 @@
-"""Adam's step by torch's fused kernel, a stretch at a time, so that all passes but the first find it in the cache."""
+"""Adam's step by torch's fused kernel, a stretch at a time, so that all passes but the first read from the cache."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _REGISTER = 64  # elements: a multiple of what the kernel computes at a time
 
 
 class FusedAdam:
-    """To the bit what torch's optimizer does with whole parameters: its kernel is given each by itself, since it computes the
-    last few elements, which fill no register, in another way; and a stretch that ends within one ends where a register does."""
+    """Gives the bits of torch's optimizer on whole parameters. Its kernel is called for each parameter by itself, since it
+    computes the last few elements, which fill no register, differently; a stretch that ends within a parameter ends at a
+    register."""
 
     name = "fused"
     lacks = ("differentiable",)
@@ -50,6 +51,8 @@ class FusedAdam:
 
 
 class _Stretch(NamedTuple):
+    """Elements that are stepped by one call."""
+
     sizes: list[int]  # of gaps and pieces in turn: a gap, a piece, and so on up to the last gap
     pieces: list[tuple[int, Span | None]]  # their numbers, and what of each lies here; None for all of it, which needs no cut
 
@@ -99,6 +102,8 @@ def _kernel_of(settings: Settings) -> Callable[..., None]:
 
 
 class CompiledAdam:
+    """Adam's step as one pass over memory in C++."""
+
     name = "compiled"
     lacks = ("amsgrad", "capturable", "differentiable")
 

@@ -21,7 +21,7 @@ _Foreign = tuple[dict[str, Any], str, torch.Tensor, Any]  # the state of a maste
 
 
 class StepDtypes(NamedTuple):
-    """The dtypes of masters and of what belongs to them, each of which may be missing: where masters are the weights, both."""
+    """The dtypes of masters and of what goes with them. Either may be missing; where masters are the weights, both are."""
 
     masters: torch.dtype
     compared: torch.dtype | None = None  # weights, which may have been edited
@@ -34,7 +34,8 @@ class StepDtypes(NamedTuple):
 
 
 def deferrable_sums(kinds: Iterable[StepDtypes], num_ranks: int) -> set[SumDtypes]:
-    """Of what ranks send for such weights, what takes no more memory than its sum, and that; see [Note: deferred sums]."""
+    """Returns the dtypes that ranks send for such weights which take no more memory than their sum, with the dtype of sums; see
+    [Note: deferred sums]."""
     near = [kind for kind in kinds if not kind.is_offloaded]
     sent = {SumDtypes(kind.compared or kind.rounded or kind.masters, num_ranks, kind.masters) for kind in near}
     fitting = {kind for kind in sent if kind.number * kind.rows.itemsize <= kind.total.itemsize}
@@ -42,7 +43,7 @@ def deferrable_sums(kinds: Iterable[StepDtypes], num_ranks: int) -> set[SumDtype
 
 
 class Gradient(NamedTuple):
-    """Of a share: the sum of its rows, which stay what they are, multiplied by one factor after the other."""
+    """The gradient of a share: the sum of its rows, which are not changed, multiplied by one factor after the other."""
 
     rows: Sequence[torch.Tensor]
     factors: Sequence[float] = ()
@@ -52,7 +53,7 @@ class Gradient(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Of a step, for all that is stepped alike; names as torch has them."""
+    """The settings of a step for elements that are stepped alike; names as in torch."""
 
     step: float
     lr: float
@@ -65,7 +66,7 @@ class Settings(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """What is stepped alike, side by side, with gaps between parameters."""
+    """Elements that are stepped alike, side by side, with gaps between parameters."""
 
     masters: torch.Tensor
     moments: Sequence[torch.Tensor]
@@ -116,12 +117,12 @@ class FusedStep:
                     )
 
     def release(self) -> None:
-        """Lets go of all moments; those that the optimizer's state still has are taken over from there."""
+        """Drops all moments. Those that the optimizer's state still has are taken over from there later."""
         self._moments.clear()
         self._counters.clear()
 
     def take_lines(self, bucket: int, lines: Mapping[str, torch.Tensor]) -> None:
-        """The moments of a bucket are these from now on, by their names; what they were before is somebody else's."""
+        """Makes these the moments of a bucket, by name. The memory of the old ones is in other use."""
         for key in [key for key in self._moments if key[0] == bucket]:
             del self._moments[key]
         self._moments |= {(bucket, name): line for name, line in lines.items()}

@@ -1,7 +1,7 @@
-"""Passes over host memory in C++, which the system's compiler builds when they are first asked for.
+"""Passes over host memory in C++, which the system's compiler builds when they are first used.
 
-What it makes is loaded and deleted: building takes about a second, and nothing stays that could be taken for what another
-compiler or another processor needs.
+The library is loaded and its file deleted. Building takes about a second, and nothing stays on disk that could be used by
+mistake with another compiler or processor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LIMIT_S = 120
 
 
 class _Rows(Structure):
-    """As the source declares them."""
+    """Rows as the C++ source declares them."""
 
     _fields_ = (
         ("rows", POINTER(c_void_p)), ("number", c_int), ("dtype", c_int), ("factors", POINTER(c_double)), ("num_factors", c_int)
@@ -104,7 +104,7 @@ def _address(tensor: torch.Tensor, numel: int) -> int:
 
 @functools.cache
 def passes() -> ctypes.CDLL:
-    """Waits for the compiler; raises RuntimeError where there is none that can build them."""
+    """Returns the compiled passes, and waits for the compiler. Raises RuntimeError where no compiler can build them."""
     try:
         command = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, _COMPILERS), _COMPILERS[0])]
         with tempfile.TemporaryDirectory(prefix="zero-", ignore_cleanup_errors=True) as folder:
@@ -114,7 +114,7 @@ def passes() -> ctypes.CDLL:
 
 
 def _built(command: Sequence[str], folder: Path) -> ctypes.CDLL:
-    """With what the compiler knows; raises what is wrong where it is asked for least."""
+    """Builds with the options that the compiler knows. Raises the error of the attempt with the fewest options."""
     for number, options in enumerate(_WHERE_KNOWN):
         target = folder / f"{number}.so"
         given = [*command, *_OPTIONS, *options, str(_SOURCE), "-o", str(target)]

@@ -1,4 +1,4 @@
-"""Which kernels a step runs with, decided once."""
+"""Decides once which kernels a step runs with."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from zero.runtime.kernels.native import passes
 
 
 def check_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, on_host: bool = False) -> None:
-    """Refuses a kernel of the step that there is none of, by trying it: torch has no list of where they run. `on_host`: masters
-    are stepped there."""
+    """Refuses kernels that the device or the optimizer does not have, by trying them: torch has no list of where they run.
+    `on_host`: masters are stepped on the host."""
     reason, one_pass = None, fused_step_of(optimizer, kernels)
     if kernels != "torch" and any(group.get("whole") for group in optimizer.param_groups):
         reason = "a group says that its tensors are whole, and those step as the optimizer has it"
@@ -39,7 +39,7 @@ def has_fused_step(optimizer: torch.optim.Optimizer, kernels: str) -> bool:
 
 
 def fused_step_of(optimizer: torch.optim.Optimizer, kernels: str) -> FusedStep | None:
-    """The step on the host, where it is one that knows what the optimizer computes."""
+    """Returns the step on the host for an optimizer whose arithmetic is known, else None."""
     if not has_fused_step(optimizer, kernels):
         return None
     return FusedStep(optimizer, CompiledAdam() if kernels == "compiled" else FusedAdam())
@@ -73,7 +73,7 @@ def _why_not_compiled(optimizer: torch.optim.Optimizer, on_host: bool) -> str | 
 
 
 def use_kernels(optimizer: torch.optim.Optimizer, kernels: str) -> Callable[[], None]:
-    """Decides once how the step computes; 'torch' is whatever the user's optimizer does. Returns what undoes it."""
+    """Decides once how the step computes; 'torch' is what the user's optimizer does. Returns what undoes it."""
     if kernels != "fused":
         return lambda: None
     before = {id(group): _kernels_of(group) for group in optimizer.param_groups}
@@ -93,7 +93,7 @@ def _kernels_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def host_step_dtypes(specs: Iterable[ParamSpec], device: torch.device) -> set[StepDtypes]:
-    """Of masters that are stepped there."""
+    """Returns the dtypes of masters that are stepped on the host."""
     kinds = set[StepDtypes]()
     for spec in specs:
         dtype, masters = DTYPES[spec.dtype], sum_dtype(DTYPES[spec.dtype])

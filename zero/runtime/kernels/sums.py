@@ -1,4 +1,4 @@
-"""How what ranks sent is added: by torch's kernels, as one compiled pass over memory, or as part of that of the step."""
+"""How what ranks sent is added: by torch's kernels, as one compiled pass over memory, or in the pass of the step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def stretch_of(numel: int) -> int:
 
 
 class SumDtypes(NamedTuple):
-    """What must be known of rows and of what becomes of them."""
+    """The dtypes of rows and of their sum."""
 
     rows: torch.dtype
     number: int
@@ -31,7 +31,7 @@ class SumDtypes(NamedTuple):
 
 
 class SumsByTorch:
-    """By torch's own kernels."""
+    """Sums by torch's own kernels."""
 
     def __init__(self, deferrable: Collection[SumDtypes] = ()) -> None:
         self._deferrable = deferrable  # what the step takes as well
@@ -56,6 +56,8 @@ class SumsByTorch:
 
 
 class CompiledSums(SumsByTorch):
+    """Sums as one compiled pass over memory."""
+
     def add(self, rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
         add = native.add if target.is_cpu else super().add
         add(rows, target, factor, adds)

@@ -142,7 +142,7 @@ class AbsentParameter(Absent, nn.Parameter):
 
 
 class AbsentView(Absent):
-    """A view of one."""
+    """A view of an absent parameter."""
 
 
 _ABSENT = frozenset((AbsentParameter, AbsentView))

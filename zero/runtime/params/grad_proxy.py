@@ -28,7 +28,7 @@ _OF_ONE_TENSOR = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}  # where a
 
 
 class Shares(Protocol):
-    """What stands behind all `ShardedGrad`s of a model."""
+    """The arithmetic behind all `ShardedGrad`s of a model."""
 
     def norm(self, param: int, order: float) -> torch.Tensor: ...
     def apply_inplace(
@@ -38,6 +38,8 @@ class Shares(Protocol):
 
 
 class ShardedGrad(torch.Tensor):
+    """The gradient of a parameter over all ranks, of which this rank has a share; see [Note: ShardedGrad]."""
+
     param: int
     label: str  # its name; `name` is taken by torch
     shares: Shares

@@ -17,6 +17,8 @@ from zero.runtime.params.table import Params
 
 @dataclass
 class _Attached:
+    """The hooks of one parameter, and the node that they are on."""
+
     param: torch.nn.Parameter
     before: Callable[[int], None]
     ready: Callable[[int], None]

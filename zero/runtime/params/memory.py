@@ -1,7 +1,7 @@
-"""Which memory parameters have: the one place that looks at their addresses.
+"""Which memory parameters have. No other file looks at their addresses.
 
-Everywhere else a parameter is its number in the table. A user who exchanges memory through `.data`, or by `model.half()`, tells
-nobody, and no version counter counts it: that is seen by the address alone.
+Everywhere else a parameter is its number in the table. Code that exchanges memory through `.data`, or by `model.half()`,
+reports it nowhere, and no version counter counts it: only the address shows it.
 """
 
 from __future__ import annotations

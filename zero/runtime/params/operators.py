@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 
 class Kind(Enum):
+    """What an operator does with its arguments."""
+
     VIEW = "its results are views of its argument"
     READ = "reads"
     WRITE = "writes to some arguments"
@@ -15,6 +17,8 @@ class Kind(Enum):
 
 
 class Operator(NamedTuple):
+    """An operator's kind, and the arguments that it writes to."""
+
     kind: Kind
     written: tuple[tuple[str, int], ...] = ()  # arguments that it writes to: name and position
 

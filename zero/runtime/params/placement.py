@@ -1,4 +1,4 @@
-"""Gives parameters their place on the flat line, and takes it away again."""
+"""Gives parameters their place on the flat line, and takes it from them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class ParamPlacer:
 
     @torch.no_grad()
     def place(self, params: Sequence[int], then: Callable[[], None] = lambda: None) -> list[int]:
-        """A collective; returns the buckets that are new. Where it fails, or what is done `then`, all is as `undo` says."""
+        """Places parameters, and returns the buckets that are new. Where it fails, or what is done `then` does, everything is
+        as before. A collective."""
         layout_ref = self.weights.layout_ref
         before = layout_ref.layout
         layout_ref.replace(before.extended(params))
@@ -135,8 +136,8 @@ class ParamPlacer:
 
     @torch.no_grad()
     def own_values(self, elsewhere: int) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Every parameter with a copy of its present value; but those, as bits, that the model does not have. A collective
-        where weights are in shares."""
+        """Returns every parameter with a copy of its present value, except those, as bits, that the model does not have.
+        A collective where weights are in shares."""
         placed = [slot.param for slot in self.weights.layout_ref.layout.slots
                   if slot is not None and slot.chunk < self.weights.num_chunks and not elsewhere >> slot.param & 1]  # fmt: skip
         tensors = [*map(self._params.tensors.__getitem__, placed), *self.weights.frozen()]
@@ -150,8 +151,8 @@ class ParamPlacer:
 
     @torch.no_grad()
     def remove(self, dtypes: Mapping[int, torch.dtype], before: FlatLayout) -> None:
-        """Gives every parameter that was not laid out before memory of its own and the dtype that it had, with the value of its
-        master if this rank has all of that. Where there is no memory for it, it stays in its place, which lives as long."""
+        """Gives every parameter that was not laid out before memory of its own, its old dtype, and the value of its master if
+        this rank has all of that. Where there is no memory for it, it stays in its place, which then lives as long."""
         for chunk in reversed(range(len(before.chunks), self.weights.num_chunks)):
             for param in self.weights.layout_ref.layout.chunks[chunk].params:
                 with contextlib.suppress(*NO_MEMORY):

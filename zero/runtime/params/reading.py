@@ -1,4 +1,4 @@
-"""Parameters as values that are read in stretches: one of them is gathered at a time."""
+"""Reads parameters in stretches, with one of them gathered at a time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zero.runtime.params.unread import Unread
 
 
 class ParamReader:
-    """Keeps the weights that were read last gathered, for the next stretch, until it is closed or others are read."""
+    """Keeps the weights that were read last gathered for the next stretch, until it is closed or others are read."""
 
     def __init__(self) -> None:
         self._param: torch.Tensor | None = None
         self._held = contextlib.ExitStack()
 
     def values_of(self, param: torch.Tensor) -> Values:
-        """Those of a parameter or a buffer, which stays where it is."""
+        """Returns the values of a parameter or a buffer, which stays where it is."""
         return param.viewed() if isinstance(param, Unread) else _Param(param, self)
 
     def hold(self, param: torch.Tensor) -> None:
@@ -42,6 +42,8 @@ class ParamReader:
 
 
 class _Param:
+    """The values of a parameter, read from where they are."""
+
     def __init__(self, param: torch.Tensor, reader: ParamReader) -> None:
         self.shape = tuple(param.shape)
         self.dtype = param.dtype

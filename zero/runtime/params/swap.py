@@ -21,12 +21,12 @@ def can_swap() -> bool:
 
 
 def become_absent(param: nn.Parameter, absent: AbsentParameter) -> None:
-    """From now on the parameter has no memory. `absent` is used up."""
+    """Takes the memory of a parameter. `absent` is used up."""
     _exchange(param, absent)
 
 
 def become_plain(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """From now on the parameter has this memory. Returns what it was, for `become_absent`."""
+    """Gives a parameter memory. Returns what it was, for `become_absent`."""
     other = nn.Parameter(values, param.requires_grad)
     _exchange(param, other)
     return other
@@ -34,7 +34,7 @@ def become_plain(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
 
 @contextlib.contextmanager
 def gathered(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Absent parameters among these are plain ones inside. What is written to them there is an edit."""
+    """Makes the absent parameters among these plain ones inside. What is written to them there is an edit."""
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for param in dict.fromkeys(params):
             if isinstance(param, AbsentParameter):
@@ -45,7 +45,7 @@ def gathered(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def params_of(what: Any) -> list[nn.Parameter]:
-    """Those of a module; a parameter; or those of several of them."""
+    """Returns the parameters of a module, a parameter, or those of several of them."""
     if isinstance(what, nn.Module):
         return list(what.parameters())
     if isinstance(what, nn.Parameter):

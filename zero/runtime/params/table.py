@@ -38,7 +38,7 @@ class Params:
         del self.tensors[first:], self.names[first:]
 
     def names_in(self, model: torch.nn.Module, tensors: Sequence[torch.nn.Parameter]) -> list[str]:
-        """What to call parameters that are new; those that are not the model's get a number."""
+        """Returns the names of parameters that are new; a parameter that is not the model's gets a number."""
         by_id = {id(param): name for name, param in model.named_parameters()}
         extra = sum(name.startswith("optimizer.") for name in self.names)
         return [by_id.get(id(tensor), f"optimizer.{extra + index}") for index, tensor in enumerate(tensors)]

@@ -1,4 +1,4 @@
-"""Whether the model still computes with what lies in flat memory."""
+"""Checks whether the model still computes with what lies in flat memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ logger = logging.getLogger("zero")
 
 
 class ParamTracker:
-    """Finds parameters that were replaced, or moved elsewhere, and trainable ones that nobody manages.
+    """Finds parameters that were replaced or moved, and trainable ones that are not managed.
 
-    `module.weight = nn.Parameter(...)` and `model.half()` leave the optimizer with memory that the model no longer reads:
-    training would go on, without effect. So each settling looks, at a cost of two comparisons a parameter: is every
-    module's table of parameters and of children the one of last time, and does each parameter lie where it was put.
+    After `module.weight = nn.Parameter(...)` or `model.half()` the optimizer has memory that the model no longer reads:
+    training would go on without effect. So each settling compares, at a cost of two comparisons a parameter: is every module's
+    table of parameters and of children the same as last time, and does each parameter lie where it was put.
 
-    What was assigned to `.data` and fits is an edit, which a step takes in. Before, it is left where it is: who exchanges
-    memory to evaluate with averaged weights holds our place meanwhile, and exchanges back.
+    What was assigned to `.data` and fits is an edit, which a step takes in. Until then it is left where it is: code that
+    exchanges memory to evaluate with averaged weights exchanges it back.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class ParamTracker:
         self._renew = weakref.WeakMethod(renew)
 
     def check_model(self) -> None:
-        """At the start of a backward: a parametrization that was added gives a parameter a new node, without our hooks."""
+        """At the start of a backward: looks for parametrizations that were added, which give a parameter a new node without our
+        hooks."""
         renew = self._renew()
         if renew is not None and self._model_changed():
             renew()
@@ -67,7 +68,7 @@ class ParamTracker:
         self._places.forget(first)
 
     def invalidate(self) -> None:
-        """Flat memory is another one by now."""
+        """Forgets where parameters lie: flat memory has moved."""
         self._places.forget()
 
     def replaced(self) -> int:

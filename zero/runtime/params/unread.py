@@ -26,8 +26,8 @@ _AT_ONCE = 2**22  # elements that are compared at a time
 
 
 class Unread(torch.Tensor):
-    """A tensor whose values are made when they are read. As a parameter it is the tensor itself, as torch has it for others'
-    classes."""
+    """A tensor whose values are made when they are read. As a parameter it is the tensor itself, as torch does with tensors of
+    other classes."""
 
     source: Values  # of a contiguous tensor, of which this one is a view
     shadow: torch.Tensor
@@ -119,13 +119,13 @@ class Unread(torch.Tensor):
 
 
 def unread_among(model: nn.Module, more: Sequence[torch.Tensor] = ()) -> list[Any]:
-    """The parameters that are, each once."""
+    """Returns the unread ones among these parameters, each once."""
     return [param for param in dict.fromkeys([*model.parameters(), *more]) if type(param) is Unread]
 
 
 def become(param: Any, values: torch.Tensor) -> Any:
-    """From now on the parameter, which stays the same object, has these values or this memory. Returns what it was, for
-    another `become`."""
+    """Gives the parameter, which stays the same object, these values or this memory. Returns what it was, for another
+    `become`."""
     other: Any = values if type(values) is Unread else nn.Parameter(values, False)
     if type(values) is Unread:
         other = _make(values.source, values.shadow, values.device, values.label)

@@ -44,6 +44,8 @@ class _Round:
 
 
 class Reducer(Timed):
+    """Fills buckets with gradients, and sends each when it is full and its turn has come; see [Note: rounds]."""
+
     def __init__(
         self,
         layout_ref: LayoutRef,
@@ -175,7 +177,7 @@ class Reducer(Timed):
 
     @property
     def num_staging_bytes(self) -> int:
-        """Without what gradients wait in, or waited in and will again, which is theirs."""
+        """Bytes of staging buffers that are in use, without those that gradients wait in."""
         return self.staging.num_bytes(_KEPT) - self.inflight.shard.num_staged_bytes - self.num_fp32_bytes
 
     @property
@@ -231,7 +233,7 @@ class Reducer(Timed):
         self.staging.release(keep=_KEPT)  # what a rank ahead of the others had in flight is not kept into the step
 
     def restart(self) -> None:
-        """Begins as at the first window: what was sent is lost, and what was learned not all ranks may have heard."""
+        """Starts as at the first window: what was sent is lost, and not all ranks may have learned the same order."""
         self.inflight.abandon()
         self.order = tuple(range(len(self.layout_ref.layout.buckets)))
         self.sent, self._expected = 0, None
@@ -245,14 +247,14 @@ class Reducer(Timed):
             rounds.clear()
 
     def release(self) -> None:
-        """Lets go of everything."""
+        """Frees all buffers."""
         self.drop()
         self.inflight.abandon()
         self.release_buffers()
         self.inflight.shard.release()
 
     def release_buffers(self) -> None:
-        """Lets go of those that nothing is in; the next gradients make new ones."""
+        """Frees the buffers that hold nothing; the next gradients make new ones."""
         self.staging.release()
 
     def drop_param(self, param: int) -> None:

@@ -1,4 +1,4 @@
-"""What is on its way between ranks: rounds of buckets that were sent, until their sums are kept."""
+"""Rounds of buckets that are going on between ranks, until their sums are kept."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ _AHEAD = 2  # buckets that the host may have filled on a device before that has 
 
 
 class _Round(NamedTuple):
+    """A round that is going on."""
+
     bucket: int
     buffer: torch.Tensor
     pending: Pending
@@ -37,7 +39,7 @@ class _Round(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A round that is not sent yet, on the host."""
+    """A round that waits on the host to be sent."""
 
     bucket: int
     mirror: torch.Tensor
@@ -93,12 +95,17 @@ class InflightReductions(Timed):
 
     @stop("reduce")
     def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True) -> None:
+<<<<<<< HEAD
         """Sends a round, or has it wait on the host for those before it."""
         self._look_at(buffer)
         narrow = self._narrowing.narrow(bucket, buffer, self._staging)
         if narrow.is_floating_point() and narrow is not buffer:  # to which some were too large
             self._look_at(narrow)
         buffer, dtype = narrow, sum_dtype(narrow.dtype)
+=======
+        """Sends a round, or keeps it on the host until those before it have landed."""
+        buffer, dtype = self._rounded(buffer), sum_dtype(buffer.dtype)
+>>>>>>> h33
         self.num_bytes += buffer.nbytes
         if self._has_room(buffer.nbytes):
             self._send(bucket, buffer, dtype)
@@ -155,7 +162,7 @@ class InflightReductions(Timed):
 
     @property
     def is_finite(self) -> bool:
-        """Whether all that this rank sent since the last `forget` was."""
+        """Whether everything that this rank sent since the last `forget_nonfinite` was finite."""
         return self._greatest is None or bool(self._greatest.isfinite())
 
     def forget_nonfinite(self) -> None:
@@ -167,7 +174,7 @@ class InflightReductions(Timed):
             self._retire(keep)
 
     def abandon(self) -> None:
-        """Forgets what is on its way and will not be waited for; it may still be written into."""
+        """Forgets the rounds that are going on and will not be waited for. They may still write to their buffers."""
         for round_ in self._in_flight:
             self._staging.discard(round_.buffer)
             if round_.let_go is not None:
@@ -250,10 +257,10 @@ class InflightReductions(Timed):
 
     @stop("reduce")
     def _wait(self, pending: Pending) -> torch.Tensor:
-        """To wait for a round, and to add up what came, is to reduce."""
+        """Waits for a round. Waiting, and adding up what came, count as reduce."""
         return pending.wait()
 
     @stop("reduce")
     def _wait_into(self, pending: Pending, target: torch.Tensor, adds: bool) -> None:
-        """The same, straight to where it is kept."""
+        """Waits for a round and writes or adds it where it is kept."""
         wait_into(pending, target, self._scaling.accumulate_factor, adds, self.sums.add)

@@ -1,4 +1,4 @@
-"""Stop 7, publish: every rank's new share becomes everybody's weights."""
+"""Stop 7, publish: every rank's new share becomes part of the weights of all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero.runtime.profiling import Timed, stop
 
 
 class WeightPublisher(Timed):
-    """Writes the weights, and nobody else does."""
+    """Writes the weights. Nothing else writes them."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class WeightPublisher(Timed):
         self._in_flight: deque[Pending] = deque()
 
     def begin(self) -> None:
-        """Weights are written from now on; what the user edited is taken over. A collective where weights are in shares."""
+        """Begins writing weights, after taking over the user's edits. A collective where weights are in shares."""
         self._weights.begin_step()
         self.follow_edits()
 
@@ -50,16 +50,16 @@ class WeightPublisher(Timed):
         self.follow_edits()
 
     def follow_edits(self) -> None:
-        """Points masters that are the weights themselves at what these are by now."""
+        """Points masters that are the weights themselves at the present weights."""
         for bucket in self._weights.renewed():
             self._masters.renew(bucket)
 
     def end(self) -> None:
-        """What was written are the new weights."""
+        """Makes what was written the new weights."""
         self._weights.end_step()
 
     def prefetch(self, batch: Sequence[Block]) -> None:
-        """Sends for weights that `adopt` will look at and that are in other memory than their masters."""
+        """Begins to copy weights that `adopt` will compare, and that are in other memory than their masters."""
         for block in batch:
             self._masters.fetch(block.bucket)
 
@@ -82,12 +82,12 @@ class WeightPublisher(Timed):
         return pending
 
     def abandon(self) -> None:
-        """Forgets what is on its way over connections that are lost."""
+        """Forgets what was being sent over connections that are lost."""
         self._in_flight.clear()
 
     @stop("publish")
     def wait(self, params: int) -> None:
-        """When this returns every weight is the new one, on a device for whatever is issued next."""
+        """Waits until every weight is the new one: on a device, for whatever is issued next."""
         while self._in_flight:
             self._in_flight.popleft().wait()
         # Writing the flat buffer tells the parameters' version counters nothing; without this, backward through a graph from

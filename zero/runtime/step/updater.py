@@ -1,4 +1,4 @@
-"""Stops 5 and 6: judge the settled gradients, and let the user's optimizer step on this rank's shares."""
+"""Stops 5 and 6: decides what to do with the settled gradients, and has the user's optimizer step on this rank's shares."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StepDecision:
 
 @dataclass(frozen=True)
 class StepPolicy:
-    """What the gradients are judged by."""
+    """The settings that decide about a step."""
 
     clip: float | None = None
     on_nonfinite: str = "propagate"  # or "skip", "raise"
@@ -70,7 +70,7 @@ class Updater(Timed):
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """The user's own."""
+        """The user's optimizer."""
         return self._inner
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -80,7 +80,8 @@ class Updater(Timed):
 
     @stop("settle")
     def decide(self) -> StepDecision:
-        """Finite or not, and how long: from the settled sums, with the same answer on every rank."""
+        """Decides from the settled sums, with the same answer on every rank: whether the gradients are finite, and how they are
+        clipped."""
         self.check(self._inner.param_groups)  # which belong to the user, who may have changed them
         norm = self._grad_ops.total_norm()
         if not math.isfinite(norm) and self.policy.on_nonfinite != "propagate":
@@ -103,7 +104,7 @@ class Updater(Timed):
 
     @stop("step")
     def begin(self, batches: Iterable[Sequence[Block]], used: int) -> None:
-        """Before any of them is stepped."""
+        """Prepares the state of all that will be stepped."""
         self._members.clear()
         inner, shard = self._inner, self._masters.shard
         if self._fused_step is None or has_step_of_its_own(inner) or not _is_torchs(type(inner).step):
@@ -122,8 +123,7 @@ class Updater(Timed):
 
     @stop("step")
     def step(self, batch: Sequence[Block], used: int, coefficient: float) -> None:
-        """Stop 6: the user's edits of the weights are taken over before anything is made from the masters, those of what was
-        used are stepped, and all are rounded to weights."""
+        """Stop 6: takes over the user's edits of the weights, steps the masters of what was used, and rounds all to weights."""
         streams = self._masters.streams
         for block in batch:
             streams.use(block.bucket)
@@ -208,7 +208,7 @@ class Updater(Timed):
             yield
 
     def forget_moments(self) -> None:
-        """Of what is about to be loaded, so that there is no memory for both."""
+        """Forgets moments that will be loaded, so that there need not be memory for both."""
         self._members.clear()
         if self._fused_step is not None:
             self._fused_step.release()
@@ -233,7 +233,7 @@ class Updater(Timed):
         self.forget_moments()
 
     def nonfinite(self, norm: float) -> NonFinite:
-        """The error that names what is not finite, and where it came from. A collective."""
+        """Returns the error that names parameters which are not finite, and the ranks that they came from. A collective."""
         names, ranks = ", ".join(self._nonfinite_names()), ", ".join(map(str, self._grad_ops.sources_of_nonfinite()))
         where = f"in {names}, from rank {ranks}" if ranks else f"in {names}"
         return NonFinite(
@@ -247,5 +247,5 @@ class Updater(Timed):
 
 
 def _is_torchs(step: Any) -> bool:
-    """And nobody's who gave the class another one, and wants that to be called."""
+    """Whether a step is torch's own. Where somebody gave the class another one, that one is called."""
     return str(getattr(step, "__module__", "")).startswith("torch.")

@@ -1,7 +1,7 @@
-"""What ranks tell each other when a window settles, and what follows from it: bytes, integers, no tensors.
+"""What ranks tell each other when a window settles, and what follows from it: bytes and integers, no tensors.
 
-Every rank sees the counts of all ranks and decides alone; since the decisions are a function of the same
-counts, they are the same everywhere, errors included.
+Every rank sees the counts of all ranks and decides alone. The decisions are a function of the same counts, so they are the same
+everywhere, errors included.
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ def _different_digest(everyone: Sequence[Counts], explain: Explain) -> ZeroError
 
 
 def _failure(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
-    """A rank that failed says so, or clears while the others go on: clearing is how a rank goes on after a failure."""
+    """Returns the error where a rank failed, or cleared its gradients while the others go on: clearing is how a rank goes on
+    after a failure."""
     clearing = [rank for rank, counts in enumerate(everyone) if counts.occasion == "zero_grad"]
     if len(clearing) == len(everyone):
         return None
@@ -310,7 +311,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class GradEdits:
-    """What `.grad` was found to hold."""
+    """What was found in `.grad`."""
 
     local: int  # parameters of which something waits on this rank
     removed: int

@@ -1,4 +1,4 @@
-"""What this rank has done since the last settling, and telling the others."""
+"""Tells the other ranks what this one has done since the last settling."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WindowSync:
         self._settings = settings  # of the optimizer's groups, as text
 
     def set_phase(self, where: str, place: Callable[[], str] | None = None) -> None:
-        """Says for the other ranks where this one is; `place` tells it more exactly if that is where it ends."""
+        """Publishes what this rank is doing; `place` says more exactly where, if it ends there."""
         doing = f"{where} of step {self.step + 1}"
         if doing != self._group.phase:
             self._group.set_phase(doing, place)

@@ -17,7 +17,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class EditLog:
-    """The edits of one rank, as a checksum for each place that was edited, which stays on the device until ranks compare."""
+    """The edits of one rank: a checksum for each place that was edited, kept on the device until ranks compare them."""
 
     def __init__(self) -> None:
         self._edits: dict[tuple[int, Span], torch.Tensor] = {}  # in the order of the last edit of each

@@ -1,4 +1,4 @@
-"""Shares of weights between ranks: this rank's by version, and whole chunks from those of all."""
+"""Exchange of weights in shares: this rank's share by version, and whole chunks from the shares of all ranks."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ class ShareExchange:
                     self.pulls.tell_reached(share.number, *self.versions.version(share.number))
 
     def is_edited(self, share: Share) -> bool:
-        """Since the last step."""
+        """Whether a share was edited since the last step."""
         return self.versions.version(share.number).edits > 0
 
     def _renew(self, share: Share) -> None:
         share.memory, share.is_renewed = self.versions.newest(share.number), True
 
     def wait_for_others(self) -> None:
-        """What all ranks see is whole once every rank has ended the last step."""
+        """Waits until every rank has ended the last step, so that the chunks which all ranks see are whole."""
         if self._others is not None:
             self._others.wait()
             self._others = None
@@ -113,7 +113,7 @@ class ShareExchange:
     # a step ------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Shares are written from now on. A collective."""
+        """Begins a step, in which shares are written. A collective."""
         self.cache.end_window()  # this rank reads nothing any more
         rank = self._differing("an update of weights in shares", self._edits.digest())
         if rank is not None:
@@ -134,13 +134,15 @@ class ShareExchange:
             )
 
     def take_edits(self) -> None:
-        """What is there now is a new version, edited alike or not. All ranks have come here and will overwrite what differs."""
+        """Makes the present values a new version, whether ranks edited alike or not. All ranks call it, and will overwrite what
+        differs."""
         self.cache.end_window()
         self._take_over()
         self.end_step(())
 
     def _differing(self, about: str, digest: bytes) -> int | None:
-        """The first rank that differs from rank 0. When this returns nobody asks whether a step has ended, or reads weights."""
+        """Returns the first rank whose digest differs from rank 0's. When it returns no rank asks whether a step has ended, or
+        reads weights."""
         self.wait_for_others()
         digests = exchange_about(self.group, about, digest)
         return next((rank for rank, other in enumerate(digests) if other != digests[0]), None)
@@ -154,7 +156,7 @@ class ShareExchange:
                 self._renew(self._shares[number])
 
     def end_step(self, written: Sequence[Share]) -> None:
-        """What these shares are now are new weights."""
+        """Makes what these shares are now the new weights."""
         for share in written:
             if not share.is_served:
                 self.versions.newest(share.number).copy_(share.memory)
@@ -167,13 +169,13 @@ class ShareExchange:
             self._others = self.pulls.begin(_STEP_ENDED, torch.empty(self.group.size), *version)
 
     def close(self) -> None:
-        """This rank reads no share of others any more. A collective."""
+        """Ends the reading of shares of other ranks. A collective."""
         with contextlib.suppress(GroupLost):
             self.wait_for_others()
         self.pulls.close()
 
     def reconnect(self) -> None:
-        """The group has new connections. A collective."""
+        """Goes on over new connections of the group. A collective."""
         self.cache.free_all()
         num_pulled_bytes = self.pulls.num_pulled_bytes
         self.pulls = self._new_pulls()
@@ -229,7 +231,7 @@ class ShardedChunk(GatheredChunk):
 
 
 class _Landing:
-    """A chunk on its way, which lands on the host where the device is another one."""
+    """A chunk that is being fetched; it comes by the host where the device is another one."""
 
     def __init__(self, pulls: Sequence[Pull], landing: torch.Tensor, memory: torch.Tensor, own: Sequence[Span]) -> None:
         self._pulls = pulls

@@ -1,1 +1,1 @@
-"""What `python -m zero plan` reads and finds out."""
+"""The inputs of `python -m zero plan`, and what it computes from them."""

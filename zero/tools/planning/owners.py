@@ -15,7 +15,7 @@ _NO_MATRIX = re.compile(r"embed|lm_head|\bwte\b|\bwpe\b")  # in the names of mat
 
 @dataclass(frozen=True)
 class Owners:
-    """What the ranks have of the matrices of a layout."""
+    """The matrices of a layout by rank."""
 
     tensors: list[int]  # by rank
     num_bytes: list[int]  # of weights
@@ -55,7 +55,8 @@ class Owners:
 
 
 def for_muon(params: Sequence[ParamSpec]) -> list[ParamSpec]:
-    """Matrices in a group of their own, with the work that each is; but for embeddings and the head, told by their names."""
+    """Puts matrices into a group of their own, with the work of each; except embeddings and the head, which are found by
+    name."""
     found = []
     for spec in params:
         is_matrix = len(spec.shape) == 2 and not _NO_MATRIX.search(spec.name)

@@ -16,7 +16,7 @@ _WINDOWS = 2  # the first makes what the optimizer remembers, and learns the ord
 
 
 def counting_device() -> tuple[str, str]:
-    """The accelerator that a rehearsal runs on, and what is counted there."""
+    """Returns the accelerator that a rehearsal runs on, and the counter of its memory."""
     if accelerators.get("sim").unavailable_reason() is None:
         from accelerators import simulated
 
@@ -29,8 +29,8 @@ def counting_device() -> tuple[str, str]:
 def rehearse(
     build: Callable[[int], Any], batch: int, ranks: int, device: str, accumulation: int = 1, **options: Any
 ) -> int:
-    """The most bytes that rank 0 of so many holds on the device in a window: of `build(batch)`, which gives a model and what
-    makes a loss of it, in `shard(..., **options)` with AdamW."""
+    """Returns the most bytes that rank 0 of so many holds on the device in a window, of a training with `shard(..., **options)`
+    and AdamW. `build(batch)` returns a model, and a function that makes a loss of it."""
     accelerator = accelerators.get(device)
     gc.collect()
     accelerator.synchronize()

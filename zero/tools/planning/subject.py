@@ -25,6 +25,8 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class Subject:
+    """The model to plan for: a description, its parameters, and a function that builds it if there is one."""
+
     words: str
     params: tuple[ParamSpec, ...]  # in the dtype that they are trained in
     frozen_bytes: int = 0
@@ -41,7 +43,7 @@ class Subject:
 
 
 def read_subject(text: str, dtype: str | None, bucket_bytes: int, batch: int | None) -> Subject:
-    """What `text` stands for, in `dtype`, or in the one that it has or that is usual."""
+    """Reads a number, a path or a function, in `dtype`, or in the model's own or the usual one."""
     number = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
     if number is not None:
         numel = round(float(number[1]) * _UNITS[number[2].upper()])

@@ -1,4 +1,4 @@
-"""What a training shows while it runs: a bar where somebody looks at a terminal, a line now and then elsewhere."""
+"""What a training shows: a bar at a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training itself: from the latest checkpoint, or from the beginning, to the last step or until somebody stops it."""
+"""The training loop: from the latest checkpoint, or from the beginning, to the last step or until it is stopped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Show = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class Run:
-    """What became of a training on this rank."""
+    """How a training ended on this rank."""
 
     engine: Engine
     begun_at: int  # the step that it went on from
@@ -47,7 +47,7 @@ class Run:
 
 
 class Wish:
-    """To stop: Ctrl-C, a launcher's signal, or a launcher that is gone. The step that is being taken is finished and saved.
+    """A wish to stop: Ctrl-C, a launcher's signal, or a launcher that is gone. The step that is running is finished and saved.
 
     A rank whose launcher was killed would train on beside those that the same command starts, in the same directory.
     """
@@ -126,7 +126,7 @@ def build(options: Options, stage: int) -> Engine:
 
 
 def _rate(step: int, steps: int) -> float:
-    """Up in a few steps, then down along a cosine to a tenth."""
+    """Returns the learning rate: it rises in a few steps, then falls along a cosine to a tenth."""
     if step < _WARM_UP:
         return (step + 1) / _WARM_UP
     return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - _WARM_UP) / max(1, steps - _WARM_UP)))
@@ -162,7 +162,7 @@ def train(options: Options, text: Text, show: Show) -> Run:
 
 
 def _step(engine: Engine, options: Options, text: Text, records: MetricsWriter, wish: Wish) -> tuple[dict[str, Any], str]:
-    """One step; its record, and why it is to be the last."""
+    """Takes one step. Returns its record, and the reason if it is the last one."""
     began, group = time.perf_counter(), engine.optimizer.parts.group
     losses, samples = [], text.samples(engine.global_steps, options.batch)
     num_parts = group.size * options.accumulation
@@ -189,7 +189,7 @@ def _step(engine: Engine, options: Options, text: Text, records: MetricsWriter, 
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Steps that were taken after the checkpoint will be taken again, and so will be their records."""
+    """Removes the records of steps after the checkpoint, which will be taken again."""
     if path.is_file():
         kept = [record for record in read_records(path) if record["step"] <= step]
         fresh = path.with_suffix(".new")
@@ -198,7 +198,7 @@ def _forget_after(path: Path, step: int) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All complete ones. A process that was killed may have left half a line."""
+    """Returns all complete records. A process that was killed may have left half a line."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
     return [_record(path, line) for line in lines if line.endswith("\n")]
 

@@ -16,6 +16,8 @@ VOCABULARY = 256
 
 
 class Block(nn.Module):
+    """One layer of the model."""
+
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
@@ -77,7 +79,7 @@ class Gpt(nn.Module):
 
 @torch.no_grad()
 def write(model: nn.Module, begin: bytes, num_bytes: int, seed: int = 0, temperature: float = 0.8) -> str:
-    """What the model goes on with."""
+    """Returns the text that the model generates after `begin`."""
     assert isinstance(model, Gpt)
     device = next(model.parameters()).device
     generator, text = torch.Generator().manual_seed(seed), list(begin)

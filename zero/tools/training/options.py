@@ -1,4 +1,4 @@
-"""What a training was asked to be."""
+"""The options of a training."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ def heads_of(width: int) -> int:
 
 @dataclass(frozen=True)
 class Options:
+    """The options of a training, as they were given."""
+
     directory: str
     data: str | None
     steps: int
@@ -38,7 +40,7 @@ class Options:
     json: bool
 
     def check(self) -> None:
-        """Raises where this is no training."""
+        """Raises where these options make no training."""
         counts = ("steps", "batch", "layers", "width", "context", "accumulation", "save_every", "log_every")
         for name in counts:
             if getattr(self, name) < 1:
@@ -78,5 +80,5 @@ class Options:
         return Path(self.directory) / "report.html"
 
     def identity(self, text_digest: str) -> dict[str, Any]:
-        """What a training that goes on must have in common with the one that was saved."""
+        """The options that a resumed training must have in common with the saved one."""
         return {**{name: value for name, value in asdict(self).items() if name in _SAME}, "text": text_digest}

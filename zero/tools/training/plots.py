@@ -1,4 +1,4 @@
-"""Plots as SVG, written by hand: a line or a layer is one `path`, and nothing need be installed to draw or to see it."""
+"""Plots as SVG, written by hand: a line or a layer is one `path`. Nothing has to be installed to draw or to see it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Numbers = Sequence[float]
 
 @dataclass(frozen=True)
 class Frame:
-    """From numbers to places in the drawing."""
+    """Maps numbers to places in the drawing."""
 
     first: float
     last: float

@@ -1,4 +1,4 @@
-"""report.html: what a training did, in one file that needs nothing beside it."""
+"""report.html: what a training did, in one file that loads nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each stage holds on one rank: counted while it trains for two steps, beside what was predicted."""
+"""What each stage holds on one rank: counted in a training of two steps, beside the prediction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero.tools.training.options import Options
 
 @dataclass(frozen=True)
 class Both:
-    """What was counted, and what `zero plan` says."""
+    """The count, and the prediction of `zero plan`."""
 
     counted: Cost
     predicted: Cost

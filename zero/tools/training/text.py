@@ -13,8 +13,8 @@ _NO_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib
 
 
 class Text:
-    """Bytes, and samples of them. What a step sees depends on the seed and its number alone: not on the number of ranks, and
-    not on whether the training was interrupted."""
+    """Bytes, and samples of them. The samples of a step depend on the seed and its number alone: not on the number of ranks,
+    and not on whether the training was interrupted."""
 
     def __init__(self, content: bytes, context: int, seed: int) -> None:
         if len(content) <= context:
@@ -35,8 +35,8 @@ class Text:
 
 
 def read_text(path: str | None, but: str | None = None) -> bytes:
-    """A file, all files of a folder in the order of their names, or the source of Python's standard library. `but` is a folder
-    that is left out: what a training writes there is not what it was begun with."""
+    """Reads a file, all files of a folder in the order of their names, or the source of Python's standard library. The folder
+    `but` is left out, since a training writes there."""
     out = None if but is None else Path(but).resolve()
     if path is None:
         files = [file for file in _files_in(Path(os.__file__).parent, out, _NO_SOURCE) if file.suffix == ".py"]

@@ -1,1 +1,1 @@
-"""The proof by trying: a training beside the same training in plain PyTorch."""
+"""Compares a training with the same training in plain PyTorch."""

@@ -1,9 +1,8 @@
-"""The proof by trying: a few steps trained twice, sharded and in plain PyTorch, and the first difference by name.
+"""Trains a few steps twice, sharded and in plain PyTorch, and finds the first difference by name.
 
-[Note: what is compared]
-Both runs see the same batches and the same random numbers. After every step the weights are compared, this rank's
-masters, and its part of the optimizer's state: an optimizer that divides by the size of the gradient hides a wrong
-factor in its weights, and its state shows it. Nothing is asked of the sharded run that training would not ask.
+[Note: what is compared] Both runs see the same batches and the same random numbers. After every step the weights are compared,
+this rank's masters, and its part of the optimizer's state: an optimizer that divides by the size of the gradient hides a wrong
+factor in its weights, and its state shows it. The sharded run does nothing that training would not do.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found; the same on every rank."""
+    """The result of `verify`, the same on every rank."""
 
     num_ranks: int
     stage: int
@@ -93,10 +92,10 @@ def verify(
     *,
     group: Any = None,
 ) -> Verification:
-    """Trains copies of `model` on this rank's `batches`, sharded and plain, and says where they first differ. A collective.
+    """Trains copies of `model` on this rank's `batches`, sharded and plain, and returns where they first differ. A collective.
 
-    `loss(model, batch)` gives the loss of one micro-batch; as many as the accumulation says make a step. `optimizer`
-    and `config` are as for `zero.initialize`. Nothing that was passed is changed, nor are the random numbers to come.
+    `loss(model, batch)` returns the loss of one micro-batch; as many as the accumulation says make a step. `optimizer` and
+    `config` are as for `zero.initialize`. Nothing that is passed is changed, nor are the random numbers to come.
     """
     accelerator = accelerators.current()
     from zero.comm.connect import connect  # torch.distributed is not imported before somebody trains
@@ -114,7 +113,7 @@ def verify(
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is trained twice, as rank 0 has it."""
+    """What both runs train, as rank 0 has it."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -186,7 +185,7 @@ def _verify(subject: _Subject, batches: list[Any], loss: Callable[[Any, Any], to
 
 
 def _windows(batches: list[Any], accumulation: int, group: Group) -> Iterator[list[Any]]:
-    """The micro-batches of each step; what is left over makes none."""
+    """Splits micro-batches into steps; an incomplete last one is left out."""
     numbers = [int.from_bytes(message, "little") for message in group.all_gather_bytes(len(batches).to_bytes(8, "little"))]
     if len(set(numbers)) != 1 or numbers[0] < accumulation:
         raise ValueError(

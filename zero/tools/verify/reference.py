@@ -1,8 +1,7 @@
-"""Training in plain PyTorch on the global batch: what sharded training must give, and none of its code.
+"""Training in plain PyTorch on the global batch: the expected result of sharded training, computed by none of its code.
 
-Every rank has a plain copy of the model and steps a plain optimizer. Gradients are added up over the ranks by hand,
-in rank order, out of bytes that travel as host messages. What lays out, reduces, scales, clips or publishes in
-sharded training has no part in it.
+Every rank has a plain copy of the model and steps a plain optimizer. Gradients are added over the ranks by hand, in rank order,
+from bytes that travel as host messages. Nothing that lays out, reduces, scales, clips or publishes in sharded training is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`deepspeed.checkpoint`: what scripts take of it. Checkpoints themselves are the engine's."""
+"""`deepspeed.checkpoint`: the names that scripts import from it. The engine saves and loads checkpoints."""
 
 from __future__ import annotations
 

@@ -74,14 +74,14 @@ def _needed(param: nn.Parameter) -> Any:
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[Any]) -> list[nn.Module]:
-    """Nothing to do: ranks may take different branches. Returns the modules of these classes, or names of classes."""
+    """Does nothing, since ranks may take different branches. Returns the modules of these classes, or names of classes."""
     given = list(leaf_module_classes)
     classes = tuple(each for each in given if isinstance(each, type))
     return [module for module in model.modules() if isinstance(module, classes) or type(module).__name__ in given]
 
 
 def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[Any]) -> list[nn.Module]:
-    """Nothing to do."""
+    """Does nothing."""
     return set_z3_leaf_modules(model, leaf_module_classes)
 
 

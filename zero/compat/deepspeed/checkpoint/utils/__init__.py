@@ -8,7 +8,7 @@ import torch
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """The same dict, list or tuple with copies of its tensors, which own no more memory than they show."""
+    """Returns the same dict, list or tuple with copies of its tensors, which have no more memory than they show."""
     if isinstance(item, torch.Tensor):
         return item.detach().clone().to(device)
     if isinstance(item, dict):
