@@ -4,6 +4,7 @@ import shutil
 import sys
 
 import pytest
+import torch
 
 from accelerators.simulated import SimulatedAccelerator
 
@@ -13,3 +14,4 @@ needs_sim = pytest.mark.skipif(_lacking is not None, reason=str(_lacking))
 _has_compiler = any(map(shutil.which, ("g++", "clang++", "c++")))
 needs_compiler = pytest.mark.skipif(not _has_compiler, reason="there is no C++ compiler here, which the compiled step needs")
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files and a table of a process's pages")
+needs_muon = pytest.mark.skipif("Muon" not in vars(torch.optim), reason="torch has a Muon from 2.9 on")

@@ -19,6 +19,7 @@ _OPTIM = torch.optim
 
 
 _ADAMS = (_OPTIM.Adam, _OPTIM.AdamW)
+MUON: tuple[type[torch.optim.Optimizer], ...] = tuple(kind for name, kind in vars(_OPTIM).items() if name == "Muon")  # from 2.9
 
 
 ELEMENTWISE = (
@@ -42,7 +43,7 @@ KERNELS = ("fused", "foreach")  # what a group says of how its step is computed
 
 
 # These and others of torch's whose steps of two tensors have nothing to do with each other.
-_BY_BLOCKS = (*ELEMENTWISE, _OPTIM.Muon, _OPTIM.Adafactor)
+_BY_BLOCKS = (*ELEMENTWISE, *MUON, _OPTIM.Adafactor)
 
 
 # Element-wise ones of other packages, by where they are from. Some count their calls, so they step everything at once.
@@ -79,7 +80,8 @@ _OVER_ALL = ("max_grad_norm", "pre_norm")
 
 
 # Values an element that an optimizer remembers, where it is not two.
-_MOMENTS = {_OPTIM.SGD: 0, _OPTIM.Adagrad: 1, _OPTIM.RMSprop: 1, _OPTIM.ASGD: 1, Lion: 1, _OPTIM.Muon: 1, _OPTIM.Adafactor: 0}
+_MOMENTS = {_OPTIM.SGD: 0, _OPTIM.Adagrad: 1, _OPTIM.RMSprop: 1, _OPTIM.ASGD: 1, Lion: 1, _OPTIM.Adafactor: 0,
+            **dict.fromkeys(MUON, 1)}  # fmt: skip
 
 
 _MORE = ("momentum", "amsgrad", "centered")  # settings of a group that want one more
@@ -92,7 +94,7 @@ def num_moments(optimizer: torch.optim.Optimizer) -> list[int]:
 
 def _num_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
     known = next((number for kind, number in _MOMENTS.items() if isinstance(optimizer, kind)), 2)
-    return known + (0 if isinstance(optimizer, _OPTIM.Muon) else sum(bool(group.get(setting)) for setting in _MORE))
+    return known + (0 if isinstance(optimizer, MUON) else sum(bool(group.get(setting)) for setting in _MORE))
 
 
 def known_kind(optimizer: torch.optim.Optimizer, among: Collection[type] = ELEMENTWISE) -> type | None:
