@@ -11,9 +11,10 @@ from torch import nn
 from accelerators import Accelerator
 from zero.config.schema import OptimizerSpec, ZeroConfig
 from zero.optim.lion import Lion
+from zero.optim.muon import MUON
 from zero.optim.several import as_one, with_members
 from zero.optim.skip_dynamo import skip_dynamo_import
-from zero.optim.traits import ELEMENTWISE, MUON, is_elementwise, known_whole, of_all_tensors
+from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole, of_all_tensors
 from zero.runtime.kernels.select import check_kernels
 
 # DeepSpeed's own Adams, told by name. They compute what torch's do, with kernels for whole memory that a share has no use for.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zero.optim.lion import Lion
+from zero.optim.muon import MUON
 from zero.optim.several import members_of, with_members
 from zero.optim.steps import has_step_of_its_own
 
@@ -19,7 +20,6 @@ _OPTIM = torch.optim
 
 
 _ADAMS = (_OPTIM.Adam, _OPTIM.AdamW)
-MUON: tuple[type[torch.optim.Optimizer], ...] = tuple(kind for name, kind in vars(_OPTIM).items() if name == "Muon")  # from 2.9
 
 
 ELEMENTWISE = (
