@@ -61,7 +61,7 @@ WHOLE_TENSOR = {
 _OF_MATRICES = {"Muon", "Shampoo", "SOAP", "GaLore", "GaLoreAdamW", "GaLoreAdafactor"}
 
 
-# Optimizers that add something up over all parameters, and what is theirs.
+# Optimizers that add something up over all parameters, and what is theirs. Where every rank has all of everything they step.
 OF_ALL_TENSORS = {
     "LBFGS": "searches along one line through all parameters",
     "FusedLamb": "divides by the norm of all gradients together",
@@ -71,7 +71,6 @@ OF_ALL_TENSORS = {
     "DAdaptSGD": "finds its rate from sums over all parameters",
     "DAdaptLion": "finds its rate from sums over all parameters",
     "DAdaptAdaGrad": "finds its rate from sums over all parameters",
-    "SparseAdam": "wants sparse gradients",
 }
 
 
@@ -156,6 +155,11 @@ def of_all_tensors(optimizer: torch.optim.Optimizer) -> str | None:
     return found
 
 
+def evaluates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step calls its closure as often as it likes."""
+    return known_kind(optimizer, (_OPTIM.LBFGS,)) is not None
+
+
 def known_whole(optimizer: torch.optim.Optimizer) -> str | None:
     """Why it is known to need whole tensors; None where it is not."""
     name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in WHOLE_TENSOR), None)
@@ -178,6 +182,8 @@ def whole_groups(optimizer: torch.optim.Optimizer, whole_tensors: bool | None) -
 
 
 def _is_whole(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], whole_tensors: bool) -> bool:
+    if of_all_tensors(optimizer) is not None:
+        return True
     if known_whole(optimizer) is not None or group.get("whole") is not None:
         return bool(group.get("whole", True))
     return whole_tensors and not is_elementwise(optimizer)
