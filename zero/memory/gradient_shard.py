@@ -48,11 +48,17 @@ class GradientShard(Shard):
         self.home_of(bucket).catch_up()
         self.materialize(bucket)
         if bucket not in self.shares:
-            self.shares[bucket] = self.allocate(bucket).zero_()
-            self.stream.begin(bucket)
+            self._make(bucket).zero_()
         self.stream.use(bucket, writes)
         self._apply_deferred_scale(bucket)
         return self.shares[bucket]
+
+    def _make(self, bucket: int) -> torch.Tensor:
+        """Memory for a sum that nothing was added to yet."""
+        self.stream.make_room(bucket)  # before, or there would be one more
+        memory = self.shares[bucket] = self.allocate(bucket)
+        self.stream.begin(bucket)
+        return memory
 
     def add(self, bucket: int, values: torch.Tensor, factor: float) -> Transfer:
         """Adds `factor * values`, which may be changed. The transfer that is returned still reads them."""
@@ -66,8 +72,7 @@ class GradientShard(Shard):
         self.materialize(bucket)
         fresh = bucket not in self.shares
         if fresh:
-            self.shares[bucket] = self.allocate(bucket)
-            self.stream.begin(bucket)
+            self._make(bucket)
         self.stream.use(bucket, writes=True)
         self._wanted[1] |= not fresh
         return self.shares[bucket], fresh
