@@ -76,7 +76,7 @@ class GatheredWeights:
         self.total_bytes = 0  # of all chunks
         self.num_bytes = 0  # that are gathered now
         self.peak_bytes = 0
-        self.num_fetches = 0
+        self.num_fetches = self._last_num_fetches = 0  # now, and when the last window ended
         self.num_plain = 0  # parameters that have memory of their own for now
         self.order = UseOrder[GatheredChunk]()
         self._device = device
@@ -151,6 +151,9 @@ class GatheredWeights:
         if self.num_plain:
             raise RuntimeError("Cannot step or load within gathered(): parameters have memory of their own. Do it after.")
         self.free_all()
+        if self.num_fetches == self._last_num_fetches:
+            self._spare.clear()  # no gather wants it
+        self._last_num_fetches = self.num_fetches
         self.order.end_window()
 
     def make_own(self, chunk: GatheredChunk) -> None:

@@ -8,9 +8,9 @@ import torch
 
 import accelerators
 from zero.memory.deferred_sum import DeferredSum
-from zero.memory.formats import by_device
+from zero.memory.formats import by_device, sum_dtype
 from zero.memory.gradient_stream import GradientStream
-from zero.memory.homes.disk import is_absent
+from zero.memory.homes.disk import DiskHome, is_absent
 from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.registry import Homes
 from zero.memory.shard import LayoutRef, Shard
@@ -171,4 +171,9 @@ class GradientShard(Shard):
         return in_memory + sum(rows.num_bytes for rows in self.deferred.values())
 
     def allocate(self, bucket: int) -> torch.Tensor:
-        return self._kept.pop(bucket) if bucket in self._kept else super().allocate(bucket)
+        if bucket in self._kept:
+            return self._kept.pop(bucket)
+        disk = self._disk_of(bucket)
+        if not isinstance(disk, DiskHome) or disk.device != self.device:
+            return super().allocate(bucket)
+        return disk.memory(self.layout_ref.layout.buckets[bucket].share_numel, sum_dtype(self.layout_ref.dtype_of(bucket)))
