@@ -4,12 +4,8 @@ import json
 import os
 import re
 import shutil
-<<<<<<< HEAD
-=======
-import subprocess
 import sys
 import sysconfig
->>>>>>> h33
 
 import pytest
 

@@ -95,17 +95,12 @@ class InflightReductions(Timed):
 
     @stop("reduce")
     def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True) -> None:
-<<<<<<< HEAD
-        """Sends a round, or has it wait on the host for those before it."""
+        """Sends a round, or keeps it on the host until those before it have landed."""
         self._look_at(buffer)
         narrow = self._narrowing.narrow(bucket, buffer, self._staging)
         if narrow.is_floating_point() and narrow is not buffer:  # to which some were too large
             self._look_at(narrow)
         buffer, dtype = narrow, sum_dtype(narrow.dtype)
-=======
-        """Sends a round, or keeps it on the host until those before it have landed."""
-        buffer, dtype = self._rounded(buffer), sum_dtype(buffer.dtype)
->>>>>>> h33
         self.num_bytes += buffer.nbytes
         if self._has_room(buffer.nbytes):
             self._send(bucket, buffer, dtype)
