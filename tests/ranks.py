@@ -72,7 +72,7 @@ class Outcome:
         return self.kind == "returned"
 
 
-def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any) -> list[Any]:
+def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **options: Any) -> list[Any]:
     """`function(rank, world, *args)` on each of `world` ranks; the list of their results.
 
     What the first failing rank raised is raised here, with every rank's fate as its cause. Options as for `outcomes`.
@@ -89,7 +89,7 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 6
     raise report
 
 
-def outcomes(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any) -> list[Outcome]:
+def outcomes(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **options: Any) -> list[Outcome]:
     """As `run`, but every rank may take the whole time and what it did is returned, whether it succeeded or not.
 
     fresh=True            processes of their own, which end with the call

@@ -459,7 +459,7 @@ def test_ranks_that_are_daemons_of_a_program_end_with_it():
         print([rank.exitcode for rank in ranks])
     """
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, env=meeting(), capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env=meeting(), capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout.strip()) == (0, "[0, 0]"), result.stderr
     assert not [line for line in result.stderr.splitlines() if not line.startswith("[Gloo] Rank")]
 

@@ -188,8 +188,8 @@ def test_the_defaults_are_those_in_docs_and_the_changelog_has_their_digests(caps
 
 # Names of classes that the docs use in the sense that they have anywhere.
 ORDINARY = {
-    "asked", "block", "budget", "cast", "cost", "loading", "part", "place", "round", "scaling", "streams", "sums", "tensor",
-    "values", "version", "weights",
+    "asked", "away", "block", "budget", "cast", "cost", "loading", "part", "place", "round", "scaling", "streams", "sums",
+    "tensor", "values", "version", "weights",
 }  # fmt: skip
 
 
