@@ -92,7 +92,7 @@ def prepare(
     specs, bucket_bytes = params.specs(), config.bucket_bytes
     if bucket_bytes == "auto":
         on_network = device.type == "cpu" and ranks_here < group.size
-        bucket_bytes = default_bucket_bytes(sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in specs), on_network)
+        bucket_bytes = default_bucket_bytes(sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in specs), group.size, on_network)
     layout = FlatLayout.build(specs, num_shares, bucket_bytes, config.align_bytes, latent, block_numel)
     memory_guard = MemoryGuard(place, optimizer, has_fused_step, ranks_here, shards_weights)
     if config.homes.threads != "auto" and config.homes.piece_bytes != "auto":

@@ -113,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
     subject = read_subject(args.model, args.dtype, bucket_bytes, args.batch)
     if args.bucket_bytes is None:
         on_network = space.is_host and (args.ranks_per_host or args.ranks) < args.ranks
-        bucket_bytes = default_bucket_bytes(sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in subject.params), on_network)
+        weight_bytes = sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in subject.params)
+        bucket_bytes = default_bucket_bytes(weight_bytes, args.ranks, on_network)
     owners = None
     if args.optimizer == "muon":
         if args.batch is not None:

@@ -28,12 +28,12 @@ def sent(entries, world):
     return total, passes
 
 
-SIZES = [(2**40, False, 16), (0, False, 16), (2**40, True, 16), (2**27, True, 4), (0, True, 1)]
+SIZES = [(2**40, 2, False, 16), (0, 2, False, 16), (2**40, 2, True, 16), (2**27, 2, True, 4), (0, 2, True, 1), (0, 16, True, 4)]
 
 
-@pytest.mark.parametrize(("weight_bytes", "on_network", "mib"), SIZES)
-def test_a_network_has_more_and_smaller_buckets(weight_bytes, on_network, mib):
-    assert default_bucket_bytes(weight_bytes, on_network) == mib * 2**20
+@pytest.mark.parametrize(("weight_bytes", "world", "on_network", "mib"), SIZES)
+def test_a_network_has_more_and_smaller_buckets(weight_bytes, world, on_network, mib):
+    assert default_bucket_bytes(weight_bytes, world, on_network) == mib * 2**20
 
 
 @pytest.mark.parametrize("world", [2, 4])
