@@ -286,11 +286,12 @@ class Accelerator:
     def _streams(self) -> ModuleType | None:
         """Where Stream and Event come from: the device's module, torch itself, or nowhere. One without the other is no use,
         and neither are both where no stream can be made current."""
-        if hasattr(self.module, "Stream") and hasattr(self.module, "Event"):
-            if hasattr(self.module, "current_stream") and hasattr(self.module, "stream"):
-                return self.module
+        module = self.module
+        if hasattr(module, "Stream") and hasattr(module, "Event"):
+            if hasattr(module, "current_stream") and hasattr(module, "stream"):
+                return module
             if self._is_torch_accelerator():  # which then knows the current one
-                return self.module
+                return module
         return torch if self._has_generic_streams else None
 
     @cached_property

@@ -31,6 +31,7 @@ from peer_plot import bars
 
 HERE = Path(__file__).parent
 SHARED = Path("/dev/shm")
+THEIR_FILES = ("deepspeed_", "torch_")  # there
 PEERS = ("bare", "ddp", "ddp-zero", "fsdp2", "fsdp2-3")
 THEIRS = ("deepspeed-1", "deepspeed-2", "deepspeed-2-offload", "deepspeed-3")
 OURS = ("ours-0", "ours-1", "ours-2", "ours-3", "ours-2-offload", "ours-1-gloo", "ours-2-gloo", "ours-3-gloo")
@@ -46,7 +47,7 @@ Result = dict[str, Any]
 def run(system: str, options: argparse.Namespace) -> Result:
     """One system, once: what its ranks found, put together."""
     python = options.deepspeed if system in THEIRS else sys.executable
-    before = set(SHARED.iterdir())
+    before = _shared_files()
     with tempfile.TemporaryDirectory() as folder:
         given = json.dumps({**vars(options), "system": system, "result": folder})
         environment = {
@@ -98,11 +99,14 @@ def _free_port() -> int:
 def _clean(before: set[Path]) -> int:
     """Takes away what the last system left in shared memory, and says how many bytes that were."""
     left = 0
-    for path in set(SHARED.iterdir()) - before:
-        if path.is_file() and path.owner() == Path.home().owner():
-            left += path.stat().st_blocks * 512
-            path.unlink()
+    for path in _shared_files() - before:
+        left += path.stat().st_blocks * 512
+        path.unlink()
     return left
+
+
+def _shared_files() -> set[Path]:
+    return {path for path in SHARED.iterdir() if path.name.startswith(THEIR_FILES)}
 
 
 def check(found: dict[str, list[Result]]) -> list[str]:

@@ -5,8 +5,8 @@
 
 The model is the matrices of a GPT-2 and its embedding, 110 million parameters unless told otherwise. Every rank has one thread.
 A step is from gradients that were sent backward on all ranks to new weights on all of them, and in DeepSpeed the backward too,
-as its stage 2 may orthogonalise in it; ours is shown both ways. Many processors compute in bf16 a hundred times slower
-than in fp32, so Newton-Schulz runs in fp32 for all of them here, and in bf16, which is what torch's Muon does, with --bf16.
+as its stage 2 may orthogonalise in it; ours is shown both ways, and with kernels="fused". Many processors compute in bf16 far
+slower than in fp32, so Newton-Schulz runs in fp32 for all of them here, and in bf16, as torch's Muon has it, with --bf16.
 Shown are the fastest rounds: seconds of the clock, and of the processor on the busiest rank.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-NAMES = {"plain": 1, "ours": 2, "deepspeed": 2}  # how many ranks each has
+NAMES = {"plain": 1, "ours": 2, "fused": 2, "deepspeed": 2}  # how many ranks each has
 COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
 
@@ -88,16 +88,20 @@ def plain(model: Matrices, stage: int) -> Round:
     return both(lambda: model().backward(), step, lambda: None)
 
 
-def ours(model: Matrices, stage: int) -> Round:
+def ours(model: Matrices, stage: int, kernels: str = "torch") -> Round:
     import zero
 
-    optimizer = zero.shard(model, optimizers(model), stage=stage)
+    optimizer = zero.shard(model, optimizers(model), stage=stage, kernels=kernels)
 
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
     return both(lambda: model().backward(), step, lambda: optimizer.any_rank(False))
+
+
+def fused(model: Matrices, stage: int) -> Round:
+    return ours(model, stage, "fused")
 
 
 def deepspeed(model: Matrices, stage: int) -> Round:
@@ -117,7 +121,7 @@ def serve(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     if not options.bf16:
         _compute_in_fp32(options.serve)
-    make = {"plain": plain, "ours": ours, "deepspeed": deepspeed}[options.serve]
+    make = {"plain": plain, "ours": ours, "fused": fused, "deepspeed": deepspeed}[options.serve]
     run = make(Matrices(options.layers, options.width), options.stage)
     for number in range(1 + options.rounds):
         print("round", number, *run(), flush=True)
@@ -132,6 +136,10 @@ def _compute_in_fp32(name: str) -> None:
     import torch.optim._muon as torchs
 
     torchs._zeropower_via_newtonschulz = in_fp32
+    if name == "fused":
+        import zero.optim.muon
+
+        zero.optim.muon.ROUNDED_TO = torch.float32
 
 
 def rounds_of(name: str, options: argparse.Namespace) -> Iterator[tuple[float, float, float]]:
@@ -161,6 +169,7 @@ def rounds_of(name: str, options: argparse.Namespace) -> Iterator[tuple[float, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter of an environment that has DeepSpeed")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="some of these alone; the first is one")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=3)
@@ -177,7 +186,7 @@ def main() -> None:
     print(f"{'':10}  ranks  backward      step      both  of plain  processor")
     first = None
     for name in NAMES:
-        if name == "deepspeed" and not options.deepspeed:
+        if name not in options.only or (name == "deepspeed" and not options.deepspeed):
             continue
         found = list(rounds_of(name, options))
         backward, step, busy = (min(each[at] for each in found) for at in range(3))

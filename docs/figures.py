@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero.config.schema import DEFAULT_BUCKET_BYTES
 from zero.plan.budget import Budget, budget_of
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.plan.stages import STAGES
+from zero.plan.traffic import DEFAULT_BUCKET_BYTES
 
 FOLDER = Path(__file__).parent / "figures"
 BLUE, ORANGE, GREEN, GREY = "#4878a8", "#d98b3a", "#5a9e6f", "#b8b8b8"

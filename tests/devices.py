@@ -1,9 +1,12 @@
 """What tests need of this machine and this torch, as marks that skip with the reason."""
 
+import os
 import shutil
 import sys
+from importlib.util import find_spec
 
 import pytest
+import torch
 
 from accelerators.simulated import SimulatedAccelerator
 
@@ -13,3 +16,9 @@ needs_sim = pytest.mark.skipif(_lacking is not None, reason=str(_lacking))
 _has_compiler = any(map(shutil.which, ("g++", "clang++", "c++")))
 needs_compiler = pytest.mark.skipif(not _has_compiler, reason="there is no C++ compiler here, which the compiled step needs")
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files and a table of a process's pages")
+needs_muon = pytest.mark.skipif("Muon" not in vars(torch.optim), reason="torch has a Muon from 2.9 on")
+
+
+def has_package(name):
+    """Whether a test may use it; in CI, where all are installed, always, so that what is missing there fails."""
+    return find_spec(name.partition(".")[0]) is not None or bool(os.environ.get("CI"))

@@ -40,8 +40,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+from tests.programs import START_METHOD, start_context
 from tests.rank_process import dumps
-from tests.ranks import END_S, START_METHOD, Outcome, RanksFailed, describe
+from tests.ranks import END_S, Outcome, RanksFailed, describe
 
 MASTER_PORT = 29500
 _NEW_MOUNTS, _NEW_NAMES, _NEW_IPC, _NEW_PIDS, _NEW_NET = 0x00020000, 0x04000000, 0x08000000, 0x20000000, 0x40000000
@@ -92,8 +93,7 @@ def started(count: int, ranks: int = 1, bits_per_s: float | None = None) -> Iter
 class Hosts:
     def __init__(self, count: int, ranks: int) -> None:
         self.count, self.ranks, self.world, self.port = count, ranks, count * ranks, MASTER_PORT
-        context = multiprocessing.get_context(START_METHOD)
-        context.set_forkserver_preload(["tests.forked_with"])
+        context = start_context()
         self._switch = _Process(context, _switch, ())
         self.hosts = [_Host(context, host, ranks) for host in range(count)]
 

@@ -58,6 +58,10 @@ class Ledger:
         self._note("reduce_scatter", bucket)
         return self.group.reduce_scatter(bucket, sum_dtype)
 
+    def all_to_all(self, bucket: torch.Tensor) -> Pending:
+        self._note("all_to_all", bucket)
+        return self.group.all_to_all(bucket)
+
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         self._note("all_reduce", bucket)
         return self.group.all_reduce(bucket, sum_dtype)

@@ -26,7 +26,7 @@ AREAS = {
     "A": ("accumulation, several backwards, zero_grad", 15),
     "F": ("frozen, late and changing parameters", 9),
     "D": ("dtype, shape, layout", 13),
-    "N": ("overflow, scaling, clipping; N17 on: several hosts", 19),
+    "N": ("overflow, scaling, clipping; N17 on: several hosts, 8 bits", 20),
     "O": ("optimizers, groups, schedulers", 16),
     "U": ("user edits of weights", 8),
     "C": ("checkpoints, resume, export", 22),

@@ -24,7 +24,9 @@ from datetime import timedelta
 from typing import Any
 
 
-def serve(rank: int, connection: Any, output: str, stacks: str) -> None:
+def serve(rank: int, connection: Any, output: str, stacks: str, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     threading.Thread(target=_end_with_parent, args=(os.path.dirname(output),), daemon=True).start()
     # Also what C++ writes goes where the parent can quote it.
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.programs import START_METHOD, start_context
 from tests.rank_process import dumps, serve
 
 # A rank that failed says so at once; the others, which may wait for it in a collective, get this long to come back alone.
@@ -42,10 +43,6 @@ OUTPUT_CHARS = 4000
 
 # One thread a rank, as ranks share the cores; loopback, as a test machine's own name may resolve to nothing.
 DEFAULT_ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-
-# Where there is a fork server, one process imports torch and every rank is forked from it in some ten milliseconds, instead of
-# importing torch for two seconds. That is safe as the server itself never runs an operator, so it has no threads.
-START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() and sys.platform == "linux" else "spawn"
 
 Env = Mapping[str, "str | None"]
 
@@ -75,7 +72,7 @@ class Outcome:
         return self.kind == "returned"
 
 
-def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any) -> list[Any]:
+def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **options: Any) -> list[Any]:
     """`function(rank, world, *args)` on each of `world` ranks; the list of their results.
 
     What the first failing rank raised is raised here, with every rank's fate as its cause. Options as for `outcomes`.
@@ -92,11 +89,12 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 6
     raise report
 
 
-def outcomes(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any) -> list[Outcome]:
+def outcomes(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **options: Any) -> list[Outcome]:
     """As `run`, but every rank may take the whole time and what it did is returned, whether it succeeded or not.
 
-    fresh=True            processes of their own, which end with the call; started as a user's are, so their memory is their own
+    fresh=True            processes of their own, which end with the call
     env={...}             environment variables of such fresh processes, None to remove one; a list has one dict a rank
+    as_users=True         such processes started as a user's are: they import torch themselves, and their memory is their own
     apart="sim"           a second pool, by name, that stays like the first: for what cannot be undone in a process
     group=False           no default process group: the test makes its own
     group_timeout=30.0    of the default process group, in seconds
@@ -130,6 +128,7 @@ def close(*names: str) -> None:
 
 _shared: dict[str, Pool] = {}  # by name; the usual one has none
 _lock = threading.RLock()
+_ENVIRONMENT = dict(os.environ)  # of a shared pool, whichever test starts it
 
 
 def _end_servers() -> None:
@@ -156,6 +155,7 @@ def _call(
     timeout: float,
     wait_for_all: bool,
     fresh: bool = False,
+    as_users: bool = False,
     env: Env | Sequence[Env] | None = None,
     apart: str = "",
     group: bool = True,
@@ -166,8 +166,8 @@ def _call(
         raise ValueError(f"Ranks import what they run, and {name} cannot be imported. Write it at the top of a module.")
     call = _Call(name, args, world, timeout, wait_for_all, group_timeout if group else None)
     with _lock:
-        if fresh or env is not None:
-            pool = Pool(env or {}, "spawn")
+        if fresh or as_users or env is not None:
+            pool = Pool(env or {}, "spawn" if as_users else START_METHOD)
             try:
                 found = pool.call(call)
                 pool.end(found)
@@ -175,7 +175,7 @@ def _call(
             finally:
                 pool.close()
         if apart not in _shared:
-            _shared[apart] = Pool({}, START_METHOD)
+            _shared[apart] = Pool({}, START_METHOD, _ENVIRONMENT)
         pool = _shared[apart]
         is_whole = False
         try:
@@ -202,8 +202,9 @@ class _Call:
 class Pool:
     """Rank processes, started as they are first needed. Rank r of every call is the same process."""
 
-    def __init__(self, env: Env | Sequence[Env], start_method: str) -> None:
+    def __init__(self, env: Env | Sequence[Env], start_method: str, base: Mapping[str, str] = os.environ) -> None:
         self._env = env
+        self._base = base
         self._start_method = start_method
         self._members: list[_Member] = []
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -254,7 +255,7 @@ class Pool:
         new = []
         for rank in range(len(self._members), world):
             env = self._env if isinstance(self._env, Mapping) else self._env[rank] if rank < len(self._env) else {}
-            new.append(_Member(rank, env, self._folder, self._start_method))
+            new.append(_Member(rank, {**self._base, **DEFAULT_ENV, **env}, self._folder, self._start_method))
         self._members += new
         # Started side by side, waited for one by one. The first one has the store where process groups meet.
         for member in new:
@@ -306,14 +307,12 @@ class _Member:
         self._stacks = folder / f"stacks-{rank}"
         self._output_from = 0
         self._connection, child = multiprocessing.Pipe()
-        context = multiprocessing.get_context(start_method)
-        if start_method == "forkserver":
-            context.set_forkserver_preload(["tests.forked_with"])
-        # Not a daemon: those may not have children, and a test may want a DataLoader with workers.
-        args = (rank, child, str(self._output), str(self._stacks))
-        self._process = context.Process(target=serve, args=args, name=f"rank {rank}")
-        # Set around the start, not in the child: some variables are read when a library is loaded.
-        with _environment({**DEFAULT_ENV, **env}):
+        context = start_context() if start_method == START_METHOD else multiprocessing.get_context(start_method)
+        # Set around the start, as some variables are read when a library is loaded. What is forked sets them itself.
+        with _environment(env):
+            # Not a daemon: those may not have children, and a test may want a DataLoader with workers.
+            args = (rank, child, str(self._output), str(self._stacks), dict(os.environ))
+            self._process = context.Process(target=serve, args=args, name=f"rank {rank}")
             self._process.start()
         child.close()
 

@@ -42,14 +42,14 @@ def failures_on(net, chosen):
 def way_between(rank, world, shared):
     model = nn.Linear(4, 4)
     optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, shared_memory=shared)
-    return os.getpid(), optimizer.parts.group.shared_host_memory is None
+    return os.getpid(), optimizer.parts.group.shared_host_memory is None, optimizer.parts.layout_ref.layout.bucket_bytes
 
 
 def test_two_hosts_train_as_one():
     with hosts.started(2) as net:
-        (here, here_apart), (there, there_apart) = net.run(way_between, True)
+        (here, *of_here), (there, *of_there) = net.run(way_between, True)
         assert here == there, "the same process ids, which are others' on the other host"
-        assert here_apart and there_apart
+        assert of_here == of_there == [True, 2**20], "memory apart, and buckets for a network"
         failures = failures_on(net, points(2, CORE))
     assert not failures, str(failures)
 

@@ -25,6 +25,8 @@ def is_up() -> bool:
 def bring_up() -> None:
     """Registers the device with torch, with the settings of the environment, or raises saying why it cannot be."""
     global _is_up
+    if _is_up:
+        return
     with _lock:
         if _is_up:
             return

@@ -1,14 +1,13 @@
 """The simulated device keeps the contract that every accelerator keeps, whole and with each capability taken away."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from accelerators.simulated import SimulatedAccelerator, bring_up, without
 from accelerators.testing import AcceleratorContract
+from tests import programs
 
 MASKS = ("", "streams", "events", "pin", "bf16", "fp16", "fp64", "memory_figures", "rng", "synchronize", "record_stream")
 ALL = ",".join(MASKS[1:])
@@ -37,12 +36,12 @@ if os.environ.get(INSIDE):
     ids=["one after another while it runs", "all before it starts"],
 )
 def test_the_contract_holds_whatever_is_taken_away(taken_away):
-    command = [sys.executable, "-m", "pytest", "-q", "-rsfE", "-p", "no:cacheprovider", f"{__file__}::TestSimulated"]
+    words = ["-q", "-rsfE", "-p", "no:cacheprovider", f"{__file__}::TestSimulated"]
     if taken_away:
-        command += ["-k", "fp64"]  # of the masks inside, one that adds nothing
+        words += ["-k", "fp64"]  # of the masks inside, one that adds nothing
     environment = {**os.environ, INSIDE: "1", "SIM_WITHOUT": taken_away, "SIM_MEMORY": "1GiB", "SIM_DEVICES": "2"}
     root = Path(__file__).parents[2]
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+    result = programs.python("-m", "pytest", *words, cwd=root, env=environment, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     if " passed" not in result.stdout:
         pytest.skip(result.stdout.partition("SKIPPED")[2].partition(": ")[2].partition("\n")[0])

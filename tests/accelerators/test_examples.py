@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,16 +9,15 @@ import pytest
 import torch.distributed as dist
 
 import accelerators
-from tests import ranks
+from tests import programs, ranks
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(name, **environment):
     clean = {key: value for key, value in os.environ.items() if not key.endswith("ACCELERATOR") and key != "ACCELERATOR_MEMORY"}
-    command = [sys.executable, str(ROOT / "examples" / name)]
     whole = {**clean, "OMP_NUM_THREADS": "1", **environment}
-    result = subprocess.run(command, env=whole, capture_output=True, text=True, timeout=180)
+    result = programs.python(ROOT / "examples" / name, env=whole)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

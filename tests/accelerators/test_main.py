@@ -14,13 +14,13 @@ from accelerators import choice
 from accelerators.backends import BUILT_IN
 from accelerators.choice import Selection
 from accelerators.registry import Registration, Registry
+from tests import programs
 from tests.accelerators.fakes import fake_device_module, give_torch, name_accelerator
 
 
 def run(*arguments, **environment):
     clean = {name: value for name, value in os.environ.items() if name not in ("ACCELERATOR", "DS_ACCELERATOR", "LOCAL_RANK")}
-    whole = [sys.executable, "-m", "accelerators", *arguments]
-    return subprocess.run(whole, env={**clean, **environment}, capture_output=True, text=True, timeout=120)
+    return programs.python("-m", "accelerators", *arguments, env={**clean, **environment})
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import accelerators
-from tests import ranks
+from tests import programs, ranks
 
 
 class Squares(torch.utils.data.Dataset):
@@ -91,8 +91,7 @@ def test_every_rank_of_a_host_gets_the_one_cpu(local_rank):
         print(accelerator.device(), accelerator.current_index(), torch.ones(1, device=accelerator.device()).device)
     """
     environment = {**os.environ, "ACCELERATOR": "cpu", "LOCAL_RANK": local_rank, "RANK": local_rank, "WORLD_SIZE": "4"}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    result = programs.python("-c", textwrap.dedent(program), env=environment)
     assert result.stdout.split() == ["cpu", "0", "cpu"], result.stderr
 
 
@@ -116,8 +115,7 @@ def test_a_rank_allocates_on_its_own_device_of_several_or_says_that_there_is_non
             print("skip", reason)
     """
     environment = {**os.environ, "SIM_DEVICES": "2", "SIM_VISIBLE_DEVICES": visible, "LOCAL_RANK": local_rank}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    result = programs.python("-c", textwrap.dedent(program), env=environment)
     if result.stdout.startswith("skip"):
         pytest.skip(result.stdout[5:])
     assert expected in (result.stdout if result.returncode == 0 else result.stderr)

@@ -4,12 +4,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 
 import pytest
 
+from tests import programs
 from tests.pasted import ROOT, Block, blocks_of, paste, without_choices
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def block(name):
 def run(*arguments, cwd, **environment):
     whole = {**without_choices(), **environment}
     # The limit is for a program that hangs: to compile takes a busy machine minutes.
-    result = subprocess.run([sys.executable, *arguments], cwd=cwd, env=whole, capture_output=True, text=True, timeout=900)
+    result = programs.python(*arguments, cwd=cwd, env=whole, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -16,6 +16,7 @@ from accelerators.backends import BUILT_IN
 from accelerators.backends.cpu import CpuAccelerator
 from accelerators.choice import Selection
 from accelerators.registry import Candidate, Registration, Registry
+from tests import programs
 
 CPU = Registration("cpu", "accelerators.backends.cpu:CpuAccelerator", priority=0)
 
@@ -275,8 +276,7 @@ def test_an_installed_package_offers_its_accelerator_without_an_edit_of_ours(tmp
         found = {{c.name: c for c in accelerators.candidates()}}["vendor"]
         print(type(accelerators.current()).__name__, "|", found.origin)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = programs.python("-c", textwrap.dedent(program))
     assert result.stdout.strip() == "VendorAccelerator | entry point 'vendor' of vendor-device", result.stderr
 
 

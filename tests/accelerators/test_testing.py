@@ -1,9 +1,9 @@
 """The contract suite: an author's three lines are enough, and it finds accelerators that do not keep it."""
 
-import subprocess
-import sys
 
 import pytest
+
+from tests import programs
 
 HONEST = """
 from accelerators.testing import AcceleratorContract
@@ -64,8 +64,8 @@ class Never(InOrderEvent):
 
 def run(tmp_path, source, *options):
     (tmp_path / "test_by_an_author.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--strict-markers", *options]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120).stdout
+    words = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--strict-markers", *options]
+    return programs.python("-m", "pytest", *words, cwd=tmp_path).stdout
 
 
 def test_a_class_a_function_an_object_or_a_name_serve_and_what_is_absent_is_skipped(tmp_path):

@@ -20,6 +20,7 @@ from zero.sharding.optimizer import ShardedOptimizer, shard
 
 SMALL = 64  # bytes of a bucket: one share of most ranks and one gap
 
+DTYPES_IN_TURN = pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.full), "bfloat16"])
 SHARDED = pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2])
 DTYPES = (None, "bfloat16")
 

@@ -170,7 +170,7 @@ def test_they_wait_also_where_ranks_share_no_memory(kernels):
         pytest.param("fused", 1, 2, False, marks=pytest.mark.full),
         pytest.param("fused", 1, 1, True, marks=pytest.mark.full),
         pytest.param("fused", 1, 3, True, marks=pytest.mark.full),
-        pytest.param("compiled", 1, 2, True, marks=needs_compiler),
+        pytest.param("compiled", 1, 2, True, marks=[needs_compiler, pytest.mark.full]),
         pytest.param("compiled", 1, 3, False, marks=[needs_compiler, pytest.mark.full]),
     ],
 )

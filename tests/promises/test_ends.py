@@ -120,7 +120,7 @@ def until(condition, limit_s):
 
 # Who holds the store, by what the ranks are started.
 HOLDERS = [("rank 0", "environment"), ("rank 0", "torchrun"), ("agent", "torchrun")]
-BY_DAY = [("rank 0", "environment", 3, "raise"), ("agent", "torchrun", 2, "raise")]
+BY_DAY = [("rank 0", "environment", 3, "raise")]
 AT_NIGHT = [
     pytest.param(*one, marks=pytest.mark.full)
     for one in ((*holder, world, last) for holder in HOLDERS for world in (2, 3) for last in ("raise", "close"))

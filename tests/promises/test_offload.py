@@ -13,6 +13,7 @@ from tests import ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import (
     DTYPES,
+    DTYPES_IN_TURN,
     SHARDED,
     bits,
     difference,
@@ -53,8 +54,9 @@ def declared_accumulation(model, optimizer, rank):
 @needs_sim
 @pytest.mark.promise("A12")
 @SHARDED
-def test_several_backwards_with_offload_match_no_offload(stage):
-    for none, half, whole in in_threes(on_sim(2, several_backwards, pairs(stage))):
+@DTYPES_IN_TURN
+def test_several_backwards_with_offload_match_no_offload(stage, dtype):
+    for none, half, whole in in_threes(on_sim(2, several_backwards, pairs(stage, (dtype,)))):
         assert difference(half, none) is None and difference(whole, none) is None
 
 
@@ -306,8 +308,13 @@ def with_the_full_configuration(rank, world, device, stage):
 
 @pytest.mark.promise("H01")
 @SHARDED
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("sim", marks=needs_sim)])
+@pytest.mark.parametrize(
+    ("device", "world"),
+    [
+        *(("cpu", 1), pytest.param("sim", 2, marks=needs_sim)),
+        *(pytest.param(*other, marks=[needs_sim, pytest.mark.full]) for other in (("cpu", 2), ("sim", 1))),
+    ],
+)
 def test_of_1083_parameters_63_arrive_and_1020_stay_with_the_full_configuration(stage, world, device):
     options = {"apart": "sim"} if device == "sim" else {}
     for found, moved, identical, homes in ranks.run(world, with_the_full_configuration, device, stage, **options):

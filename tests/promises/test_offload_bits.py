@@ -14,6 +14,7 @@ from tests.devices import needs_compiler, needs_sim
 from tests.promises.loops import alone, one_step
 from tests.promises.offloads import (
     DTYPES,
+    DTYPES_IN_TURN,
     SHARDED,
     adamw,
     bits,
@@ -67,7 +68,7 @@ def train_and_say_where(model, optimizer, rank):
 @needs_sim
 @pytest.mark.promise("H03")
 @SHARDED
-@pytest.mark.parametrize("dtype", DTYPES)
+@DTYPES_IN_TURN
 def test_any_ratio_and_groups_with_homes_of_their_own_give_the_same_bits(stage, dtype):
     options = {"stage": stage, "dtype": dtype, "make": none_each}
     points = [options, *({**options, "offload": Offload(ratio=ratio)} for ratio in (0.0, 0.5, 1.0))]
@@ -97,8 +98,9 @@ def windows_with_edits(model, optimizer, rank):
 @needs_sim
 @pytest.mark.promise("H01", "H03")
 @SHARDED
-def test_the_fused_step_gives_the_same_bits_wherever_shares_live(stage):
-    for none, half, whole in in_threes(on_sim(2, windows_with_edits, pairs(stage, kernels="fused", clip=0.5))):
+@DTYPES_IN_TURN
+def test_the_fused_step_gives_the_same_bits_wherever_shares_live(stage, dtype):
+    for none, half, whole in in_threes(on_sim(2, windows_with_edits, pairs(stage, (dtype,), kernels="fused", clip=0.5))):
         assert difference(half, none) is None and difference(whole, none) is None
 
 
@@ -142,9 +144,10 @@ def infinities(model, optimizer, rank):
 @needs_sim
 @pytest.mark.promise("N01")
 @SHARDED
-def test_infinity_on_one_rank_in_any_tensor_even_one_in_flight_is_skipped_by_all_with_no_state_touched(stage):
+@pytest.mark.parametrize("dtype", ["float16", *(pytest.param(dtype, marks=pytest.mark.full) for dtype in (None, "bfloat16"))])
+def test_infinity_on_one_rank_in_any_tensor_even_one_in_flight_is_skipped_by_all_with_no_state_touched(stage, dtype):
     points = []
-    for dtype, offload in itertools.product(("bfloat16" if stage == 1 else None, "float16"), (None, "cpu")):
+    for offload in (None, "cpu"):
         scale = LossScale(initial=64.0, hysteresis=1) if dtype == "float16" else None
         points.append({"stage": stage, "dtype": dtype, "offload": offload, "loss_scale": scale, "on_nonfinite": "skip"})
     first, second = on_sim(2, infinities, points, items)

@@ -639,9 +639,9 @@ class Undeclared(OPTIM.SGD):
 
 
 REFUSED = {
-    "LBFGS": (OPTIM.LBFGS, {}, r"Cannot shard LBFGS: it searches along one line through all parameters"),
+    "LBFGS": (OPTIM.LBFGS, {"elementwise": True}, r"Cannot shard LBFGS: it searches along one line through all parameters"),
     "Prodigy": (Prodigy, {"elementwise": True}, r"Cannot shard Prodigy: it finds its rate from sums over all parameters"),
-    "a norm of all": (LambOfAll, {}, r"Cannot shard LambOfAll: it divides by the norm of all .* with max_grad_norm=1.0"),
+    "a norm of all": (LambOfAll, {"elementwise": True}, r"Cannot shard LambOfAll: it divides by .* with max_grad_norm=1.0"),
     "whole ones declared element-wise": (OPTIM.Adafactor, {"elementwise": True}, r"Adafactor looks at whole tensors"),
     "a subclass": (Lamb, {"elementwise": True}, r"Cannot shard Lamb element by element: Lamb looks at whole tensors"),
     "undeclared": (Undeclared, {}, r"Undeclared.*elementwise=True.*whole_tensors=True.*zero\.verify"),

@@ -459,7 +459,7 @@ def test_ranks_that_are_daemons_of_a_program_end_with_it():
         print([rank.exitcode for rank in ranks])
     """
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, env=meeting(), capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env=meeting(), capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout.strip()) == (0, "[0, 0]"), result.stderr
     assert not [line for line in result.stderr.splitlines() if not line.startswith("[Gloo] Rank")]
 
@@ -492,6 +492,7 @@ BREAKS_OFF = """
 """
 
 
+@pytest.mark.full
 @pytest.mark.promise("L07")
 def test_an_error_of_one_program_is_told_by_the_other_with_its_words_and_the_parameter():
     found = ends(start(BREAKS_OFF))  # with the usual time limits, which nobody waits for
@@ -587,9 +588,10 @@ ONE_RAISES = "if optimizer.group.rank == 1: raise LookupError\nstep()"
 ENDINGS = ("step()", ENDED_BY_THE_USER, ONE_RAISES, "optimizer.close()", "del optimizer", ENGINE, REFUSED, "raise LookupError")
 
 
+@pytest.mark.full
 @pytest.mark.promise("X12")
 @needs_proc
-@pytest.mark.parametrize("last", [ENDINGS[0], *(pytest.param(last, marks=pytest.mark.full) for last in ENDINGS[1:])])
+@pytest.mark.parametrize("last", ENDINGS)
 def test_no_thread_that_takes_the_lock_of_the_interpreter_is_left_when_that_ends(last):
     """One that waits for the lock while the interpreter ends takes the process down with SIGABRT, whatever had been trained."""
     found = ends(start(last, first=COUNTS_THREADS_LAST))

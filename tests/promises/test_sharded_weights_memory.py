@@ -19,7 +19,7 @@ from zero.checkpoint.export import read_export
 from zero.comm.torch_group import TorchGroup
 from zero.tools.training.model import Gpt
 
-LAYERS, WIDTH, CONTEXT, BUCKET = 20, 64, 2, 2**16
+LAYERS, WIDTH, CONTEXT, BUCKET = 14, 64, 2, 2**16
 STEPS = 2
 
 
@@ -139,7 +139,7 @@ def test_the_peak_of_weights_in_shares_is_planned_within_5_percent(tmp_path, off
 def closed(rank, world):
     with place_of(rank, "sim"):
         with torch.device("meta"):
-            model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(40)))
+            model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(20)))
         adamw = torch.optim.AdamW(model.parameters())
         optimizer = zero.shard(model, adamw, stage=3, offload="cpu", bucket_bytes=2**14, gathered_bytes=0)
     begin(model)
@@ -161,4 +161,4 @@ def closed(rank, world):
 
 @needs_sim
 def test_a_model_that_does_not_fit_the_device_is_not_closed_and_trains_on():
-    ranks.run(2, closed, env={"ACCELERATOR": "sim", "SIM_MEMORY": str(400 * 1024)}, apart="a device with a limit")
+    ranks.run(2, closed, env={"ACCELERATOR": "sim", "SIM_MEMORY": str(200 * 1024)}, apart="a device with a limit")

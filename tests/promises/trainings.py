@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -121,17 +122,19 @@ def what_differs(
 ) -> list[str]:
     """Every training that does not equal the oracle, with its first difference.
 
-    Each stage meets each world size, in turn with each dtype and each bucket; with `whole_product` all meet all.
+    Each stage and each world size is there, with which of the other, dtypes and buckets depends on the case; with
+    `whole_product` all meet all, as they do at night in the parity grid.
     """
     found = []
     with setting or contextlib.nullcontext():
         for name in [names] if isinstance(names, str) else names:
             case = CASES[name]
-            usable = [dtype for dtype in dtypes if dtype in case.dtypes]
-            points = itertools.product(stages, worlds, usable, buckets)
-            for stage, world, dtype, bucket in points if whole_product else _in_turn(stages, worlds, usable, buckets):
-                if world < case.needs_world:
-                    continue
+            axes = [
+                stages, [world for world in worlds if world >= case.needs_world],
+                [dtype for dtype in dtypes if dtype in case.dtypes], buckets,
+            ]  # fmt: skip
+            points: Iterable[Any] = itertools.product(*axes) if whole_product else _in_turn(axes, crc32(name.encode()))
+            for stage, world, dtype, bucket in points:
                 options = options_of(name, stage, dtype, bucket, **more)
                 label = f"{name} stage={stage} world={world} {dtype} {bucket}"
                 ours = loopback_traces(case, world, wrap, **options)
@@ -139,10 +142,10 @@ def what_differs(
     return found
 
 
-def _in_turn(stages: Sequence[int], worlds: Sequence[int], dtypes: Sequence[str], buckets: Sequence[str]) -> Iterator[Any]:
-    for number, (stage, world) in enumerate(itertools.product(stages, worlds)):
-        # The two go round at different speeds, so that they do not always meet the same way.
-        yield stage, world, dtypes[number % len(dtypes)], buckets[(number + number // 2) % len(buckets)]
+def _in_turn(axes: Sequence[Sequence[Any]], begin: int) -> Iterator[tuple[Any, ...]]:
+    """As many points as the longest axis is long, in which every value of every axis occurs."""
+    for number in range(max(map(len, axes)) if all(axes) else 0):
+        yield tuple(axis[(number + begin // 7**place) % len(axis)] for place, axis in enumerate(axes))
 
 
 def what_differs_over_gloo(

@@ -32,7 +32,6 @@ from zero.config.deepspeed.keys import (
 )
 from zero.config.deepspeed.reader import read_deepspeed, translate
 from zero.config.deepspeed.written import Implied
-from zero.config.schema import DEFAULT_BUCKET_BYTES
 from zero.config.supported import check_supported
 
 DATA = pathlib.Path(__file__).parent.parent / "data" / "deepspeed"
@@ -115,6 +114,8 @@ CHANGES = {
     "scheduler.type": ({}, "WarmupLR"),
     "scheduler.params": ({"scheduler": {"type": "WarmupLR"}}, {"warmup_num_steps": 7}),
     "communication_data_type": ({}, "bf16"),
+    "zero_optimization.zero_quantized_gradients": ({"zero_optimization": {"stage": 2}}, True),
+    "zero_optimization.zero_quantized_weights": ({"zero_optimization": {"stage": 2}}, True),
     "gradient_allreduce_op": ({}, "sum"),
     "gradient_clipping": ({}, 0.5),
     "fp16.enabled": ({}, True),
@@ -441,7 +442,7 @@ def test_a_bucket_is_counted_in_elements_of_the_weights_dtype():
     bucket = {"zero_optimization": {"reduce_bucket_size": 1000}}
     assert translate(bucket).config.bucket_bytes == 4000
     assert translate({**bucket, "bf16": {"enabled": True}}).config.bucket_bytes == 2000
-    assert translate({}).config.bucket_bytes == DEFAULT_BUCKET_BYTES
+    assert translate({}).config.bucket_bytes == "auto"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

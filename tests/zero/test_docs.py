@@ -12,20 +12,20 @@ import io
 import re
 import shlex
 import socket
-import subprocess
-import sys
 
 import pytest
 
 import accelerators
 import zero
+from tests import programs
 from tests.pasted import BLOCK, ROOT, Block, blocks_of, paste
 from zero.__main__ import main
 from zero.config.deepspeed.keys import KNOWN
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WITH_BLOCKS = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
-AT_NIGHT = {"plan", "train"}  # pages whose commands start ranks or a launcher; by day tests/zero/tools runs what is behind them
+# Pages whose commands start ranks or a launcher; by day tests/zero/tools and test_proof.py run what is behind them.
+AT_NIGHT = {"plan", "train", "verify"}
 
 
 def skip_what_is_not_installed(page):
@@ -44,7 +44,7 @@ def run_command(line):
     words = shlex.split(line, comments=True)
     assert words[:3] == ["python", "-m", "zero"], f"no way to run this is known here: {line}"
     if "--ranks" in words:  # which starts processes that import what started them
-        result = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=120)
+        result = programs.python(*words[1:])
         assert result.returncode == 0, result.stdout + result.stderr
     else:
         assert main(words[3:]) == 0, line
@@ -188,8 +188,8 @@ def test_the_defaults_are_those_in_docs_and_the_changelog_has_their_digests(caps
 
 # Names of classes that the docs use in the sense that they have anywhere.
 ORDINARY = {
-    "asked", "block", "budget", "cast", "cost", "loading", "part", "place", "round", "scaling", "streams", "sums", "tensor",
-    "values", "version", "weights",
+    "asked", "away", "block", "budget", "cast", "cost", "loading", "part", "place", "round", "scaling", "streams", "sums",
+    "tensor", "values", "version", "weights",
 }  # fmt: skip
 
 

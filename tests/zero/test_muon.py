@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 import zero
+from tests.devices import needs_muon
 from tests.promises.loops import one_step, same, weights
 from tests.zoo.case import draw, filled, real_loss
 from tests.zoo.whole_tensors import matrices_and_others
 from zero.comm.loopback import run_ranks
 
 OPTIM = torch.optim
+pytestmark = needs_muon
 
 
 class Net(nn.Module):

@@ -1,6 +1,8 @@
 """Which optimizers are known, which are refused, and those that have modes."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -311,3 +313,26 @@ def test_element_wise_optimizers_of_other_packages_are_known_by_where_they_are_f
         optimizer = shard(made, kind(made.parameters(), lr=0.1), stage=2, group=solo(), **options)
         assert not any(bucket.is_whole for bucket in optimizer.parts.layout_ref.layout.buckets)
         optimizer.close()
+
+
+WITHOUT_MUON = """
+import torch
+from torch import nn
+vars(torch.optim).pop("Muon", None)
+import zero
+model = nn.Linear(4, 4)
+optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+optimizer.close()
+try:
+    zero.initialize(model=model, config={"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Muon"}})
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_torch_without_muon_trains_and_says_so_where_muon_is_wanted():
+    told = subprocess.run([sys.executable, "-c", WITHOUT_MUON], capture_output=True, text=True, timeout=120)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith("Cannot make Muon: torch ")

@@ -1,8 +1,6 @@
 """`zero.verify` says equal where training is, and otherwise which parameter differs first, at which step, and by how much."""
 
 import json
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 
 import zero
-from tests import ranks
+from tests import programs, ranks
 from tests.zoo.case import real_mlp, real_numbers
 from zero.comm.loopback import run_ranks, solo
 from zero.config.schema import Batch, LossScale, OptimizerSpec, ZeroConfig
@@ -283,9 +281,7 @@ def script(tmp_path):
 
 
 def command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "zero", "verify", *map(str, arguments)], capture_output=True, text=True, timeout=120
-    )
+    return programs.python("-m", "zero", "verify", *arguments)
 
 
 @pytest.mark.parametrize(("target", "stage"), [("subject", 2), pytest.param("in_shares", 3, marks=pytest.mark.full)])

@@ -94,6 +94,10 @@ class FakeGroup:
 
         return _Sent(self, total)
 
+    def all_to_all(self, bucket: torch.Tensor) -> Pending:
+        pieces = bucket.clone()
+        return _Sent(self, lambda: pieces)
+
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
             return SingleRankResult(bucket, sum_dtype)

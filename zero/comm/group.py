@@ -105,6 +105,10 @@ class Group(Protocol):
         """This rank's share of the sum of all ranks' buckets, taken in `sum_dtype`, in rank order. The contents of `bucket` are
         undefined once the result was waited for."""
 
+    def all_to_all(self, bucket: torch.Tensor) -> Pending:
+        """Every rank's stretch for this one, side by side in rank order: what `reduce_scatter` adds. Once that was waited for
+        `bucket` may have anything in it."""
+
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         """The whole sum of all ranks' buckets, taken in `sum_dtype`, with the same bits on all ranks."""
 

@@ -183,6 +183,11 @@ class LoopbackGroup:
         mine = slice(self.rank * numel, (self.rank + 1) * numel)
         return self._meet(bucket, lambda all_: sum_in_rank_order(torch.cat([one[mine] for one in all_]), self.size, sum_dtype))
 
+    def all_to_all(self, bucket: torch.Tensor) -> Pending:
+        if self.size == 1:
+            return CompletedResult(bucket)
+        return self._meet(bucket, lambda all_: torch.cat([one.view(self.size, -1)[self.rank] for one in all_]))
+
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
             return SingleRankResult(bucket, sum_dtype)

@@ -35,6 +35,21 @@ class UnreducedResult:
         return total
 
 
+class SideBySide:
+    """The stretches themselves."""
+
+    def __init__(self, unreduced: UnreducedResult) -> None:
+        self._unreduced = unreduced
+
+    def done(self) -> bool:
+        return self._unreduced.done()
+
+    def wait(self) -> torch.Tensor:
+        together = torch.cat(list(self._unreduced.addends()))
+        self._unreduced.release()
+        return together
+
+
 class SingleRankResult(UnreducedResult):
     """The result of a single rank."""
 

@@ -32,7 +32,7 @@ from zero.comm.health import shutdown
 from zero.comm.health.monitor import RankMonitor
 from zero.comm.health.store import StoreClient
 from zero.comm.kept_groups import KeptGroups, Purpose
-from zero.comm.results import CompletedResult, SingleRankResult
+from zero.comm.results import CompletedResult, SideBySide, SingleRankResult
 from zero.comm.torch_work import AllToAllReduce, CollectiveWork, TorchWire, bits, exit_all
 from zero.errors import GroupLost
 
@@ -179,8 +179,6 @@ class TorchGroup:
     def carries_host_tensors(self) -> bool:
         return self._backend == "gloo"
 
-    # tensors -----------------------------------------------------------------------------------------------------
-
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
             return SingleRankResult(bucket, sum_dtype)
@@ -188,6 +186,12 @@ class TorchGroup:
             share = torch.empty(bucket.numel() // self.size, dtype=sum_dtype, device=bucket.device)
             work = self._start(_scatter_sum, share, bucket)
             return CollectiveWork(self, [work], lambda: share)
+        return self._exchange(bucket, sum_dtype)
+
+    def all_to_all(self, bucket: torch.Tensor) -> Pending:
+        return CompletedResult(bucket) if self.size == 1 else SideBySide(self._exchange(bucket, bucket.dtype))
+
+    def _exchange(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> AllToAllReduce:
         return AllToAllReduce(self, partial(self._start, dist.all_to_all_single), bucket, sum_dtype)
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
@@ -223,8 +227,6 @@ class TorchGroup:
     def is_read(self, buffer: torch.Tensor) -> bool:
         return True  # once the collective was waited for
 
-    # messages ----------------------------------------------------------------------------------------------------
-
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         if self.size == 1:
             return [message]
@@ -252,8 +254,6 @@ class TorchGroup:
 
     def end_warmup(self) -> None:
         self._wires = self._prompt
-
-    # failure -----------------------------------------------------------------------------------------------------
 
     def wait_for(self, work: Any) -> None:
         """Until the output of a collective on tensors can be used on the current stream."""

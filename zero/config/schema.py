@@ -33,9 +33,6 @@ from zero.config.sizes import as_bytes
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Large enough that a collective is worth its latency, small enough that a few in flight do not matter beside the model.
-DEFAULT_BUCKET_BYTES = 16 * 2**20
-
 Half = Literal["bfloat16", "float16"]
 Kernels = Literal["torch", "fused", "compiled"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -195,13 +192,14 @@ class ZeroConfig(ConfigModel):
     cast_inputs: bool = False
     offload: Annotated[Offload | None, BeforeValidator(offload_in_our_words)] = None
     homes: Homes = Homes()  # of kinds of state that have others than `offload` says
-    bucket_bytes: Count = DEFAULT_BUCKET_BYTES
+    bucket_bytes: Literal["auto"] | Count = "auto"  # 16 MiB, and less for host tensors that go over a network
     gathered_bytes: Literal["auto", "all"] | Bytes = "auto"  # of whole weights on a device at stage 3
     keep_whole_numel: Annotated[int, Field(ge=0)] = 0  # elements up to which a parameter is never in shares there
     shared_memory: bool = True  # between ranks of one host that prove they can; False: ordinary collectives
     align_bytes: Annotated[int, Field(ge=16, le=4096)] = 64
     reduce: Literal["mean", "sum"] | Positive = "mean"
-    reduce_dtype: Dtype | None = None  # what wider gradients are rounded to before they travel; sums are fp32 all the same
+    reduce_dtype: Dtype | Literal["int8"] | None = None  # what wider gradients are rounded to before they travel; sums are fp32
+    gather_dtype: Literal["int8"] | None = None  # what new 16-bit weights travel in at stages 1 and 2
     accumulation_dtype: Dtype = "float32"
     predivide: Literal["world"] | Positive = 1.0
     clip: Positive | None = None
@@ -259,6 +257,10 @@ class ZeroConfig(ConfigModel):
              "Cannot use autocast in another 16-bit dtype than the weights have. Use one dtype for both, or leave one out"),
             (self.predivide != 1.0 and self.reduce == "sum",
              "Cannot use predivide: reduce='sum' divides nothing. Leave predivide out, or reduce by mean"),
+            (self.reduce_dtype == "int8" and self.stage == 0,
+             "Cannot use reduce_dtype='int8' at stage 0: its sums are taken by the backend. Use stage 1 or 2"),
+            (self.gather_dtype is not None and self.stage == 3,
+             "Cannot use gather_dtype at stage 3: weights are fetched when they are needed. Use stage 1 or 2, or leave it out"),
             (self.kernels == "fused" and self.optimizer is not None and self.optimizer.kind not in FUSED_IN_TORCH,
              "Cannot use kernels='fused': torch has no fused kernel for this optimizer. Use kernels='torch'"),
             (bool(self.elementwise and self.whole_tensors), "Cannot use elementwise with whole_tensors. Give one of them"),

@@ -46,6 +46,10 @@ def _without_effect(config: ZeroConfig) -> list[str]:
     told = []
     if config.predivide != 1.0:
         told.append("predivide has no effect: sums are taken in float32, so nothing overflows before it is divided")
-    if config.reduce_dtype is not None:
+    if config.reduce_dtype == "int8":
+        told.append("gradients travel in 8 bits: sharded training is near to plain training, and not equal to it")
+    elif config.reduce_dtype is not None:
         told.append(f"gradients wider than {config.reduce_dtype} are rounded to it and travel so; all are added in float32")
+    if config.gather_dtype is not None:
+        told.append("new weights travel in 8 bits, and are what these say; masters are float32")
     return told

@@ -11,6 +11,7 @@ from torch import nn
 from accelerators import Accelerator
 from zero.config.schema import OptimizerSpec, ZeroConfig
 from zero.optim.lion import Lion
+from zero.optim.muon import MUON
 from zero.optim.several import as_one, with_members
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole, of_all_tensors
@@ -67,8 +68,10 @@ def _muon_and_adamw(settings: Mapping[str, Any], params: list[Any], model: nn.Mo
             members = [param for param, is_one in zip(own, is_matrix, strict=True) if is_one == half]
             if members:
                 halves[half].append({"params": members, **{key: group.get(key, defaults[key]) for key in keys}})
+    if halves[True] and not MUON:
+        raise ValueError(f"Cannot make Muon: torch {torch.__version__} has none. Use torch 2.9 or a later one.")
     with skip_dynamo_import():
-        kinds = {torch.optim.Muon: halves[True], torch.optim.AdamW: halves[False]}
+        kinds = {**dict.fromkeys(MUON, halves[True]), torch.optim.AdamW: halves[False]}
         found: torch.optim.Optimizer = as_one([kind(groups) for kind, groups in kinds.items() if groups])
     return found
 

@@ -31,6 +31,7 @@ class GatheredChunk(ABC):
         self.dtype = dtype
         self.memory: torch.Tensor | None = None
         self.is_lent = False  # its memory is the owner's, and to be read only
+        self.is_own = False  # its memory is there only for what is written to it
         self.is_dropped = False  # it has no values any more
         self.arrival: Arrival | None = None  # of what was fetched and not waited for yet
         self.num_users = 0  # operators that run on it
@@ -75,7 +76,7 @@ class GatheredWeights:
         self.total_bytes = 0  # of all chunks
         self.num_bytes = 0  # that are gathered now
         self.peak_bytes = 0
-        self.num_fetches = 0
+        self.num_fetches = self._last_num_fetches = 0  # now, and when the last window ended
         self.num_plain = 0  # parameters that have memory of their own for now
         self.order = UseOrder[GatheredChunk]()
         self._device = device
@@ -150,6 +151,9 @@ class GatheredWeights:
         if self.num_plain:
             raise RuntimeError("Cannot step or load within gathered(): parameters have memory of their own. Do it after.")
         self.free_all()
+        if self.num_fetches == self._last_num_fetches:
+            self._spare.clear()  # no gather wants it
+        self._last_num_fetches = self.num_fetches
         self.order.end_window()
 
     def make_own(self, chunk: GatheredChunk) -> None:
@@ -159,6 +163,7 @@ class GatheredWeights:
                 lent = chunk.memory
                 assert lent is not None
                 self._allocate(chunk).copy_(lent)
+                chunk.is_own = True
 
     def _begin(self, chunk: GatheredChunk) -> None:
         if chunk.is_dropped:
@@ -221,7 +226,7 @@ class GatheredWeights:
         self._arrive(chunk)  # memory that a gather still writes must not be another's
         if self.poison and chunk.memory is not None and not chunk.is_lent:
             chunk.memory.fill_(float("nan"))
-        if chunk.memory is not None and not chunk.is_lent:
+        if chunk.memory is not None and not (chunk.is_lent or chunk.is_own):  # else no gather wants any
             self._spare.setdefault((chunk.numel, chunk.dtype), []).append(chunk.memory)
         self._drop(chunk)
 
@@ -230,4 +235,4 @@ class GatheredWeights:
             self.num_bytes -= chunk.num_bytes
             chunk.views.clear()
         del self._gathered[chunk]
-        chunk.memory, chunk.arrival, chunk.is_lent = None, None, False
+        chunk.memory, chunk.arrival, chunk.is_lent, chunk.is_own = None, None, False, False

@@ -8,9 +8,9 @@ import torch
 
 import accelerators
 from zero.memory.deferred_sum import DeferredSum
-from zero.memory.formats import by_device
+from zero.memory.formats import by_device, sum_dtype
 from zero.memory.gradient_stream import GradientStream
-from zero.memory.homes.disk import is_absent
+from zero.memory.homes.disk import DiskHome, is_absent
 from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.registry import Homes
 from zero.memory.shard import LayoutRef, Shard
@@ -47,11 +47,17 @@ class GradientShard(Shard):
         self.home_of(bucket).catch_up()
         self.materialize(bucket)
         if bucket not in self.shares:
-            self.shares[bucket] = self.allocate(bucket).zero_()
-            self.stream.begin(bucket)
+            self._make(bucket).zero_()
         self.stream.use(bucket, writes)
         self._apply_deferred_scale(bucket)
         return self.shares[bucket]
+
+    def _make(self, bucket: int) -> torch.Tensor:
+        """Memory for a sum that nothing was added to yet."""
+        self.stream.make_room(bucket)  # before, or there would be one more
+        memory = self.shares[bucket] = self.allocate(bucket)
+        self.stream.begin(bucket)
+        return memory
 
     def add(self, bucket: int, values: torch.Tensor, factor: float) -> Transfer:
         """Adds `factor * values`, which may be changed. The transfer that is returned still reads them."""
@@ -65,8 +71,7 @@ class GradientShard(Shard):
         self.materialize(bucket)
         fresh = bucket not in self.shares
         if fresh:
-            self.shares[bucket] = self.allocate(bucket)
-            self.stream.begin(bucket)
+            self._make(bucket)
         self.stream.use(bucket, writes=True)
         self._wanted[1] |= not fresh
         return self.shares[bucket], fresh
@@ -165,4 +170,9 @@ class GradientShard(Shard):
         return in_memory + sum(rows.num_bytes for rows in self.deferred.values())
 
     def allocate(self, bucket: int) -> torch.Tensor:
-        return self._kept.pop(bucket) if bucket in self._kept else super().allocate(bucket)
+        if bucket in self._kept:
+            return self._kept.pop(bucket)
+        disk = self._disk_of(bucket)
+        if not isinstance(disk, DiskHome) or disk.device != self.device:
+            return super().allocate(bucket)
+        return disk.memory(self.layout_ref.layout.buckets[bucket].share_numel, sum_dtype(self.layout_ref.dtype_of(bucket)))

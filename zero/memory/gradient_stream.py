@@ -65,10 +65,14 @@ class GradientStream:
         self._here[bucket] = self._here.get(bucket, False) or writes
         self._here.move_to_end(bucket)
 
+    def make_room(self, bucket: int) -> None:
+        """A sum will be put into memory."""
+        if self.has(bucket):
+            self._make_room()
+
     def begin(self, bucket: int) -> None:
         """A sum was just put into memory."""
         if self.has(bucket):
-            self._make_room()
             self._here[bucket] = True
 
     def multiply(self, bucket: int, factor: float) -> None:

@@ -162,11 +162,14 @@ class Streams:
             self._leaving.append((bucket, transfers))
 
     def flush(self) -> None:
-        """Writes everything to its home, and waits for that."""
+        """Writes everything to its home, and waits for that. Backward needs the memory where it is the device's."""
         for bucket in list(self._here):
             self.leave(bucket)
         while self._leaving:
             self._finish_oldest()
+        for home in self._shard.homes.disks.values():
+            if home.device == self._shard.device:
+                home.release()
 
     def abandon(self) -> None:
         """After a step that failed: what had not reached its home is lost, as is what is in the middle of its step. What cannot

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zero.optim.lion import Lion
+from zero.optim.muon import MUON
 from zero.optim.several import members_of, with_members
 from zero.optim.steps import has_step_of_its_own
 
@@ -42,7 +43,7 @@ KERNELS = ("fused", "foreach")  # what a group says of how its step is computed
 
 
 # These and others of torch's whose steps of two tensors have nothing to do with each other.
-_BY_BLOCKS = (*ELEMENTWISE, _OPTIM.Muon, _OPTIM.Adafactor)
+_BY_BLOCKS = (*ELEMENTWISE, *MUON, _OPTIM.Adafactor)
 
 
 # Element-wise ones of other packages, by where they are from. Some count their calls, so they step everything at once.
@@ -60,7 +61,7 @@ WHOLE_TENSOR = {
 _OF_MATRICES = {"Muon", "Shampoo", "SOAP", "GaLore", "GaLoreAdamW", "GaLoreAdafactor"}
 
 
-# Optimizers that add something up over all parameters, and what is theirs.
+# Optimizers that add something up over all parameters, and what is theirs. Where every rank has all of everything they step.
 OF_ALL_TENSORS = {
     "LBFGS": "searches along one line through all parameters",
     "FusedLamb": "divides by the norm of all gradients together",
@@ -70,7 +71,6 @@ OF_ALL_TENSORS = {
     "DAdaptSGD": "finds its rate from sums over all parameters",
     "DAdaptLion": "finds its rate from sums over all parameters",
     "DAdaptAdaGrad": "finds its rate from sums over all parameters",
-    "SparseAdam": "wants sparse gradients",
 }
 
 
@@ -79,7 +79,8 @@ _OVER_ALL = ("max_grad_norm", "pre_norm")
 
 
 # Values an element that an optimizer remembers, where it is not two.
-_MOMENTS = {_OPTIM.SGD: 0, _OPTIM.Adagrad: 1, _OPTIM.RMSprop: 1, _OPTIM.ASGD: 1, Lion: 1, _OPTIM.Muon: 1, _OPTIM.Adafactor: 0}
+_MOMENTS = {_OPTIM.SGD: 0, _OPTIM.Adagrad: 1, _OPTIM.RMSprop: 1, _OPTIM.ASGD: 1, Lion: 1, _OPTIM.Adafactor: 0,
+            **dict.fromkeys(MUON, 1)}  # fmt: skip
 
 
 _MORE = ("momentum", "amsgrad", "centered")  # settings of a group that want one more
@@ -92,7 +93,7 @@ def num_moments(optimizer: torch.optim.Optimizer) -> list[int]:
 
 def _num_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
     known = next((number for kind, number in _MOMENTS.items() if isinstance(optimizer, kind)), 2)
-    return known + (0 if isinstance(optimizer, _OPTIM.Muon) else sum(bool(group.get(setting)) for setting in _MORE))
+    return known + (0 if isinstance(optimizer, MUON) else sum(bool(group.get(setting)) for setting in _MORE))
 
 
 def known_kind(optimizer: torch.optim.Optimizer, among: Collection[type] = ELEMENTWISE) -> type | None:
@@ -154,6 +155,11 @@ def of_all_tensors(optimizer: torch.optim.Optimizer) -> str | None:
     return found
 
 
+def evaluates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step calls its closure as often as it likes."""
+    return known_kind(optimizer, (_OPTIM.LBFGS,)) is not None
+
+
 def known_whole(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns why it needs whole tensors, or None if that is not known of it."""
     name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in WHOLE_TENSOR), None)
@@ -176,6 +182,8 @@ def whole_groups(optimizer: torch.optim.Optimizer, whole_tensors: bool | None) -
 
 
 def _is_whole(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], whole_tensors: bool) -> bool:
+    if of_all_tensors(optimizer) is not None:
+        return True
     if known_whole(optimizer) is not None or group.get("whole") is not None:
         return bool(group.get("whole", True))
     return whole_tensors and not is_elementwise(optimizer)

@@ -42,12 +42,11 @@ class Budget:
     in_transit: int = 0  # host memory for what is on its way: weights to be compared and back, gradients to be added
     gathered: int = 0  # whole weights, where they are in shares
     disk: Shares = Shares()
-    streams: int = 0  # memory of the device for what comes from elsewhere
 
     @property
     def states(self) -> int:
         """Bytes on the device between two windows."""
-        return self.device.weights + self.device.masters + self.device.moments + self.staging + self.streams
+        return self.device.weights + self.device.masters + self.device.moments + self.staging
 
     @property
     def peak(self) -> int:
@@ -123,13 +122,12 @@ def budget_of(
     return Budget(
         device=Shares(**shares[False]),
         staging=kept,
-        filling=staged - kept + _exchanged(rounds, repeats, waits, stays, latest),
-        stepping=sum(near) + (staged - kept if stays else stepped),
+        filling=staged - kept + _exchanged(rounds, repeats, waits, stays, latest) + streams[False].filling,
+        stepping=sum(near) + (staged - kept if stays else stepped) + streams[False].stepping,
         host=Shares(**shares[True]),
         waiting=sum(round_.whole for round_ in rounds) if waits else 0,
-        in_transit=_in_transit([round_ for round_ in rounds if round_.offloaded], repeats, by_blocks) + streams[True],
+        in_transit=_in_transit([round_ for round_ in rounds if round_.offloaded], repeats, by_blocks) + sum(streams[True]),
         disk=Shares(**shares[None]),
-        streams=streams[False],
         gathered=_gathered(sorted(gathered, reverse=True), gathered_bytes) if shards_weights and not one_host else 0,
     )
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from zero.plan.layout import ITEM_BYTES, FlatLayout
 from zero.plan.spans import round_up
 
 _PAGE = 4096  # every line begins and ends at one
 STREAMED = 3  # buckets in memory: one that is read, one that is stepped, and one that is written
-_SUMS = 5  # of gradients in memory: two that are used, one that comes, and two on their way to disk
+_SUMS = 4  # of gradients in memory while they come: two that are used, and two on their way to disk
+_READ_SUMS = 2  # in a step: one that is used, and one that comes
 
 
 def disk_bytes(layout: FlatLayout, rank: int = 0, num_moments: int | Sequence[int] = 2) -> Counter[tuple[str, str]]:
@@ -48,8 +50,15 @@ def lines_of_moments(layout: FlatLayout, rank: int, num_moments: int | Sequence[
     return lines
 
 
-def stream_bytes(layout: FlatLayout, rank: int, num_moments: int | Sequence[int]) -> dict[bool, int]:
-    """Memory for what comes for a step, by whether that is on the host beside a device: of lines of one size."""
+class Streamed(NamedTuple):
+    """Memory for what comes from elsewhere and leaves again."""
+
+    filling: int = 0  # while gradients come: their sums
+    stepping: int = 0  # while the optimizer steps: sums, masters and moments
+
+
+def stream_bytes(layout: FlatLayout, rank: int, num_moments: int | Sequence[int]) -> dict[bool, Streamed]:
+    """By whether it is on the host beside a device. Lines are of one size."""
     moments, most, buckets = lines_of_moments(layout, rank, num_moments), Counter[bool](), Counter[bool]()
     largest, sums = Counter[bool](), Counter[bool]()
     for index, bucket in enumerate(layout.buckets):
@@ -61,9 +70,8 @@ def stream_bytes(layout: FlatLayout, rank: int, num_moments: int | Sequence[int]
             buckets[bucket.offloaded] += 1
             most[bucket.offloaded] = max(most[bucket.offloaded], lines)
             largest[bucket.offloaded] = max(largest[bucket.offloaded], line_bytes(layout, index))
-    return {
-        where: min(STREAMED, buckets[where]) * most[where] * largest[where] + _SUMS * sums[where] for where in (False, True)
-    }
+    coming = {where: min(STREAMED, buckets[where]) * most[where] * largest[where] for where in (False, True)}
+    return {where: Streamed(_SUMS * sums[where], _READ_SUMS * sums[where] + coming[where]) for where in (False, True)}
 
 
 def written_bytes(layout: FlatLayout, rank: int = 0, num_moments: int | Sequence[int] = 2, rounds: int = 1) -> int:

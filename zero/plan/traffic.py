@@ -7,6 +7,19 @@ from dataclasses import dataclass
 from zero.plan.layout import ITEM_BYTES, FlatLayout
 from zero.plan.stages import stage_of
 
+# Large enough that a collective is worth its latency, small enough that a few in flight do not matter beside the model.
+DEFAULT_BUCKET_BYTES = 16 * 2**20
+_LEAST_ON_NETWORK = 2**20
+_NUM_ON_NETWORK = 32
+
+
+def default_bucket_bytes(weight_bytes: int, on_network: bool) -> int:
+    """What `bucket_bytes="auto"` is, for host tensors that go over a network or others. What is sent first waits for a bucket
+    of gradients, and what is sent last for a bucket of the step: over a network there are at least 32 to hide the rest."""
+    if not on_network:
+        return DEFAULT_BUCKET_BYTES
+    return min(DEFAULT_BUCKET_BYTES, max(_LEAST_ON_NETWORK, weight_bytes // _NUM_ON_NETWORK))
+
 
 @dataclass(frozen=True)
 class Traffic:

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from accelerators import Accelerator
+from zero.config.schema import ZeroConfig
 from zero.memory.formats import DTYPES, overlapping
 from zero.optim.several import members_of, name_of
-from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole, of_all_tensors
+from zero.optim.traits import ELEMENTWISE, evaluates, is_elementwise, known_whole, of_all_tensors
+from zero.plan.stages import stage_of
 
 
 def check_model(model: nn.Module) -> None:
@@ -40,8 +42,9 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, elementwise: bool | None, whole_tensors: bool | None) -> None:
-    """Refuses an optimizer that looks at all parameters at once, and one of an unknown kind without the user's word."""
+def check_optimizer(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> None:
+    """Refuses an optimizer that looks at all parameters at once, where there are shares, and one of an unknown kind without the
+    user's word."""
     if hasattr(optimizer, "parts"):
         raise ValueError("Cannot shard: the optimizer is sharded already. Pass it once, or close() it first.")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -53,19 +56,36 @@ def check_optimizer(optimizer: torch.optim.Optimizer, elementwise: bool | None, 
             "Leave it out."
         )
     for member in members_of(optimizer):
-        _check_kind(member, elementwise, whole_tensors, is_alone=member is optimizer)
+        _check_kind(member, config, is_alone=member is optimizer)
+    if any(map(evaluates, members_of(optimizer))):
+        _check_evaluating(optimizer, config)
 
 
-def _check_kind(
-    optimizer: torch.optim.Optimizer, elementwise: bool | None, whole_tensors: bool | None, is_alone: bool
-) -> None:
-    """What is said of several optimizers is said of those that nothing is known of."""
-    kind, whole, why = type(optimizer), known_whole(optimizer), of_all_tensors(optimizer)
-    if why is not None:
+def _check_evaluating(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> None:
+    if len(members_of(optimizer)) > 1:
+        raise ValueError("Cannot shard LBFGS beside others: it calls the closure of a step itself. Shard it alone.")
+    if config.on_nonfinite == "skip" or config.dtype == "float16":
         raise ValueError(
-            f"Cannot shard {kind.__name__}: it {why}, and each rank would have its own part of them alone. Use an optimizer "
-            "that steps one tensor at a time, such as AdamW or Muon, and clip with clip=."
+            "Cannot shard LBFGS where a step may be skipped: it evaluates in the middle of one. Use on_nonfinite='raise', and "
+            "float32 or bfloat16."
         )
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, config: ZeroConfig, is_alone: bool) -> None:
+    """What is said of several optimizers is said of those that nothing is known of."""
+    elementwise, whole_tensors = config.elementwise, config.whole_tensors
+    kind, whole, why = type(optimizer), known_whole(optimizer), of_all_tensors(optimizer)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError("Cannot shard SparseAdam: it wants sparse gradients, and only dense ones are summed. Use AdamW.")
+    if kind.__name__ == "LBFGS" and not evaluates(optimizer):
+        raise ValueError(f"Cannot shard {kind.__module__}.LBFGS: nothing is known of how it calls its closure. Use torch's.")
+    if why is not None and (stage_of(config.stage).shards_optimizer or (elementwise and is_alone)):
+        raise ValueError(
+            f"Cannot shard {kind.__name__}: it {why}, and each rank would have its own part of them alone. Use stage=0, where "
+            "every rank has all, or an optimizer that steps one tensor at a time, such as AdamW or Muon, and clip with clip=."
+        )
+    if why is not None:
+        return
     said = [group.get("whole") for group in optimizer.param_groups]
     if whole is not None and ((elementwise and is_alone) or False in said):
         raise ValueError(

@@ -16,8 +16,9 @@ from zero.config.homes import Homes
 from zero.config.schema import ZeroConfig
 from zero.memory.homes.file import Pace
 from zero.memory.place import Place
-from zero.plan.layout import FlatLayout
+from zero.plan.layout import ITEM_BYTES, FlatLayout
 from zero.plan.stages import stage_of
+from zero.plan.traffic import default_bucket_bytes
 from zero.setup.consistency import verify_same_setup
 from zero.setup.homes import check_streams, homes_of
 from zero.setup.memory_guard import MemoryGuard
@@ -50,7 +51,7 @@ class ShardingPlan:
 
 def select_params(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> ManagedParams:
     """Refuses models and optimizers that cannot be sharded; returns the parameters to manage."""
-    check_optimizer(optimizer, config.elementwise, config.whole_tensors)
+    check_optimizer(optimizer, config)
     check_model(model)
     check_groups(optimizer, model)
     return choose(model, optimizer, config)
@@ -85,10 +86,14 @@ def prepare(
     is_on_host = any(place.offload for place in params.places) or device.type == "cpu"
     block_numel = BLOCK_NUMEL if is_on_host and not has_fused_step else None
     latent = range(len(params.names))  # placed one by one as the plan is carried out
-    layout = FlatLayout.build(params.specs(), num_shares, config.bucket_bytes, config.align_bytes, latent, block_numel)
     verify_same_setup(model, optimizer, params, config, group)
     place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
     ranks_here, shards_weights = _ranks_that_share_memory(group, torch.device("cpu")), stage_of(config.stage).shards_weights
+    specs, bucket_bytes = params.specs(), config.bucket_bytes
+    if bucket_bytes == "auto":
+        on_network = device.type == "cpu" and ranks_here < group.size
+        bucket_bytes = default_bucket_bytes(sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in specs), on_network)
+    layout = FlatLayout.build(specs, num_shares, bucket_bytes, config.align_bytes, latent, block_numel)
     memory_guard = MemoryGuard(place, optimizer, has_fused_step, ranks_here, shards_weights)
     if config.homes.threads != "auto" and config.homes.piece_bytes != "auto":
         memory_guard.homes.pace = Pace(config.homes.threads, config.homes.piece_bytes)

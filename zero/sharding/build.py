@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.comm.eight_bits import EIGHT_BITS
 from zero.comm.exchange import run_on_all
 from zero.comm.group import Group, TimeLimits
 from zero.config.schema import ZeroConfig
-from zero.memory.formats import DTYPES, ParamFormat
+from zero.memory.formats import ParamFormat
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef, Shard
@@ -37,6 +38,7 @@ from zero.runtime.params.table import Params
 from zero.runtime.params.tracking import ParamTracker
 from zero.runtime.reduce.buckets import Reducer
 from zero.runtime.reduce.inflight import InflightReductions
+from zero.runtime.reduce.narrowing import narrowing_of
 from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.step.updater import StepPolicy, Updater
 from zero.runtime.sync.exchange import WindowSync
@@ -127,7 +129,6 @@ def _assemble(
     def wire() -> ShardingState:
         staging = Staging(place.accelerator, allocate, group.is_read, weights.room, usual_numel(layout))
         gradients = GradientShard(layout_ref, memory_guard.homes)
-        reduce_dtype = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
         kinds = host_step_dtypes(layout.params, place.device)
         fused_step = fused_step_of(optimizer, config.kernels)
         deferrable = deferrable_sums(kinds, group.size) if fused_step is not None else ()
@@ -139,7 +140,7 @@ def _assemble(
             staging,
             gradients,
             scaling,
-            reduce_dtype,
+            narrowing_of(config.reduce_dtype, group, layout_ref, scaling),
             checks_finite=config.on_nonfinite == "raise",
             sums=sums,
         )
@@ -151,7 +152,7 @@ def _assemble(
         window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params)
         step_policy = StepPolicy(config.clip, config.on_nonfinite)
         updater = Updater(params, grad_ops, masters, optimizer, step_policy, fused_step)
-        publisher = WeightPublisher(layout_ref, params, group, weights, masters)
+        publisher = WeightPublisher(layout_ref, params, group, weights, masters, config.gather_dtype == EIGHT_BITS)
         offloader = StateOffloader(model, place.accelerator, params, formats, weights, masters, gradients, optimizer)
         components = (params, masters, window, hooks, updater, publisher, placer)
         parts = ShardingState(group, *components, config, offloader, memory_guard, LossScaler(config, scaling))

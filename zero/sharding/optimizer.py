@@ -6,13 +6,13 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from zero.comm.exchange import exchange_about
-from zero.config.schema import DEFAULT_BUCKET_BYTES, ZeroConfig
+from zero.config.schema import ZeroConfig
 from zero.config.supported import check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
 from zero.optim.several import OneOrSeveral, as_one
@@ -21,13 +21,13 @@ from zero.plan.loss_scale import LossScale
 from zero.runtime.params.swap import gathered, params_of
 from zero.setup.consistency import check_weights
 from zero.sharding.build import build
+from zero.sharding.closures import step_with
 from zero.sharding.live import remember
 from zero.sharding.loss_scaler import loaded_scale, with_loss_scale
 from zero.sharding.modes import give_modes
 from zero.sharding.optimizer_state import load_state, whole_state, whole_state_dict
 from zero.sharding.recovery import rebuild
 from zero.sharding.state import ShardingState, check_original
-from zero.sharding.step import step
 
 _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
@@ -86,11 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parts.offloader.check("step")
         check_original(self, self.inner, parts.params)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        decision = step(parts)
+        loss, decision = step_with(parts, closure)
         if decision is not None:
             self.grad_norm = decision.grad_norm
             self.skipped_steps += not decision.apply
@@ -331,7 +327,7 @@ def shard(
     accumulation: int | None = None,
     reduce: str | float = "mean",
     offload: Any = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | Literal["auto"] = "auto",
     **options: Any,
 ) -> ShardedOptimizer:
     """Shards the training of `model` by `optimizer` over the ranks of `group`, and returns the optimizer to use from then on.

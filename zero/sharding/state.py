@@ -141,7 +141,7 @@ class ShardingState:
         inner = self.updater.inner
         inner.add_param_group(param_group)
         try:
-            check_optimizer(inner, self.config.elementwise, self.config.whole_tensors)
+            check_optimizer(inner, self.config)
             tensors = [param for param in inner.param_groups[-1]["params"] if id(param) not in self.params.index]
             self.add_params(self.params.names_in(model, tensors), tensors, len(inner.param_groups) - 1)
         except BaseException:

@@ -20,17 +20,8 @@ def step(state: ShardingState) -> StepDecision | None:
     """Settles the window and updates the weights with what is in it. Returns what was decided, or None where no rank had a
     gradient. A collective."""
     window, sync = state.window, state.window.sync
-    state.placer.weights.check_written()
-    window.settle("step")
-    state.group.end_warmup()
-    sync.set_phase("in the update")
-    sync.tracker.copy_back()
+    decision = judge(state)
     sync.step += 1
-    decision = None
-    if window.used and state.config.on_unused == "raise":
-        _check_used(state.params, window.used)
-    if window.used:
-        decision = state.updater.decide()
     is_applied = decision is None or decision.apply  # a step without any gradient counts as a finite one
     state.loss_scaler.update(is_applied)
     if decision is not None and is_applied:
@@ -39,6 +30,19 @@ def step(state: ShardingState) -> StepDecision | None:
         window.move_to(Phase.STEPPED)
     sync.set_phase("before a backward")
     return decision
+
+
+def judge(state: ShardingState) -> StepDecision | None:
+    """Settles the window and decides what is done with what is in it. A collective."""
+    window, sync = state.window, state.window.sync
+    state.placer.weights.check_written()
+    window.settle("step")
+    state.group.end_warmup()
+    sync.set_phase("in the update")
+    sync.tracker.copy_back()
+    if window.used and state.config.on_unused == "raise":
+        _check_used(state.params, window.used)
+    return state.updater.decide() if window.used else None
 
 
 def update(state: ShardingState, used: int, coefficient: float) -> None:

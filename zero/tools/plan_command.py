@@ -89,7 +89,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--optimizer", choices=_MOMENTS, default="adamw", help="how much it remembers (default: adamw)")
     parser.add_argument("--kernels", choices=_KERNELS, default="torch", help="what steps, on the host (default: torch)")
     parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches of a step (default: 1)")
-    parser.add_argument("--bucket-bytes", metavar="SIZE", help="reduced at once (default: 16MiB)")
+    parser.add_argument("--bucket-bytes", metavar="SIZE", help="reduced at once (default: as zero.shard has it)")
     parser.add_argument("--gathered-bytes", default="0", metavar="SIZE", help="of whole weights (stage 3), or all (default: 0)")
     parser.add_argument("--batch", type=int, metavar="N", help="rehearse with micro-batches of N, activations included")
 
@@ -97,8 +97,8 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     # Imported here: torch is not for those who ask for another subcommand.
     from accelerators.memory import format_bytes, parse_bytes
-    from zero.config.schema import DEFAULT_BUCKET_BYTES
-    from zero.plan.layout import FlatLayout
+    from zero.plan.layout import ITEM_BYTES, FlatLayout
+    from zero.plan.traffic import DEFAULT_BUCKET_BYTES, default_bucket_bytes
     from zero.tools.planning.owners import Owners, for_muon
     from zero.tools.planning.subject import read_subject
 
@@ -111,6 +111,9 @@ def run(args: argparse.Namespace) -> int:
     args.gathered_bytes = math.inf if args.gathered_bytes == "all" else parse_bytes(args.gathered_bytes)
     space = _space(args)
     subject = read_subject(args.model, args.dtype, bucket_bytes, args.batch)
+    if args.bucket_bytes is None:
+        on_network = space.is_host and (args.ranks_per_host or args.ranks) < args.ranks
+        bucket_bytes = default_bucket_bytes(sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in subject.params), on_network)
     owners = None
     if args.optimizer == "muon":
         if args.batch is not None:

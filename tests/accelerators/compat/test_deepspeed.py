@@ -1,8 +1,6 @@
 """An object with DeepSpeed's accelerator interface becomes an accelerator that keeps the contract."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -14,6 +12,7 @@ from accelerators.backends.cpu import CpuAccelerator
 from accelerators.compat.deepspeed import adapt
 from accelerators.simulated import bring_up
 from accelerators.testing import AcceleratorContract
+from tests import programs
 from tests.devices import needs_sim
 
 INSIDE = "TEST_ADAPTED_CONTRACT"
@@ -164,10 +163,10 @@ if os.environ.get(INSIDE):
 @pytest.mark.full
 @needs_sim
 def test_an_adapted_device_with_streams_keeps_the_contract():
-    command = [sys.executable, "-m", "pytest", "-q", "-rsfE", "-p", "no:cacheprovider", f"{__file__}::TestAdaptedChip"]
+    words = ["-q", "-rsfE", "-p", "no:cacheprovider", f"{__file__}::TestAdaptedChip"]
     environment = {**os.environ, INSIDE: "1", "SIM_MEMORY": "1GiB", "SIM_DEVICES": "2"}
     root = Path(__file__).parents[3]
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+    result = programs.python("-m", "pytest", *words, cwd=root, env=environment, timeout=300)
     assert result.returncode == 0 and " passed" in result.stdout, result.stdout + result.stderr
 
 

@@ -9,11 +9,11 @@ runs in this process and does not bring the device up.
 import fcntl
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import programs
 
 INSIDE = "TEST_SIMULATED_INSIDE"  # where the process inside writes its reports
 FOLDER = Path(__file__).parent
@@ -51,9 +51,9 @@ class Inside:
 
     def _start(self, written):
         written.touch()
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.nodeids]
+        words = ["-q", "-p", "no:cacheprovider", *self.nodeids]
         environment = {**os.environ, **ENVIRONMENT, INSIDE: str(written)}
-        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        result = programs.python("-m", "pytest", *words, cwd=ROOT, env=environment, timeout=300)
         return f"{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
 
 

@@ -9,6 +9,7 @@ import torch
 
 from accelerators.simulated import settings, torch_private
 from accelerators.simulated.settings import read_settings
+from tests import programs
 
 HERE = True
 
@@ -17,10 +18,9 @@ needs_the_device = pytest.mark.skipif(bool(missing), reason=f"torch {torch.__ver
 
 
 def python(code, **environment):
-    """The output of a fresh interpreter."""
+    """What it prints in a process of its own."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SIM_", "ACCELERATOR", "DS_ACC"))}
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True, timeout=120)
+    result = programs.python("-c", code, env={**clean, **environment})
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -86,7 +86,8 @@ assert not hasattr(torch, "sim")
 assert torch.equal(torch.get_rng_state(), before)
 print(repr(accelerator))
 """
-    assert python(code) == "SimulatedAccelerator('sim')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "SimulatedAccelerator('sim')\n", done.stderr
 
 
 @needs_the_device

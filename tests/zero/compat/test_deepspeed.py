@@ -3,8 +3,6 @@
 import argparse
 import importlib
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ import zero.compat.deepspeed as deepspeed
 from accelerators.backends.cpu import CpuAccelerator
 from accelerators.compat.deepspeed import adapt
 from accelerators.testing import AcceleratorContract
-from tests import ranks
+from tests import programs, ranks
 from tests.zoo.case import mlp, real_mlp, real_numbers
 from zero.compat.deepspeed.absent import ABSENT
 from zero.compat.deepspeed.accelerator import get_accelerator, set_accelerator
@@ -107,7 +105,7 @@ deepspeed.init_distributed()
 comm.barrier()
 print(comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), comm.get_all_ranks_from_group(), comm.is_initialized())
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    result = programs.python("-c", program)
     assert result.stdout.strip() == "0 1 0 [0] True", result.stderr
 
 
@@ -377,8 +375,8 @@ def test_what_is_not_there_can_be_imported_and_says_what_to_write_when_it_is_use
 
 def test_nothing_of_deepspeed_is_imported():
     program = "import sys, zero.compat.deepspeed as d; print([name for name in sys.modules if name.startswith('deepspeed')])"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert result.stdout.strip() == "[]"
+    result = programs.python("-c", program)
+    assert result.stdout.strip() == "[]", result.stderr
 
 
 @pytest.mark.parametrize(

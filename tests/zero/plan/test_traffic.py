@@ -11,7 +11,7 @@ from tests.instruments import Ledger
 from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero.comm.loopback import run_ranks
 from zero.plan.layout import FlatLayout, ParamSpec
-from zero.plan.traffic import Traffic, traffic_of
+from zero.plan.traffic import Traffic, default_bucket_bytes, traffic_of
 from zero.sharding.optimizer import shard
 
 PAGE = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
@@ -26,6 +26,14 @@ def sent(entries, world):
         total += part * 2 * max(4, item) if entry.operation == "all_reduce" else part * item
         passes += 2 if entry.operation == "all_reduce" else 1
     return total, passes
+
+
+SIZES = [(2**40, False, 16), (0, False, 16), (2**40, True, 16), (2**27, True, 4), (0, True, 1)]
+
+
+@pytest.mark.parametrize(("weight_bytes", "on_network", "mib"), SIZES)
+def test_a_network_has_more_and_smaller_buckets(weight_bytes, on_network, mib):
+    assert default_bucket_bytes(weight_bytes, on_network) == mib * 2**20
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from zero.comm.group import Group, Pending, SharedHostMemory, Wire
-from zero.comm.results import CompletedResult, UnreducedResult
+from zero.comm.results import CompletedResult, SideBySide, UnreducedResult
 from zero.comm.shared_memory.arena import INTRODUCTION_BYTES, LINES, SharedArena, counts_of, map_peer
 from zero.comm.shared_memory.control import Messages, Numbers
 
@@ -107,6 +107,13 @@ class SharedMemoryGroup:
             return self._group.reduce_scatter(bucket, sum_dtype)
         share_bytes = bucket.nbytes // self.size
         return _Sum(self._tell(_SUMS, self._shared(bucket)), sum_dtype, bucket.dtype, self.rank * share_bytes, share_bytes)
+
+    def all_to_all(self, bucket: torch.Tensor) -> Pending:
+        if not bucket.is_cpu:
+            return self._group.all_to_all(bucket)
+        share_bytes = bucket.nbytes // self.size
+        told = self._tell(_SUMS, self._shared(bucket))
+        return SideBySide(_Sum(told, bucket.dtype, bucket.dtype, self.rank * share_bytes, share_bytes))
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if not bucket.is_cpu:

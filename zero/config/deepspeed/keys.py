@@ -26,6 +26,8 @@ USED: dict[str, str] = {
     "scheduler.type": "schedule.kind",
     "scheduler.params": "schedule.settings",
     "communication_data_type": "reduce_dtype",
+    "zero_optimization.zero_quantized_gradients": "reduce_dtype",
+    "zero_optimization.zero_quantized_weights": "gather_dtype",
     "gradient_allreduce_op": "reduce",
     "gradient_clipping": "clip",
     "fp16.enabled": "dtype",
@@ -155,8 +157,7 @@ _FEWER_BITS = "it changes the numbers, and sharded training is to equal plain tr
 _GONE = "DeepSpeed 0.19.8 has removed it as well"
 
 REFUSED: dict[str, str] = {
-    **_each("zero_optimization", "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
-            _FEWER_BITS),
+    "zero_optimization.zero_quantized_nontrainable_weights": _FEWER_BITS,
     "zero_optimization.zenflow": _FEWER_BITS,
     "zero_optimization.zero_hpz_partition_size": "at stage 3 weights are sharded over all ranks",
     "zero_optimization.offload_optimizer.super_offload": "offloaded masters and moments are stepped on the host",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -12,7 +12,6 @@ from zero.config.deepspeed.written import Written, flag
 from zero.config.homes import Homes, StateHome
 from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical
 from zero.config.schema import (
-    DEFAULT_BUCKET_BYTES,
     Batch,
     Dtype,
     Half,
@@ -77,7 +76,8 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
         "gathered_bytes": written.bytes_or("zero_accelerators.gathered_bytes", ("auto", "all")),
         "keep_whole_numel": written.whole("zero_accelerators.keep_whole_numel", 0, least=0),
         "reduce": _reduce(written),
-        "reduce_dtype": written.choice("communication_data_type", _WIRE_DTYPES, None),
+        "reduce_dtype": tried(lambda _: _reduce_dtype(written, stage), None),
+        "gather_dtype": tried(lambda _: _in_eight_bits(written, "zero_quantized_weights", {1, 2}, stage), None),
         "clip": clip or None,
         "accumulation": accumulation,
         "count_micro_steps": written.flag("managed_gradient_accumulation", True),
@@ -117,6 +117,21 @@ def _dtype(written: Written) -> Half | None:
 def _reduce(written: Written) -> Literal["mean", "sum"]:
     operations: dict[str, Literal["mean", "sum"]] = {"mean": "mean", "sum": "sum"}
     return written.choice("gradient_allreduce_op", operations, "mean")
+
+
+def _reduce_dtype(written: Written, stage: int) -> Dtype | Literal["int8"] | None:
+    return _in_eight_bits(written, "zero_quantized_gradients", {1, 2, 3}, stage) or written.choice(
+        "communication_data_type", _WIRE_DTYPES, None
+    )
+
+
+def _in_eight_bits(written: Written, key: str, stages: Collection[int], stage: int) -> Literal["int8"] | None:
+    if not written.flag(f"zero_optimization.{key}"):
+        return None
+    if stage not in stages:
+        raise ValueError(f"Cannot use zero_optimization.{key} at stage {stage}: there is nothing that could travel in 8 bits. "
+                         f"Use stage {min(stages)} or {max(stages)}, or turn it off.")
+    return "int8"
 
 
 def _autocast(written: Written) -> Half | None:
@@ -180,10 +195,10 @@ def _homes(written: Written, stage: int) -> Homes:
     return Homes(**homes)
 
 
-def _bucket_bytes(written: Written, dtype: str | None) -> int:
+def _bucket_bytes(written: Written, dtype: str | None) -> int | Literal["auto"]:
     path = "zero_optimization.reduce_bucket_size"
     if path not in written:
-        return DEFAULT_BUCKET_BYTES
+        return "auto"
     # A bucket is counted in elements there and in bytes of the weights' dtype here.
     return written.whole(path, 1, least=1) * _ITEM_BYTES[dtype]
 

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from zero.config.deepspeed.keys import AUTO
 from zero.config.registry import brief, did_you_mean, real, whole
-from zero.config.schema import DEFAULT_BUCKET_BYTES
 from zero.config.sizes import as_bytes
 
 T = TypeVar("T")
@@ -54,7 +53,7 @@ class Implied:
     accumulation: int | None = None
     dtype: str | None = None
     clip: float | None = None
-    bucket_numel: int | None = DEFAULT_BUCKET_BYTES // 4
+    bucket_numel: int | None = 4 * 2**20
     lr: float | None = None
     weight_decay: float | None = None
     betas: tuple[float, float] | None = None

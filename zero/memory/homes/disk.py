@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from zero.memory.homes.file import FileTransfer, Region, StateFile, page_aligned
+from zero.memory.homes.file import PAGE, FileTransfer, Region, StateFile, page_aligned
 from zero.memory.homes.home import Home, Transfer
 
 
@@ -74,8 +74,21 @@ class DiskHome:
         if whole.nbytes == self._largest:
             self._free.append(whole)
 
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory that `fits` where whole pages do."""
+        return page_aligned(numel * dtype.itemsize, self._allocate)[: numel * dtype.itemsize].view(dtype)
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether its values are pages of memory of its own, that need no copy on their way."""
+        if not tensor.is_cpu or tensor.data_ptr() in self._lent or tensor.dim() != 1 or not tensor.is_contiguous():
+            return False
+        return tensor.nbytes > 0 and not (tensor.data_ptr() % PAGE or tensor.nbytes % PAGE)
+
     def write(self, source: torch.Tensor, stored: torch.Tensor) -> Transfer:
-        """Where `source` is memory that was lent, it is the transfer's until that is waited for, and given back then."""
+        """Where `source` is memory that was lent, it is the transfer's until that is waited for, and given back then. Where it
+        `fits`, the transfer reads it until then."""
+        if self.fits(source):
+            return self.file.write(source.view(torch.uint8), self._regions[stored.data_ptr()])
         if not source.is_cpu or source.data_ptr() not in self._lent:
             memory = self.lend(stored)
             self._host.write(source, memory.view(source.shape)).finish()
@@ -86,6 +99,8 @@ class DiskHome:
 
     def read(self, stored: torch.Tensor, target: torch.Tensor) -> Transfer:
         region = self._regions[stored.data_ptr()]
+        if self.fits(target):
+            return self.file.read(region, target.view(torch.uint8))
         if target.is_cpu and target.data_ptr() in self._lent:
             return self.file.read(region, self._lent[target.data_ptr()][: region.num_bytes])
         memory = self.lend(stored)

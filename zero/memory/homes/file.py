@@ -151,16 +151,14 @@ class StateFile:
         assert memory.nbytes == region.num_bytes and memory.data_ptr() % PAGE == 0
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self.pace.threads, thread_name_prefix="zero.disk")
-        size, address = self.pace.piece_bytes, memory.data_ptr()
-        starts = range(0, region.num_bytes, size)
-        return [
-            self._threads.submit(self._move, move, address + start, region.start + start, min(size, region.num_bytes - start))
-            for start in starts
-        ]
+        size, whole = self.pace.piece_bytes, region.num_bytes
+        cuts = [(at, min(size, whole - at)) for at in range(0, whole, size)]
+        return [self._threads.submit(self._move, move, memory[at : at + length], region.start + at) for at, length in cuts]
 
-    def _move(self, move: Callable[..., int], address: int, start: int, num_bytes: int) -> None:
-        """All of a piece, however short the single calls are."""
-        piece = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+    def _move(self, move: Callable[..., int], memory: torch.Tensor, start: int) -> None:
+        """All of a piece, however short the single calls are. It is there until this is done, whatever becomes of the rest."""
+        num_bytes = memory.nbytes
+        piece = memoryview((ctypes.c_char * num_bytes).from_address(memory.data_ptr())).cast("B")
         began, done = time.perf_counter(), 0
         while done < num_bytes:
             count = move(self._file.fileno(), [piece[done:]], start + done)

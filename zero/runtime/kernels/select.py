@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from zero.memory.formats import DTYPES, sum_dtype
+from zero.optim.muon import MUON
+from zero.optim.several import members_of
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.optim.traits import _ADAMS, KERNELS, known_kind
 from zero.plan.layout import ParamSpec
@@ -21,13 +23,16 @@ from zero.runtime.kernels.native import passes
 def check_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, on_host: bool = False) -> None:
     """Refuses kernels that the device or the optimizer does not have, by trying them: torch has no list of where they run.
     `on_host`: masters are stepped on the host."""
-    reason, one_pass = None, fused_step_of(optimizer, kernels)
-    if kernels != "torch" and any(group.get("whole") for group in optimizer.param_groups):
+    reason, one_pass, own = None, fused_step_of(optimizer, kernels), list[torch.optim.Optimizer]()
+    if kernels == "fused":
+        own = [member for member in members_of(optimizer) if type(member) in MUON]
+    members = [member for member in members_of(optimizer) if member not in own]
+    if kernels != "torch" and any(group.get("whole") for member in members for group in member.param_groups):
         reason = "a group says that its tensors are whole, and those step as the optimizer has it"
     elif one_pass is not None:
         one_pass.check(optimizer.param_groups)
     if reason is None and kernels == "fused":
-        reason = _why_not_fused(optimizer, device)
+        reason = next(filter(None, (_why_not_fused(member, device) for member in members)), None)
     elif reason is None and kernels == "compiled":
         reason = _why_not_compiled(optimizer, on_host)
     if reason is not None:
@@ -83,6 +88,8 @@ def use_kernels(optimizer: torch.optim.Optimizer, kernels: str) -> Callable[[], 
 
     def undo() -> None:
         for settings in (optimizer.defaults, *optimizer.param_groups):
+            for name in KERNELS:
+                settings.pop(name, None)
             settings.update(before.get(id(settings), usual))  # a group that came later has what is usual
 
     return undo

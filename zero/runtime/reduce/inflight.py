@@ -21,6 +21,7 @@ from zero.memory.staging import Staging
 from zero.plan.grad_scaling import Scaling
 from zero.runtime.kernels.sums import SumsByTorch
 from zero.runtime.profiling import Timed, stop
+from zero.runtime.reduce.narrowing import AsItIs, Narrowing
 
 _MOST_OF_A_SUM = 1.25  # that deferring it may take in bytes: buffers have the size of the largest bucket
 _ALWAYS_SENT = 2  # rounds on their way: one that others work at, and one that is there when they are done with it
@@ -49,8 +50,8 @@ class _Waiting(NamedTuple):
 class InflightReductions(Timed):
     """Rounds on their way, first in, first out, and the shard that they end in.
 
-    Buckets wider than `reduce_dtype` are rounded to it before they are sent; None rounds none. With `checks_finite` each is
-    searched for what is not finite: in the sum it is not known any more which rank that came from.
+    `narrowing` says what buckets are made before they are sent. With `checks_finite` each is searched for what is not finite:
+    in the sum it is not known any more which rank that came from.
 
     [Note: ahead of the device]
     Where a device works by itself, the host has soon sent a whole backward that the device has hardly begun, and every bucket
@@ -72,19 +73,18 @@ class InflightReductions(Timed):
         staging: Staging,
         shard: GradientShard,
         scaling: Scaling,
-        reduce_dtype: torch.dtype | None = None,
+        narrowing: Narrowing | None = None,
         checks_finite: bool = False,
         sums: Sums | None = None,
     ) -> None:
         self.num_bytes = 0  # sent so far, by this rank
         self._layout_ref = layout_ref
         self._scaling = scaling  # says what a sum is multiplied with when it is kept
-        self._reduce = group.all_reduce if layout_ref.layout.num_shares < group.size else group.reduce_scatter
         self._staging = staging
         self.shard = shard
         self.checks_finite = checks_finite
         self._greatest: torch.Tensor | None = None  # magnitude that was sent since the last `forget`, NaN included
-        self._reduce_dtype = reduce_dtype
+        self._narrowing = narrowing or AsItIs(layout_ref, group)
         self.sums = sums or SumsByTorch()
         self._ranks = group.rank, group.size
         self._in_flight: deque[_Round] = deque()
@@ -96,11 +96,12 @@ class InflightReductions(Timed):
     @stop("reduce")
     def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True) -> None:
         """Sends a round, or keeps it on the host until those before it have landed."""
-        buffer, dtype = self._rounded(buffer), sum_dtype(buffer.dtype)
+        self._look_at(buffer)
+        narrow = self._narrowing.narrow(bucket, buffer, self._staging)
+        if narrow.is_floating_point() and narrow is not buffer:  # to which some were too large
+            self._look_at(narrow)
+        buffer, dtype = narrow, sum_dtype(narrow.dtype)
         self.num_bytes += buffer.nbytes
-        if self.checks_finite:
-            greatest = torch.linalg.vector_norm(buffer, torch.inf)
-            self._greatest = greatest if self._greatest is None else torch.maximum(self._greatest, greatest)
         if self._has_room(buffer.nbytes):
             self._send(bucket, buffer, dtype)
         else:
@@ -108,10 +109,15 @@ class InflightReductions(Timed):
         while self._in_flight and self._in_flight[0].pending.done():
             self._retire(keep)
 
+    def _look_at(self, buffer: torch.Tensor) -> None:
+        if self.checks_finite:
+            greatest = torch.linalg.vector_norm(buffer, torch.inf)
+            self._greatest = greatest if self._greatest is None else torch.maximum(self._greatest, greatest)
+
     def _send(
         self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, let_go: Callable[[], None] | None = None
     ) -> None:
-        pending = self._reduce(buffer, dtype)
+        pending = self._narrowing.reduce(bucket, buffer, dtype)
         filled = None if pending.done() else self._staging.mark()
         self._in_flight.append(_Round(bucket, buffer, pending, filled, let_go))
         self._await_device()
@@ -156,13 +162,6 @@ class InflightReductions(Timed):
 
     def forget_nonfinite(self) -> None:
         self._greatest = None
-
-    def _rounded(self, buffer: torch.Tensor) -> torch.Tensor:
-        if self._reduce_dtype is None or buffer.dtype.itemsize <= self._reduce_dtype.itemsize:
-            return buffer
-        narrow = self._staging.borrow(buffer.numel(), self._reduce_dtype).copy_(buffer)
-        self._staging.give_back(buffer)
-        return narrow
 
     def retire(self, keep: bool, most: int = 0) -> None:
         """Waits for other ranks, until no more than so many rounds are on their way."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zero.comm import eight_bits
 from zero.comm.group import Group, Pending
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
@@ -20,12 +21,21 @@ from zero.runtime.profiling import Timed, stop
 class WeightPublisher(Timed):
     """Writes the weights. Nothing else writes them."""
 
-    def __init__(self, layout_ref: LayoutRef, params: Params, group: Group, weights: Weights, masters: Masters) -> None:
+    def __init__(
+        self,
+        layout_ref: LayoutRef,
+        params: Params,
+        group: Group,
+        weights: Weights,
+        masters: Masters,
+        in_eight_bits: bool = False,  # those of 16
+    ) -> None:
         self._layout_ref = layout_ref
         self._params = params
         self._group = group
         self._weights = weights
         self._masters = masters
+        self._in_eight_bits = in_eight_bits and group.size > 1
         self.num_bytes = 0  # sent so far, by this rank
         self._in_flight: deque[Pending] = deque()
 
@@ -61,8 +71,15 @@ class WeightPublisher(Timed):
         for bucket in (block.bucket for block in batch if block.is_last):
             new = self._weights.to_publish(bucket)
             if new is not None:
-                self.num_bytes += new.nbytes // self._group.size
-                self._in_flight.append(self._group.all_gather(new))
+                self._in_flight.append(self._gather(new))
+
+    def _gather(self, new: torch.Tensor) -> Pending:
+        if self._in_eight_bits and new.dtype.itemsize == 2:
+            pending, num_bytes = eight_bits.all_gather(self._group, new)
+        else:
+            pending, num_bytes = self._group.all_gather(new), new.nbytes // self._group.size
+        self.num_bytes += num_bytes
+        return pending
 
     def abandon(self) -> None:
         """Forgets what was being sent over connections that are lost."""

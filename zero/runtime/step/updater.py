@@ -39,6 +39,12 @@ class StepPolicy:
     on_nonfinite: str = "propagate"  # or "skip", "raise"
 
 
+JOINED = (
+    "Cannot step LBFGS: a parameter became trainable after its first step, and it knows all of them as one vector. Train those "
+    "from the beginning, or shard again with a new one."
+)
+
+
 class Updater(Timed):
     """Steps on this rank's shares.
 
@@ -180,6 +186,39 @@ class Updater(Timed):
         finally:
             for _, master in fed:
                 master.grad = None
+
+    def step_by_evaluations(self, evaluate: Callable[[], Any]) -> None:
+        """LBFGS, with all masters for its parameters; `evaluate` gives these gradients and returns the loss."""
+        inner: Any = self._inner
+        with self.all_masters():
+            masters = [master for group in inner.param_groups for master in group["params"]]
+        if any(direction.numel() != sum(master.numel() for master in masters) for direction in self._directions()):
+            raise ValueError(JOINED)
+        params, inner._params, inner._numel_cache = inner._params, masters, None
+        try:
+            type(inner).step.__wrapped__(inner, evaluate)
+        finally:
+            inner._params, inner._numel_cache = params, None
+            for master in masters:
+                master.grad = None
+
+    def _directions(self) -> list[torch.Tensor]:
+        """What LBFGS remembers that is as long as all of its parameters."""
+        found = (entry.get("d") for entry in self._inner.state.values())
+        return [direction for direction in found if isinstance(direction, torch.Tensor)]
+
+    def take_gradients(self, blocks: Sequence[Block], used: int, coefficient: float) -> None:
+        """The masters' gradients are those of the window, and their values the weights'."""
+        for block in blocks:
+            self._masters.streams.use(block.bucket)
+            self._masters.adopt(block)
+            if coefficient != 1.0:
+                self._grad_ops.multiply(block, coefficient)
+            for piece, master in self._masters.in_block(block):
+                master.grad = None
+                if used >> piece.param & 1:
+                    line = self._grad_ops.shard.sum_of(piece.bucket)[piece.in_share.start : piece.in_share.stop]
+                    master.grad = self._masters.shaped(piece, line)
 
     @contextlib.contextmanager
     def _in_groups(self, masters: list[tuple[tuple[int, int], nn.Parameter]]) -> Iterator[None]:

@@ -1,0 +1,95 @@
+"""Programs in processes of their own, forked from a server that has torch: a new interpreter takes two seconds to import it.
+
+    done = programs.python("-m", "zero", "plan", env={...})      # as subprocess.run([sys.executable, ...]), captured as text
+
+What such a process has imported is what tests.forked_with lists. A test of what is imported, of how an interpreter ends, or of
+a variable that a library reads while it is loaded, starts an interpreter itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+# Where there is a fork server, one process imports torch and others are forked from it in some ten milliseconds. That is safe
+# as the server itself never runs an operator, so it has no threads.
+START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() and sys.platform == "linux" else "spawn"
+
+
+def start_context() -> multiprocessing.context.BaseContext:
+    context = multiprocessing.get_context(START_METHOD)
+    if START_METHOD == "forkserver":
+        context.set_forkserver_preload(["tests.forked_with"])
+    return context
+
+
+def python(
+    *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: str | Path | None = None, timeout: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """What `python *arguments` does and prints, for `-c code`, `-m module` or a file, each with arguments of its own."""
+    words = [str(word) for word in arguments]
+    environment = dict(os.environ if env is None else env)
+    if START_METHOD != "forkserver":
+        command = [sys.executable, *words]
+        return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    with tempfile.TemporaryDirectory(prefix="program-") as folder:
+        written = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = start_context().Process(
+            target=_be_python, args=(words, environment, str(cwd or Path.cwd()), *map(str, written))
+        )
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(words, timeout, *(path.read_bytes() for path in written))
+        # What it never wrote to, as it died before, is empty.
+        said = [path.read_text(errors="replace") if path.exists() else "" for path in written]
+        return subprocess.CompletedProcess(words, process.exitcode, *said)
+
+
+def _be_python(words: list[str], environment: dict[str, str], folder: str, *written: str) -> None:
+    for target, path in enumerate(("/dev/null", *written)):
+        source = os.open(path, os.O_RDONLY if target == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(source, target)
+        os.close(source)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - multiprocessing gave the server's away
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    # What a new interpreter would read of the environment.
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    if (threads := environment.get("OMP_NUM_THREADS", "")).isdigit():
+        import torch
+
+        torch.set_num_threads(int(threads))
+    try:
+        kind, rest = words[0], words[1:]
+        if kind == "-c":
+            sys.path.insert(0, "")
+            sys.argv = ["-c", *rest[1:]]
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+        elif kind == "-m":
+            sys.path.insert(0, folder)
+            sys.argv = rest
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            main.__file__ = kind
+            sys.path.insert(0, str(Path(kind).resolve().parent))
+            exec(compile(Path(kind).read_bytes(), kind, "exec"), main.__dict__)
+    except Exception:  # noqa: BLE001 - whatever it is, it is told as an interpreter tells it
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()  # a fork server's processes end without them

@@ -1,0 +1,188 @@
+"""Gradients and new weights that travel in 8 bits: fewer bytes, the same bits on all ranks, and as good a training."""
+
+import pytest
+import torch
+from torch import nn
+
+import accelerators
+import zero
+from tests import ranks
+from tests.devices import needs_sim
+from tests.instruments import Ledger
+from tests.promises.offloads import place_of
+from zero.comm.eight_bits import BLOCK, num_bytes_of
+from zero.comm.loopback import run_ranks
+from zero.sharding.optimizer import shard
+from zero.tools.training.model import Gpt
+from zero.tools.training.text import Text, read_text
+
+IN_EIGHT_BITS = {"reduce_dtype": "int8", "gather_dtype": "int8"}
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
+
+
+def train(model, optimizer, rank, num_steps, device="cpu", backwards=1):
+    losses = []
+    for step in range(num_steps):
+        for micro in range(backwards):
+            generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+            batch = torch.randn(8, 24, generator=generator).to(device, next(model.parameters()).dtype)
+            loss = (model(batch) - batch.flip(1)).float().square().mean()
+            (loss / backwards).backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def weights(model):
+    return [param.detach().float().cpu() for param in model.parameters()]
+
+
+@pytest.mark.promise("N20")
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (2, None)])
+def test_they_travel_in_a_half_and_a_quarter_of_the_bytes_and_all_ranks_have_the_same_weights(stage, dtype, world):
+    def program(group):
+        model, ledger = mlp(), Ledger(group)
+        optimizer = shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, dtype=dtype, group=ledger, **IN_EIGHT_BITS
+        )
+        ledger.section = "training"
+        train(model, optimizer, group.rank, 2)
+        shares = [bucket.share_numel for bucket in optimizer.parts.layout_ref.layout.buckets]
+        return weights(model), shares, ledger.of("training", "all_to_all", "all_gather")
+
+    of_ranks = run_ranks(world, program)
+    for found, shares, sent in of_ranks:
+        assert all(torch.equal(one, other) for one, other in zip(found, of_ranks[0][0], strict=True))
+        gradients = [entry.num_bytes for entry in sent if entry.operation == "all_to_all"]
+        gathered = [entry.num_bytes for entry in sent if entry.operation == "all_gather"]
+        assert sorted(gradients) == sorted(2 * [world * num_bytes_of(numel) for numel in shares])
+        in_full = [world * numel * 4 for numel in shares]  # fp32 weights are their own masters
+        assert sorted(gathered) == sorted(2 * ([world * num_bytes_of(numel) for numel in shares] if dtype else in_full))
+
+
+@pytest.mark.promise("N20")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_the_rounding_took_away_comes_with_the_next_gradient(stage):
+    """With a step of plain SGD and the same gradient each time, what is missing after any number of steps is one rounding."""
+    gradients = [torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+
+    def program(group):
+        model = nn.Linear(3 * BLOCK, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = shard(model, inner, stage=stage, reduce="sum", group=group, reduce_dtype="int8")
+        errors = []
+        for step in range(1, 51):
+            model(gradients[group.rank].view(1, -1)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            errors.append((model.weight.detach().view(-1) + step * sum(gradients)).abs().max().item())
+        return errors
+
+    largest = sum(gradient.abs().max().item() / 127 for gradient in gradients)  # a step of each rank's largest block
+    for errors in run_ranks(2, program):
+        assert 0 < max(errors) < 2 * largest and max(errors[40:]) < 2 * max(errors[:10])
+
+
+def on_processes(rank, world, device, stage, shared):
+    place = place_of(rank, device) if device == "sim" else torch.device("cpu")
+    options = {"stage": stage, "dtype": "bfloat16", "shared_memory": shared, "bucket_bytes": 1024, "reduce_dtype": "int8"}
+    found = []
+    for gather in ("int8", None):
+        model = mlp().to(place)
+        gather = gather if stage < 3 else None
+        optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), gather_dtype=gather, **options)
+        losses = train(model, optimizer, rank, 10, place, backwards=2)
+        found.append((losses, weights(model)))
+        optimizer.close()
+    return found
+
+
+def near(found):
+    first = found[0]
+    for of_rank in found:
+        for (losses, values), (_, of_first) in zip(of_rank, first, strict=True):
+            assert losses[-1] < losses[0]
+            assert all(torch.equal(one, other) for one, other in zip(values, of_first, strict=True))
+    return found
+
+
+@pytest.mark.promise("N20")
+@pytest.mark.parametrize(("stage", "shared"), [(2, True), (2, False), (3, True)])
+def test_so_they_do_over_gloo_and_shared_memory_with_the_same_bits(stage, shared):
+    found = near(ranks.run(2, on_processes, "cpu", stage, shared))
+    assert [losses for losses, _ in found[0]] == [losses for losses, _ in ranks.run(2, on_processes, "cpu", stage, shared)[0]]
+
+
+@needs_sim
+@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_so_they_do_on_a_device_with_late_copies(stage):
+    near(ranks.run(2, on_processes, "sim", stage, True, apart="sim"))
+    assert accelerators.current().name != "sim"
+
+
+def a_million_parameters(rank, world, stage, options):
+    torch.manual_seed(0)
+    text = Text(read_text(None), 64, seed=0)
+    model = Gpt(layers=4, width=144, heads=4, context=64)
+    assert sum(param.numel() for param in model.parameters()) > 1_000_000
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = zero.shard(model, adamw, stage=stage, dtype="bfloat16", bucket_bytes=2**18, **options)
+    for step in range(500):
+        model(text.samples(step, 16)[8 * rank : 8 * rank + 8]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return model(text.samples(500, 64)).item()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [IN_EIGHT_BITS, {"reduce_dtype": "int8"}], ids=["both", "gradients"])
+def test_a_gpt_of_a_million_parameters_ends_within_1_percent_of_the_loss_without(options):
+    plain, *_ = ranks.run(2, a_million_parameters, 2, {}, timeout=600.0)
+    found = ranks.run(2, a_million_parameters, 2, options, timeout=600.0)
+    assert plain < 3.0 and found[0] == found[1] == pytest.approx(plain, rel=0.01)
+
+
+def test_one_rank_sends_nothing_and_is_plain_torch():
+    models = [mlp(), mlp()]
+    optimizer = zero.shard(models[0], torch.optim.AdamW(models[0].parameters(), lr=0.01), stage=2, **IN_EIGHT_BITS)
+    plain = torch.optim.AdamW(models[1].parameters(), lr=0.01)
+    assert train(models[0], optimizer, 0, 3) == train(models[1], plain, 0, 3)
+    assert all(torch.equal(one, other) for one, other in zip(*map(weights, models), strict=True))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_skipped_by_all_and_forgotten(value):
+    def program(group):
+        model = mlp()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = shard(model, inner, stage=2, group=group, on_nonfinite="skip", reduce_dtype="int8")
+        before = weights(model)
+        batch = torch.full((1, 24), value if group.rank else 1.0)
+        model(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        unchanged = all(torch.equal(one, other) for one, other in zip(before, weights(model), strict=True))
+        train(model, optimizer, group.rank, 2)
+        return unchanged, all(bool(value.isfinite().all()) for value in weights(model))
+
+    assert run_ranks(2, program) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stage": 0, "reduce_dtype": "int8"}, "Cannot use reduce_dtype='int8' at stage 0"),
+        ({"stage": 3, "gather_dtype": "int8"}, "Cannot use gather_dtype at stage 3"),
+    ],
+)
+def test_where_nothing_could_travel_in_8_bits_it_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        zero.ZeroConfig(**options)

@@ -1,0 +1,94 @@
+"""Numbers as they travel in 8 bits: in blocks of 256, each a whole number of steps of its block.
+
+A row of N numbers is N bytes, filled up to a multiple of four, and a float32 for each block: the size of its step, which is its
+largest magnitude over 127. What is not finite makes its whole block so.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zero.comm.group import Group, Pending
+
+EIGHT_BITS = "int8"  # what a configuration calls this
+BLOCK = 256
+_MOST = 127
+_NUM_BLOCKS = 256  # of a table of noise
+_ALIGN = 4  # bytes of a float32, as it is read where it lies
+
+
+class Noise:
+    """What to round by at random. Each number is uniform between 0 and 1; those of one call go together, so that a device need
+    not have random numbers of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator("cpu").manual_seed(seed)
+        self._table = torch.rand(_NUM_BLOCKS, BLOCK, generator=self._generator, device="cpu")
+        self._tables: dict[torch.device, torch.Tensor] = {}
+
+    def draw(self, blocks: int, device: torch.device) -> torch.Tensor:
+        """One for each number of so many blocks."""
+        table = self._tables.setdefault(device, self._table.to(device, copy=True))
+        shift = torch.rand((), generator=self._generator, device="cpu").item()
+        return table.repeat(-(-blocks // _NUM_BLOCKS), 1)[:blocks].add_(shift).frac_()
+
+
+def num_bytes_of(numel: int) -> int:
+    """Of the message for so many numbers."""
+    return _start_of_sizes(numel) + _ALIGN * _num_blocks(numel)
+
+
+def encode(rows: torch.Tensor, messages: torch.Tensor, noise: Noise | None = None) -> None:
+    """Writes each row of numbers to a row of bytes: to the nearest step, or with noise to one of the two beside it, so
+    that what is expected is the number itself."""
+    count, numel = rows.shape
+    blocks = _num_blocks(numel)
+    padded = torch.nn.functional.pad(rows.float(), (0, blocks * BLOCK - numel)).view(count, blocks, BLOCK)
+    sizes = padded.abs().amax(dim=2) / _MOST
+    steps = padded / torch.where(sizes == 0, 1.0, sizes).unsqueeze(2)
+    if noise is None:
+        steps.round_()
+    else:
+        steps.add_(noise.draw(count * blocks, steps.device).view(steps.shape)).floor_()
+    steps.nan_to_num_(nan=0.0).clamp_(-_MOST, _MOST)
+    messages[:, :numel] = steps.view(count, -1)[:, :numel].to(torch.int8).view(torch.uint8)
+    messages[:, _start_of_sizes(numel) :].view(torch.float32).copy_(sizes)
+
+
+def decode(messages: torch.Tensor, numel: int) -> torch.Tensor:
+    """The numbers of each row of bytes, in float32."""
+    sizes = messages[:, _start_of_sizes(numel) :].view(torch.float32)
+    return messages[:, :numel].view(torch.int8).float() * sizes.repeat_interleave(BLOCK, dim=1)[:, :numel]
+
+
+def _num_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def _start_of_sizes(numel: int) -> int:
+    return -(-numel // _ALIGN) * _ALIGN
+
+
+def all_gather(group: Group, bucket: torch.Tensor) -> tuple[Pending, int]:
+    """Makes `bucket`, of which every rank has written its own share, what the shares of all ranks are in 8 bits, its own
+    included; and the bytes that this rank sends."""
+    rows = bucket.view(group.size, -1)
+    size = num_bytes_of(rows.shape[1])
+    messages = torch.empty(group.size, size, dtype=torch.uint8, device=bucket.device)
+    encode(rows[group.rank : group.rank + 1], messages[group.rank : group.rank + 1])
+    return _Gathering(group.all_gather(messages.view(-1)), messages, rows), size
+
+
+class _Gathering:
+    def __init__(self, pending: Pending, messages: torch.Tensor, rows: torch.Tensor) -> None:
+        self._pending = pending
+        self._messages = messages
+        self._rows = rows
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def wait(self) -> torch.Tensor:
+        self._pending.wait()
+        self._rows.copy_(decode(self._messages, self._rows.shape[1]))
+        return self._rows.view(-1)

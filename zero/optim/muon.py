@@ -1,0 +1,124 @@
+"""torch's Muon with faster products: what kernels="fused" makes of its step.
+
+[Note: products]
+Nearly all of the step is products of matrices. The product of a matrix with itself turned is symmetric, so half of it is
+computed, in blocks, and the rest copied. Matrices of one shape are multiplied together on an accelerator; the host gains
+nothing by that. A processor without instructions for bfloat16 multiplies in it up to a hundred times slower than in float32:
+there each product is that of the same rounded values, added up in float32 as ever, and rounded. What rounds otherwise is the
+order in which a product is added up, if at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+MUON: tuple[Any, ...] = tuple(kind for name, kind in vars(torch.optim).items() if name == "Muon")  # from torch 2.9 on
+ROUNDED_TO = torch.bfloat16  # as torch's is
+_ROWS, _FEWEST = 256, 64  # of a block; one of a few rows is added up in another order than the whole, and no faster
+_LEAST_ROWS = 512  # of a matrix that is cut into blocks
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its groups say that this step is to be taken, and it is torch's own."""
+    return type(optimizer) in MUON and any(group.get("fused") for group in optimizer.param_groups)
+
+
+@torch.no_grad()
+def fused_step(muon: Any) -> None:
+    for group in muon.param_groups:
+        params, grads, moments = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+        muon._init_group(group, params, grads, moments)
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        for at, param in enumerate(params):
+            alone = at if param.is_cpu else None
+            kinds.setdefault((param.shape, param.dtype, param.device, alone), []).append(at)
+        for alike in kinds.values():
+            _step_alike(group, *([tensors[at] for at in alike] for tensors in (params, grads, moments)))
+
+
+def _step_alike(
+    group: Mapping[str, Any], params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], moments: Sequence[torch.Tensor]
+) -> None:
+    lr, momentum = float(group["lr"]), group["momentum"]
+    for grad, moment in zip(grads, moments, strict=True):
+        moment.lerp_(grad, 1 - momentum)
+    pairs = zip(grads, moments, strict=True)
+    wanted = [grad.lerp(moment, momentum) if group["nesterov"] else moment for grad, moment in pairs]
+    rows, columns = params[0].shape
+    found = orthogonal(wanted, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    rate = lr * _factor(group["adjust_lr_fn"], rows, columns)
+    for param, update in zip(params, found, strict=True):
+        param.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-rate)
+
+
+def _factor(way: str | None, rows: int, columns: int) -> float:
+    """That torch's Muon adjusts a rate with."""
+    if way == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns)) if way in (None, "original") else 1.0
+
+
+def orthogonal(
+    matrices: Sequence[torch.Tensor], coefficients: Sequence[float], num_steps: int, eps: float
+) -> Iterable[torch.Tensor]:
+    """Newton-Schulz, as torch's Muon has it, of matrices of one shape."""
+    is_tall = matrices[0].size(0) > matrices[0].size(1)
+    rounded = [matrix.to(ROUNDED_TO, copy=True) for matrix in matrices]
+    lying = [matrix.T if is_tall else matrix for matrix in rounded]
+    for matrix in lying:
+        matrix.div_(matrix.norm().clamp(min=eps))
+    products = _Products(lying)
+    a, b, c = coefficients
+    for _ in range(num_steps):
+        products.iterate(a, b, c)
+    return [matrix.T if is_tall else matrix for matrix in products.matrices()]
+
+
+class _Products:
+    """Those of some matrices of one shape, with memory for what they are made of."""
+
+    def __init__(self, matrices: Sequence[torch.Tensor]) -> None:
+        first = matrices[0]
+        self._is_wide = first.is_cpu and first.dtype == torch.bfloat16 and not has_bfloat16()
+        together = torch.stack(list(matrices)) if len(matrices) > 1 else first[None]
+        self._now = together.float() if self._is_wide else together
+        self._next = torch.empty(self._now.shape, dtype=self._now.dtype, device=first.device)
+        self._spare = self._now if self._now.is_contiguous() else torch.empty_like(self._next)
+        self._gram, self._update = (self._now.new_empty((*self._now.shape[:2], first.size(0))) for _ in range(2))
+        self._dtype = first.dtype
+
+    def iterate(self, a: float, b: float, c: float) -> None:
+        self._multiply_with_itself()
+        torch.baddbmm(self._gram, self._gram, self._gram, beta=b, alpha=c, out=self._update)
+        self._round(self._update)
+        torch.baddbmm(self._now, self._update, self._now, beta=a, out=self._next)
+        self._round(self._next)
+        self._now, self._next, self._spare = self._next, self._spare, self._next
+
+    def _multiply_with_itself(self) -> None:
+        rows = self._now.size(1)
+        if not self._now.is_cpu or rows < _LEAST_ROWS:
+            torch.bmm(self._now, self._now.mT, out=self._gram)
+        else:
+            for matrix, gram in zip(self._now, self._gram, strict=True):
+                for start in range(0, rows - _FEWEST, _ROWS):
+                    stop = start + _ROWS if start + _ROWS < rows - _FEWEST else rows
+                    torch.mm(matrix[start:stop], matrix[start:].T, out=gram[start:stop, start:])
+                    gram[stop:, start:stop] = gram[start:stop, stop:].T
+        self._round(self._gram)
+
+    def _round(self, values: torch.Tensor) -> None:
+        if self._is_wide:
+            values.copy_(values.to(self._dtype))
+
+    def matrices(self) -> Iterable[torch.Tensor]:
+        return self._now.to(self._dtype)
+
+
+def has_bfloat16() -> bool:
+    """Whether this processor multiplies matrices in bfloat16 with instructions for it."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

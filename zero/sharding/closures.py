@@ -1,0 +1,116 @@
+"""A step that is given a closure: called once, or as often as the optimizer wants to know a loss and its gradients.
+
+[Note: evaluations]
+LBFGS calls its closure several times a step, each time with other weights. Every rank has all masters then and computes the
+same from the same gradients and the same loss, which is that of all ranks together; so all call their closures equally often,
+which they tell each other before each. Between two calls the weights are what the masters are, as after a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zero.errors import RanksDiffer
+from zero.optim.traits import evaluates
+from zero.plan.layout import Block
+from zero.runtime.grads.phase import Phase
+from zero.runtime.step.updater import JOINED, StepDecision
+from zero.sharding.build import reduction
+from zero.sharding.state import ShardingState
+from zero.sharding.step import judge, step
+
+
+def step_with(state: ShardingState, closure: Callable[[], Any] | None) -> tuple[Any, StepDecision | None]:
+    """What the closure returned, the first time, and what was decided. A collective."""
+    if evaluates(state.updater.inner):
+        return _Evaluations(state, closure).step()
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    return loss, step(state)
+
+
+class _Evaluations:
+    """Those of one step."""
+
+    def __init__(self, state: ShardingState, closure: Callable[[], Any] | None) -> None:
+        if closure is None:
+            raise ValueError(
+                f"Cannot step {type(state.updater.inner).__name__} without a closure: it evaluates the loss several times. "
+                "Call step(closure) with a function that clears gradients, sends a loss backward and returns it."
+            )
+        layout = state.layout_ref.layout
+        self._state = state
+        self._closure = closure
+        self._blocks: list[Block] = [block for bucket in range(len(layout.buckets)) for block in layout.blocks(bucket)]
+        self._num_masters = len(state.masters.pieces)
+        self._losses: list[Any] = []
+        self._decision: StepDecision | None = None
+
+    def step(self) -> tuple[Any, StepDecision | None]:
+        state = self._state
+        state.window.sync.step += 1
+        try:
+            state.updater.step_by_evaluations(self._evaluate)
+            self._agree(goes_on=False)
+            self._finish()
+        except BaseException as error:
+            if state.window.phase is Phase.STEPPING:
+                state.window.move_to(Phase.TORN)
+                state.window.annotate_error(error)
+            raise
+        state.loss_scaler.update(True)
+        state.window.sync.set_phase("before a backward")
+        return self._losses[0], self._decision
+
+    def _evaluate(self) -> Any:
+        state = self._state
+        self._agree(goes_on=True)
+        if self._losses:
+            self._finish()
+        with torch.enable_grad():
+            loss = self._closure()
+        self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        self._decision = judge(state)
+        coefficient = 1.0 if self._decision is None else self._decision.coefficient
+        if state.window.phase is not Phase.SETTLED:
+            raise ValueError("Cannot evaluate: the closure sent no loss backward. Call backward() in it, on every rank.")
+        if len(state.masters.pieces) != self._num_masters:
+            raise ValueError(JOINED)
+        state.publisher.begin()
+        state.window.move_to(Phase.STEPPING)
+        state.mid_update = True
+        state.updater.take_gradients(self._blocks, state.window.used, coefficient)
+        return self._of_all_ranks(float(self._losses[-1]))
+
+    def _finish(self) -> None:
+        """What the masters are by now are everybody's weights."""
+        state = self._state
+        for block in self._blocks:
+            state.masters.publish(block)
+        state.publisher.send(self._blocks)
+        state.window.grad_ops.forget_norms()
+        state.publisher.wait(sum(1 << param for param in state.masters.pieces))
+        state.publisher.end()
+        state.mid_update = False
+        state.window.move_to(Phase.STEPPED)
+
+    def _of_all_ranks(self, loss: float) -> float:
+        """A loss as gradients are reduced."""
+        numbers = state_numbers(self._state, loss, "the loss of an evaluation")
+        return sum(numbers) * reduction(self._state.config, len(numbers))
+
+    def _agree(self, goes_on: bool) -> None:
+        if len(set(state_numbers(self._state, float(goes_on), "another evaluation"))) != 1:
+            raise RanksDiffer(
+                f"Cannot go on with this step: after {len(self._losses)} evaluations some ranks want another one and some do "
+                "not, as their processors or libraries compute otherwise. Use alike ones, or an optimizer that steps shares."
+            )
+
+
+def state_numbers(state: ShardingState, number: float, subject: str) -> list[float]:
+    return [numbers[0] for numbers in state.window.grad_ops.exchange_numbers([number], subject)]
