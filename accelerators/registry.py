@@ -22,7 +22,7 @@ logger = logging.getLogger("accelerators")
 Factory = Callable[[], Accelerator]
 FindEntryPoints = Callable[..., Iterable[metadata.EntryPoint]]
 
-FROM_TORCH = "torch"  # the origin of a device that torch knows and nobody registered
+FROM_TORCH = "torch"  # the origin of a device that torch knows and that was not registered
 _FROM_TORCH_PRIORITY = 20  # above the CPU, below what was registered
 
 # An installed package offers its accelerator in one of these groups; which one says whether it may be taken unasked.

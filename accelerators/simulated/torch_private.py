@@ -166,7 +166,7 @@ def _answer_for_guard(guard: object, answers: Answers) -> None:
         copy[head + names.index(name)] = ctypes.cast(function, pointer).value
     # [Note: errors in backward] What torch calls while it unwinds from a hook that raised must not enter Python: with the error
     # still set a call there fails, in a function that may not throw, and ends the process. Torch's own exchangeStream does
-    # enter Python. An empty function takes its place: streams are not torch's business here, and nobody reads what it gives.
+    # enter Python. An empty function takes its place: torch does not manage streams here, and its result is not read.
     # For the same reason exchangeDevice and uncheckedSetDevice stay as they are, which is without effect.
     copy[head + names.index("exchangeStream")] = copy[head + names.index("synchronizeStream")]
     _kept.extend((guard, copy, *functions.values()))

@@ -139,7 +139,7 @@ class Pipes:
 class _Inbox:
     """What has come from another rank, in a channel of one connection."""
 
-    messages: dict[int, bytes] = field(default_factory=dict)  # that nobody took, by the number of their call
+    messages: dict[int, bytes] = field(default_factory=dict)  # that were not taken yet, by the number of their call
     num_come: int = 0
     end: float = float("inf")  # the first call that it gave up in
 
