@@ -154,7 +154,7 @@ class Registry:
 
     def __iter__(self) -> Iterator[Candidate]:
         """Every candidate, highest priority first; equal ones by name, so that the order is the same on all ranks. The device
-        that torch names is one of them, also where nobody registered it."""
+        that torch names is among them, even if it is not registered."""
         self._read_entry_points()
         named = named_by_torch()
         if named is not None and named not in self._candidates:

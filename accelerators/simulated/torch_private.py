@@ -213,7 +213,7 @@ def empty_byte_tensor(index: int) -> torch.Tensor:
 
 
 def storage_at(address: int, device: torch.device, num_bytes: int) -> torch.UntypedStorage:
-    """A storage over memory that somebody else keeps alive."""
+    """Makes a storage over memory that other code keeps alive."""
     storage: torch.UntypedStorage = _C._construct_storage_from_data_pointer(address, device, num_bytes)
     return storage
 

@@ -1,11 +1,10 @@
-"""torch's Muon with faster products: what kernels="fused" makes of its step.
+"""torch's Muon with faster products: its step with kernels="fused".
 
-[Note: products]
-Nearly all of the step is products of matrices. The product of a matrix with itself turned is symmetric, so half of it is
-computed, in blocks, and the rest copied. Matrices of one shape are multiplied together on an accelerator; the host gains
-nothing by that. A processor without instructions for bfloat16 multiplies in it up to a hundred times slower than in float32:
-there each product is that of the same rounded values, added up in float32 as ever, and rounded. What rounds otherwise is the
-order in which a product is added up, if at all.
+[Note: products] Nearly all of the step is products of matrices. The product of a matrix with its transpose is symmetric, so
+half of it is computed, in blocks, and the rest copied. Matrices of one shape are multiplied together on an accelerator; on the
+host that gains nothing. A processor without instructions for bfloat16 multiplies in it up to a hundred times slower than in
+float32: there each product is computed from the same rounded values, added up in float32, and rounded. Only the order in which
+a product is added up can differ.
 """
 
 from __future__ import annotations
