@@ -27,7 +27,7 @@ FLOATING_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # What the functions of a device module are called in torch.accelerator, newest name first.
 _GENERIC_NAMES = {"current_device": ("current_device_index", "current_device_idx"),
                   "set_device": ("set_device_index", "set_device_idx"), "mem_get_info": ("get_memory_info",)}  # fmt: skip
-_ABSENT = object()  # the answer to a question that nobody could be asked
+_ABSENT = object()  # the answer where torch has no such function
 
 
 class Accelerator:

@@ -22,7 +22,7 @@ logger = logging.getLogger("accelerators")
 Factory = Callable[[], Accelerator]
 FindEntryPoints = Callable[..., Iterable[metadata.EntryPoint]]
 
-FROM_TORCH = "torch"  # the origin of a device that torch knows and nobody registered
+FROM_TORCH = "torch"  # the origin of a device that torch knows and that was not registered
 _FROM_TORCH_PRIORITY = 20  # above the CPU, below what was registered
 
 # An installed package offers its accelerator in one of these groups; which one says whether it may be taken unasked.
@@ -154,7 +154,7 @@ class Registry:
 
     def __iter__(self) -> Iterator[Candidate]:
         """Every candidate, highest priority first; equal ones by name, so that the order is the same on all ranks. The device
-        that torch names is one of them, also where nobody registered it."""
+        that torch names is among them, even if it is not registered."""
         self._read_entry_points()
         named = named_by_torch()
         if named is not None and named not in self._candidates:

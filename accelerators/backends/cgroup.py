@@ -18,7 +18,7 @@ class Files:
 
     limit: str
     usage: str
-    reclaimable: bytes  # the line of memory.stat with the page cache that is given back when somebody needs memory
+    reclaimable: bytes  # the line of memory.stat with the page cache that is freed when memory is needed
 
 
 V2 = Files("memory.max", "memory.current", b"inactive_file")

@@ -64,7 +64,7 @@ def trim_heap() -> None:
 
 @functools.cache  # each look at the library makes classes that stay
 def _malloc_trim() -> Callable[[int], int] | None:
-    import ctypes  # not before somebody asks
+    import ctypes  # imported when needed
 
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim

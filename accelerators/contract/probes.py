@@ -39,7 +39,7 @@ def size_for(it: Accelerator) -> int:
 
 
 def hold(it: Accelerator, num_bytes: int) -> torch.Tensor:
-    held = torch.ones(num_bytes // 4, device=it.device())  # written, as memory that nobody touched may not be there yet
+    held = torch.ones(num_bytes // 4, device=it.device())  # written, as untouched memory may not be allocated yet
     it.synchronize()
     return held
 

@@ -131,7 +131,7 @@ def new_storage(memory: torch.UntypedStorage, index: int) -> torch.UntypedStorag
 
 
 def adopt(host: torch.Tensor, index: int) -> torch.Tensor:
-    """A host tensor that nobody else uses, as a device tensor."""
+    """Makes a device tensor of a host tensor that no other code uses."""
     prototype = _prototype(index, host.dtype)  # first: it raises for a dtype that was taken away
     storage = new_storage(host.untyped_storage(), index)
     return tensor_on(storage, prototype, host.size(), host.stride(), host.storage_offset())

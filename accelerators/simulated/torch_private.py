@@ -166,7 +166,7 @@ def _answer_for_guard(guard: object, answers: Answers) -> None:
         copy[head + names.index(name)] = ctypes.cast(function, pointer).value
     # [Note: errors in backward] What torch calls while it unwinds from a hook that raised must not enter Python: with the error
     # still set a call there fails, in a function that may not throw, and ends the process. Torch's own exchangeStream does
-    # enter Python. An empty function takes its place: streams are not torch's business here, and nobody reads what it gives.
+    # enter Python. An empty function takes its place: torch does not manage streams here, and its result is not read.
     # For the same reason exchangeDevice and uncheckedSetDevice stay as they are, which is without effect.
     copy[head + names.index("exchangeStream")] = copy[head + names.index("synchronizeStream")]
     _kept.extend((guard, copy, *functions.values()))
@@ -213,7 +213,7 @@ def empty_byte_tensor(index: int) -> torch.Tensor:
 
 
 def storage_at(address: int, device: torch.device, num_bytes: int) -> torch.UntypedStorage:
-    """A storage over memory that somebody else keeps alive."""
+    """Makes a storage over memory that other code keeps alive."""
     storage: torch.UntypedStorage = _C._construct_storage_from_data_pointer(address, device, num_bytes)
     return storage
 

@@ -82,7 +82,7 @@ def replace(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.saving")
     with _replacing:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(beside)  # of somebody who was stopped
+            os.unlink(beside)  # of a process that was stopped
         write(beside, [text.encode()])
         os.replace(beside, path)
     sync_folder(path.parent)

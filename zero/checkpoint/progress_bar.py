@@ -1,4 +1,4 @@
-"""The progress of a save, a load or an export, for somebody at a terminal."""
+"""The progress of a save, a load or an export, shown at a terminal."""
 
 from __future__ import annotations
 

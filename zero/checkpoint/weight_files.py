@@ -76,7 +76,7 @@ class WeightFiles:
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
     def close(self) -> None:
-        """Now; or else a file is closed when nobody has a tensor of it any more."""
+        """Closes the files now. Otherwise a file is closed when no tensor of it is left."""
         while self._open:
             self._open.pop().close()
 

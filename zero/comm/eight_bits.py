@@ -1,7 +1,7 @@
-"""Numbers as they travel in 8 bits: in blocks of 256, each a whole number of steps of its block.
+"""Numbers in 8 bits for sending: in blocks of 256, each number as a whole number of steps of its block.
 
 A row of N numbers is N bytes, filled up to a multiple of four, and a float32 for each block: the size of its step, which is its
-largest magnitude over 127. What is not finite makes its whole block so.
+largest magnitude over 127. A number that is not finite makes its whole block so.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _ALIGN = 4  # bytes of a float32, as it is read where it lies
 
 
 class Noise:
-    """What to round by at random. Each number is uniform between 0 and 1; those of one call go together, so that a device need
-    not have random numbers of its own."""
+    """Random numbers for rounding, uniform between 0 and 1. Those of one call are made together, so that a device need not make
+    them."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator("cpu").manual_seed(seed)
@@ -34,13 +34,13 @@ class Noise:
 
 
 def num_bytes_of(numel: int) -> int:
-    """Of the message for so many numbers."""
+    """Returns the size of the message for so many numbers."""
     return _start_of_sizes(numel) + _ALIGN * _num_blocks(numel)
 
 
 def encode(rows: torch.Tensor, messages: torch.Tensor, noise: Noise | None = None) -> None:
-    """Writes each row of numbers to a row of bytes: to the nearest step, or with noise to one of the two beside it, so
-    that what is expected is the number itself."""
+    """Writes each row of numbers to a row of bytes: rounded to the nearest step, or with noise to one of the two beside it, so
+    that the expected value is the number itself."""
     count, numel = rows.shape
     blocks = _num_blocks(numel)
     padded = torch.nn.functional.pad(rows.float(), (0, blocks * BLOCK - numel)).view(count, blocks, BLOCK)
@@ -56,7 +56,7 @@ def encode(rows: torch.Tensor, messages: torch.Tensor, noise: Noise | None = Non
 
 
 def decode(messages: torch.Tensor, numel: int) -> torch.Tensor:
-    """The numbers of each row of bytes, in float32."""
+    """Reads the numbers of each row of bytes, in float32."""
     sizes = messages[:, _start_of_sizes(numel) :].view(torch.float32)
     return messages[:, :numel].view(torch.int8).float() * sizes.repeat_interleave(BLOCK, dim=1)[:, :numel]
 
@@ -80,6 +80,8 @@ def all_gather(group: Group, bucket: torch.Tensor) -> tuple[Pending, int]:
 
 
 class _Gathering:
+    """The gathering of a bucket in 8 bits."""
+
     def __init__(self, pending: Pending, messages: torch.Tensor, rows: torch.Tensor) -> None:
         self._pending = pending
         self._messages = messages

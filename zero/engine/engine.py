@@ -243,7 +243,7 @@ class Engine(Answers, Checkpoints):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the last window's gradients before clipping; None where nobody asked. No collective."""
+        """The norm of the last window's gradients before clipping; None before the first step. No collective."""
         return self.optimizer.grad_norm
 
     def get_global_grad_norm(self) -> float | None:

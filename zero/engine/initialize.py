@@ -91,7 +91,7 @@ def initialize(
     if collate_fn is not None and (training_data is None or isinstance(training_data, DataLoader)):
         raise ValueError("Cannot initialize(collate_fn=...): there is no dataset to collate. Pass training_data=.")
     accelerator = accelerators.current()
-    from zero.comm.connect import connect  # torch.distributed is not imported before somebody trains
+    from zero.comm.connect import connect  # torch.distributed is imported only for training
 
     waits = source if isinstance(source, ZeroConfig) else ZeroConfig(stage=0)
     limits = TimeLimits(waits.first_step_timeout_s, waits.timeout_s)
@@ -130,7 +130,7 @@ def _build(
     _check_belonging(model, inner, params, lr_scheduler)
     _close_last(model)
     move(model, accelerator.device())
-    from zero.comm.connect import sharing  # torch.distributed is not imported before somebody trains
+    from zero.comm.connect import sharing  # torch.distributed is imported only for training
 
     group = sharing(group, config.shared_memory)
     sharded = EngineOptimizer(model, inner, config, group)

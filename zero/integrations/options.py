@@ -63,7 +63,7 @@ def read_options(given: Given, framework: Framework) -> Options:
     tree, implied = read_tree(given), framework.implied
     for path, name in _DECIDED.items():
         if tree.get(path) == "auto" and getattr(implied, name) is None:
-            del tree[path]  # the loop decides, and nobody else asks
+            del tree[path]  # the loop decides, and no other code reads it
     config = read_deepspeed(tree, implied)
     wrong = [*_differing(tree, config, framework), *_not_built(tree, config, framework)]
     if wrong:

@@ -60,7 +60,7 @@ def _state_of(model: nn.Module, reader: ParamReader) -> dict[str, Any]:
     for name in () if hasattr(model, "peft_config") else _other_names(model, state):  # PEFT chooses itself
         del state[name]
     for name, value in state.items():
-        if isinstance(value, nn.Parameter):  # on a device where nobody looks for its memory
+        if isinstance(value, nn.Parameter):  # on a device where its memory is not looked for
             state[name] = Unread.of(reader.values_of(value), name, "meta")
         elif isinstance(value, torch.Tensor):
             state[name] = value.detach()

@@ -104,7 +104,7 @@ class Flattener:
         del spare  # before there is other memory
         with torch.inference_mode(False):  # steps will change it, or what is made of it
             if on_device:
-                with contextlib.suppress(torch.OutOfMemoryError):  # in pieces, or somebody else was faster
+                with contextlib.suppress(torch.OutOfMemoryError):  # fragmented, or another process was faster
                     return torch.empty(numel, dtype=dtype, device=self._place.device), True
             return torch.empty(numel, dtype=dtype, device="cpu"), False
 

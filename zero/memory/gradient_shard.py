@@ -27,9 +27,9 @@ class GradientShard(Shard):
     def __init__(self, layout_ref: LayoutRef, homes: Homes) -> None:
         super().__init__(layout_ref, homes)
         self.deferred: dict[int, DeferredSum] = {}  # see [Note: deferred sums]
-        self._wanted = [True, False]  # whether somebody but the step wanted a sum: in the last window, and in this one
+        self._wanted = [True, False]  # whether other code than the step needed a sum: in the last window, and in this one
         self._kept: dict[int, torch.Tensor] = {}
-        self._deferred_scales: dict[int, float] = {}  # what shares are to be multiplied by when somebody looks at them
+        self._deferred_scales: dict[int, float] = {}  # factors of shares that are applied when they are read
         self.stream = GradientStream(self.shares, weakly(self._disk_of), weakly(self.allocate), homes.host.catch_up)
 
     def _disk_of(self, bucket: int) -> Home | None:

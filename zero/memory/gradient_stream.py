@@ -113,7 +113,7 @@ class GradientStream:
     def clear(self) -> None:
         """The sums are used no more; their places serve the next ones."""
         for transfer in (*self._leaving, *(transfer for transfer, _ in self._coming.values())):
-            with contextlib.suppress(ZeroError):  # of values that nobody wants
+            with contextlib.suppress(ZeroError):  # of values that are not needed
                 transfer.finish()
         self._leaving.clear()
         self._coming.clear()

@@ -18,7 +18,7 @@ class LayoutRef:
 
     def replace(self, layout: FlatLayout) -> None:
         self.layout = layout
-        self._dtypes: list[torch.dtype] = []  # by bucket, of those that there were when somebody asked
+        self._dtypes: list[torch.dtype] = []  # by bucket, of the buckets at the last call
 
     def dtype_of(self, bucket: int) -> torch.dtype:
         if bucket >= len(self._dtypes):

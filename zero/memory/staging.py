@@ -14,16 +14,15 @@ from zero.memory.homes.home import Transfer
 
 
 class Staging:
-    """Keeps what is given back for the next borrower, until it is told to let go.
+    """Keeps buffers that are given back for the next borrower, until it is told to free them.
 
-    Buffers of one dtype come in one size, the largest that anybody borrowed so far: so any serves the next borrower, and
-    as many exist as were lent at one time. What is larger than usual, as buckets of whole tensors are, has a size of its own.
+    Buffers of one dtype have one size, the largest that was borrowed so far: so any serves the next borrower, and as many exist
+    as were lent at one time. A buffer that is larger than usual, as for buckets of whole tensors, has a size of its own.
 
-    [Note: staging lifetimes]
-    A buffer given back may still be read by work on the stream that was current then, or by a copy to the host. A
-    borrower on the same stream comes after the work anyway; one on another stream makes it wait for the first, and
-    both make theirs wait for the copy. No event is recorded at the return: on a device without streams recording one
-    waits for all its work, and so for other ranks, in the middle of backward.
+    [Note: staging lifetimes] A buffer given back may still be read by work on the stream that was current then, or by a copy to
+    the host. A borrower on the same stream comes after the work anyway; one on another stream makes it wait for the first, and
+    both make theirs wait for the copy. No event is recorded at the return: on a device without streams recording one waits for
+    all its work, and so for other ranks, in the middle of backward.
     """
 
     def __init__(

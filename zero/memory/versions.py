@@ -91,7 +91,7 @@ class VersionedShares:
     def edit(self, bucket: int, span: Span, values: torch.Tensor) -> None:
         """Makes a new version with these values in a span; they may be none."""
         share = self._shares[bucket]
-        if not self._num_others:  # nobody reads what was there before
+        if not self._num_others:  # no rank reads what was there before
             share.newest[span.start : span.stop] = values
             self._change(lambda: setattr(share, "num_edits", share.num_edits + 1))
             return

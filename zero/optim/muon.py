@@ -1,11 +1,10 @@
-"""torch's Muon with faster products: what kernels="fused" makes of its step.
+"""torch's Muon with faster products: its step with kernels="fused".
 
-[Note: products]
-Nearly all of the step is products of matrices. The product of a matrix with itself turned is symmetric, so half of it is
-computed, in blocks, and the rest copied. Matrices of one shape are multiplied together on an accelerator; the host gains
-nothing by that. A processor without instructions for bfloat16 multiplies in it up to a hundred times slower than in float32:
-there each product is that of the same rounded values, added up in float32 as ever, and rounded. What rounds otherwise is the
-order in which a product is added up, if at all.
+[Note: products] Nearly all of the step is products of matrices. The product of a matrix with its transpose is symmetric, so
+half of it is computed, in blocks, and the rest copied. Matrices of one shape are multiplied together on an accelerator; on the
+host that gains nothing. A processor without instructions for bfloat16 multiplies in it up to a hundred times slower than in
+float32: there each product is computed from the same rounded values, added up in float32, and rounded. Only the order in which
+a product is added up can differ.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _LEAST_ROWS = 512  # of a matrix that is cut into blocks
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its groups say that this step is to be taken, and it is torch's own."""
+    """Whether an optimizer is torch's own Muon and its groups say `fused`."""
     return type(optimizer) in MUON and any(group.get("fused") for group in optimizer.param_groups)
 
 
@@ -56,7 +55,7 @@ def _step_alike(
 
 
 def _factor(way: str | None, rows: int, columns: int) -> float:
-    """That torch's Muon adjusts a rate with."""
+    """Returns the factor by which torch's Muon adjusts a rate."""
     if way == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns)) if way in (None, "original") else 1.0
@@ -65,7 +64,7 @@ def _factor(way: str | None, rows: int, columns: int) -> float:
 def orthogonal(
     matrices: Sequence[torch.Tensor], coefficients: Sequence[float], num_steps: int, eps: float
 ) -> Iterable[torch.Tensor]:
-    """Newton-Schulz, as torch's Muon has it, of matrices of one shape."""
+    """Runs Newton-Schulz on matrices of one shape, as torch's Muon does."""
     is_tall = matrices[0].size(0) > matrices[0].size(1)
     rounded = [matrix.to(ROUNDED_TO, copy=True) for matrix in matrices]
     lying = [matrix.T if is_tall else matrix for matrix in rounded]
@@ -79,7 +78,7 @@ def orthogonal(
 
 
 class _Products:
-    """Those of some matrices of one shape, with memory for what they are made of."""
+    """The products of matrices of one shape, with memory for their operands."""
 
     def __init__(self, matrices: Sequence[torch.Tensor]) -> None:
         first = matrices[0]

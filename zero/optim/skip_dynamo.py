@@ -25,7 +25,7 @@ def skip_dynamo_import() -> Iterator[None]:
     if "torch._dynamo" in sys.modules or hasattr(method, _TOLD):
         yield
         return
-    with contextlib.suppress(AttributeError):  # where somebody has put what takes no marks
+    with contextlib.suppress(AttributeError):  # where the method was replaced by an object without attributes
         setattr(method, _TOLD, method)
     try:
         yield

@@ -61,7 +61,7 @@ WHOLE_TENSOR = {
 _OF_MATRICES = {"Muon", "Shampoo", "SOAP", "GaLore", "GaLoreAdamW", "GaLoreAdafactor"}
 
 
-# Optimizers that add something up over all parameters, and what is theirs. Where every rank has all of everything they step.
+# Optimizers that add something up over all parameters, and what that is. They step where every rank has all of everything.
 OF_ALL_TENSORS = {
     "LBFGS": "searches along one line through all parameters",
     "FusedLamb": "divides by the norm of all gradients together",

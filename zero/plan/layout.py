@@ -48,7 +48,7 @@ class ParamSpec:
     group: int = 0  # which of the optimizer's groups it is in; no part of where it lies
     offload: float = 0.0  # how much of what is sharded of its group is to live on the host
     kept: bool = False  # whether every rank keeps it whole where weights are in shares
-    work: int = 0  # of its update, where one rank must have all of it for that; 0 where its elements may be anybody's
+    work: int = 0  # of its update, if one rank must have all of it; 0 where any rank may have any element
     away: tuple[Away, ...] = ()  # what of its group's states is kept apart from where it is stepped
 
     @property

@@ -16,7 +16,7 @@ from accelerators.streams import Event
 
 STOPS = ("ready", "collect", "reduce", "keep", "settle", "step", "publish")
 
-_MANY = 10_000  # moments that wait to be told; at so many they are added up, whether somebody asks or not
+_MANY = 10_000  # moments that are kept apart; at so many they are added up, even if no one reads them
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

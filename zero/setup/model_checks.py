@@ -72,7 +72,8 @@ def _check_evaluating(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> N
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, config: ZeroConfig, is_alone: bool) -> None:
-    """What is said of several optimizers is said of those that nothing is known of."""
+    """Refuses what is known of an optimizer. What the user says of several optimizers holds for those of which nothing is
+    known."""
     elementwise, whole_tensors = config.elementwise, config.whole_tensors
     kind, whole, why = type(optimizer), known_whole(optimizer), of_all_tensors(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):

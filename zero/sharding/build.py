@@ -61,7 +61,7 @@ logger = logging.getLogger("zero")
 def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, given: Any) -> ShardingState:
     """Builds the parts of a sharded optimizer. A collective. Where it fails on any rank, all ranks raise and the model is plain
     again; only weights that were rounded by then may have lost their exact values, if several ranks have parts of them."""
-    from zero.comm.connect import connect  # torch.distributed is not imported before somebody trains
+    from zero.comm.connect import connect  # torch.distributed is imported only for training
 
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
     group = connect(accelerator_of(optimizer), given, limits, shared_memory=config.shared_memory)

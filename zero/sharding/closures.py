@@ -1,9 +1,9 @@
-"""A step that is given a closure: called once, or as often as the optimizer wants to know a loss and its gradients.
+"""Steps with a closure: it is called once, or as often as the optimizer needs a loss and its gradients.
 
-[Note: evaluations]
-LBFGS calls its closure several times a step, each time with other weights. Every rank has all masters then and computes the
-same from the same gradients and the same loss, which is that of all ranks together; so all call their closures equally often,
-which they tell each other before each. Between two calls the weights are what the masters are, as after a step.
+[Note: evaluations] LBFGS calls its closure several times a step, each time with other weights. Every rank has all masters then
+and computes the same from the same gradients and the same loss, which is that of all ranks together. So all ranks call their
+closures equally often, and tell each other before each call. Between two calls the weights are what the masters are, as after a
+step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero.sharding.step import judge, step
 
 
 def step_with(state: ShardingState, closure: Callable[[], Any] | None) -> tuple[Any, StepDecision | None]:
-    """What the closure returned, the first time, and what was decided. A collective."""
+    """Steps with a closure. Returns what the closure returned the first time, and what was decided. A collective."""
     if evaluates(state.updater.inner):
         return _Evaluations(state, closure).step()
     loss = None
@@ -35,7 +35,7 @@ def step_with(state: ShardingState, closure: Callable[[], Any] | None) -> tuple[
 
 
 class _Evaluations:
-    """Those of one step."""
+    """The calls of the closure in one step."""
 
     def __init__(self, state: ShardingState, closure: Callable[[], Any] | None) -> None:
         if closure is None:
@@ -88,7 +88,7 @@ class _Evaluations:
         return self._of_all_ranks(float(self._losses[-1]))
 
     def _finish(self) -> None:
-        """What the masters are by now are everybody's weights."""
+        """Publishes the present masters as the weights of all ranks."""
         state = self._state
         for block in self._blocks:
             state.masters.publish(block)
@@ -100,7 +100,7 @@ class _Evaluations:
         state.window.move_to(Phase.STEPPED)
 
     def _of_all_ranks(self, loss: float) -> float:
-        """A loss as gradients are reduced."""
+        """Reduces a loss over the ranks as gradients are reduced."""
         numbers = state_numbers(self._state, loss, "the loss of an evaluation")
         return sum(numbers) * reduction(self._state.config, len(numbers))
 

@@ -120,7 +120,7 @@ class ShardingState:
         return whole if other is None else whole.to(other.device)
 
     def clock(self) -> Clock:
-        """The clock of this training, which runs from the first time that somebody asks for it."""
+        """The clock of this training, which runs from the first call on."""
         if self.window.clock is None:
             clock = Clock(self.accelerator)
             for doer in (self.window, self.window.reducer, self.window.reducer.inflight, self.updater, self.publisher):

@@ -57,7 +57,7 @@ class Space:
     """The memory that one rank may use."""
 
     words: str
-    device: int | None  # bytes; None where nobody knows
+    device: int | None  # bytes; None where that is not known
     host: int | None  # beside the device; None where there is none
     is_host: bool  # the device is the host
     disk: int | None = None  # None where none is to be used

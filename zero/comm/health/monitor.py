@@ -132,7 +132,7 @@ class RankMonitor:
         ended = [rank for rank in absent if gone.get(rank)]
         if ended:
             return f"{self._last_seen(ended)}, and is gone: its program ended or was killed"
-        if self._store.is_lost:  # so that nobody can be heard of
+        if self._store.is_lost:  # so that nothing can be learned of any rank
             holder = f"{self._named(0)} or the launcher{' there' * self._are_apart}"
             return f"the process that holds the ranks' store, which is {holder}, does not answer ({noticed})"
         if absent:

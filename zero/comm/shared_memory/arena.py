@@ -27,7 +27,7 @@ _WORD_BYTES = 16
 _INTRODUCTION = struct.Struct(f"<qqq{_WORD_BYTES}s")
 INTRODUCTION_BYTES = _INTRODUCTION.size
 _TIMES_MEMORY = 4  # addresses, beside what the host has of memory: stretches are never moved together
-_IDLE_STEPS = 2  # for so long pages are kept that nobody asks for: to make one costs more than to fill it
+_IDLE_STEPS = 2  # steps for which unused pages are kept: making a page costs more than filling it
 
 
 class _Stretch:
@@ -38,7 +38,7 @@ class _Stretch:
     def __init__(self, start: int, num_bytes: int) -> None:
         self.start = start
         self.num_bytes = num_bytes
-        self.held = False  # somebody on this rank has a tensor of it
+        self.held = False  # a tensor on this rank uses it
         self.vacant = True  # it has no pages
         self.lent = 0  # after how many steps it was last held
         self.sent = (0, -1)  # the last collective that others read it for, and of which line that is

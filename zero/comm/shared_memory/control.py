@@ -46,7 +46,7 @@ class Messages:
         return self._group.all_gather_bytes(message)
 
     def tell(self, number: int) -> Numbers:
-        """Every rank's number; waits for nobody. In an order of its own."""
+        """Sends a number to every rank, in an order of its own, and waits for none. Its result gives every rank's number."""
         numbers = torch.zeros(self._group.size, dtype=torch.int64, device="cpu")
         numbers[self._group.rank] = number
         return _SummedNumbers(self._group.all_reduce(numbers, torch.int64))

@@ -1,11 +1,10 @@
 """Ranks of one host exchange tensors through memory that they share, ordered by small messages of the group.
 
-[Note: who writes when]
-For each collective every rank sends one small message: where its part lies. When the messages of all ranks have arrived, a
-rank may read all parts; waiting, time limits and lost ranks are those of the group. In memory that the others see every rank
-counts the collectives that it has finished, and a part is written again only when all ranks finished the one it was for. No
-rank waits for that: if it needs memory earlier, it takes more. Gradients may be read as late as in the step, and weights are
-read at once; so these are counted apart.
+[Note: who writes when] For each collective every rank sends one small message, which says where its part lies. When the
+messages of all ranks have arrived, a rank may read all parts. Waiting, time limits and lost ranks are those of the group. In
+memory that all see, every rank counts the collectives that it has finished; a part is written again only when all ranks have
+finished the collective that it was for. No rank waits for that: if it needs memory earlier, it takes more. Gradients may be
+read as late as in the step, and weights are read at once, so these are counted apart.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Small messages between ranks of one host, through pipes.
 
-[Note: pipes]
-Gloo carries a small message by two threads on either side, and where every core computes that takes a millisecond; a step has
-several. A pipe carries it in two calls of the system, without a thread. For each two ranks and each way there is one. Who reads
-it made it; who writes opens it by /proc/PID/fd, as ranks reach each other's memory. It ends with the process on its other side,
-however that ends, which is noticed at once. What is in shared memory before a message is sent is there for who has received it.
+[Note: pipes] Gloo carries a small message by two threads on either side. Where every core computes that takes a millisecond,
+and a step has several messages. A pipe carries one in two system calls, without a thread. There is one pipe for each two ranks
+and each direction. The reader makes it; the writer opens it by /proc/PID/fd, as ranks reach each other's memory. When the
+process on the other side ends, for whatever reason, the pipe closes, which is noticed at once. What is in shared memory before
+a message is sent can be read by whoever has received the message.
 
-Messages are short, so that a pipe takes one as a whole or not at all. What it has no room for waits here, and goes with the
-next call; nobody who sends waits for others to read. Who gives up says which calls it had all messages of, and what it sent for
-others counts no more: a rank that comes too late finds that out in the call that the others gave up in, not in the next one.
+Messages are short, so that a pipe takes one as a whole or not at all. A message that does not fit waits here and is written at
+the next call; a sender never waits for readers. A rank that gives up says of which calls it had all messages. What it sent for
+other calls is void: a rank that comes too late learns that in the call that the others gave up in, not in the next one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Pipes:
             way.open(f"/proc/{process}/fd/{offered[self.rank]}")
 
     def introduced(self) -> None:
-        """All have opened what this rank offered, so that nobody else holds it open."""
+        """Closes this rank's own ends of what it offered, as all others have opened theirs."""
         for way in self._ways.values():
             way.withdraw()
 
@@ -139,7 +139,7 @@ class Pipes:
 class _Inbox:
     """What has come from another rank, in a channel of one connection."""
 
-    messages: dict[int, bytes] = field(default_factory=dict)  # that nobody took, by the number of their call
+    messages: dict[int, bytes] = field(default_factory=dict)  # that were not taken yet, by the number of their call
     num_come: int = 0
     end: float = float("inf")  # the first call that it gave up in
 
@@ -220,7 +220,7 @@ class _Way:
         self.move()
 
     def move(self) -> None:
-        """Reads what has come, which tells who is gone too, and writes what there is room for."""
+        """Reads what has come, which also shows who is gone, and writes what there is room for."""
         with contextlib.suppress(BlockingIOError):
             while not self.is_gone:
                 content = os.read(self.reads, _READ_BYTES)

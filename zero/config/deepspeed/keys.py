@@ -223,7 +223,7 @@ OFF: dict[str, tuple[object, ...]] = {
     "zero_optimization.mics_shard_size": (-1,),
 }
 
-# Blocks that ask for nothing while this key of theirs is off or not there.
+# Blocks without effect while this key in them is off or missing.
 SWITCHES: dict[str, tuple[str, tuple[object, ...]]] = {
     "zero_optimization.offload_param": ("device", ("none",)),
     "tensor_parallel": ("autotp_size", (0, 1)),

@@ -131,6 +131,6 @@ class GradAttribute:
         self.forget_edits()
         self.has_proxy = 0
         for index in range(len(self._proxies)):
-            if sys.getrefcount(self._proxies[index]) > _HELD_BY_US:  # by somebody who has a gradient of the old window
+            if sys.getrefcount(self._proxies[index]) > _HELD_BY_US:  # by code that kept a gradient of the old window
                 self._proxies[index].ended = True
                 self._proxies[index] = self._new_proxy(index)

@@ -15,7 +15,7 @@ from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span
 from zero.runtime.kernels.sums import SumDtypes
 
-# A master, and the group of its parameter; None where nobody used it.
+# A master, and the group of its parameter; None where it was not used.
 Member = tuple[Piece, torch.nn.Parameter, "dict[str, Any] | None"]
 _Foreign = tuple[dict[str, Any], str, torch.Tensor, Any]  # the state of a master, a name, where that belongs, and what is known
 

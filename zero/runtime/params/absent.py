@@ -24,7 +24,7 @@ from zero.memory.gathered import GatheredChunk
 from zero.plan.spans import Span
 from zero.runtime.params.operators import Kind, operator_of
 
-_A_CLONE = "Use a clone of it."
+_A_CLONE = "Use a clone of it, or optimizer.gathered() around the call."
 _CLOSE = "Call close() on the optimizer first."
 
 

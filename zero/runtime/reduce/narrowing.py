@@ -1,4 +1,4 @@
-"""What a bucket of gradients is made before it travels, and what is read where it arrives."""
+"""How a bucket of gradients is narrowed before it is sent, and read where it arrives."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from zero.plan.grad_scaling import Scaling
 
 
 class Narrowing(Protocol):
+    """What is sent in place of a bucket."""
+
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
         """What is sent in place of `buffer`, which goes back unless it is that."""
 
@@ -24,6 +26,8 @@ class Narrowing(Protocol):
 
 
 class AsItIs:
+    """Sends the bucket itself."""
+
     def __init__(self, layout_ref: LayoutRef, group: Group) -> None:
         self._reduce = group.all_reduce if layout_ref.layout.num_shares < group.size else group.reduce_scatter
 
@@ -35,7 +39,7 @@ class AsItIs:
 
 
 class RoundedTo(AsItIs):
-    """What is wider than `dtype` is rounded to it."""
+    """Rounds what is wider than `dtype` to it."""
 
     def __init__(self, layout_ref: LayoutRef, group: Group, dtype: torch.dtype) -> None:
         super().__init__(layout_ref, group)
@@ -50,8 +54,8 @@ class RoundedTo(AsItIs):
 
 
 class InEightBits:
-    """8 bits a number, see zero/comm/eight_bits.py. What the rounding took away or added is made up for when the bucket travels
-    the next time, so a rank keeps as many numbers as it has gradients. The sum over ranks is taken of numbers in float32."""
+    """Sends 8 bits a number, see zero/comm/eight_bits.py. The error of the rounding is added to the next gradient of the
+    bucket, so a rank keeps as many numbers as it has gradients. The sum over ranks is taken in float32."""
 
     def __init__(self, layout_ref: LayoutRef, group: Group, scaling: Scaling) -> None:
         self._layout_ref = layout_ref

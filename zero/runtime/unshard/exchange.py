@@ -31,7 +31,7 @@ class Share:
     own: Span  # in the chunk
     memory: torch.Tensor  # on the device, or what other ranks read where that is on the host anyway
     is_served: bool  # it is what other ranks read
-    is_renewed: bool = False  # in other memory than when somebody last asked
+    is_renewed: bool = False  # in other memory than at the last `renewed`
 
 
 class ShareExchange:
@@ -82,7 +82,7 @@ class ShareExchange:
     def edit(self, shares: Sequence[Share], written: Span, memory: torch.Tensor) -> None:
         """Takes over what a user wrote to a chunk, of which these are the shares."""
         with self._lock, torch.inference_mode(False):
-            if self.group.size > 1:  # else there is nobody to compare with
+            if self.group.size > 1:  # else there is no rank to compare with
                 self._edits.note(shares[0].number, written, memory)
             for share in shares:
                 edited = share.own.overlap(written)

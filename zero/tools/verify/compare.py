@@ -98,7 +98,7 @@ def verify(
     `config` are as for `zero.initialize`. Nothing that is passed is changed, nor are the random numbers to come.
     """
     accelerator = accelerators.current()
-    from zero.comm.connect import connect  # torch.distributed is not imported before somebody trains
+    from zero.comm.connect import connect  # torch.distributed is imported only for training
 
     ranks = connect(accelerator, group)
     random_state = accelerator.rng_state()
