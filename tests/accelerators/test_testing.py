@@ -18,6 +18,8 @@ class TestName(AcceleratorContract):
     accelerator = "cpu"
 class TestAbsent(AcceleratorContract):
     accelerator = "mtia"
+class TestNotInstalled(AcceleratorContract):
+    accelerator = "npu"
 """
 
 # A lie of each kind, and the test of the contract that must find it.
@@ -71,7 +73,7 @@ def run(tmp_path, source, *options):
 def test_a_class_a_function_an_object_or_a_name_serve_and_what_is_absent_is_skipped(tmp_path):
     report = run(tmp_path, HONEST, "-rs")
     assert " failed" not in report and " error" not in report, report
-    assert "torch.mtia" in report
+    assert "torch.mtia" in report and "torch_npu is not installed" in report
     assert int(report.split(" passed")[0].split()[-1]) >= 4 * 30
 
 
