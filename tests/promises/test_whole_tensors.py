@@ -354,6 +354,8 @@ def test_what_is_done_to_one_of_several_optimizers_and_would_be_without_effect_i
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(ValueError, match="Cannot shard"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))], "optimizer": adam})
+    with pytest.raises(ValueError, match="Cannot add this group: a parameter of it is in a group already"):
+        optimizer.add_param_group({"params": [model[0].weight], "optimizer": adam})
     one_step(model, optimizer, step=1)  # all of it is as it was
     adam.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     backward(optimizer, real_loss(model(draw(model, (3, 4), 0, 1, real=True))))

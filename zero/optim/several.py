@@ -40,8 +40,12 @@ class Optimizers(torch.optim.Optimizer):
                 "Cannot add a group to several optimizers: it is not said to which. Give the group the one that is to step it, "
                 'as "optimizer".'
             )
+        held = {id(param) for group in self.param_groups for param in group["params"]}
         member.add_param_group({key: value for key, value in param_group.items() if key != "optimizer"})
         self.param_groups.append(member.param_groups[-1])
+        if not held.isdisjoint(map(id, self.param_groups[-1]["params"])):
+            self.remove_last_group()
+            raise ValueError("Cannot add this group: a parameter of it is in a group already. List every parameter once.")
 
     def remove_last_group(self) -> None:
         group = self.param_groups.pop()
