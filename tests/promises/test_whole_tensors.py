@@ -350,13 +350,62 @@ def test_what_is_done_to_one_of_several_optimizers_and_would_be_without_effect_i
     muon, adam = two(model)
     optimizer = shard(model, [muon, adam], stage=2)
     one_step(model, optimizer)
-    with pytest.raises(ValueError, match="Cannot add a group to several optimizers"):
+    with pytest.raises(ValueError, match="Cannot add a group to several optimizers: it is not said to which"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(ValueError, match="Cannot shard"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))], "optimizer": adam})
+    with pytest.raises(ValueError, match="Cannot add this group: a parameter of it is in a group already"):
+        optimizer.add_param_group({"params": [model[0].weight], "optimizer": adam})
+    one_step(model, optimizer, step=1)  # all of it is as it was
     adam.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     backward(optimizer, real_loss(model(draw(model, (3, 4), 0, 1, real=True))))
     with pytest.raises(ValueError, match="Cannot step: the AdamW that was sharded has got other state or other groups"):
         optimizer.step()
     optimizer.close()
+
+
+def test_a_group_of_a_list_is_added_to_the_optimizer_that_it_names():
+    def build():
+        model = real_mlp()
+        more = {"matrix": nn.Parameter(torch.eye(3)), "vector": nn.Parameter(torch.ones(3))}
+        for name, param in more.items():
+            object.__setattr__(model, name, param)
+        return model, more
+
+    def forward(model, more, rank, step):
+        return real_loss(model(draw(model, (3, 4), rank, step, real=True)) @ more["matrix"] + more["vector"])
+
+    def add(optimizer, muon, adam, more):
+        for group, to in (({"params": [more["matrix"]], "lr": 0.3}, muon), ({"params": [more["vector"]]}, adam)):
+            if optimizer is None:
+                to.add_param_group(group)
+            else:
+                optimizer.add_param_group({**group, "optimizer": to})
+
+    def one(group):
+        model, more = built[group.rank]
+        muon, adam = two(model)
+        optimizer = shard(model, [muon, adam], stage=2, group=group)
+        one_step(model, optimizer)
+        add(optimizer, muon, adam, more)
+        for step in range(1, 3):
+            backward(optimizer, forward(model, more, 0, step))
+            finish(optimizer)
+        return weights(model), {name: param.detach().clone() for name, param in more.items()}
+
+    plain, extra = build()
+    optimizers = two(plain)
+    for step in range(3):
+        if step == 1:
+            add(None, *optimizers, extra)
+        loss = forward(plain, extra, 0, step) if step else real_loss(plain(draw(plain, (3, 4), 0, 0, real=True)))
+        loss.backward()
+        for optimizer in optimizers:
+            finish(optimizer)
+    built = [build() for _ in range(2)]
+    for found, more in run_ranks(2, one, 20.0):
+        assert same(found, weights(plain))
+        assert all(torch.equal(more[name], extra[name]) for name in more)
 
 
 def test_a_group_that_does_not_say_what_an_unknown_optimizer_is_is_refused_also_when_it_comes_later():

@@ -120,6 +120,17 @@ def test_a_parameter_may_say_itself_whether_muon_is_for_it():
     engine.destroy()
 
 
+def test_experts_in_one_tensor_are_named_and_may_be_left_to_adamw():
+    model = net()
+    model.experts = nn.Parameter(torch.ones(2, 4, 4))
+    with pytest.raises(ValueError, match=r"Cannot make Muon for experts: its shape is \(2, 4, 4\), .* Set use_muon = False"):
+        zero.initialize(model=model, config=config())
+    model.experts.use_muon = False
+    engine, *_ = zero.initialize(model=model, config=config())
+    assert "experts" in groups_of(engine)[1][0]
+    engine.destroy()
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [({"per_head_muon": True}, "per_head_muon"), ({"momentum": 1.0}, "momentum"), ({"ns_method": "svd"}, "ns_method")],

@@ -68,12 +68,24 @@ def _muon_and_adamw(settings: Mapping[str, Any], params: list[Any], model: nn.Mo
             members = [param for param, is_one in zip(own, is_matrix, strict=True) if is_one == half]
             if members:
                 halves[half].append({"params": members, **{key: group.get(key, defaults[key]) for key in keys}})
+    _check_matrices([p for group in halves[True] for p in group["params"]], model)
     if halves[True] and not MUON:
         raise ValueError(f"Cannot make Muon: torch {torch.__version__} has none. Use torch 2.9 or a later one.")
     with skip_dynamo_import():
         kinds = {**dict.fromkeys(MUON, halves[True]), torch.optim.AdamW: halves[False]}
         found: torch.optim.Optimizer = as_one([kind(groups) for kind, groups in kinds.items() if groups])
     return found
+
+
+def _check_matrices(params: list[Any], model: nn.Module | None) -> None:
+    """Refuses what torch's Muon would refuse without a name."""
+    names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
+    for param in params:
+        if param.dim() != 2:
+            raise ValueError(
+                f"Cannot make Muon for {names.get(id(param), 'a parameter')}: its shape is {tuple(param.shape)}, and torch's "
+                "takes matrices alone. Set use_muon = False on it, so that AdamW trains it, or make it one parameter a matrix."
+            )
 
 
 def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:

@@ -97,7 +97,8 @@ class ShardedAccelerator(Accelerator):
             late = ", after an optimizer was prepared before" if self.sharded is not None else ""
             raise ValueError(
                 f"Cannot prepare {len(plain)} optimizers and {len(models)} models that are trained{late}: one optimizer is "
-                "sharded for one model. Pass these two together, once; for more use zero.shard and your own loop."
+                "sharded for one model. Pass these two together, once. Of several make one, with "
+                "zero.optim.several.Optimizers([muon, adamw]), or use zero.shard and your own loop."
             )
         (inner,), (model,) = plain, models
         if self.device_placement:

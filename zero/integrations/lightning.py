@@ -73,7 +73,8 @@ class ShardedStrategy(DDPStrategy):
         if len(self.optimizers) != 1:
             raise ValueError(
                 f"Cannot shard {len(self.optimizers)} optimizers of configure_optimizers: one is sharded for one model. Return "
-                "one, with a parameter group for each part of the model that has its own settings."
+                "one, with a parameter group for each part of the model that has its own settings, or make several one with "
+                "zero.optim.several.Optimizers([muon, adamw])."
             )
         options = read_options(self.zero, self._framework(trainer)).shard
         self.optimizers = [shard(self.lightning_module, self.optimizers[0], **options)]

@@ -80,7 +80,8 @@ class ShardedTrainerMixin:
         """Makes the optimizer of the DeepSpeed configuration if it has one, else the Trainer's."""
         config = self._options().config
         if self.optimizer is None and config is not None and config.optimizer is not None:
-            self.optimizer = own_optimizer(config, [param for param in self.model.parameters() if param.requires_grad])
+            params = [param for param in self.model.parameters() if param.requires_grad]
+            self.optimizer = own_optimizer(config, params, self.model)
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

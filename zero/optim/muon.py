@@ -27,16 +27,25 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @torch.no_grad()
-def fused_step(muon: Any) -> None:
+def fused_step(muon: torch.optim.Optimizer) -> None:
     for group in muon.param_groups:
-        params, grads, moments = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
-        muon._init_group(group, params, grads, moments)
+        params = [param for param in group["params"] if param.grad is not None]
+        grads: list[torch.Tensor] = [param.grad for param in params]
+        moments = [_moment_of(muon, param, grad) for param, grad in zip(params, grads, strict=True)]
         kinds: dict[tuple[Any, ...], list[int]] = {}
         for at, param in enumerate(params):
             alone = at if param.is_cpu else None
             kinds.setdefault((param.shape, param.dtype, param.device, alone), []).append(at)
         for alike in kinds.values():
             _step_alike(group, *([tensors[at] for at in alike] for tensors in (params, grads, moments)))
+
+
+def _moment_of(muon: torch.optim.Optimizer, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    state: dict[str, Any] = muon.state[param]
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+    found: torch.Tensor = state["momentum_buffer"]
+    return found
 
 
 def _step_alike(
@@ -120,4 +129,4 @@ class _Products:
 
 def has_bfloat16() -> bool:
     """Whether this processor multiplies matrices in bfloat16 with instructions for it."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

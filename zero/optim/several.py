@@ -29,9 +29,28 @@ class Optimizers(torch.optim.Optimizer):
         self.register_step_post_hook(self._after)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._is_made:
-            raise ValueError("Cannot add a group to several optimizers: it is not said to which. Add it before sharding.")
-        super().add_param_group(param_group)
+        """The group says under "optimizer" which member is to step it."""
+        if not self._is_made:
+            super().add_param_group(param_group)
+            return
+        to = param_group.get("optimizer")
+        member = next((member for member in self.members if member is to), None)
+        if member is None:
+            raise ValueError(
+                "Cannot add a group to several optimizers: it is not said to which. Give the group the one that is to step it, "
+                'as "optimizer".'
+            )
+        held = {id(param) for group in self.param_groups for param in group["params"]}
+        member.add_param_group({key: value for key, value in param_group.items() if key != "optimizer"})
+        self.param_groups.append(member.param_groups[-1])
+        if not held.isdisjoint(map(id, self.param_groups[-1]["params"])):
+            self.remove_last_group()
+            raise ValueError("Cannot add this group: a parameter of it is in a group already. List every parameter once.")
+
+    def remove_last_group(self) -> None:
+        group = self.param_groups.pop()
+        for member in self.members:
+            member.param_groups[:] = [own for own in member.param_groups if own is not group]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -95,6 +114,14 @@ def with_members(optimizer: torch.optim.Optimizer) -> list[tuple[torch.optim.Opt
     """Returns every group with the optimizer that steps it."""
     stepped_by = {id(group): member for member in members_of(optimizer) for group in member.param_groups}
     return [(stepped_by[id(group)], group) for group in optimizer.param_groups]
+
+
+def remove_last_group(optimizer: torch.optim.Optimizer) -> None:
+    """The group that was added last."""
+    if isinstance(optimizer, Optimizers):
+        optimizer.remove_last_group()
+    else:
+        optimizer.param_groups.pop()
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:

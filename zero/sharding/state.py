@@ -17,7 +17,7 @@ from zero.errors import GroupLost
 from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
-from zero.optim.several import Optimizers
+from zero.optim.several import Optimizers, remove_last_group
 from zero.plan.layout import FlatLayout
 from zero.plan.stages import stage_of
 from zero.runtime.grads.ownership import check_unmanaged, leave, manage
@@ -145,7 +145,7 @@ class ShardingState:
             tensors = [param for param in inner.param_groups[-1]["params"] if id(param) not in self.params.index]
             self.add_params(self.params.names_in(model, tensors), tensors, len(inner.param_groups) - 1)
         except BaseException:
-            inner.param_groups.pop()
+            remove_last_group(inner)
             raise
 
     def add_params(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests import ranks
+from tests.devices import needs_muon
 from tests.zero.integrations.on_ranks import (
     assert_runs_as_a_program,
     assert_same_training,
@@ -134,7 +136,7 @@ def refused():
 def test_what_is_not_one_plain_model_with_its_optimizer_is_refused():
     expected = (
         r"Cannot prepare a Linear without its optimizer: .* Pass both to one prepare, or freeze .*",
-        r"Cannot prepare 1 optimizers and 0 models that are trained: .* for more use zero\.shard .*",
+        r"Cannot prepare 1 optimizers and 0 models that are trained: .* or use zero\.shard .*",
         r"Cannot prepare a SGD alone: it is sharded for a model\. Pass both to one prepare\.",
         r"Cannot prepare 1 optimizers and 1 models that are trained, after an optimizer was prepared before: .*",
         r".* set up for FSDP, which distributes the model itself\. Configure it .*",
@@ -142,3 +144,39 @@ def test_what_is_not_one_plain_model_with_its_optimizer_is_refused():
     )
     for pattern, words in zip(expected, one_process(f"{HERE}:refused"), strict=True):
         assert re.fullmatch(pattern, words), words
+
+
+def several_as_one(rank, world):
+    """Whether Muon and AdamW as one optimizer train, with clipping and a schedule, as they do apart in plain PyTorch."""
+    from zero.integrations.accelerate import ShardedAccelerator
+    from zero.optim.several import Optimizers
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        kinds = [torch.optim.Muon, torch.optim.AdamW]
+        return model, [kind([p for p in model.parameters() if p.dim() == dims], lr=0.02)
+                       for kind, dims in zip(kinds, (2, 1), strict=True)]  # fmt: skip
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    (plain, apart), (model, together) = make(), make()
+    accelerator = ShardedAccelerator(zero={"stage": 2}, cpu=True)
+    prepared, optimizer = accelerator.prepare(model, Optimizers(together))
+    steps, plain_steps = accelerator.prepare(schedule(optimizer)), [schedule(one) for one in apart]
+    for _ in range(3):
+        accelerator.backward(prepared(torch.ones(2, 6)).square().mean())
+        accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+        plain(torch.ones(2, 6)).square().mean().backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        for one in (optimizer, steps, *apart, *plain_steps):
+            one.step()
+        for one in (optimizer, *apart):
+            one.zero_grad()
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@needs_muon
+def test_several_optimizers_made_one_train_as_they_do_apart():
+    assert ranks.run(1, several_as_one) == [True]

@@ -3,11 +3,14 @@
 import json
 import re
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+from tests.devices import needs_muon
 from tests.zero.integrations.on_ranks import (
     assert_runs_as_a_program,
     assert_same_training,
@@ -204,3 +207,24 @@ def test_what_the_trainer_cannot_have_is_refused(tmp_path):
     assert re.fullmatch(r"Cannot shard under accelerate with dtype='float16': accelerate would not know .* Use .*", dtype)
     assert "gradient_clipping is 0.25, but max_grad_norm makes it 1.0" in clip
     assert not list(tmp_path.iterdir())
+
+
+@needs_muon
+def test_muon_of_a_configuration_is_not_for_the_trainers_embedding_and_head():
+    from zero.config.schema import OptimizerSpec, ZeroConfig
+    from zero.integrations.transformers import ShardedTrainerMixin
+
+    class Trainer:
+        def create_optimizer(self):
+            return self.optimizer
+
+    class Sharded(ShardedTrainerMixin, Trainer):
+        def _options(self, num_training_steps=None):
+            return SimpleNamespace(config=ZeroConfig(stage=2, optimizer=OptimizerSpec.of("Muon", {"lr": 0.02})))
+
+    trainer = Sharded(zero={})
+    trainer.model, trainer.optimizer = nn.ModuleDict({"embed": nn.Embedding(5, 4), "layer": nn.Linear(4, 4, bias=False)}), None
+    trainer.model["lm_head"] = nn.Linear(4, 5, bias=False)
+    muon, adam = trainer.create_optimizer().members
+    assert muon.param_groups[0]["params"] == [trainer.model["layer"].weight]
+    assert len(adam.param_groups[0]["params"]) == 2
