@@ -107,6 +107,8 @@ class GatheredWeights:
             try:
                 for chunk in chunks:
                     self.order.use(chunk)
+                    if chunk.is_own and chunk.num_users == 1 and chunk.visible() is not None:
+                        self._free(chunk)  # what was written to it is where everybody reads it by now
                     if chunk.memory is None:
                         self._begin(chunk)
                 for chunk in chunks:
@@ -171,6 +173,7 @@ class GatheredWeights:
         chunk.memory = chunk.visible()
         chunk.is_lent = chunk.memory is not None
         if chunk.memory is not None:
+            self._make_room(0)  # what was written to before is there for nothing
             self._gathered[chunk] = None
         else:
             memory = self._allocate(chunk)

@@ -98,8 +98,8 @@ class ShareExchange:
                     self.pulls.tell_reached(share.number, *self.versions.version(share.number))
 
     def is_edited(self, share: Share) -> bool:
-        """Since the last step."""
-        return self.versions.version(share.number).edits > 0
+        """Since the last step, so that memory of all ranks has other values. Those of a rank alone are edited where they lie."""
+        return self.group.size > 1 and self.versions.version(share.number).edits > 0
 
     def _renew(self, share: Share) -> None:
         share.memory, share.is_renewed = self.versions.newest(share.number), True
