@@ -77,6 +77,7 @@ class GatheredWeights:
         self.num_bytes = 0  # that are gathered now
         self.peak_bytes = 0
         self.num_fetches = self._last_num_fetches = 0  # now, and when the last window ended
+        self._has_fetched = False  # in that
         self.num_plain = 0  # parameters that have memory of their own for now
         self.order = UseOrder[GatheredChunk]()
         self._device = device
@@ -153,9 +154,10 @@ class GatheredWeights:
         if self.num_plain:
             raise RuntimeError("Cannot step or load within gathered(): parameters have memory of their own. Do it after.")
         self.free_all()
-        if self.num_fetches == self._last_num_fetches:
-            self._spare.clear()  # no gather wants it
-        self._last_num_fetches = self.num_fetches
+        has_fetched = self.num_fetches > self._last_num_fetches
+        if not (has_fetched and self._has_fetched):
+            self._spare.clear()  # the first window may fetch only what was edited
+        self._last_num_fetches, self._has_fetched = self.num_fetches, has_fetched
         self.order.end_window()
 
     def make_own(self, chunk: GatheredChunk) -> None:
