@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 
-from accelerators import choice
 from accelerators.contract import probes, ranks
 from accelerators.contract.advice import override
 from accelerators.contract.probes import MIB
@@ -35,13 +34,7 @@ class AcceleratorContract:
 
     @pytest.fixture
     def it(self) -> Iterator[Accelerator]:
-        subject = type(self).accelerator  # from the class, so that a function is not taken for a method
-        reasons = [known.reason for known in choice.candidates() if known.name == subject]
-        if any(reasons):  # it may not even be made
-            pytest.skip(str(reasons[0]))
-        made = ranks.make(subject)
-        if (reason := made.unavailable_reason()) is not None:
-            pytest.skip(reason)
+        made = ranks.usable(type(self).accelerator)  # from the class, so that a function is not taken for a method
         index = made.current_index()
         yield made
         made.set_index(index)

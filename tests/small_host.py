@@ -56,10 +56,11 @@ class GPT(nn.Module):
 
 
 class Peak(threading.Thread):
-    """The most memory of this process that is no file's, every few milliseconds."""
+    """The most memory of this process that is no file's, every few milliseconds; of what all ranks share its part."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: int = 1) -> None:
         super().__init__(daemon=True)
+        self.world = world
         self.bytes = self.shared = 0
         self.start()
 
@@ -71,8 +72,9 @@ class Peak(threading.Thread):
     def look(self) -> int:
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         own, shared = (1024 * int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
-        self.bytes, self.shared = max(self.bytes, own + shared), max(self.shared, shared)
-        return own + shared
+        now = own + shared // self.world
+        self.bytes, self.shared = max(self.bytes, now), max(self.shared, shared)
+        return now
 
 
 def warm_up(folder: str) -> None:
@@ -93,7 +95,7 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
         model = GPT().bfloat16()
     warm_up(folder)
     place = f"disk:{folder}" if homes == "disk" else "cpu"
-    peak = Peak()
+    peak = Peak(world)
     before, began = peak.look(), time.perf_counter()
     stage = 3
     optimizer = zero.shard(

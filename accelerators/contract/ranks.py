@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
@@ -56,6 +57,16 @@ def make(subject: Any) -> Accelerator:
         subject = choice.get(subject)
     made = subject if isinstance(subject, Accelerator) else subject()
     assert isinstance(made, Accelerator), f"the contract's accelerator is a {type(made).__name__}"
+    return made
+
+
+def usable(subject: Any) -> Accelerator:
+    """The same, or skips the test with the reason why it cannot be used. What is registered may not even be made."""
+    reasons = [known.reason for known in choice.candidates() if known.name == subject] if isinstance(subject, str) else []
+    made = None if any(reasons) else make(subject)
+    if (reason := made.unavailable_reason() if made is not None else reasons[0]) is not None:
+        pytest.skip(reason)
+    assert made is not None
     return made
 
 

@@ -77,6 +77,7 @@ class GatheredWeights:
         self.num_bytes = 0  # that are gathered now
         self.peak_bytes = 0
         self.num_fetches = self._last_num_fetches = 0  # now, and when the last window ended
+        self._has_fetched = False  # in that
         self.num_plain = 0  # parameters that have memory of their own for now
         self.order = UseOrder[GatheredChunk]()
         self._device = device
@@ -107,6 +108,8 @@ class GatheredWeights:
             try:
                 for chunk in chunks:
                     self.order.use(chunk)
+                    if chunk.is_own and chunk.num_users == 1 and chunk.visible() is not None:
+                        self._free(chunk)  # what was written to it is where everybody reads it by now
                     if chunk.memory is None:
                         self._begin(chunk)
                 for chunk in chunks:
@@ -151,9 +154,10 @@ class GatheredWeights:
         if self.num_plain:
             raise RuntimeError("Cannot step or load within gathered(): parameters have memory of their own. Do it after.")
         self.free_all()
-        if self.num_fetches == self._last_num_fetches:
-            self._spare.clear()  # no gather wants it
-        self._last_num_fetches = self.num_fetches
+        has_fetched = self.num_fetches > self._last_num_fetches
+        if not (has_fetched and self._has_fetched):
+            self._spare.clear()  # the first window may fetch only what was edited
+        self._last_num_fetches, self._has_fetched = self.num_fetches, has_fetched
         self.order.end_window()
 
     def make_own(self, chunk: GatheredChunk) -> None:
@@ -171,6 +175,7 @@ class GatheredWeights:
         chunk.memory = chunk.visible()
         chunk.is_lent = chunk.memory is not None
         if chunk.memory is not None:
+            self._make_room(0)  # what was written to before is there for nothing
             self._gathered[chunk] = None
         else:
             memory = self._allocate(chunk)

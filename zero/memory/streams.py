@@ -79,6 +79,7 @@ class Streams:
         stored = home.allocate(source.numel(), dtype)
         home.write(source.to(dtype), stored).finish()
         self._stored.setdefault(bucket, {})[MASTERS] = stored
+        self._release_memory()
         return stored
 
     def prefetch(self, bucket: int) -> None:
@@ -167,9 +168,7 @@ class Streams:
             self.leave(bucket)
         while self._leaving:
             self._finish_oldest()
-        for home in self._shard.homes.disks.values():
-            if home.device == self._shard.device:
-                home.release()
+        self._release_memory()
 
     def abandon(self) -> None:
         """After a step that failed: what had not reached its home is lost, as is what is in the middle of its step. What cannot
@@ -200,6 +199,11 @@ class Streams:
         self._stored.clear()
 
     # inside ------------------------------------------------------------------------------------------------------
+
+    def _release_memory(self) -> None:
+        for home in self._shard.homes.disks.values():
+            if home.device == self._shard.device:
+                home.release()
 
     def _blank(self, bucket: int, line: torch.Tensor) -> None:
         """NaN for every element that is something's."""

@@ -88,14 +88,17 @@ class VersionedShares:
     def newest(self, bucket: int) -> torch.Tensor:
         return self._shares[bucket].newest
 
-    def edit(self, bucket: int, span: Span, values: torch.Tensor) -> None:
-        """Makes a new version with these values in a span; they may be none."""
+    def edit(self, bucket: int, span: Span, values: torch.Tensor, is_first: bool = False) -> None:
+        """Makes a new version with these values in a span; they may be none. `is_first`: nothing was there that a rank may read,
+        and so nothing of it is kept."""
         share = self._shares[bucket]
         if not self._num_others:  # no rank reads what was there before
             share.newest[span.start : span.stop] = values
             self._change(lambda: setattr(share, "num_edits", share.num_edits + 1))
             return
-        edited = share.newest.clone() if span.numel else share.newest
+        edited = share.newest.clone() if span.numel and not is_first else share.newest
+        if is_first:
+            edited[span.start : span.stop], span, values = values, Span(0, 0), values[:0]
         overwritten = edited[span.start : span.stop].clone()
         edited[span.start : span.stop] = values
 

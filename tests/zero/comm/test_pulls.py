@@ -213,6 +213,18 @@ def test_what_edits_overwrote_is_kept_until_no_rank_can_ask_for_it():
     assert kept() == 1  # and what is of one to come is not used yet
 
 
+def test_of_what_had_no_values_nothing_is_kept_and_no_copy_is_made():
+    shares, memory = VersionedShares(1), torch.zeros(4)
+    shares.add(0, memory)
+    shares.edit(0, Span(2, 4), torch.ones(2), is_first=True)
+    assert shares.version(0) == (0, 1) and shares.newest(0) is memory and memory.tolist() == [0, 0, 1, 1]
+    shares.edit(0, Span(0, 1), torch.full((1,), 5.0))
+    answers = []
+    for edits in range(3):
+        shares.request(0, 0, edits, lambda share: answers.append(share.tolist()))
+    assert answers == [[0, 0, 1, 1], [0, 0, 1, 1], [5, 0, 1, 1]]
+
+
 def test_where_no_other_rank_reads_nothing_is_kept():
     shares = VersionedShares()
     shares.add(0, torch.zeros(2))

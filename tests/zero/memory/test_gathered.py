@@ -148,6 +148,18 @@ def test_memory_that_is_seen_is_lent_never_written_and_counts_for_nothing():
     assert fetched == [0] and weights.num_bytes == 0 and torch.equal(seen, torch.ones(4))
 
 
+def test_memory_for_an_edit_goes_with_the_next_use_of_what_is_seen_and_serves_no_gather():
+    weights, fetched = weights_of([4] * 3)
+    for chunk in weights.chunks:
+        chunk.seen = torch.ones(4)
+        with weights.using([chunk]):
+            weights.make_own(chunk)
+    assert weights.num_bytes == 16
+    with weights.using(weights.chunks[2:]):
+        assert weights.chunks[2].memory is weights.chunks[2].seen and weights.num_bytes == 0
+    assert not fetched and not any(weights._spare.values())
+
+
 def test_nothing_is_freed_under_an_operator_that_runs_in_another_thread():
     weights, _ = weights_of([4] * 3)
     chunk = weights.chunks[0]

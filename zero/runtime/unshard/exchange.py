@@ -79,8 +79,8 @@ class ShareExchange:
         """Begins to fill the parts of other ranks in the memory of a bucket, as of this rank's own version."""
         return self.pulls.begin(share.number, memory, *self.versions.version(share.number))
 
-    def edit(self, shares: Sequence[Share], written: Span, memory: torch.Tensor) -> None:
-        """Takes over what a user wrote to a chunk, of which these are the shares."""
+    def edit(self, shares: Sequence[Share], written: Span, memory: torch.Tensor, is_first: bool = False) -> None:
+        """Takes over what a user wrote to a chunk, of which these are the shares. `is_first`: it had no values there."""
         with self._lock, torch.inference_mode(False):
             if self.group.size > 1:  # else there is no rank to compare with
                 self._edits.note(shares[0].number, written, memory)
@@ -88,7 +88,7 @@ class ShareExchange:
                 edited = share.own.overlap(written)
                 inside = Span(0, 0) if edited is None else edited.shifted(-share.own.start)
                 values = memory[:0] if edited is None else memory[edited.start : edited.stop]
-                self.versions.edit(share.number, inside, values.cpu())
+                self.versions.edit(share.number, inside, values.cpu(), is_first)
                 if share.is_served:
                     self._renew(share)
                 else:
@@ -98,8 +98,8 @@ class ShareExchange:
                     self.pulls.tell_reached(share.number, *self.versions.version(share.number))
 
     def is_edited(self, share: Share) -> bool:
-        """Whether a share was edited since the last step."""
-        return self.versions.version(share.number).edits > 0
+        """Whether all ranks see that a share was edited since the last step: one of a rank alone is edited where it lies."""
+        return self.group.size > 1 and self.versions.version(share.number).edits > 0
 
     def _renew(self, share: Share) -> None:
         share.memory, share.is_renewed = self.versions.newest(share.number), True
@@ -218,9 +218,11 @@ class ShardedChunk(GatheredChunk):
 
     def edited(self, written: Span) -> None:
         assert self.memory is not None
-        for name in [name for name, span in self.unwritten.items() if span.overlap(written) is not None]:
+        first = {name: span for name, span in self.unwritten.items() if span.overlap(written) is not None}
+        for name in first:
             del self.unwritten[name]
-        self._exchange.edit(self._shares, written, self.memory)
+        is_first = any(span.start <= written.start and written.stop <= span.stop for span in first.values())
+        self._exchange.edit(self._shares, written, self.memory, is_first)
 
     def _seen(self) -> torch.Tensor | None:
         """The present values in memory of all ranks, once others have ended their step; None where it does not have them."""
