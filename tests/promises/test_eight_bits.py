@@ -149,9 +149,9 @@ def plain_loss():
 
 @pytest.mark.full
 @pytest.mark.parametrize("options", [IN_EIGHT_BITS, {"reduce_dtype": "int8"}], ids=["both", "gradients"])
-def test_a_gpt_of_a_million_parameters_ends_within_1_percent_of_the_loss_without(options, plain_loss):
+def test_a_gpt_of_a_million_parameters_ends_at_most_1_percent_above_the_loss_without(options, plain_loss):
     found = ranks.run(2, a_million_parameters, 2, options, timeout=900.0)
-    assert plain_loss < 3.0 and found[0] == found[1] == pytest.approx(plain_loss, rel=0.01)
+    assert plain_loss < 3.0 and found[0] == found[1] <= 1.01 * plain_loss
 
 
 def test_one_rank_sends_nothing_and_is_plain_torch():

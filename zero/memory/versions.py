@@ -89,8 +89,8 @@ class VersionedShares:
         return self._shares[bucket].newest
 
     def edit(self, bucket: int, span: Span, values: torch.Tensor, is_first: bool = False) -> None:
-        """Makes a new version with these values in a span; they may be none. `is_first`: nothing was there that a rank may read,
-        and so nothing of it is kept."""
+        """Makes a new version with these values in a span; they may be none. `is_first`: nothing was there that a rank may
+        read, and so nothing of it is kept."""
         share = self._shares[bucket]
         if not self._num_others:  # no rank reads what was there before
             share.newest[span.start : span.stop] = values
