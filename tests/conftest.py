@@ -1,6 +1,8 @@
 """What every test shares: what runs in the day, the report on promises, and the end of the pool of rank processes."""
 
 import gc
+from collections import defaultdict
+from zlib import crc32
 
 import pytest
 
@@ -16,6 +18,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("of_tests") and item.path not in named and not changes.concern(item.path):
             item.add_marker("full")
+    for item in _beyond_a_day(items):
+        item.add_marker("product")
+
+
+def _beyond_a_day(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of a test whose parameters are a product, what brings no value of any of them that the day's others do not have."""
+    by_test: dict[tuple[object, ...], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("full") is None:
+            by_test[item.path, item.cls, item.originalname].append(item)
+    found: list[pytest.Item] = []
+    for variants in by_test.values():
+        held: set[tuple[tuple[str, int], ...]] = set()
+        for item in sorted(variants, key=lambda item: crc32(item.nodeid.encode())):
+            given = item.callspec.params
+            axes = [_names_of(mark) for mark in item.iter_markers("parametrize")]
+            axes += [[name] for name in given if not any(name in axis for axis in axes)]  # of fixtures
+            values = {tuple((name, id(given[name])) for name in axis if name in given) for axis in axes}
+            if values <= held:
+                found.append(item)
+            held |= values
+    return found
+
+
+def _names_of(parametrize: pytest.Mark) -> list[str]:
+    names = parametrize.args[0]
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
 
 def pytest_collection_finish() -> None:

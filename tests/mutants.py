@@ -189,7 +189,8 @@ class Trial:
         if not tests:
             return None
         environment = {**os.environ, "PYTHONPATH": str(home), "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line", *tests]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-m", "not full"]  # with all combinations of parameters
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         try:
             result = subprocess.run(
                 command, cwd=home, env=environment, capture_output=True, text=True, timeout=self.tests_most_s

@@ -59,14 +59,14 @@ def test_threads_for_ranks_equal_the_oracle(points, over_gloo, world):
 
 
 def test_threads_for_ranks_give_the_bits_of_processes(processes):
-    threads = dict(parity.carry(list(processes)[::3], loopback=True))
+    threads = dict(parity.carry(list(processes)[::6], loopback=True))
     failures = parity.differences(threads, processes)
     assert not failures, str(failures)
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 6))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 12))])
 def test_deferred_sums_equal_the_oracle(over_gloo, part):
-    failures = parity.run(replace(point, device=parity.WAITING) for point in over_gloo[part::6])
+    failures = parity.run(replace(point, device=parity.WAITING) for point in over_gloo[part::12])
     assert not failures, str(failures)
 
 

@@ -76,7 +76,7 @@ def test_a_failure_says_the_seed():
 # Sharded ----------------------------------------------------------------------------------------------------------------
 
 FIXED = range(1000, 1040)
-NUM_FRESH, NUM_OVER_GLOO = 40, 10
+NUM_FRESH, NUM_OVER_GLOO = 24, 6
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,7 @@ def fresh():
     return base, [point_of(seed) for seed in fresh_seeds(NUM_FRESH, base)]
 
 
+@pytest.mark.full
 def test_fixed_seeds_are_right_when_sharded():
     failures = parity.run([point_of(seed) for seed in FIXED], loopback=True)
     assert not failures, str(failures)

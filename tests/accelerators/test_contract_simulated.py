@@ -19,7 +19,7 @@ if os.environ.get(INSIDE):
     class TestSimulated(AcceleratorContract):
         accelerator = SimulatedAccelerator  # the class: a new object a test, which remembers nothing of another mask
 
-        @pytest.fixture(autouse=True, params=[*MASKS, ALL])
+        @pytest.fixture(autouse=True, params=os.environ[INSIDE].split(";"))
         def mask(self, request):
             if SimulatedAccelerator().unavailable_reason() is None:
                 bring_up()
@@ -31,15 +31,18 @@ if os.environ.get(INSIDE):
 
 @pytest.mark.promise("D07", "D08", "M10", "X05", "X06", "X13", "X14", "X16", "X17")
 @pytest.mark.parametrize(
-    "taken_away",
-    ["", pytest.param(ALL, marks=pytest.mark.full)],
-    ids=["one after another while it runs", "all before it starts"],
+    ("taken_away", "masks"),
+    [
+        ("", ["", "streams", "events", "fp64", "memory_figures", ALL]),
+        *(pytest.param(taken_away, [*MASKS, ALL], marks=pytest.mark.full) for taken_away in ("", ALL)),
+    ],
+    ids=["some one after another while it runs", "one after another while it runs", "all before it starts"],
 )
-def test_the_contract_holds_whatever_is_taken_away(taken_away):
+def test_the_contract_holds_whatever_is_taken_away(taken_away, masks):
     words = ["-q", "-rsfE", "-p", "no:cacheprovider", f"{__file__}::TestSimulated"]
     if taken_away:
         words += ["-k", "fp64"]  # of the masks inside, one that adds nothing
-    environment = {**os.environ, INSIDE: "1", "SIM_WITHOUT": taken_away, "SIM_MEMORY": "1GiB", "SIM_DEVICES": "2"}
+    environment = {**os.environ, INSIDE: ";".join(masks), "SIM_WITHOUT": taken_away, "SIM_MEMORY": "1GiB", "SIM_DEVICES": "2"}
     root = Path(__file__).parents[2]
     result = programs.python("-m", "pytest", *words, cwd=root, env=environment, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -120,8 +120,9 @@ def test_so_they_do_over_gloo_and_shared_memory_with_the_same_bits(stage, shared
     assert [losses for losses, _ in found[0]] == [losses for losses, _ in ranks.run(2, on_processes, "cpu", stage, shared)[0]]
 
 
+@pytest.mark.full
 @needs_sim
-@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [1, 2])
 def test_so_they_do_on_a_device_with_late_copies(stage):
     near(ranks.run(2, on_processes, "sim", stage, True, apart="sim"))
     assert accelerators.current().name != "sim"

@@ -180,7 +180,7 @@ def train_on_sim(model, optimizer, rank):
 
 @needs_sim
 @pytest.mark.promise("H06")
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2)), 3])
 def test_on_a_device_states_in_any_homes_have_the_bits_of_those_on_it(tmp_path, stage):
     host = {"masters": "cpu", "moments": "cpu"}
     homes = [

@@ -464,6 +464,7 @@ def test_ranks_that_are_daemons_of_a_program_end_with_it():
     assert not [line for line in result.stderr.splitlines() if not line.startswith("[Gloo] Rank")]
 
 
+@pytest.mark.full
 @pytest.mark.promise("X15")
 def test_ctrl_c_ends_every_rank_within_the_time_limit_with_its_traceback():
     last = "print('ready', flush=True)\nwhile True: step()"
