@@ -120,17 +120,14 @@ def until(condition, limit_s):
 
 # Who holds the store, by what the ranks are started.
 HOLDERS = [("rank 0", "environment"), ("rank 0", "torchrun"), ("agent", "torchrun")]
-BY_DAY = [("rank 0", "environment", 3, "raise")]
-AT_NIGHT = [
-    pytest.param(*one, marks=pytest.mark.full)
-    for one in ((*holder, world, last) for holder in HOLDERS for world in (2, 3) for last in ("raise", "close"))
-    if one not in BY_DAY
-]
 
 
+@pytest.mark.full
 @pytest.mark.promise("L01", "X12")
 @needs_proc
-@pytest.mark.parametrize(("holder", "launcher", "world", "last"), [*BY_DAY, *AT_NIGHT])
+@pytest.mark.parametrize(("holder", "launcher"), HOLDERS)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("last", ["raise", "close"])
 def test_where_who_holds_the_store_is_stopped_the_others_raise_and_then_end(holder, launcher, world, last, tmp_path):
     with Running(tmp_path, world, holder, launcher, last) as running:
         others = set(range(1, world))

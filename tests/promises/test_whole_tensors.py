@@ -527,8 +527,9 @@ def muon_and_adamw_as_a_list(model):
     return given(muon_and_adamw(model))
 
 
+@pytest.mark.full
 @needs_sim
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_states_of_whole_tensors_leave_the_device_and_come_back_with_the_same_bits(stage):
     points = [{"stage": stage, "dtype": "bfloat16", "offload": home, "make": muon_and_adamw_as_a_list} for home in (None, HALF)]
     expected = on_sim(2, partial(train, include=None, move=False), points)

@@ -299,13 +299,10 @@ def test_the_command_names_the_difference(script):
     assert done.stdout.startswith("different: step 0, parameter 0.weight: its exp_avg on rank 0 differs by")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("target", "words"),
-    [
-        ("careless", "OSError: no data here"),
-        pytest.param("forgetful", "gave a list", marks=pytest.mark.full),
-        pytest.param("nothing", "there is no such function", marks=pytest.mark.full),
-    ],
+    [("careless", "OSError: no data here"), ("forgetful", "gave a list"), ("nothing", "there is no such function")],
 )
 def test_the_command_says_when_it_cannot_find_out(script, target, words):
     done = command(f"{script}:{target}", *(["--ranks", 2] if target == "careless" else []))

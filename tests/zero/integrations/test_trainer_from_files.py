@@ -43,6 +43,7 @@ def trained(folder, out, sharded, resume_from=None):
     return [first, *history], best, {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
+@pytest.mark.full
 def test_it_evaluates_resumes_and_loads_the_best_model_as_a_plain_trainer_does(tmp_path):
     folder, *outs = (str(tmp_path / name) for name in ("model", "plain", "sharded", "again"))
     tiny("llama").save_pretrained(folder)

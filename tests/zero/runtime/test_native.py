@@ -165,16 +165,11 @@ def as_usual(tmp_path_factory):
 
 
 INEXACT = "-ffast-math -funsafe-math-optimizations -Ofast"
-BY_DAY = [(("-fopenmp",), INEXACT)]
-AT_NIGHT = [
-    *(((), INEXACT), ((), ""), (("-fopenmp",), "")),
-    *((unknown, also) for unknown in [("-march=native",), ("-fopenmp", "-march=native")] for also in ("", INEXACT)),
-]
 
 
-@pytest.mark.parametrize(
-    ("unknown", "also"), [*BY_DAY, *(pytest.param(*one, marks=pytest.mark.full) for one in AT_NIGHT)], ids=str
-)
+@pytest.mark.full
+@pytest.mark.parametrize("unknown", [(), ("-fopenmp",), ("-march=native",), ("-fopenmp", "-march=native")], ids=str)
+@pytest.mark.parametrize("also", ["", INEXACT])
 def test_a_compiler_that_does_not_know_an_option_builds_without_and_leaves_nothing(tmp_path, as_usual, unknown, also):
     """The same numbers too, and however inexact it is told to compute."""
     refuses = "\n".join(f'case " $* " in *" {option} "*) echo "unknown option" >&2; exit 1;; esac' for option in unknown)
