@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+import accelerators
 from zero.integrations.transformers import ShardedTrainer
 
 CONFIG = LlamaConfig(
@@ -40,5 +41,6 @@ def make_trainer(folder: str, batch: int = 2, use_cpu: bool = False, **options: 
 
 
 if __name__ == "__main__":
-    trainer = make_trainer("trainer_output", zero={"stage": 2})  # a folder that all ranks see
+    on_cpu = accelerators.current().name == "cpu"  # which transformers is told
+    trainer = make_trainer("trainer_output", use_cpu=on_cpu, zero={"stage": 2})  # a folder that all ranks see
     trainer.train()

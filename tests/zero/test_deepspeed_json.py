@@ -155,6 +155,7 @@ CHANGES = {
     "zero_accelerators.masters": ({}, "rounded"),
     "zero_accelerators.gathered_bytes": ({}, "4GiB"),
     "zero_accelerators.keep_whole_numel": ({}, 1000),
+    "zero_accelerators.on_nonfinite": ({}, "raise"),
 }
 
 

@@ -733,3 +733,33 @@ def test_an_engine_copies_nothing_of_the_callers():
         engine.train_batch_size()
     assert engine.module is model and engine.optimizer.param_groups is inner.param_groups
     assert config.as_dict() == before
+
+
+def test_with_a_dynamic_scale_too_a_gradient_that_is_not_finite_may_be_an_error_with_parameter_and_rank():
+    file = {
+        "train_micro_batch_size_per_gpu": 1,
+        "fp16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "zero_accelerators": {"on_nonfinite": "raise"},
+        "optimizer": {"type": "AdamW", "params": {}},
+    }
+    model = nn.Linear(3, 2)
+    engine, *_ = zero.initialize(model=model, config=file)
+    before = model.weight.detach().clone()
+    engine.backward(engine(torch.full((1, 3), torch.inf, dtype=torch.float16)).sum())
+    with pytest.raises(zero.ZeroError, match=r"^Cannot step: .* in weight, bias, from rank 0"):
+        engine.step()
+    assert torch.equal(model.weight, before) and engine.skipped_steps == 0
+    engine.destroy()
+
+
+def test_records_are_written_of_the_optimizer_that_initialize_gives_too(tmp_path):
+    adamw = {"type": "AdamW", "params": {}}
+    file = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "optimizer": adamw}
+    engine, optimizer, *_ = zero.initialize(model=nn.Linear(3, 2), config=file)
+    with zero.MetricsWriter(tmp_path / "records.jsonl", optimizer) as records:
+        engine.backward(engine(torch.ones(1, 3)).sum())
+        engine.step()
+        records.write(loss=1.0)
+    assert '"step": 1' in (tmp_path / "records.jsonl").read_text()
+    engine.destroy()

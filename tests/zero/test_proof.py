@@ -302,7 +302,7 @@ def test_the_command_names_the_difference(script):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("target", "words"),
-    [("careless", "OSError: no data here"), ("forgetful", "gave a list"), ("nothing", "there is no such function")],
+    [("careless", "OSError: no data here"), ("forgetful", "it returned a list"), ("nothing", "there is no such function")],
 )
 def test_the_command_says_when_it_cannot_find_out(script, target, words):
     done = command(f"{script}:{target}", *(["--ranks", 2] if target == "careless" else []))

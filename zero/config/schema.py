@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Half = Literal["bfloat16", "float16"]
 Kernels = Literal["torch", "fused", "compiled"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+OnNonfinite = Literal["skip", "raise", "propagate"]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
 Count = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0), BeforeValidator(as_bytes)]
@@ -205,7 +206,7 @@ class ZeroConfig(ConfigModel):
     clip: Positive | None = None
     accumulation: Count | None = None
     count_micro_steps: bool = True
-    on_nonfinite: Literal["skip", "raise", "propagate"] = "propagate"
+    on_nonfinite: OnNonfinite = "propagate"
     check_weights_every: Count | None = None  # so many steps, all ranks compare their weights
     on_unused: Literal["leave", "raise"] = "leave"
     kernels: Kernels = "torch"
@@ -246,9 +247,9 @@ class ZeroConfig(ConfigModel):
              "Cannot use accumulation: the batch was counted with another number of micro-batches. Give one of the two"),
             (scale is not None and self.dtype == "bfloat16",
              "Cannot use loss_scale: bfloat16 has a range that needs none. Leave loss_scale out, or use float16"),
-            (scale is not None and scale.dynamic and self.on_nonfinite != "skip",
-             f"Cannot use on_nonfinite={self.on_nonfinite!r}: a dynamic loss scale moves only when steps are skipped. "
-             "Use 'skip', or a fixed scale"),
+            (scale is not None and scale.dynamic and self.on_nonfinite == "propagate",
+             "Cannot use on_nonfinite='propagate': a dynamic loss scale moves only when steps are skipped. "
+             "Use 'skip', 'raise' to find out where they come from, or a fixed scale"),
             (self.align_bytes & (self.align_bytes - 1) != 0,
              f"Cannot use align_bytes={self.align_bytes}: memory is aligned to powers of two. Use 16, 32, 64 or more"),
             (self.cast_inputs and self.dtype is None,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import accelerators
 from zero.config.deepspeed.written import Implied
 from zero.engine.initialize import move
 from zero.integrations.options import Framework, Given, read_options
@@ -46,6 +47,8 @@ class ShardedAccelerator(Accelerator):
     _optimizers: list[Any]  # as accelerate has prepared them
 
     def __init__(self, *args: Any, zero: Given, **kwargs: Any) -> None:
+        if not args and accelerators.current().name == "cpu":  # else accelerate sees one process where ranks are CPUs
+            kwargs.setdefault("cpu", True)
         super().__init__(*args, **kwargs)
         self._begin(read_options(zero, self._framework()).shard)
 
@@ -104,10 +107,18 @@ class ShardedAccelerator(Accelerator):
         if self.device_placement:
             move(model, self.device)
         optimizer = inner if isinstance(inner, ShardedOptimizer) else shard(model, inner, **self.zero)
+        self._check_ranks(optimizer.parts.group.size)
         given = [None] * len(args) if device_placement is None else device_placement
         # Placing it would send all of its state through `state_dict` and back; it is where its parameters are.
         places = [False if arg is inner else place for arg, place in zip(args, given, strict=True)]
         return super().prepare(*(optimizer if arg is inner else arg for arg in args), device_placement=places)
+
+    def _check_ranks(self, num_ranks: int) -> None:
+        if num_ranks != self.num_processes:
+            raise ValueError(
+                f"Cannot train {num_ranks} ranks under accelerate: it sees {self.num_processes}, so all would train on the "
+                "same data. Where ranks are CPUs, pass cpu=True to the Accelerator, or use_cpu=True to TrainingArguments."
+            )
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
         """Prepares the model's precision. Nothing wraps it to reduce gradients, which the sharded optimizer does."""

@@ -38,7 +38,7 @@ class MetricsWriter:
         target: TrainingLoop | ShardedOptimizer,
         tensorboard: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._optimizer: ShardedOptimizer = getattr(target, "optimizer", target)  # type: ignore[arg-type]
+        self._optimizer = target if isinstance(target, ShardedOptimizer) else target.optimizer
         parts = self._optimizer.parts
         writer = None if tensorboard is None else board_writer()  # on all ranks: none goes on where it cannot be had
         self._clock = parts.clock()

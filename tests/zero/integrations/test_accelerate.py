@@ -46,17 +46,32 @@ def plain_loop():
 
 
 def test_the_loop_accumulates_clips_schedules_and_saves_as_one_process_does_and_resumes_bit_by_bit(tmp_path):
-    found = both_ranks(f"{EXAMPLE}:train", 4, cpu=True)
+    found = both_ranks(f"{EXAMPLE}:train", 4)
     assert_same_training(means_of_pairs(found), *one_process(f"{HERE}:plain_loop"))
 
-    both_ranks(f"{EXAMPLE}:train", 2, save_to=str(tmp_path), cpu=True)
+    both_ranks(f"{EXAMPLE}:train", 2, save_to=str(tmp_path))
     assert (tmp_path / "zero" / "state" / "manifest.json").is_file()
     assert not list(tmp_path.glob("*.safetensors")) and not list(tmp_path.glob("optimizer*"))
-    again = both_ranks(f"{EXAMPLE}:train", 2, resume_from=str(tmp_path), cpu=True)
+    again = both_ranks(f"{EXAMPLE}:train", 2, resume_from=str(tmp_path))
     for rank in range(2):
         assert again[rank][0] == found[rank][0][4:]
         for name, weight in found[rank][1].items():
             assert torch.equal(again[rank][1][name], weight), name
+
+
+def prepared_where_accelerate_sees_one_process():
+    from zero.integrations.accelerate import ShardedAccelerator
+
+    model = nn.Linear(2, 2)
+    try:
+        ShardedAccelerator(cpu=False, zero={"stage": 2}).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_that_accelerate_does_not_see_are_refused_before_they_train_on_the_same_data():
+    for said in both_ranks(f"{HERE}:prepared_where_accelerate_sees_one_process"):
+        assert said.startswith("Cannot train 2 ranks under accelerate: it sees 1, so all would train on the same data.")
 
 
 def saved_whole(folder):

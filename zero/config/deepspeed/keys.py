@@ -12,7 +12,8 @@ def _each(block: str, names: str, why: str) -> dict[str, str]:
 
 
 # Options of ours that DeepSpeed has no word for.
-OWN: dict[str, str] = {f"zero_accelerators.{name}": name for name in ("masters", "gathered_bytes", "keep_whole_numel")}
+_OURS = ("masters", "gathered_bytes", "keep_whole_numel", "on_nonfinite")
+OWN: dict[str, str] = {f"zero_accelerators.{name}": name for name in _OURS}
 
 USED: dict[str, str] = {
     **OWN,

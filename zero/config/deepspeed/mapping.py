@@ -18,6 +18,7 @@ from zero.config.schema import (
     Kernels,
     LossScale,
     Offload,
+    OnNonfinite,
     OptimizerSpec,
     Report,
     ScheduleSpec,
@@ -81,7 +82,7 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
         "clip": clip or None,
         "accumulation": accumulation,
         "count_micro_steps": written.flag("managed_gradient_accumulation", True),
-        "on_nonfinite": "skip" if scale is not None or checks else "propagate",
+        "on_nonfinite": _on_nonfinite(written, "skip" if scale is not None or checks else "propagate"),
         "on_unused": "leave" if leaves else "raise",
         "kernels": kernels,
         "elementwise": written.flag("zero_allow_untested_optimizer") or None,
@@ -99,6 +100,11 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
 def _masters(written: Written) -> Literal["exact", "rounded"]:
     choices: dict[str, Literal["exact", "rounded"]] = {"exact": "exact", "rounded": "rounded"}
     return written.choice("zero_accelerators.masters", choices, "exact")
+
+
+def _on_nonfinite(written: Written, default: OnNonfinite) -> OnNonfinite:
+    choices: dict[str, OnNonfinite] = {"skip": "skip", "raise": "raise", "propagate": "propagate"}
+    return written.choice("zero_accelerators.on_nonfinite", choices, default)
 
 
 def _dtype(written: Written) -> Half | None:

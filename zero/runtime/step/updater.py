@@ -21,6 +21,8 @@ from zero.runtime.kernels.adam_step import FusedStep, Gradient, Member
 from zero.runtime.params.table import Params
 from zero.runtime.profiling import Timed, stop
 
+_MOST_NAMES = 5  # of parameters in an error
+
 
 @dataclass(frozen=True)
 class StepDecision:
@@ -273,7 +275,9 @@ class Updater(Timed):
 
     def nonfinite(self, norm: float) -> NonFinite:
         """Returns the error that names parameters which are not finite, and the ranks that they came from. A collective."""
-        names, ranks = ", ".join(self._nonfinite_names()), ", ".join(map(str, self._grad_ops.sources_of_nonfinite()))
+        found, ranks = self._nonfinite_names(), ", ".join(map(str, self._grad_ops.sources_of_nonfinite()))
+        more = len(found) - _MOST_NAMES
+        names = ", ".join(found[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
         where = f"in {names}, from rank {ranks}" if ranks else f"in {names}"
         return NonFinite(
             f"Cannot step: the norm of the gradients is {norm}: {where}. Nothing was applied. Look at the loss "
@@ -282,7 +286,7 @@ class Updater(Timed):
 
     def _nonfinite_names(self) -> list[str]:
         norms = ((name, self._grad_ops.norm(index, 2.0).item()) for index, name in enumerate(self._params.names))
-        return [name for name, norm in norms if not math.isfinite(norm)][:5]
+        return [name for name, norm in norms if not math.isfinite(norm)]
 
 
 def _is_torchs(step: Any) -> bool:
