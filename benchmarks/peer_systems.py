@@ -140,7 +140,9 @@ def driven(engine: Any) -> System:
     return System(backward, engine.step)
 
 
-def ours(model: nn.Module, options: argparse.Namespace, stage: int, offload: bool = False, shared: bool = True) -> System:
+def ours(
+    model: nn.Module, options: argparse.Namespace, stage: int, offload: bool = False, shared: bool = True, **more: Any
+) -> System:
     import zero
     from zero.config.schema import Batch, OptimizerSpec
     from zero.plan.costs import cost_of
@@ -155,6 +157,7 @@ def ours(model: nn.Module, options: argparse.Namespace, stage: int, offload: boo
         offload="cpu" if offload else None,
         shared_memory=shared,
         **({"bucket_bytes": options.our_bucket} if options.our_bucket else {}),
+        **more,
     )
     engine, optimizer, *_ = zero.initialize(model=model, config=config)
     in_one_pass = options.kernels != "torch"
@@ -177,6 +180,7 @@ SYSTEMS: dict[str, Callable[[nn.Module, argparse.Namespace], System]] = {
     "ours-1": lambda model, options: ours(model, options, 1),
     "ours-2": lambda model, options: ours(model, options, 2),
     "ours-3": lambda model, options: ours(model, options, 3),
+    "ours-2-int8": lambda model, options: ours(model, options, 2, reduce_dtype="int8"),
     "ours-2-offload": lambda model, options: ours(model, options, 2, offload=True),
     "ours-1-gloo": lambda model, options: ours(model, options, 1, shared=False),
     "ours-2-gloo": lambda model, options: ours(model, options, 2, shared=False),
