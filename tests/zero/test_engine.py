@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 import threading
 import warnings
 
@@ -762,4 +763,22 @@ def test_records_are_written_of_the_optimizer_that_initialize_gives_too(tmp_path
         engine.step()
         records.write(loss=1.0)
     assert '"step": 1' in (tmp_path / "records.jsonl").read_text()
+    engine.destroy()
+
+
+def test_a_skipped_step_is_logged_once_with_its_number_the_norm_and_the_scale_from_then_on(caplog):
+    caplog.set_level("INFO", logger="zero")
+    file = {
+        "train_micro_batch_size_per_gpu": 1,
+        "fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {}},
+    }
+    engine, *_ = zero.initialize(model=nn.Linear(3, 2), config=file)
+    for value in (1.0, torch.inf, 1.0):
+        engine.backward(engine(torch.full((1, 3), value, dtype=torch.float16)).float().sum())
+        engine.step()
+    said = [record.getMessage() for record in caplog.records if "Skipped" in record.getMessage()]
+    assert len(said) == engine.skipped_steps == 1
+    assert re.fullmatch(r"Skipped step 2: the norm of the gradients is (inf|nan)\. The loss scale is 8 from now on\.", said[0])
     engine.destroy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from zero.comm.exchange import run_on_all
@@ -14,6 +15,8 @@ from zero.runtime.grads.phase import Phase
 from zero.runtime.params.table import Params
 from zero.runtime.step.updater import StepDecision
 from zero.sharding.state import ShardingState
+
+logger = logging.getLogger("zero")
 
 
 def step(state: ShardingState) -> StepDecision | None:
@@ -28,6 +31,10 @@ def step(state: ShardingState) -> StepDecision | None:
         update(state, window.used, decision.coefficient)
     else:
         window.move_to(Phase.STEPPED)
+    if decision is not None and not is_applied and state.group.rank == 0:
+        scale = state.loss_scaler.scale
+        told = "" if scale is None else f" The loss scale is {scale.value:g} from now on."
+        logger.info("Skipped step %d: the norm of the gradients is %s.%s", sync.step, decision.grad_norm, told)
     sync.set_phase("before a backward")
     return decision
 
