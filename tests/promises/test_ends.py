@@ -120,14 +120,16 @@ def until(condition, limit_s):
 
 # Who holds the store, by what the ranks are started.
 HOLDERS = [("rank 0", "environment"), ("rank 0", "torchrun"), ("agent", "torchrun")]
+BY_DAY = ("rank 0", "environment", 3, "raise")
+ALL = [(*holder, world, last) for holder in HOLDERS for world in (2, 3) for last in ("raise", "close")]
 
 
-@pytest.mark.full
 @pytest.mark.promise("L01", "X12")
 @needs_proc
-@pytest.mark.parametrize(("holder", "launcher"), HOLDERS)
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("last", ["raise", "close"])
+@pytest.mark.parametrize(
+    ("holder", "launcher", "world", "last"),
+    [one if one == BY_DAY else pytest.param(*one, marks=pytest.mark.full) for one in ALL],
+)
 def test_where_who_holds_the_store_is_stopped_the_others_raise_and_then_end(holder, launcher, world, last, tmp_path):
     with Running(tmp_path, world, holder, launcher, last) as running:
         others = set(range(1, world))
