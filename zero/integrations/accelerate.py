@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -107,18 +107,20 @@ class ShardedAccelerator(Accelerator):
         if self.device_placement:
             move(model, self.device)
         optimizer = inner if isinstance(inner, ShardedOptimizer) else shard(model, inner, **self.zero)
-        self._check_ranks(optimizer.parts.group.size)
+        if optimizer.parts.group.size != self.num_processes:
+            self._refuse_ranks(optimizer)
         given = [None] * len(args) if device_placement is None else device_placement
         # Placing it would send all of its state through `state_dict` and back; it is where its parameters are.
         places = [False if arg is inner else place for arg, place in zip(args, given, strict=True)]
         return super().prepare(*(optimizer if arg is inner else arg for arg in args), device_placement=places)
 
-    def _check_ranks(self, num_ranks: int) -> None:
-        if num_ranks != self.num_processes:
-            raise ValueError(
-                f"Cannot train {num_ranks} ranks under accelerate: it sees {self.num_processes}, so all would train on the "
-                "same data. Where ranks are CPUs, pass cpu=True to the Accelerator, or use_cpu=True to TrainingArguments."
-            )
+    def _refuse_ranks(self, optimizer: ShardedOptimizer) -> NoReturn:
+        num_ranks = optimizer.parts.group.size
+        optimizer.close()  # the model is plain again
+        raise ValueError(
+            f"Cannot train {num_ranks} ranks under accelerate: it sees {self.num_processes}, so all would train on the same "
+            "data. Where ranks are CPUs, pass cpu=True to the Accelerator, or use_cpu=True to TrainingArguments."
+        )
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
         """Prepares the model's precision. Nothing wraps it to reduce gradients, which the sharded optimizer does."""

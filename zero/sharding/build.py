@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.comm.eight_bits import EIGHT_BITS
 from zero.comm.exchange import run_on_all
 from zero.comm.group import Group, TimeLimits
 from zero.config.schema import ZeroConfig
@@ -152,7 +151,7 @@ def _assemble(
         window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params)
         step_policy = StepPolicy(config.clip, config.on_nonfinite)
         updater = Updater(params, grad_ops, masters, optimizer, step_policy, fused_step)
-        publisher = WeightPublisher(layout_ref, params, group, weights, masters, config.gather_dtype == EIGHT_BITS)
+        publisher = WeightPublisher(layout_ref, params, group, weights, masters, config.gather_dtype is not None)
         offloader = StateOffloader(model, place.accelerator, params, formats, weights, masters, gradients, optimizer)
         components = (params, masters, window, hooks, updater, publisher, placer)
         parts = ShardingState(group, *components, config, offloader, memory_guard, LossScaler(config, scaling))

@@ -66,6 +66,7 @@ def prepared_where_accelerate_sees_one_process():
     try:
         ShardedAccelerator(cpu=False, zero={"stage": 2}).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     except ValueError as error:
+        assert model.weight.untyped_storage().nbytes() == model.weight.nbytes, "the model is plain again"
         return str(error)
 
 

@@ -4,7 +4,7 @@
 and a step has several messages. A pipe carries one in two system calls, without a thread. There is one pipe for each two ranks
 and each direction. The reader makes it; the writer opens it by /proc/PID/fd, as ranks reach each other's memory. When the
 process on the other side ends, for whatever reason, the pipe closes, which is noticed at once. What is in shared memory before
-a message is sent can be read by whoever has received the message.
+a message is sent can be read by the rank that received the message.
 
 Messages are short, so that a pipe takes one as a whole or not at all. A message that does not fit waits here and is written at
 the next call; a sender never waits for readers. A rank that gives up says of which calls it had all messages. What it sent for

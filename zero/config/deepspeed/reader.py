@@ -42,7 +42,7 @@ _MAX_DEPTH = 32
 
 
 class Reading(NamedTuple):
-    """A configuration, and notices for whoever wrote the file, one line each."""
+    """A configuration, and notices for the author of the file, one line each."""
 
     config: ZeroConfig
     notices: tuple[str, ...]

@@ -68,7 +68,7 @@ class InEightBits:
         num_shares, scale = self._layout_ref.layout.num_shares, self._scaling.loss_scale
         missing, before = self._missing.pop(bucket, (None, scale))
         if missing is not None and missing.numel() == buffer.numel():
-            buffer.add_(missing.to(buffer.device), alpha=scale / before)
+            buffer.add_(missing, alpha=scale / before)
         rows = buffer.view(num_shares, -1)
         size = num_bytes_of(rows.shape[1])
         message = staging.borrow(num_shares * size, torch.uint8)
