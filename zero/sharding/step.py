@@ -31,12 +31,16 @@ def step(state: ShardingState) -> StepDecision | None:
         update(state, window.used, decision.coefficient)
     else:
         window.move_to(Phase.STEPPED)
-    if decision is not None and not is_applied and state.group.rank == 0:
-        scale = state.loss_scaler.scale
-        told = "" if scale is None else f" The loss scale is {scale.value:g} from now on."
-        logger.info("Skipped step %d: the norm of the gradients is %s.%s", sync.step, decision.grad_norm, told)
+        _log_skip(state, decision)
     sync.set_phase("before a backward")
     return decision
+
+
+def _log_skip(state: ShardingState, decision: StepDecision | None) -> None:
+    if decision is not None and state.group.rank == 0:
+        scale = state.loss_scaler.scale
+        told = "" if scale is None else f" The loss scale is {scale.value:g} from now on."
+        logger.info("Skipped step %d: the norm of the gradients is %s.%s", state.window.sync.step, decision.grad_norm, told)
 
 
 def judge(state: ShardingState) -> StepDecision | None:
