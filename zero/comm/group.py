@@ -94,6 +94,14 @@ class Group(Protocol):
     size: int
 
     @property
+    def inner(self) -> Group:
+        """The ranks that states are in shares of: this group, or consecutive ranks of it; see zero/comm/hybrid.py."""
+
+    @property
+    def outer(self) -> Group | None:
+        """The ranks that have the same share as this one; None where there is no other."""
+
+    @property
     def shared_host_memory(self) -> SharedHostMemory | None:
         """What ranks see of each other's host memory; None where each sees its own only."""
 
