@@ -102,7 +102,7 @@ def sharing(group: Group, shared_memory: bool, shard_ranks: int | str | None = N
     agreed = agreed_shard_ranks(group, shard_ranks)
     if not isinstance(group, TorchGroup):
         return group
-    return replicated(_shared(group, shared_memory), agreed, lambda numbers: _shared(group.part(numbers), shared_memory))
+    return replicated(_shared(group, shared_memory), agreed, lambda parts: _shared(group.part(parts), shared_memory))
 
 
 def _shared(group: TorchGroup, wanted: bool) -> Group:

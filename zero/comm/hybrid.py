@@ -89,16 +89,17 @@ class HybridGroup:
             group.close()
 
 
-def replicated(everyone: Group, shard_ranks: int, part: Callable[[Sequence[int]], Group]) -> Group:
-    """Makes every `shard_ranks` consecutive ranks of a group one that states are in shares of. `part` makes a group of some of
-    its ranks. A collective."""
-    if shard_ranks == everyone.size:
+def replicated(everyone: Group, shard_ranks: int, part: Callable[[Sequence[Sequence[int]]], Group]) -> Group:
+    """Makes every `shard_ranks` consecutive ranks of a group one that states are in shares of. `part` makes groups of parts of
+    its ranks, and returns the one that this rank is in. A collective."""
+    size = everyone.size
+    if shard_ranks == size:
         return everyone
-    share = everyone.rank % shard_ranks
-    first = everyone.rank - share
-    inner = solo() if shard_ranks == 1 else part(range(first, first + shard_ranks))
+    inner: Group = solo()
+    if shard_ranks > 1:
+        inner = part([range(first, first + shard_ranks) for first in range(0, size, shard_ranks)])
     try:
-        outer = part(range(share, everyone.size, shard_ranks))
+        outer = part([range(share, size, shard_ranks) for share in range(shard_ranks)])
     except BaseException:
         inner.close()
         raise

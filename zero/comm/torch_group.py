@@ -34,7 +34,7 @@ from zero.comm.health.store import StoreClient
 from zero.comm.kept_groups import KeptGroups, Purpose
 from zero.comm.results import CompletedResult, SideBySide, SingleRankResult
 from zero.comm.torch_work import AllToAllReduce, CollectiveWork, TorchWire, bits, exit_all
-from zero.comm.torch_world import is_begun_here, is_up, ranks_of
+from zero.comm.torch_world import is_begun_here, is_up, new_group, ranks_of
 from zero.errors import GroupLost
 
 # torch 2.13 has new names for these and warns of the old ones
@@ -49,6 +49,7 @@ _REMEDY = "Start the ranks again from a checkpoint, or where all of them are sti
 _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
 _NO_LIMIT_S = 1e8  # of what serves other ranks, which ask when they like
 _TURN = datetime.timedelta(seconds=0.5)  # of waiting, between two looks whether another rank raised an alarm
+Parts = Sequence[Sequence[int]]  # ranks by their numbers in a group
 _TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
 
 
@@ -79,16 +80,16 @@ class _Wires(NamedTuple):
 
 
 class TorchGroup:
-    """A group of ranks over torch.distributed: those of a process group, or of a tuple, or all; or a part of another one, by
-    whose means a lost rank is found."""
+    """A group of ranks over torch.distributed: those of a process group, or of a tuple, or all; or this rank's part of another
+    one, by whose means a lost rank is found."""
     shared_host_memory = None
     outer = None
 
     def __init__(
-        self, accelerator: Accelerator, base: Any, limits: TimeLimits, whole: TorchGroup | None = None, part: Sequence[int] = ()
+        self, accelerator: Accelerator, base: Any, limits: TimeLimits, whole: TorchGroup | None = None, parts: Parts = ()
     ) -> None:
         self._whole = self if whole is None else whole
-        self._part = part  # the numbers in that
+        self._parts = parts  # of that, by the numbers in it
         self._ranks = self._ranks_of(base)  # in the world
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self._accelerator, self._backend = accelerator, accelerator.communication_backend
@@ -111,11 +112,15 @@ class TorchGroup:
         self._lost = None
 
     def _ranks_of(self, base: Any) -> list[int]:
-        return [self._whole._ranks[number] for number in self._part] if self._part else ranks_of(base)
+        own = [numbers for numbers in self._parts if self._whole.rank in numbers]
+        return self._whole._at(own[0]) if own else ranks_of(base)
 
-    def part(self, numbers: Sequence[int]) -> TorchGroup:
-        """Makes a group of some of these ranks. A collective of those."""
-        return TorchGroup(self._accelerator, None, self._limits, self, numbers)
+    def _at(self, numbers: Sequence[int]) -> list[int]:
+        return [self._ranks[number] for number in numbers]
+
+    def part(self, parts: Parts) -> TorchGroup:
+        """Makes a group of each of these parts, and returns the one that this rank is in. A collective."""
+        return TorchGroup(self._accelerator, None, self._limits, self, parts)
 
     def reconnect(self, base: Any) -> None:
         if not dist.is_initialized():
@@ -139,8 +144,8 @@ class TorchGroup:
         return patient, _Wires(tensors, self._new_group("gloo", limits.later_s))
 
     def _new_group(self, backend: str, limit_s: float) -> Any:
-        limit = datetime.timedelta(seconds=limit_s)
-        return dist.new_group(self._ranks, timeout=limit, backend=backend, use_local_synchronization=self._is_part)
+        lists = [self._ranks] if self._is_local or not self._parts else list(map(self._whole._at, self._parts))
+        return new_group(lists, self._ranks, backend, limit_s, self._is_local)
 
     def _new_watch(self) -> RankMonitor:
         client = _store_client()
@@ -161,8 +166,8 @@ class TorchGroup:
         return Purpose(dist.group.WORLD, tuple(self._ranks), self._backend, self._limits, os.getpid())
 
     @property
-    def _is_part(self) -> bool:
-        return self.size < dist.get_world_size()
+    def _is_local(self) -> bool:
+        return self._whole.size < dist.get_world_size()
 
     @property
     def inner(self) -> Group:
@@ -318,7 +323,7 @@ class TorchGroup:
             self._watch.close()
         if not self._watch.is_of_this_process:  # but of the one that this was forked from, and so are the threads of the wires
             return
-        is_kept = not self._is_over and self._is_part and self._lost is None
+        is_kept = not self._is_over and self._is_local and self._lost is None
         if is_kept:
             _kept.keep(self._purpose, (self._patient, self._prompt))
         was_lost, end_wires = self._lost is not None, self._give_up("it was closed")

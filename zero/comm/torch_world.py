@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -53,6 +53,15 @@ def mesh_of(group: object) -> Mesh | None:
             "mesh['replicate', 'shard']."
         )
     return Mesh(ranks, sizes[1] if len(sizes) == 2 else None)
+
+
+def new_group(lists: Sequence[list[int]], own: list[int], backend: str, limit_s: float, is_local: bool) -> Any:
+    """Makes a process group of each of these lists of ranks, and returns that of our own. All ranks of the world make all of
+    them, so that torch gives each a name which none had before; or, if it `is_local`, only those of a list, see
+    kept_groups.py."""
+    limit = datetime.timedelta(seconds=limit_s)
+    made = [dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=is_local) for ranks in lists]
+    return made[lists.index(own)]
 
 
 def begin_world(backend: str, limit_s: float) -> None:
