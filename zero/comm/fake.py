@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 
 from zero.comm.group import ANYONES, Group, Message, Pending, Wire
+from zero.comm.hybrid import replicated
 from zero.comm.results import CompletedResult, SingleRankResult, add_rows
 
 
@@ -65,6 +66,11 @@ class _FakeWire:
     def on_exit(self, end: Callable[[float], bool]) -> None: ...
 
     def close(self) -> None: ...
+
+
+def fake_group(size: int, shard_ranks: int) -> Group:
+    """Rank 0 of so many, whose states are in shares of so many of them."""
+    return replicated(FakeGroup(size), shard_ranks, lambda parts: FakeGroup(len(parts[0])))
 
 
 class FakeGroup:
