@@ -72,7 +72,7 @@ class Point:
     device: str
     case: str
     offload: str = "none"  # how much of what is sharded lives on the host beside the device
-    shard_ranks: int | None = field(default=None, repr=False)  # that states are in shares of; no axis
+    shard_ranks: int | str | None = field(default=None, repr=False)  # that states are in shares of; no axis
 
     def __str__(self) -> str:
         home = "" if self.offload == "none" else f" offload={self.offload}"

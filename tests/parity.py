@@ -289,7 +289,7 @@ def train_over_loopback(worker: int, workers: int, points: Sequence[Point]) -> l
 
 
 def _train_on(point: Point, group: LoopbackGroup) -> Trace:
-    return train_point(point, group.rank, group if point.shard_ranks is None else hybrid(group, point.shard_ranks))
+    return train_point(point, group.rank, group if point.shard_ranks is None else hybrid(group, int(point.shard_ranks)))
 
 
 def hybrid(group: LoopbackGroup, shard_ranks: int) -> Group:

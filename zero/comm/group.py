@@ -118,7 +118,8 @@ class Group(Protocol):
         `bucket` may have anything in it."""
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        """The whole sum of all ranks' buckets, taken in `sum_dtype`, with the same bits on all ranks."""
+        """The whole sum of all ranks' buckets, taken in `sum_dtype`, with the same bits on all ranks. What is no memory of
+        `staging` may be written again at once."""
 
     def all_gather(self, bucket: torch.Tensor) -> Pending:
         """Fills `bucket`, of which every rank has written its own share, with the shares of the others."""

@@ -52,6 +52,8 @@ def mesh_of(group: object) -> Mesh | None:
             "one that replicates and an inner one that shards, and its ranks ascend. Pass that part of it, as "
             "mesh['replicate', 'shard']."
         )
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"Cannot use a DeviceMesh of ranks {list(ranks)} on rank {dist.get_rank()}. Shard on its ranks only.")
     return Mesh(ranks, sizes[1] if len(sizes) == 2 else None)
 
 

@@ -95,6 +95,11 @@ class GradientShard(Shard):
             self.sum_of(bucket, writes=True).copy_(before)
         return added
 
+    def reuse(self, bucket: int, added: torch.Tensor) -> None:
+        """Takes back what `end_partial` returned, as memory for the next sum."""
+        if added.is_cpu and self.home_of(bucket).device == added.device and not self.stream.has(bucket):
+            self._kept[bucket] = added
+
     def add_across(self, bucket: int, values: torch.Tensor, factor: float) -> None:
         """Adds `factor` times a sum over replicas to what is no partial sum."""
         if bucket not in self.partial:

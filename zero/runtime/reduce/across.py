@@ -25,10 +25,10 @@ class _Sum(NamedTuple):
 class SumsAcross:
     """Sums over replicas on their way, first in, first out, in an order that is the same on all ranks.
 
-    [Note: across once] A share goes across when the last declared backward has reduced it inside: on the host at once, while
-    backward goes on, as nothing there waits for another rank. What came otherwise waits in the share, added up, and goes across
-    when the window settles. On a device everything does: its collectives run in the order in which they were begun, which must
-    be the same on all ranks, and at the settling it is.
+    [Note: across once] A share goes across when the last round that is declared for it has been reduced inside: on the host at
+    once, while backward goes on, as nothing there waits for another rank. What came otherwise waits in the share, added up, and
+    goes across when the window settles. On a device everything does: its collectives run in the order in which they were begun,
+    which must be the same on all ranks, and at the settling it is.
     """
 
     def __init__(self, outer: Group, shard: GradientShard, add: Callable[..., None]) -> None:
@@ -46,7 +46,9 @@ class SumsAcross:
 
     def begin_partial(self, bucket: int) -> None:
         """Sends the partial sum of a share."""
-        self.begin(bucket, self._shard.end_partial(bucket).to(self._shard.device), 1.0)
+        inner = self._shard.end_partial(bucket)
+        self.begin(bucket, inner.to(self._shard.device), 1.0)
+        self._shard.reuse(bucket, inner)
 
     def land_all(self) -> None:
         """Sends all partial sums, and waits for everything that is on its way."""
@@ -55,17 +57,18 @@ class SumsAcross:
             self.begin_partial(bucket)
         self.land()
 
-    def land_done(self) -> None:
+    def land_done(self, keep: bool) -> None:
         while self._in_flight and self._in_flight[0].pending.done():
-            self._land()
+            self._land(keep)
 
-    def land(self, most: int = 0) -> None:
+    def land(self, most: int = 0, keep: bool = True) -> None:
         """Waits for replicas, until no more than so many sums are on their way."""
         while len(self._in_flight) > most:
-            self._land()
+            self._land(keep)
 
-    def _land(self) -> None:
-        bucket, pending, factor, keep = self._in_flight.popleft()
+    def _land(self, keep: bool) -> None:
+        bucket, pending, factor, was_to_be_kept = self._in_flight.popleft()
+        keep &= was_to_be_kept
         shard = self._shard
         if keep and bucket not in shard.partial and shard.home_of(bucket).device == shard.device:
             target, fresh = shard.target(bucket)

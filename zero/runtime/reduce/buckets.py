@@ -212,7 +212,8 @@ class Reducer(Timed):
         """One more round for every bucket that needs it on some rank; of these, some in the dtype of sums. Then sums are those
         of all ranks."""
         for index in buckets:
-            self.inflight.send(index, self._close_fp32(index) if wide >> index & 1 else self._close(index))
+            buffer = self._close_fp32(index) if wide >> index & 1 else self._close(index)
+            self.inflight.send(index, buffer, is_last=True)
             self.inflight.retire(keep=True, most=1)
         self.inflight.retire(keep=True)
         self.inflight.settle()

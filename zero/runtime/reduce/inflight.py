@@ -80,7 +80,7 @@ class InflightReductions(Timed):
         checks_finite: bool = False,
         sums: Sums | None = None,
     ) -> None:
-        self.num_bytes = 0  # sent so far, by this rank
+        self._num_bytes = 0  # sent so far, by this rank
         self._layout_ref = layout_ref
         self._scaling = scaling  # says what a sum is multiplied with when it is kept
         self._staging = staging
@@ -95,6 +95,11 @@ class InflightReductions(Timed):
         self._in_flight: deque[_Round] = deque()
         self._waiting: deque[_Waiting] = deque()
 
+    @property
+    def num_bytes(self) -> int:
+        """Sent so far, by this rank."""
+        return self._num_bytes + (0 if self._across is None else self._across.num_bytes)
+
     def __len__(self) -> int:
         return len(self._in_flight) + len(self._waiting)
 
@@ -106,7 +111,7 @@ class InflightReductions(Timed):
         if narrow.is_floating_point() and narrow is not buffer:  # to which some were too large
             self._look_at(narrow)
         buffer, dtype = narrow, sum_dtype(narrow.dtype)
-        self.num_bytes += buffer.nbytes
+        self._num_bytes += buffer.nbytes
         if self._has_room(buffer.nbytes):
             self._send(bucket, buffer, dtype, is_last)
         else:
@@ -114,7 +119,7 @@ class InflightReductions(Timed):
         while self._in_flight and self._in_flight[0].pending.done():
             self._retire(keep)
         if self._across is not None:
-            self._across.land_done()
+            self._across.land_done(keep)
 
     def _look_at(self, buffer: torch.Tensor) -> None:
         if self.checks_finite:
@@ -174,12 +179,12 @@ class InflightReductions(Timed):
         """Waits for other ranks, until no more than so many rounds are on their way."""
         while len(self) > most:
             self._retire(keep)
-        self._land_across(most)
+        self._land_across(most, keep)
 
     @stop("reduce")
-    def _land_across(self, most: int) -> None:
+    def _land_across(self, most: int, keep: bool) -> None:
         if self._across is not None:
-            self._across.land(most)
+            self._across.land(most, keep)
 
     @stop("reduce")
     def settle(self) -> None:
