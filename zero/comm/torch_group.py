@@ -80,16 +80,14 @@ class _Wires(NamedTuple):
 
 
 class TorchGroup:
-    """A group of ranks over torch.distributed: those of a process group, or of a tuple, or all; or this rank's part of another
-    one, by whose means a lost rank is found."""
+    """A group of ranks over torch.distributed: those given, or all; or this rank's part of such a group."""
     shared_host_memory = None
     outer = None
 
     def __init__(
         self, accelerator: Accelerator, base: Any, limits: TimeLimits, whole: TorchGroup | None = None, parts: Parts = ()
     ) -> None:
-        self._whole = self if whole is None else whole
-        self._parts = parts  # of that, by the numbers in it
+        self._of, self._parts = whole, parts  # of that, by the numbers in it
         self._ranks = self._ranks_of(base)  # in the world
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self._accelerator, self._backend = accelerator, accelerator.communication_backend
@@ -103,7 +101,7 @@ class TorchGroup:
     def _connect(self) -> None:
         shutdown.prepare()
         self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
-        if self._whole is self:
+        if self._of is None:
             self._watch = self._new_watch()
             self._watch.wait_for_start(self._limits.first_s, lambda rank: shutdown.words_of(_store_client(), self._ranks[rank]))
         self._watch = self._whole._watch
@@ -112,11 +110,11 @@ class TorchGroup:
         self._lost = None
 
     def _ranks_of(self, base: Any) -> list[int]:
-        own = [numbers for numbers in self._parts if self._whole.rank in numbers]
-        return self._whole._at(own[0]) if own else ranks_of(base)
+        return ranks_of(base) if self._of is None else next(part for part in self._all_parts if dist.get_rank() in part)
 
-    def _at(self, numbers: Sequence[int]) -> list[int]:
-        return [self._ranks[number] for number in numbers]
+    @property
+    def _all_parts(self) -> list[list[int]]:
+        return [[self._whole._ranks[number] for number in part] for part in self._parts] or [self._ranks]
 
     def part(self, parts: Parts) -> TorchGroup:
         """Makes a group of each of these parts, and returns the one that this rank is in. A collective."""
@@ -144,7 +142,7 @@ class TorchGroup:
         return patient, _Wires(tensors, self._new_group("gloo", limits.later_s))
 
     def _new_group(self, backend: str, limit_s: float) -> Any:
-        lists = [self._ranks] if self._is_local or not self._parts else list(map(self._whole._at, self._parts))
+        lists = [self._ranks] if self._is_local else self._all_parts
         return new_group(lists, self._ranks, backend, limit_s, self._is_local)
 
     def _new_watch(self) -> RankMonitor:
@@ -164,6 +162,10 @@ class TorchGroup:
     @property
     def _purpose(self) -> Purpose:
         return Purpose(dist.group.WORLD, tuple(self._ranks), self._backend, self._limits, os.getpid())
+
+    @property
+    def _whole(self) -> TorchGroup:
+        return self._of or self
 
     @property
     def _is_local(self) -> bool:
@@ -319,8 +321,7 @@ class TorchGroup:
         return not dist.is_initialized() or self._world is not dist.group.WORLD
 
     def close(self) -> None:
-        if self._whole is self:
-            self._watch.close()
+        self._watch.close()
         if not self._watch.is_of_this_process:  # but of the one that this was forked from, and so are the threads of the wires
             return
         is_kept = not self._is_over and self._is_local and self._lost is None
