@@ -91,7 +91,8 @@ def fsdp2(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", sizes or (options.world,))
+    sizes = sizes or (options.world,)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     policy = MixedPrecisionPolicy(param_dtype=half(options), reduce_dtype=half(options))
     for block in getattr(model, "blocks", ()):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -163,7 +164,7 @@ def ours(
     )
     engine, optimizer, *_ = zero.initialize(model=model, config=config)
     in_one_pass = options.kernels != "torch"
-    layout, rank = optimizer.parts.layout_ref.layout, dist.get_rank()
+    layout, rank = optimizer.parts.layout_ref.layout, optimizer.parts.group.inner.rank
     cost = cost_of(layout, stage, options.world, rank, 2, options.accumulation, one_host=shared, one_pass=in_one_pass)
     return driven(engine)._replace(predicted_bytes=cost.peak)
 
