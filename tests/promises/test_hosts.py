@@ -233,3 +233,43 @@ def test_torchrun_goes_on_with_two_hosts_when_it_loses_the_third(tmp_path):
         net.kill(2)
         assert [program.wait(240.0) for program in programs[:2]] == [0, 0], programs[0].output
         assert f"step {NUM_STEPS} of {NUM_STEPS} with 4 ranks" in programs[0].output + programs[1].output
+
+
+def train_in_shares_of_a_host(rank, world):
+    """The error that this rank saw, and how long after it came to where another host is lost."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    limits = {"timeout_s": LIMIT_S, "first_step_timeout_s": 60.0}
+    optimizer = zero.shard(model, inner, stage=2, bucket_bytes=64, shard_ranks="host", **limits)
+    step, begun = 0, 0.0
+
+    def reach(_):
+        nonlocal begun
+        if step == STEP:
+            hosts.reached("backward")
+            begun = time.monotonic()
+
+    model[2].weight.register_hook(reach)
+    try:
+        for step in range(1, 2 * STEP):
+            model(torch.full((2, 4), 1.0 + rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except ZeroError as error:
+        return str(error), time.monotonic() - begun
+    return "nothing was wrong", 0.0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["cut", "pause", "kill"])
+def test_a_host_that_is_lost_is_named_where_each_has_all_shares(how):
+    """Ranks of one host need no other for weights, and still go on with none."""
+    with hosts.started(2, 2) as net:
+        call = net.begin(train_in_shares_of_a_host).wait_for("backward")
+        getattr(net, how)(1)
+        found = call.go_on([0, 1] if how != "cut" else None).outcomes(60.0, ranks=[0, 1])
+        assert all(outcome.ok for outcome in found), ranks.describe(found)
+    for outcome in found:
+        text, seconds = outcome.value
+        assert re.search("rank [23] on node1 was last seen in a backward of step 3", text), text
+        assert seconds < LIMIT_S + SLACK_S
