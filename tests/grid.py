@@ -18,8 +18,6 @@ from typing import Any
 from accelerators.simulated.capabilities import CAPABILITIES
 from tests.oracle import DynamicScale, StaticScale
 from tests.zoo import CASES
-from zero.optim.several import as_one
-from zero.optim.traits import steps_by_blocks
 
 # What a simulated device can lack, one at a time, as far as anything below `zero` asks for it: who has no streams or events
 # waits otherwise, who does not count its memory flattens without asking, norms are summed in fp64 where there is any, and
@@ -209,6 +207,9 @@ def on_disk(full: bool = False) -> list[Point]:
 
 @cache
 def _steps_by_blocks(name: str) -> bool:
+    from zero.optim.several import as_one  # here, as tests.mutants loads this module and then changed libraries
+    from zero.optim.traits import steps_by_blocks
+
     return steps_by_blocks(as_one(CASES[name].optimizer(CASES[name].build())))
 
 
