@@ -64,7 +64,7 @@ def train(world, folder, group, homes="disk"):
 
 @pytest.mark.full
 @pytest.mark.promise("H07")
-@pytest.mark.parametrize("world", [1])
+@pytest.mark.parametrize("world", [1, 2])
 def test_300_million_parameters_train_in_a_gibibyte_and_a_half_from_construction_to_export(tmp_path, world):
     with memory_group() as group:
         ended = train(world, tmp_path, group)
