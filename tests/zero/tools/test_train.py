@@ -185,8 +185,8 @@ def test_one_rank_needs_no_launcher_and_the_answer_is_one_object(tmp_path, capsy
     assert answer["sample"].startswith("def ") and len(answer["sample"]) > 100
     page = (tmp_path / "run" / "report.html").read_text()
     drawings = [ElementTree.fromstring(drawing) for drawing in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
-    assert [len(drawing.findall("{*}path")) for drawing in drawings] == [1, 5, 1]
-    assert page.count("<svg") == 3 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert [len(drawing.findall("{*}path")) for drawing in drawings] == [1, 5, 1, 1]
+    assert page.count("<svg") == 4 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
     for name in ("forward", "backward", "reduce", "step", "publish", "rank 0", "loss", *STOPS):
         assert name in page
 
