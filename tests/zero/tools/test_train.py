@@ -33,8 +33,8 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
 TEXT = b"".join(b"%d squared is %d\n" % (number, number**2) for number in range(400))
 TINY = {"data": None, "batch": 5, "layers": 1, "width": 32, "context": 16, "dropout": 0.1, "lr": 1e-2, "seed": 3, "stage": 2,
-        "dtype": "float32", "offload": "none", "homes": (), "accumulation": 1, "compile": False, "save_every": 100, "log_every": 10,
-        "tensorboard": False, "json": True}  # fmt: skip
+        "dtype": "float32", "offload": "none", "homes": (), "accumulation": 1, "compile": False, "save_every": 100,
+        "log_every": 10, "tensorboard": False, "json": True}  # fmt: skip
 SAID = ["--layers", "1", "--width", "32", "--context", "16", "--batch", "4", "--json"]
 
 

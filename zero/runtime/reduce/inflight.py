@@ -63,10 +63,10 @@ class InflightReductions(Timed):
     without anything more from this rank.
 
     [Note: ahead of other ranks]
-    A rank that is ahead of others would have a whole backward on its way, as it never waits for them. Beside two rounds, only so
-    much is as `Staging.room` has room for. On a device further rounds wait on the host, and are sent in their order as earlier
-    ones land: a rank that is ahead has the time for two copies. On the host it waits for the others for a moment, and no longer,
-    as one of them may wait for this rank; after that it waits for none until one has come.
+    A rank that is ahead of others would have a whole backward on its way, as it never waits for them. Beside two rounds, only
+    so much is as `Staging.room` has room for. On a device further rounds wait on the host, and are sent in their order as
+    earlier ones land: a rank that is ahead has the time for two copies. On the host it waits for the others for a moment and no
+    longer, as one of them may wait for this rank; after that it waits for none until one has come.
     """
 
     def __init__(

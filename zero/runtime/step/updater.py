@@ -277,8 +277,8 @@ class Updater(Timed):
     def nonfinite(self, norm: float) -> NonFinite:
         """Returns the error that names parameters which are not finite, and the ranks that they came from. A collective."""
         return NonFinite(
-            f"Cannot step: the norm of the gradients is {norm}: {self._where_nonfinite()}. Nothing was applied. Look at the loss "
-            "and the batch there, or set on_nonfinite to 'skip' or 'propagate'."
+            f"Cannot step: the norm of the gradients is {norm}: {self._where_nonfinite()}. Nothing was applied. Look at the "
+            "loss and the batch there, or set on_nonfinite to 'skip' or 'propagate'."
         )
 
     def _where_nonfinite(self) -> str:

@@ -185,9 +185,9 @@ def _failure(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
         return None
     places = "".join(explain("failed", rank) for rank in failed)
     return RankFailed(
-        f"Cannot go on: {_ranks(failed)} failed or cleared its gradients at step {everyone[0].step + 1}{places}, where the others "
-        f"came to {next(counts.occasion for counts in everyone if counts.occasion != 'zero_grad')}; see its own error. Nothing "
-        "was applied. Call zero_grad on all ranks to go on without this window."
+        f"Cannot go on: {_ranks(failed)} failed or cleared its gradients at step {everyone[0].step + 1}{places}, where the "
+        f"others came to {next(counts.occasion for counts in everyone if counts.occasion != 'zero_grad')}; see its own error. "
+        "Nothing was applied. Call zero_grad on all ranks to go on without this window."
     )
 
 
@@ -259,8 +259,8 @@ def _different_contributions(everyone: Sequence[Counts]) -> ZeroError | None:
     idle = [rank for rank, counts in enumerate(everyone) if not counts.contributed]
     if idle and len(idle) < len(everyone):
         return RanksDiffer(
-            f"Cannot go on: {_ranks(idle)} came to {everyone[0].occasion} at step {everyone[0].step + 1} without a gradient, but "
-            "the others have one. Call optimizer.no_contribution() on a rank that has nothing to add."
+            f"Cannot go on: {_ranks(idle)} came to {everyone[0].occasion} at step {everyone[0].step + 1} without a gradient, "
+            "but the others have one. Call optimizer.no_contribution() on a rank that has nothing to add."
         )
     weighted = [rank for rank, counts in enumerate(everyone) if counts.weighted]
     plain = [rank for rank, counts in enumerate(everyone) if counts.used and not counts.weighted]

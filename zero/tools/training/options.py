@@ -69,8 +69,8 @@ class Options:
             kind, _, place = given.partition("=")
             if kind not in (WEIGHTS, *KINDS) or not place:
                 raise ValueError(
-                    f"Cannot train with --homes {given}: it has another form. Give KIND=PLACE, of {WEIGHTS}, {', '.join(KINDS)}, "
-                    "and of cpu, disk:/a/directory."
+                    f"Cannot train with --homes {given}: it has another form. Give KIND=PLACE, of {WEIGHTS}, {', '.join(KINDS)}"
+                    " and of cpu, disk:/a/directory."
                 )
             if kind != WEIGHTS or stage == self.stage:
                 found[kind] = place
