@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -84,6 +84,9 @@ class Weights(Protocol):
 
     def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Notes tensors that were on the meta device and must get values."""
+
+    def expect_buffers(self, unwritten: Callable[[], list[str]]) -> None:
+        """Notes what names the buffers that were on the meta device and have no values yet."""
 
     def note_written(self, tensor: torch.nn.Parameter) -> None:
         """Notes that a parameter has values."""
@@ -192,6 +195,8 @@ class FlatBuffer:
         return self.chunks[found.chunk][found.span.start : found.span.stop]
 
     def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+    def expect_buffers(self, unwritten: Callable[[], list[str]]) -> None: ...
 
     def note_written(self, tensor: torch.nn.Parameter) -> None: ...
 

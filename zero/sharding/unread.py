@@ -27,7 +27,7 @@ class UnreadParams:
     """The parameters of a model that are in files. They are all on the meta device, or all as they were. See [Note: unread
     weights]."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         extra = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
         self._params = unread_among(model, extra) if isinstance(model, nn.Module) else []  # else it is refused later
         self._before: dict[Any, Unread] = {}  # what those were that are on the meta device by now

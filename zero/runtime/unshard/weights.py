@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -38,6 +38,7 @@ class ShardedWeights:
         self._first_number = first_number  # of shares; every second one is of the frozen weights
         self.exchange = exchange
         self._unwritten: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # plain tensors, and their first version
+        self._unwritten_buffers: Callable[[], list[str]] = list
         self._shares: dict[int, Share] = {}  # by bucket
         self._common: dict[int, torch.Tensor] = {}  # memory of chunks that all ranks see
 
@@ -221,6 +222,9 @@ class ShardedWeights:
     def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._unwritten |= {name: (weakref.ref(tensor), tensor._version) for name, tensor in tensors.items()}
 
+    def expect_buffers(self, unwritten: Callable[[], list[str]]) -> None:
+        self._unwritten_buffers = unwritten
+
     def note_written(self, tensor: torch.nn.Parameter) -> None:
         if isinstance(tensor, Absent):
             tensor.in_chunk.unwritten.pop(tensor.label, None)
@@ -237,7 +241,7 @@ class ShardedWeights:
     def check_written(self) -> None:
         chunks = [*(self._frozen.chunks.values() if self._frozen is not None else ()), *self.chunks.values()]
         names = [name for chunk in reversed(chunks) for name in reversed(chunk.unwritten)]
-        names += self._plain_unwritten()
+        names += [*self._plain_unwritten(), *self._unwritten_buffers()]
         if names:
             raise RuntimeError(
                 f"Cannot step: nobody has written to {', '.join(names[:5])} ({len(names)} such parameters and buffers), which "
