@@ -18,8 +18,8 @@ needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="a
 def config(stage, **more):
     adamw = {"type": "AdamW", "params": {"lr": 0.01}}
     return {
-        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "optimizer": adamw, "zero_optimization": {"stage": stage},
-        **more,
+        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "optimizer": adamw,
+        "zero_optimization": {"stage": stage}, **more,
     }  # fmt: skip
 
 
