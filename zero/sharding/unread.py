@@ -3,7 +3,7 @@ shares."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,11 @@ class UnreadParams:
             run_on_all(group, self._to_meta)
         elif self._params:
             run_on_all(group, self._read, partial(failed_on, _UNCHANGED))
+
+    @property
+    def awaited(self) -> Collection[Any]:
+        """Those that `fill` will give values."""
+        return self._before.keys()
 
     def fill(self, parts: ShardingState) -> None:
         """Reads the weights of this rank's shares. A collective, where there are any."""

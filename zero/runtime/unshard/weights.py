@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -85,9 +85,11 @@ class ShardedWeights:
                 own = bucket.share(self.exchange.group.rank)
                 part = source[own.start : own.stop]
                 if common is None:
-                    values = torch.empty(part.shape, dtype=dtype, device="cpu").copy_(part)
+                    values = torch.empty(part.shape, dtype=dtype, device="cpu")
                 else:
-                    values = common[own.start : own.stop].copy_(part)
+                    values = common[own.start : own.stop]
+                if not part.is_meta:  # else it gets values later
+                    values.copy_(part)
                 number = self._first_number + 2 * index
                 self._shares[index] = self.exchange.add(number, bucket.span, own, values, bucket.offloaded)
         shares = [self._shares[index] for index in layout.buckets_in(chunk)]
@@ -138,7 +140,14 @@ class ShardedWeights:
 
     # frozen parameters -------------------------------------------------------------------------------------------
 
-    def take_frozen(self, names: Sequence[str], tensors: Sequence[torch.nn.Parameter], place: Place, offload: float) -> None:
+    def take_frozen(
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.nn.Parameter],
+        place: Place,
+        offload: float,
+        awaited: Container[torch.nn.Parameter],
+    ) -> None:
         formats = [ParamFormat.of(tensor) for tensor in tensors]
         shapes, dtypes = [tuple(tensor.shape) for tensor in tensors], [dtype_name(tensor.dtype) for tensor in tensors]
         specs = [ParamSpec(*each, offload=offload) for each in zip(names, shapes, dtypes, strict=True)]
@@ -149,7 +158,7 @@ class ShardedWeights:
         flattener = Flattener(frozen, tensors, formats, place)
 
         def move(chunk: int) -> None:
-            nothing = flattener.nothing(chunk)
+            nothing = flattener.nothing(chunk, awaited)
             source = flattener.read(chunk) if nothing is None else nothing
             flattener.write(chunk, source)
             if nothing is None:
