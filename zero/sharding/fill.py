@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -41,9 +42,9 @@ def fill(parts: ShardingState, values: Mapping[torch.Tensor, Values], remedy: st
     with ProgressBar("loading", num_elements, parts.group.rank == 0, "elements") as bar:
 
         def read() -> None:
-            for part in (part for each in its.values() for part in each):
-                _fill_part(part)
-                bar.advance(part.span.numel)
+            for line, numbers in _read_ahead(_pieces(part for each in its.values() for part in each)):
+                line.copy_(numbers)
+                bar.advance(line.numel())
 
         try:
             run_on_all(parts.group, read, partial(failed_on, remedy))
@@ -77,14 +78,43 @@ def _parts_by_param(
             yield tensor, [_Part(values[tensor], in_param, its, memory.detach) for in_param, memory in pieces]
 
 
-def _fill_part(part: _Part) -> None:
-    line, span = part.line(), part.span
-    if part.format.order is not None:
-        line.copy_(part.format.flatten(whole(part.values))[span.start : span.stop])
-        return
-    for start in range(0, span.numel, _AT_ONCE):
-        stretch = Span(span.start + start, min(span.stop, span.start + start + _AT_ONCE))
-        line[start : start + stretch.numel].copy_(part.values.read(stretch))
+class _Piece(NamedTuple):
+    """What is read at a time."""
+
+    line: Callable[[], torch.Tensor]
+    read: Callable[[], torch.Tensor]
+
+
+def _pieces(parts: Iterable[_Part]) -> Iterator[_Piece]:
+    for part in parts:
+        span, values = part.span, part.values
+        if part.format.order is not None:
+            yield _Piece(part.line, partial(_in_slot, part))
+            continue
+        for start in range(0, span.numel, _AT_ONCE):
+            stretch = Span(span.start + start, min(span.stop, span.start + start + _AT_ONCE))
+            yield _Piece(partial(_stretch_of, part.line, start, stretch.numel), partial(values.read, stretch))
+
+
+def _stretch_of(line: Callable[[], torch.Tensor], start: int, numel: int) -> torch.Tensor:
+    return line()[start : start + numel]
+
+
+def _in_slot(part: _Part) -> torch.Tensor:
+    return part.format.flatten(whole(part.values))[part.span.start : part.span.stop]
+
+
+def _read_ahead(pieces: Iterable[_Piece]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each piece with its values, while a thread reads the next one: a disk waits for nobody then."""
+    with ThreadPoolExecutor(1, "zero-reader") as reader:
+        before: tuple[_Piece, Future[torch.Tensor]] | None = None
+        for piece in pieces:
+            coming = piece, reader.submit(piece.read)
+            if before is not None:
+                yield before[0].line(), before[1].result()
+            before = coming
+        if before is not None:
+            yield before[0].line(), before[1].result()
 
 
 def failed_on(remedy: str, error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:

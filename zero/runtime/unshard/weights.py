@@ -84,10 +84,8 @@ class ShardedWeights:
                 bucket = layout.buckets[index]
                 own = bucket.share(self.exchange.group.rank)
                 part = source[own.start : own.stop]
-                if common is None:
-                    values = torch.empty(part.shape, dtype=dtype, device="cpu")
-                else:
-                    values = common[own.start : own.stop]
+                seen = None if common is None else common[own.start : own.stop]
+                values = torch.empty(part.shape, dtype=dtype, device="cpu") if seen is None else seen
                 if not part.is_meta:  # else it gets values later
                     values.copy_(part)
                 number = self._first_number + 2 * index
