@@ -105,6 +105,7 @@ def loaded_as_plain(folder, kind, options, as_context=False, model_class=None):
     return at_load, sum(counted)
 
 
+@pytest.mark.promise("I02")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe", "resnet", *AT_NIGHT])
 def test_a_model_is_that_of_plain_from_pretrained_bit_by_bit(kind, tmp_path):
     model = tiny(kind)
@@ -223,10 +224,12 @@ def resized(folder):
     return found
 
 
+@pytest.mark.promise("I05")
 def test_embeddings_are_resized_before_sharding_and_an_error_says_so_afterwards(tmp_path):
     for kind in ("llama", "gpt2"):
         tiny(kind).save_pretrained(tmp_path / kind)
-    both_ranks(f"{HERE}:resized", str(tmp_path))
+    here, there = both_ranks(f"{HERE}:resized", str(tmp_path))
+    assert here == there and len(here) == 2
 
 
 def generated(folder, kind):
