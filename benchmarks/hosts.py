@@ -2,6 +2,8 @@
 
     python benchmarks/hosts.py                              links of 1 and of 10 Gbit/s, two hosts with a rank each
     python benchmarks/hosts.py --deepspeed PYTHON           and DeepSpeed, in an environment that has it
+    python benchmarks/hosts.py --ranks 2 --systems ours-2 ours-2-host fsdp2 fsdp2-host
+                                                            states in shares of all ranks, or of those of a host
 
 It takes root on Linux. Each system runs in fresh processes, one after another in each round. *step* is the median over
 rounds of the median step, which is as long as the slowest rank's; *to bare* is what it takes of forward and backward alone,

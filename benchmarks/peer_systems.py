@@ -83,13 +83,16 @@ def stepping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[],
     return step
 
 
-def fsdp2(model: nn.Module, options: argparse.Namespace, reshard: bool = False) -> System:
+def fsdp2(
+    model: nn.Module, options: argparse.Namespace, reshard: bool = False, sizes: tuple[int, ...] | None = None
+) -> System:
     """As ZeRO-2: whole parameters stay from forward to backward; or as ZeRO-3, with `reshard`. Gradients travel in the
-    training's dtype."""
+    training's dtype. `sizes` of a mesh, if the ranks are no line."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (options.world,))
+    sizes = sizes or (options.world,)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     policy = MixedPrecisionPolicy(param_dtype=half(options), reduce_dtype=half(options))
     for block in getattr(model, "blocks", ()):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -161,7 +164,7 @@ def ours(
     )
     engine, optimizer, *_ = zero.initialize(model=model, config=config)
     in_one_pass = options.kernels != "torch"
-    layout, rank = optimizer.parts.layout_ref.layout, dist.get_rank()
+    layout, rank = optimizer.parts.layout_ref.layout, optimizer.parts.group.inner.rank
     cost = cost_of(layout, stage, options.world, rank, 2, options.accumulation, one_host=shared, one_pass=in_one_pass)
     return driven(engine)._replace(predicted_bytes=cost.peak)
 
@@ -172,6 +175,7 @@ SYSTEMS: dict[str, Callable[[nn.Module, argparse.Namespace], System]] = {
     "ddp-zero": lambda model, options: ddp(model, options, sharded=True),
     "fsdp2": fsdp2,
     "fsdp2-3": lambda model, options: fsdp2(model, options, reshard=True),
+    "fsdp2-host": lambda model, options: fsdp2(model, options, sizes=(options.hosts, options.ranks)),
     "deepspeed-1": lambda model, options: deepspeed(model, options, 1),
     "deepspeed-2": lambda model, options: deepspeed(model, options, 2),
     "deepspeed-3": lambda model, options: deepspeed(model, options, 3),
@@ -180,6 +184,9 @@ SYSTEMS: dict[str, Callable[[nn.Module, argparse.Namespace], System]] = {
     "ours-1": lambda model, options: ours(model, options, 1),
     "ours-2": lambda model, options: ours(model, options, 2),
     "ours-3": lambda model, options: ours(model, options, 3),
+    "ours-1-host": lambda model, options: ours(model, options, 1, shard_ranks="host"),
+    "ours-2-host": lambda model, options: ours(model, options, 2, shard_ranks="host"),
+    "ours-3-host": lambda model, options: ours(model, options, 3, shard_ranks="host"),
     "ours-2-int8": lambda model, options: ours(model, options, 2, reduce_dtype="int8"),
     "ours-2-offload": lambda model, options: ours(model, options, 2, offload=True),
     "ours-1-gloo": lambda model, options: ours(model, options, 1, shared=False),

@@ -83,6 +83,7 @@ def config_of(case: Case, point: Point, time_limit_s: float = 30.0) -> ZeroConfi
         timeout_s=time_limit_s,
         gathered_bytes=0,  # the least, with which most is fetched and freed
         shared_memory=point.device != APART,
+        shard_ranks=point.shard_ranks,
         offload={"half": Offload(ratio=0.5), "all": Offload()}.get(point.offload),
         homes=_ON_DISK.get(point.offload, {}),
     )

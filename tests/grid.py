@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -70,9 +70,11 @@ class Point:
     device: str
     case: str
     offload: str = "none"  # how much of what is sharded lives on the host beside the device
+    shard_ranks: int | str | None = field(default=None, repr=False)  # that states are in shares of; no axis
 
     def __str__(self) -> str:
         home = "" if self.offload == "none" else f" offload={self.offload}"
+        home += "" if self.shard_ranks is None else f" shard_ranks={self.shard_ranks}"
         return f"{self.case} stage={self.stage} world={self.world} {self.dtype} {self.bucket} {self.entry} {self.device}{home}"
 
     def loss_scale(self) -> DynamicScale | StaticScale | None:
@@ -185,6 +187,37 @@ def sharded_weights(full: bool = False) -> list[Point]:
     return [those[7 * index % len(those)] for index, those in enumerate(few)][::2]
 
 
+def replicated(full: bool = False) -> list[Point]:
+    """Points on the host whose states are in shares of a part of the ranks: in the day one of each second case."""
+    points = [
+        Point(stage, world, dtype, bucket, entry, "cpu", case, shard_ranks=world // 2 if world > 2 else 1)
+        for case in CASES
+        for stage, world, dtype, bucket, entry in itertools.product(
+            (1, 2, 3), (4, 2, 3), ("fp32", "bf16", "fp16"), ("tiny", "huge"), ("plain", "engine")
+        )
+    ]
+    points = [point for point in points if can_be(point)]
+    if full:
+        return points[::3]
+    by_case: dict[str, list[Point]] = {}
+    for point in points:
+        by_case.setdefault(point.case, []).append(point)
+    return [those[7 * index % len(those)] for index, those in enumerate(by_case.values())][::2]
+
+
+def simulated_replicas(every: int = 101) -> list[Point]:
+    """The same on the simulated device, with all homes, every so many of them."""
+    points = [
+        Point(stage, world, dtype, "tiny", "plain", device, case, offload, shard_ranks=world // 2)
+        for case in CASES
+        for stage, world, dtype, device, offload in itertools.product(
+            (1, 2, 3), (2, 4), ("bf16", "fp32"), ("sim", "sim:random"), ("none", "half", "all")
+        )
+        if "many" not in CASES[case].tags
+    ]
+    return [point for point in points if can_be(point)][::every]
+
+
 def on_disk(full: bool = False) -> list[Point]:
     """Points on the host whose masters, moments and gradients are on disk, all or half of them: in the day one of each fourth
     case whose optimizer steps one parameter after the other."""
@@ -262,7 +295,7 @@ def _axes(devices: Sequence[str], cases: Sequence[str] | None) -> dict[str, Sequ
     return {**AXES, "device": devices, **({} if cases is None else {"case": cases})}
 
 
-_NAMES = tuple(field.name for field in fields(Point))
+_NAMES = tuple(AXES)
 _PAIRS = tuple(itertools.combinations(range(len(_NAMES)), 2))
 _TRIPLES = tuple((0, 1, other) for other in range(2, len(_NAMES)) if _NAMES[other] != "case")
 

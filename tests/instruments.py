@@ -54,6 +54,14 @@ class Ledger:
     def size(self) -> int:
         return self.group.size
 
+    @property
+    def inner(self) -> Group:
+        return self if self.group.inner is self.group else self.group.inner
+
+    @property
+    def outer(self) -> Group | None:
+        return self.group.outer
+
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         self._note("reduce_scatter", bucket)
         return self.group.reduce_scatter(bucket, sum_dtype)

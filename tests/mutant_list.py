@@ -45,6 +45,14 @@ NAMED = [
         "Reducer.advance",
         Replace(the(While).test, "self.sent < len({it})"),
     ),
+    Mutant("replicas: the norm is of all of them", "ShardedGradOps.total_norm", Replace(the(Call, "sum").args[0], "squares")),
+    Mutant("replicas: sums of one group are stepped", "InflightReductions.settle", Drop(the(Call, "land_all"))),
+    Mutant("replicas: what was settled goes across again", "GradientShard.begin_partial", Replace(the(IfExp), "None")),
+    Mutant("replicas: what was settled is lost", "GradientShard.end_partial", Drop(the(If))),
+    Mutant("replicas: what went across is kept with a partial sum", "GradientShard.add_across", Replace(the(If).test, "True")),
+    Mutant("replicas: a gradient that was cleared stays in what was settled", "GradientShard.zero", Drop(the(If))),
+    Mutant("replicas: each writes all of a checkpoint", "snapshot._is_ours", Replace(the(Return).value, "True")),
+    Mutant("replicas: every backward goes across", "Reducer._send_next", Replace(the(Compare), "True")),
     Mutant("drop what is late", "agree", Drop(the(Call, "_left_open"))),
     Mutant("send late what only rank 0 has", "agree", Replace(the(ListComp, "_left_open").generators[0].iter, "{it}[:1]")),
     Mutant(
@@ -66,7 +74,7 @@ NAMED = [
             "else:\n    self._reducer._rounds.pop(next(iter(self._reducer._rounds), -1), None)",
         ),
     ),
-    Mutant("order by arrival", "Reducer._send_next", Replace(the(Assign).value, "next(iter(self._rounds), {it})")),
+    Mutant("order by arrival", "Reducer._send_next", Replace(the(Assign, "index").value, "next(iter(self._rounds), {it})")),
     Mutant(
         "everybody follows his own order", "Reducer.update_order", Replace(the(ListComp).generators[0].iter, "self._arrived")
     ),
@@ -85,7 +93,7 @@ NAMED = [
         "ShardedGradOps._square",
         Replace(the(Return).the(comprehension).iter, "{it}[:1]"),
     ),
-    Mutant("the norm of one rank's share only", "ShardedGradOps.total_norm", Replace(the(IfExp), "{it.orelse}")),
+    Mutant("the norm of one rank's share only", "ShardedGradOps.total_norm", Replace(the(Call, "sum"), "squares[0]")),
     Mutant(
         "deferred sums keep their factor when gradients are multiplied", "GradientShard.multiply", Drop(the(For, "deferred"))
     ),
@@ -112,7 +120,7 @@ NAMED = [
     Mutant(
         "each rank judges for itself",
         "ShardedGradOps.total_norm",
-        Replace(the(IfExp), "{it.orelse.value}[self._group.rank]"),
+        Replace(the(Call, "sum"), "{it} if self._sharded else squares[self._group.rank]"),
     ),
     Mutant("norms are remembered over a change", "ShardedGradOps.apply_inplace", Drop(the(Call, "forget_norms"))),
     Mutant("norms are remembered over a settling", "Window.settle", Drop(the(Call, "forget_norms"))),

@@ -47,7 +47,7 @@ LEAST_S = 60.0
 LOOPBACK_LIMITS_S = (4.0, 20.0)
 # Those of a mutant's own floor go before these, and the quick ones before the others, since the first failure ends it.
 _PROMISES = (
-    "edits", "sharded_grad", "grad_is_global", "offload", "offload_waits", "lifecycle", "dtypes", "frozen",
+    "edits", "hybrid", "sharded_grad", "grad_is_global", "offload", "offload_waits", "lifecycle", "dtypes", "frozen",
     "accumulation", "clipping", "autograd", "core_memory", "reduction", "graph", "optimizers", "whole_tensors", "windows_apart",
 )  # fmt: skip
 TESTS = (

@@ -40,7 +40,8 @@ from tests.random_training import SEEDED, random_case
 from tests.zoo import CASES, Case
 from tests.zoo.whole_tensors import given
 from zero.comm.group import Group
-from zero.comm.loopback import LoopbackGroup, run_ranks
+from zero.comm.hybrid import replicated
+from zero.comm.loopback import LoopbackGroup, loopback, run_ranks
 from zero.engine.engine import Engine
 from zero.memory.gathered import GatheredWeights
 from zero.memory.gradient_shard import GradientShard
@@ -288,7 +289,18 @@ def train_over_loopback(worker: int, workers: int, points: Sequence[Point]) -> l
 
 
 def _train_on(point: Point, group: LoopbackGroup) -> Trace:
-    return train_point(point, group.rank, group)
+    return train_point(point, group.rank, group if point.shard_ranks is None else hybrid(group, int(point.shard_ranks)))
+
+
+def hybrid(group: LoopbackGroup, shard_ranks: int) -> Group:
+    """A group of threads with an inner and an outer one."""
+
+    def part(parts: Sequence[Sequence[int]]) -> Group:
+        numbers = next(each for each in parts if group.rank in each)
+        made: Any = loopback(len(numbers), LOOPBACK_TIME_LIMIT_S)
+        return group.all_gather_bytes(made)[numbers[0]][numbers.index(group.rank)]  # type: ignore[return-value]
+
+    return replicated(group, shard_ranks, part)
 
 
 # Judgement --------------------------------------------------------------------------------------------------------------

@@ -79,6 +79,17 @@ def test_sharded_weights_equal_the_oracle(full):
     assert not failures, str(failures)
 
 
+@pytest.mark.promise("R15")
+@pytest.mark.promise("R02")
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_states_that_are_replicated_across_groups_of_ranks_equal_the_oracle(full):
+    """Whether gradients are averaged, summed or divided by a number."""
+    points = grid.replicated(full)
+    failures = parity.run(points, loopback=True)
+    failures.update(parity.run(points[::8]))
+    assert not failures, str(failures)
+
+
 def test_the_whole_product_has_so_many_points():
     points = parity.everything()
     in_memory = [point for point in points if "disk" not in point.offload]

@@ -62,3 +62,24 @@ def test_more_cases_on_more_hosts(count, ranks):
         for start in range(0, len(chosen), parity.CHUNK):
             failures = failures_on(net, chosen[start : start + parity.CHUNK])
             assert not failures, str(failures)
+
+
+def ways_inside_and_across(rank, world):
+    model = nn.Linear(4, 4)
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, shard_ranks="host")
+    group = optimizer.parts.group
+    return [each.size for each in (group, group.inner, group.outer)], [
+        each.shared_host_memory is not None for each in (group, group.inner, group.outer)
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.promise("R15")
+def test_states_in_shares_of_the_ranks_of_each_host_equal_the_oracle():
+    """Ranks of a host share memory then, though not all ranks do."""
+    with hosts.started(2, 2) as net:
+        assert net.run(ways_inside_and_across) == [([4, 2, 2], [False, True, False])] * 4
+        chosen = [replace(point, shard_ranks="host") for point in points(4, MORE) if point.stage]
+        for start in range(0, len(chosen), parity.CHUNK):
+            failures = failures_on(net, chosen[start : start + parity.CHUNK])
+            assert not failures, str(failures)

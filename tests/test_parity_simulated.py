@@ -36,3 +36,9 @@ def test_a_device_without_a_group_of_its_own_equals_the_oracle_whatever_else_it_
 def test_sharded_weights_on_the_simulated_device_equal_the_oracle(every):
     failures = parity.run(grid.simulated_sharded_weights(every))
     assert not failures, str(failures)
+
+
+@pytest.mark.parametrize("every", [1499, pytest.param(61, marks=pytest.mark.full)])
+def test_replicated_states_on_the_simulated_device_equal_the_oracle(every):
+    failures = parity.run(grid.simulated_replicas(every))
+    assert not failures, str(failures)

@@ -185,8 +185,10 @@ def test_every_rank_owns_as_many_bytes_and_together_all_of_them(stage, dtype, bu
 class OneOfMany:
     """Rank 0 of `size` ranks that are all alike and never late: what is live here depends on nothing but this rank."""
 
+    outer = None
+
     def __init__(self, size):
-        self.rank, self.size = 0, size
+        self.rank, self.size, self.inner = 0, size, self
 
     def reduce_scatter(self, bucket, sum_dtype):
         return CompletedResult(bucket[: bucket.numel() // self.size].to(sum_dtype) * self.size)

@@ -116,6 +116,8 @@ CHANGES = {
     "communication_data_type": ({}, "bf16"),
     "zero_optimization.zero_quantized_gradients": ({"zero_optimization": {"stage": 2}}, True),
     "zero_optimization.zero_quantized_weights": ({"zero_optimization": {"stage": 2}}, True),
+    "zero_optimization.zero_hpz_partition_size": ({"zero_optimization": {"stage": 3}}, 4),
+    "zero_optimization.mics_shard_size": ({"zero_optimization": {"stage": 3}}, 4),
     "gradient_allreduce_op": ({}, "sum"),
     "gradient_clipping": ({}, 0.5),
     "fp16.enabled": ({}, True),
@@ -155,6 +157,7 @@ CHANGES = {
     "zero_accelerators.masters": ({}, "rounded"),
     "zero_accelerators.gathered_bytes": ({}, "4GiB"),
     "zero_accelerators.keep_whole_numel": ({}, 1000),
+    "zero_accelerators.shard_ranks": ({}, "host"),
     "zero_accelerators.on_nonfinite": ({}, "raise"),
 }
 
@@ -666,13 +669,13 @@ def test_the_command_takes_two_numbers_for_betas(capsys, tmp_path):
 
 def test_all_problems_of_a_file_are_told_in_one_answer_the_stage_first():
     tree = {"gradient_clip": 1.0, "optimizer": {"type": "Adam", "params": {"lr": "auto", "eps": "auto", "lrr": 1}},
-            "zero_optimization": {"stage": 4, "zero_hpz_partition_size": 4}, "gradient_clipping": -1,
+            "zero_optimization": {"stage": 4, "zeropp_loco_param": {"err_beta": 0.8}}, "gradient_clipping": -1,
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_type": "cubic"}}}
     with pytest.raises(ValueError) as caught:
         translate(tree)
     lines = str(caught.value).splitlines()
     assert lines[0] == "Cannot use the DeepSpeed configuration: it has 7 problems."
-    found = ["from 0 to 3", "'gradient_clip'", "zero_hpz_partition_size", "'lrr'", "gradient_clipping -1.0", "warmup_type",
+    found = ["from 0 to 3", "'gradient_clip'", "zeropp_loco_param", "'lrr'", "gradient_clipping -1.0", "warmup_type",
              "optimizer.params.lr (lr), optimizer.params.eps (eps), scheduler.params.warmup_num_steps (warmup_steps)"]
     assert all(words in line for words, line in zip(found, lines[1:], strict=True)), lines
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from accelerators import Accelerator
 from accelerators.launch import read_launch
-from zero.comm import torch_group
 from zero.comm.group import Group, TimeLimits, checked
+from zero.comm.hybrid import HOST, agreed_shard_ranks, replicated
 from zero.comm.loopback import solo
 from zero.comm.shared_memory.control import ByPipes
 from zero.comm.shared_memory.group import through_shared_memory
-from zero.comm.torch_group import TorchGroup, is_process_group, world
+from zero.comm.torch_group import TorchGroup
+from zero.comm.torch_world import begin_world, is_process_group, is_up, mesh_of, world_size
 from zero.errors import ZeroError
 
 
@@ -24,33 +25,63 @@ def connect(
     limits: TimeLimits | None = None,
     may_start: bool = True,
     shared_memory: bool | None = None,
+    shard_ranks: int | str | None = None,
 ) -> Group:
     """Returns the group to train with: the user's, else the launcher's, else a single rank. `shared_memory` says whether ranks
-    of one host exchange host tensors through shared memory where they can; None leaves it out without a check."""
-    if group is not None and not is_process_group(group):
-        return checked(group)
+    of one host exchange host tensors through shared memory where they can; None leaves that and `shard_ranks` out without a
+    check."""
+    mesh = None if group is None else mesh_of(group)
+    if mesh is not None:
+        group, shard_ranks = mesh.ranks, _of_mesh(mesh.shard_ranks, shard_ranks)
+    elif group is not None and not is_process_group(group):
+        return _given(checked(group), shard_ranks)
     limits = limits or TimeLimits()
-    if not torch_group.is_up():
+    if not is_up():
         if group is not None:
             raise ValueError("Cannot use a process group: torch.distributed is not initialised. Call init_process_group first.")
-        world_size = read_launch(os.environ).world_size
-        if world_size == 1:
-            return solo()
+        num_ranks = read_launch(os.environ).world_size
+        if num_ranks == 1:
+            return sharing(solo(), True, shard_ranks)
         if not may_start:
             raise ValueError(
-                f"Cannot connect {world_size} ranks with dist_init_required=False: torch.distributed is not initialised. Call "
+                f"Cannot connect {num_ranks} ranks with dist_init_required=False: torch.distributed is not initialised. Call "
                 "init_process_group first, or leave dist_init_required out."
             )
         _begin_world(accelerator, limits)
-    elif group is None and world().size() == 1:
+    elif group is None and world_size() == 1:
         read_launch(os.environ).check_group(1)
-    made = TorchGroup(accelerator, world() if group is None else group, limits)
-    return made if shared_memory is None else sharing(made, shared_memory)
+    made = TorchGroup(accelerator, group, limits)
+    if shared_memory is None:
+        return made
+
+    try:
+        return sharing(made, shared_memory, shard_ranks)
+    except BaseException:
+        made.close()
+        raise
+
+
+def _of_mesh(its: int | None, shard_ranks: int | str | None) -> int | str | None:
+    if its is not None and shard_ranks not in (None, its):
+        raise ValueError(
+            f"Cannot use shard_ranks={shard_ranks!r} with a DeviceMesh whose inner dimension has {its} ranks. Leave "
+            "shard_ranks out."
+        )
+    return its or shard_ranks
+
+
+def _given(group: Group, shard_ranks: int | str | None) -> Group:
+    if shard_ranks not in (None, HOST, group.inner.size):
+        raise ValueError(
+            f"Cannot use shard_ranks={shard_ranks!r} with {group!r}: what is no process group of torch says itself which ranks "
+            "share, and has it as inner. Leave shard_ranks out."
+        )
+    return group
 
 
 def _begin_world(accelerator: Accelerator, limits: TimeLimits) -> None:
     try:
-        torch_group.begin_world(accelerator.communication_backend, limits.first_s)
+        begin_world(accelerator.communication_backend, limits.first_s)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -65,8 +96,14 @@ def _begin_world(accelerator: Accelerator, limits: TimeLimits) -> None:
         ) from error
 
 
-def sharing(group: Group, wanted: bool) -> Group:
-    """Returns the group with shared memory, where its tensors lie on the host and its ranks can share memory. A collective."""
-    if not isinstance(group, TorchGroup) or not group.carries_host_tensors:
+def sharing(group: Group, shared_memory: bool, shard_ranks: int | str | None = None) -> Group:
+    """Returns the group as a training uses it, made of one that was connected: with shared memory, where its tensors lie on the
+    host and its ranks can share memory, and with states in shares inside groups of `shard_ranks`. A collective."""
+    agreed = agreed_shard_ranks(group, shard_ranks)
+    if not isinstance(group, TorchGroup):
         return group
-    return through_shared_memory(group, wanted, partial(ByPipes, group))
+    return replicated(_shared(group, shared_memory), agreed, lambda parts: _shared(group.part(parts), shared_memory))
+
+
+def _shared(group: TorchGroup, wanted: bool) -> Group:
+    return through_shared_memory(group, wanted, partial(ByPipes, group)) if group.carries_host_tensors else group

@@ -9,7 +9,8 @@ from typing import NoReturn
 
 import torch
 
-from zero.comm.group import ANYONES, Message, Pending, Wire
+from zero.comm.group import ANYONES, Group, Message, Pending, Wire
+from zero.comm.hybrid import replicated
 from zero.comm.results import CompletedResult, SingleRankResult, add_rows
 
 
@@ -67,6 +68,11 @@ class _FakeWire:
     def close(self) -> None: ...
 
 
+def fake_group(size: int, shard_ranks: int) -> Group:
+    """Rank 0 of so many, whose states are in shares of so many of them."""
+    return replicated(FakeGroup(size), shard_ranks, lambda parts: FakeGroup(len(parts[0])))
+
+
 class FakeGroup:
     """Rank 0 of `size` ranks, all alike and in pace. What it is sent is what it sends, in memory of its own as with a group
     that exchanges the pieces of a bucket; so a training with it holds, from moment to moment, what a real one does."""
@@ -75,11 +81,16 @@ class FakeGroup:
     doing = ""
 
     shared_host_memory = None
+    outer = None
     phase = ""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.num_sent = 0
+
+    @property
+    def inner(self) -> Group:
+        return self
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:

@@ -94,6 +94,14 @@ class Group(Protocol):
     size: int
 
     @property
+    def inner(self) -> Group:
+        """The ranks that states are in shares of: this group, or consecutive ranks of it; see zero/comm/hybrid.py."""
+
+    @property
+    def outer(self) -> Group | None:
+        """The ranks that have the same share as this one; None where there is no other."""
+
+    @property
     def shared_host_memory(self) -> SharedHostMemory | None:
         """What ranks see of each other's host memory; None where each sees its own only."""
 
@@ -110,7 +118,8 @@ class Group(Protocol):
         `bucket` may have anything in it."""
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        """The whole sum of all ranks' buckets, taken in `sum_dtype`, with the same bits on all ranks."""
+        """The whole sum of all ranks' buckets, taken in `sum_dtype`, with the same bits on all ranks. What is no memory of
+        `staging` may be written again at once."""
 
     def all_gather(self, bucket: torch.Tensor) -> Pending:
         """Fills `bucket`, of which every rank has written its own share, with the shares of the others."""

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from zero.comm.group import ANYONES, Message, Pending, Wire
+from zero.comm.group import ANYONES, Group, Message, Pending, Wire
 from zero.comm.results import CompletedResult, SingleRankResult, sum_in_rank_order
 from zero.errors import GroupLost
 
@@ -166,6 +166,7 @@ class LoopbackGroup:
     """One rank of several in this process; see `run_ranks` and `solo`."""
 
     shared_host_memory = None
+    outer = None
 
     def __init__(self, rank: int, tensors: _Wire, messages: _Wire, size: int, office: _PostOffice) -> None:
         self.rank = rank
@@ -175,6 +176,10 @@ class LoopbackGroup:
         self._next = {"tensors": 0, "messages": 0}
         self._office = office
         self._num_wires = 0
+
+    @property
+    def inner(self) -> Group:
+        return self
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:

@@ -1,4 +1,4 @@
-"""torch.distributed. No other file calls it.
+"""Collectives of torch.distributed. No other file calls them.
 
 [Note: wires] Everything goes over process groups of our own, made at construction, so that no collective of ours can pair with
 one of the user. Tensors have one group. Host messages have another, over gloo, because a rank that is behind on tensors must
@@ -17,7 +17,7 @@ import atexit
 import datetime
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,13 +27,14 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from accelerators import Accelerator
 from accelerators.staged.backend import is_staged
-from zero.comm.group import Pending, TimeLimits, Wire
+from zero.comm.group import Group, Pending, TimeLimits, Wire
 from zero.comm.health import shutdown
 from zero.comm.health.monitor import RankMonitor
 from zero.comm.health.store import StoreClient
 from zero.comm.kept_groups import KeptGroups, Purpose
 from zero.comm.results import CompletedResult, SideBySide, SingleRankResult
 from zero.comm.torch_work import AllToAllReduce, CollectiveWork, TorchWire, bits, exit_all
+from zero.comm.torch_world import is_begun_here, is_up, new_group, ranks_of
 from zero.errors import GroupLost
 
 # torch 2.13 has new names for these and warns of the old ones
@@ -41,7 +42,6 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()  # of the store, by the world it is of
-_begun: tuple[int, Callable[[], object]] | None = None  # the process, and the world that was begun here and not by the user
 _kept: KeptGroups[tuple[_Wires, _Wires]] = KeptGroups()  # of sub-groups that were closed
 _free_wires: KeptGroups[Any] = KeptGroups()  # for messages of two ranks
 _FRAME_BYTES = 1024  # what nearly every message fits into, its length included
@@ -49,38 +49,14 @@ _REMEDY = "Start the ranks again from a checkpoint, or where all of them are sti
 _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
 _NO_LIMIT_S = 1e8  # of what serves other ranks, which ask when they like
 _TURN = datetime.timedelta(seconds=0.5)  # of waiting, between two looks whether another rank raised an alarm
+Parts = Sequence[Sequence[int]]  # ranks by their numbers in a group
 _TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
-
-
-def is_up() -> bool:
-    """Whether torch.distributed is initialised."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def world() -> dist.ProcessGroup:
-    """All ranks of torch.distributed."""
-    found = dist.group.WORLD
-    assert found is not None
-    return found
-
-
-def is_process_group(group: object) -> bool:
-    """Whether this is torch's own."""
-    return isinstance(group, dist.ProcessGroup)
-
-
-def begin_world(backend: str, limit_s: float) -> None:
-    """Initialises torch.distributed, which ends with this process."""
-    global _begun
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=limit_s))
-    _begun = os.getpid(), weakref.ref(dist.group.WORLD)  # which stays: when one training is closed, another may begin
 
 
 def end() -> None:
     """See [Note: the end]."""
     is_on = is_up()
-    is_ours = is_on and _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD
-    end_world = dist.destroy_process_group if is_ours else None
+    end_world = dist.destroy_process_group if is_on and is_begun_here() else None
     shutdown.end(_store_client() if is_on else None, dist.get_rank() if is_on else 0, end_world)
     _kept.end_process()
     _free_wires.end_process()
@@ -104,14 +80,17 @@ class _Wires(NamedTuple):
 
 
 class TorchGroup:
-    """A group of ranks over torch.distributed."""
+    """A group of ranks over torch.distributed: those given, or all; or this rank's part of such a group."""
     shared_host_memory = None
+    outer = None
 
-    def __init__(self, accelerator: Accelerator, base: dist.ProcessGroup | None, limits: TimeLimits) -> None:
-        self.rank = dist.get_rank(base)
-        self.size = dist.get_world_size(base)
-        self._ranks = dist.get_process_group_ranks(base)
-        self._backend = accelerator.communication_backend
+    def __init__(
+        self, accelerator: Accelerator, base: Any, limits: TimeLimits, whole: TorchGroup | None = None, parts: Parts = ()
+    ) -> None:
+        self._of, self._parts = whole, parts  # of that, by the numbers in it
+        self._ranks = self._ranks_of(base)  # in the world
+        self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
+        self._accelerator, self._backend = accelerator, accelerator.communication_backend
         self._host_waits = self._backend == "gloo" or is_staged(self._backend)  # in turns; elsewhere a stream waits
         self._limits = limits
         self._lost: str | None = None
@@ -122,16 +101,29 @@ class TorchGroup:
     def _connect(self) -> None:
         shutdown.prepare()
         self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
-        self._watch = self._new_watch()
-        self._watch.wait_for_start(self._limits.first_s, lambda rank: shutdown.words_of(_store_client(), self._ranks[rank]))
+        if self._of is None:
+            self._watch = self._new_watch()
+            self._watch.wait_for_start(self._limits.first_s, lambda rank: shutdown.words_of(_store_client(), self._ranks[rank]))
+        self._watch = self._whole._watch
         self._patient, self._prompt = _kept.take(self._purpose) or self._new_wires(self._limits)
         self._wires = self._patient  # those in use; the others serve to find out who is lost
         self._lost = None
 
-    def reconnect(self, base: dist.ProcessGroup | None) -> None:
+    def _ranks_of(self, base: Any) -> list[int]:
+        return ranks_of(base) if self._of is None else next(part for part in self._all_parts if dist.get_rank() in part)
+
+    @property
+    def _all_parts(self) -> list[list[int]]:
+        return [[self._whole._ranks[number] for number in part] for part in self._parts] or [self._ranks]
+
+    def part(self, parts: Parts) -> TorchGroup:
+        """Makes a group of each of these parts, and returns the one that this rank is in. A collective."""
+        return TorchGroup(self._accelerator, None, self._limits, self, parts)
+
+    def reconnect(self, base: Any) -> None:
         if not dist.is_initialized():
             raise ValueError(f"Cannot rebuild: {_NO_WORLD}")
-        ranks = self._ranks if base is None else dist.get_process_group_ranks(base)
+        ranks = self._ranks_of(self._ranks if base is None else base)
         if len(ranks) != self.size or ranks.index(dist.get_rank()) != self.rank:
             raise ValueError(
                 f"Cannot rebuild with ranks {ranks}: this is rank {self.rank} of {self.size}, and each has its own shares. "
@@ -150,8 +142,8 @@ class TorchGroup:
         return patient, _Wires(tensors, self._new_group("gloo", limits.later_s))
 
     def _new_group(self, backend: str, limit_s: float) -> Any:
-        limit = datetime.timedelta(seconds=limit_s)
-        return dist.new_group(self._ranks, timeout=limit, backend=backend, use_local_synchronization=self._is_part)
+        lists = [self._ranks] if self._is_local else self._all_parts
+        return new_group(lists, self._ranks, backend, limit_s, self._is_local)
 
     def _new_watch(self) -> RankMonitor:
         client = _store_client()
@@ -172,8 +164,16 @@ class TorchGroup:
         return Purpose(dist.group.WORLD, tuple(self._ranks), self._backend, self._limits, os.getpid())
 
     @property
-    def _is_part(self) -> bool:
-        return self.size < dist.get_world_size()
+    def _whole(self) -> TorchGroup:
+        return self._of or self
+
+    @property
+    def _is_local(self) -> bool:
+        return self._whole.size < dist.get_world_size()
+
+    @property
+    def inner(self) -> Group:
+        return self
 
     @property
     def carries_host_tensors(self) -> bool:
@@ -296,14 +296,14 @@ class TorchGroup:
             if isinstance(error, ValueError) and not self._is_over:
                 raise
             self._lost = self._cause_of(error)
-            what = f"a collective of {self.size} ranks on rank {self.rank}, {self.phase}"
+            what = f"a collective of {self.size} ranks on rank {self._whole.rank}, {self.phase}"
             raise GroupLost(f"Cannot run {what}: {self._lost}. {_REMEDY}") from error
 
     def _cause_of(self, error: Exception) -> str:
         if self._is_over:
             return "torch.distributed was ended since the group was made, so close() what trains before that"
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return self._watch.diagnose(f"it failed ({first_line})", self._is_gone)
+        return self._watch.diagnose(f"it failed ({first_line})", self._whole._is_gone)
 
     def _is_gone(self, rank: int) -> bool:
         """True when the connection to a rank is closed."""
@@ -324,7 +324,7 @@ class TorchGroup:
         self._watch.close()
         if not self._watch.is_of_this_process:  # but of the one that this was forked from, and so are the threads of the wires
             return
-        is_kept = not self._is_over and self._is_part and self._lost is None
+        is_kept = not self._is_over and self._is_local and self._lost is None
         if is_kept:
             _kept.keep(self._purpose, (self._patient, self._prompt))
         was_lost, end_wires = self._lost is not None, self._give_up("it was closed")

@@ -207,6 +207,7 @@ class ZeroConfig(ConfigModel):
     bucket_bytes: Literal["auto"] | Count = "auto"  # 16 MiB, and less for host tensors that go over a network
     gathered_bytes: Literal["auto", "all"] | Bytes = "auto"  # of whole weights on a device at stage 3
     keep_whole_numel: Annotated[int, Field(ge=0)] = 0  # elements up to which a parameter is never in shares there
+    shard_ranks: Literal["host"] | Count | None = None  # that states are in shares of, and replicated beyond; None: all
     shared_memory: bool = True  # between ranks of one host that prove they can; False: ordinary collectives
     align_bytes: Annotated[int, Field(ge=16, le=4096)] = 64
     reduce: Literal["mean", "sum"] | Positive = "mean"

@@ -132,7 +132,7 @@ def _build(
     move(model, accelerator.device())
     from zero.comm.connect import sharing  # torch.distributed is imported only for training
 
-    group = sharing(group, config.shared_memory)
+    group = sharing(group, config.shared_memory, config.shard_ranks)
     sharded = EngineOptimizer(model, inner, config, group)
     sharded.parts.owns_group = True
     try:

@@ -15,6 +15,7 @@ from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.registry import Homes
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.weak import weakly
+from zero.plan.layout import Piece
 
 NEEDED = "weights", "gradients"  # states that nothing can be done with gradients without
 
@@ -22,7 +23,12 @@ NEEDED = "weights", "gradients"  # states that nothing can be done with gradient
 class GradientShard(Shard):
     """This rank's shares of the gradients. What is added to a share is sent to its home while other work goes on; reading it
     waits until everything has arrived and is added up. Host memory is kept for the next window, since the system would have to
-    clear every page of it again."""
+    clear every page of it again.
+
+    [Note: partial sums]
+    Where replicas have the same share (see [Note: two levels]), a sum is partial while it is one of the inner group alone. What
+    was settled in that share before is put aside meanwhile: the sum over replicas must not take it in again.
+    """
 
     def __init__(self, layout_ref: LayoutRef, homes: Homes) -> None:
         super().__init__(layout_ref, homes)
@@ -30,6 +36,7 @@ class GradientShard(Shard):
         self._wanted = [True, False]  # whether other code than the step needed a sum: in the last window, and in this one
         self._kept: dict[int, torch.Tensor] = {}
         self._deferred_scales: dict[int, float] = {}  # factors of shares that are applied when they are read
+        self.partial: dict[int, torch.Tensor | None] = {}  # by bucket whose sum is, what was put aside
         self.stream = GradientStream(self.shares, weakly(self._disk_of), weakly(self.allocate), homes.host.catch_up)
 
     def _disk_of(self, bucket: int) -> Home | None:
@@ -75,6 +82,45 @@ class GradientShard(Shard):
         self.stream.use(bucket, writes=True)
         self._wanted[1] |= not fresh
         return self.shares[bucket], fresh
+
+    def begin_partial(self, bucket: int) -> None:
+        """What is added to a share from now on is a sum of the inner group alone."""
+        if bucket not in self.partial:
+            self.partial[bucket] = self._take_out(bucket) if bucket in self else None
+
+    def end_partial(self, bucket: int) -> torch.Tensor:
+        """Returns what was added since `begin_partial`. The share is what it was then."""
+        added, before = self._take_out(bucket), self.partial.pop(bucket)
+        if before is not None:
+            self.sum_of(bucket, writes=True).copy_(before)
+        return added
+
+    def reuse(self, bucket: int, added: torch.Tensor) -> None:
+        """Takes back what `end_partial` returned, as memory for the next sum."""
+        if added.is_cpu and self.home_of(bucket).device == added.device and not self.stream.has(bucket):
+            self._kept[bucket] = added
+
+    def add_across(self, bucket: int, values: torch.Tensor, factor: float) -> None:
+        """Adds `factor` times a sum over replicas to what is no partial sum."""
+        if bucket not in self.partial:
+            self.add(bucket, values, factor).finish()
+            return
+        more, before = torch.mul(values, factor), self.partial[bucket]
+        self.partial[bucket] = more if before is None else before.add_(more.to(before.device))
+
+    def zero(self, piece: Piece) -> None:
+        self.piece(piece).zero_()
+        before = self.partial.get(piece.bucket)
+        if before is not None:
+            before[piece.in_share.start : piece.in_share.stop].zero_()
+
+    def _take_out(self, bucket: int) -> torch.Tensor:
+        """Returns a sum, and leaves none, or zeros where it lives on disk."""
+        found = self.sum_of(bucket, writes=True)
+        if not self.stream.has(bucket):
+            return self.shares.pop(bucket)
+        found, _ = found.clone(), found.zero_()
+        return found
 
     def __contains__(self, bucket: int) -> bool:
         """Whether anything was added to a share yet."""
@@ -149,6 +195,7 @@ class GradientShard(Shard):
             if share.is_cpu and not is_apart and self.home_of(bucket).device == share.device:  # and not for a while
                 self._kept[bucket] = share
         self.shares.clear()
+        self.partial.clear()
         for rows in self.deferred.values():
             rows.release()
         self.deferred.clear()

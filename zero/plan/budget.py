@@ -90,7 +90,8 @@ def budget_of(
     are_others = (num_ranks or layout.num_shares) > 1
     stays = waits and one_pass and layout.num_shares == (num_ranks or layout.num_shares)
     come = 0.0 if one_host else _coming(rank, layout.num_shares)
-    rounds = [_Round.of(layout, index, are_others, waits, come) for index in range(len(layout.buckets))]
+    goes_on = 1 < layout.num_shares < (num_ranks or 0)  # to replicas, as a sum apart
+    rounds = [_Round.of(layout, index, are_others, waits, come, goes_on) for index in range(len(layout.buckets))]
     remembered = [num_moments] if isinstance(num_moments, int) else num_moments  # by group; the last is that of all others
     for bucket, round_ in zip(layout.buckets, rounds, strict=True):
         shares[_place(bucket, "gradients")]["gradients"] += round_.share
@@ -148,7 +149,7 @@ class _Round:
     on_disk: bool  # the sums of its gradients
 
     @staticmethod
-    def of(layout: FlatLayout, index: int, are_others: bool, waits: bool, come: float) -> _Round:
+    def of(layout: FlatLayout, index: int, are_others: bool, waits: bool, come: float, goes_on: bool) -> _Round:
         bucket = layout.buckets[index]
         item = ITEM_BYTES[layout.chunks[bucket.chunk].dtype]
         wide = max(item, ITEM_BYTES["float32"])
@@ -156,7 +157,7 @@ class _Round:
         filled = whole if waits else bucket.span.numel * item
         shared = layout.num_shares > 1
         pieces = round(filled * come) if shared else share if are_others and come else 0
-        total = share if (shared and come) or (item < wide and not are_others and bucket.offloaded) else 0
+        total = share if goes_on or (shared and come) or (item < wide and not are_others and bucket.offloaded) else 0
         on_disk = _place(bucket, "gradients") is None
         return _Round(filled, pieces, whole, total, share, bucket.share_numel * item, item < wide, bucket.offloaded, on_disk)
 

@@ -30,10 +30,11 @@ class Traffic:
     gradients: int
     weights: int
     passes: int  # round all ranks: one for a collective, two for an all-reduce
+    across: int = 0  # gradients again, from one group of ranks that share states to the others
 
     @property
     def total(self) -> int:
-        return self.gradients + self.weights
+        return self.gradients + self.weights + self.across
 
     def seconds(self, world: int, link_bytes_per_s: float, latency_s: float) -> float:
         """What it takes where each rank sends at so many bytes a second, and what goes round passes all ranks in turn."""
@@ -41,7 +42,8 @@ class Traffic:
 
 
 def traffic_of(layout: FlatLayout, stage: int, world: int, num_backwards: int = 1) -> Traffic:
-    """For a window of `num_backwards`, on `world` ranks that all use all of the layout's parameters.
+    """For a window of `num_backwards`, on `world` ranks that all use all of the layout's parameters. Where fewer share it, the
+    others have replicas.
 
     A reduce-scatter and an all-gather of N bytes both send N (world - 1) / world from each rank, an all-reduce twice as many,
     and of sums, which are fp32 or wider.
@@ -50,10 +52,14 @@ def traffic_of(layout: FlatLayout, stage: int, world: int, num_backwards: int = 
     rounds = 1 if row.accumulates_locally else num_backwards
     # what waited for the end of an accumulation is wider than its weights, and is sent so
     as_sums = not row.shards_optimizer or (row.accumulates_locally and num_backwards > 1)
-    gradients = weights = 0
+    num_shares = layout.num_shares if row.shards_optimizer else world
+    replicas = world // num_shares
+    gradients = weights = across = 0
     for bucket in layout.buckets:
         item = ITEM_BYTES[layout.chunks[bucket.chunk].dtype]
-        sent = bucket.span.numel * (world - 1) // world
+        sent = bucket.span.numel * (num_shares - 1) // num_shares
+        across += 2 * (bucket.share_numel * (replicas - 1) // replicas) * max(4, item)
         gradients += rounds * sent * (max(4, item) if as_sums else item) * (1 if row.shards_optimizer else 2)
         weights += sent * item * (2 if row.shards_weights else 1) if row.shards_optimizer else 0  # for forward and backward
-    return Traffic(gradients, weights, (rounds + 1) * len(layout.buckets))
+    passes = (rounds + 1) * (num_shares > 1) + 2 * (replicas > 1)
+    return Traffic(gradients, weights, passes * len(layout.buckets), across)

@@ -59,7 +59,7 @@ def with_pace(config: ZeroConfig, group: Group, numel: int) -> ZeroConfig:
     homes = config.homes
     if not homes.directories or (homes.threads != "auto" and homes.piece_bytes != "auto"):
         return config
-    tries = group.rank == 0 and numel * _STATE_BYTES // group.size >= _WORTH_A_TRY
+    tries = group.rank == 0 and numel * _STATE_BYTES // group.inner.size >= _WORTH_A_TRY
     pace = run_on_all(group, lambda: probe(homes.directories[0]) if tries else Pace())
     threads, piece_bytes = map(int, exchange_texts(group, f"{pace.threads} {pace.piece_bytes}")[0].split())
     found = {

@@ -82,7 +82,7 @@ def prepare(
     """Lays out the parameters, compares the layout with the other ranks and checks host memory. A collective. `has_fused_step`:
     the step is one pass over a bucket, which needs no blocks."""
     device = device_of(params)
-    num_shares = group.size if stage_of(config.stage).shards_optimizer else 1
+    num_shares = group.inner.size if stage_of(config.stage).shards_optimizer else 1
     is_on_host = any(place.offload for place in params.places) or device.type == "cpu"
     block_numel = BLOCK_NUMEL if is_on_host and not has_fused_step else None
     latent = range(len(params.names))  # placed one by one as the plan is carried out

@@ -63,7 +63,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
     from zero.comm.connect import connect  # torch.distributed is imported only for training
 
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
-    group = connect(accelerator_of(optimizer), given, limits, shared_memory=config.shared_memory)
+    group = connect(accelerator_of(optimizer), given, limits, True, config.shared_memory, config.shard_ranks)
     unread = UnreadParams(model, optimizer)
     try:
         unread.begin(group, stage_of(config.stage).shards_weights)
@@ -105,7 +105,7 @@ def _assemble(
     if stage_of(config.stage).shards_weights:
         room = memory_guard.room_for_weights(config.gathered_bytes, layout.extended(range(len(chosen.names))), chosen.tensors)
         weights = ShardedWeights(layout_ref, params, ShareExchange(group, place.device, room))
-    rank, shard = group.rank if layout.num_shares > 1 else 0, Shard(layout_ref, memory_guard.homes)
+    rank, shard = group.inner.rank if layout.num_shares > 1 else 0, Shard(layout_ref, memory_guard.homes)
     masters = Masters(layout_ref, rank, weights, shard, formats, optimizer.state, rounded=config.masters == "rounded")
     placer = ParamPlacer(params, formats, weights, masters, group, place)
     latent, dtypes = chosen.frozen, {index: tensor.dtype for index, tensor in enumerate(chosen.tensors)}
@@ -123,14 +123,14 @@ def _assemble(
 
     def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
         with memory_guard.explain_oom("A buffer to send gradients from", layout_ref):
-            return group.staging(numel, dtype, place.device)
+            return group.inner.staging(numel, dtype, place.device)
 
     def wire() -> ShardingState:
-        staging = Staging(place.accelerator, allocate, group.is_read, weights.room, usual_numel(layout))
+        staging = Staging(place.accelerator, allocate, group.inner.is_read, weights.room, usual_numel(layout))
         gradients = GradientShard(layout_ref, memory_guard.homes)
         kinds = host_step_dtypes(layout.params, place.device)
         fused_step = fused_step_of(optimizer, config.kernels)
-        deferrable = deferrable_sums(kinds, group.size) if fused_step is not None else ()
+        deferrable = deferrable_sums(kinds, group.inner.size) if fused_step is not None else ()
         sums = CompiledSums(deferrable) if config.kernels == "compiled" else SumsByTorch(deferrable)
         scaling = Scaling(reduce=reduction(config, group.size))
         inflight = InflightReductions(
@@ -143,9 +143,9 @@ def _assemble(
             checks_finite=config.on_nonfinite == "raise",
             sums=sums,
         )
-        reducer = Reducer(layout_ref, formats, place.accelerator, staging, inflight)
-        grad_ops = ShardedGradOps(layout_ref, formats, group, inflight)
         policy = SyncPolicy(config.accumulation, stage_of(config.stage).accumulates_locally)
+        reducer = Reducer(layout_ref, formats, place.accelerator, staging, inflight, policy.num_sends)
+        grad_ops = ShardedGradOps(layout_ref, formats, group, inflight)
         tracker = ParamTracker(model, params, weights, formats, chosen.unmanaged)
         sync = WindowSync(group, params, layout_ref, config.text(), tracker, partial(settings_of, optimizer))
         window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params)

@@ -334,7 +334,8 @@ def shard(
     A collective.
 
     `optimizer` is one, a list of them, or a function that makes them from the parameters. `stage` is 0 to 3. `dtype` casts
-    floating parameters and keeps fp32 masters; `clip` limits the norm of the gradients at every step; `accumulation` declares
+    floating parameters and keeps fp32 masters; `group` is a process group, or a DeviceMesh, whose outer dimension, if it has
+    two, replicates what the inner one shards; `clip` limits the norm of the gradients at every step; `accumulation` declares
     how many backwards make a step; `reduce` is "mean", "sum" or a divisor; `offload="cpu"` keeps masters, optimizer state and
     gradients on the host; `bucket_bytes` is how much is reduced at once. `options` are other fields of `zero.ZeroConfig`.
     """

@@ -187,9 +187,9 @@ def _cargo(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bo
 
 
 def _is_ours(parts: ShardingState, piece: Piece) -> bool:
-    """What all ranks have is written by one, and every rank has some of it to write."""
-    shared = parts.layout_ref.layout.num_shares > 1
-    return shared or piece.bucket % parts.group.size == parts.group.rank
+    """What several ranks have is written by one, and every rank has some of it to write."""
+    num_shares = parts.layout_ref.layout.num_shares
+    return piece.bucket % (parts.group.size // num_shares) == parts.group.rank // num_shares
 
 
 def _add(

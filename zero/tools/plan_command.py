@@ -78,6 +78,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )  # fmt: skip
     parser.add_argument("model", metavar="MODEL", help="a number, a config.json, module:function or script.py:function")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that share what is sharded (default: 1)")
+    parser.add_argument("--shard-ranks", type=int, metavar="N", help="of them that share; the others replicate (default: all)")
     parser.add_argument("--ranks-per-host", type=int, metavar="N", help="that share a host (default: one a device, 8 at most)")
     parser.add_argument("--memory", metavar="SIZE", help="of each device, such as 80GiB (default: what this machine's has)")
     parser.add_argument("--host-memory", "--host", metavar="SIZE", help="of each host (default: what this machine has)")
@@ -102,9 +103,14 @@ def run(args: argparse.Namespace) -> int:
     from zero.tools.planning.owners import Owners, for_muon
     from zero.tools.planning.subject import read_subject
 
-    for name in ("ranks", "ranks_per_host", "accumulation", "batch"):
+    for name in ("ranks", "shard_ranks", "ranks_per_host", "accumulation", "batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"Cannot plan with --{name.replace('_', '-')} {getattr(args, name)}: it is at least 1. Raise it.")
+    args.shard_ranks = args.shard_ranks or args.ranks
+    if args.ranks % args.shard_ranks:
+        raise ValueError(
+            f"Cannot plan with --shard-ranks {args.shard_ranks}: {args.ranks} ranks are not a multiple of it. Choose a divisor."
+        )
     bucket_bytes = DEFAULT_BUCKET_BYTES if args.bucket_bytes is None else parse_bytes(args.bucket_bytes)
     if bucket_bytes < _LEAST_BUCKET:
         raise ValueError(f"Cannot plan with --bucket-bytes {args.bucket_bytes}: these are too small. Give 64KiB or more.")
@@ -120,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         if args.batch is not None:
             raise ValueError("Cannot rehearse with Muon: --batch trains with AdamW. Leave one of the two out.")
         subject = replace(subject, params=tuple(for_muon(subject.params)))
-        owners = Owners.of(FlatLayout.build(subject.params, args.ranks, bucket_bytes))
+        owners = Owners.of(FlatLayout.build(subject.params, args.shard_ranks, bucket_bytes))
     if args.batch is not None and args.disk is not None:
         raise ValueError("Cannot rehearse with a disk: --batch counts the memory of a device. Leave one of the two out.")
     if args.batch is not None and subject.build is None:
@@ -128,8 +134,11 @@ def run(args: argparse.Namespace) -> int:
     rows, counted = _rows(args, subject, space, bucket_bytes)
     best = recommended(rows, args.ranks, args.accumulation)
     told = f"activations of {args.batch} a micro-batch are included: {counted}" if counted else "activations come on top"
+    ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
+    if args.shard_ranks < args.ranks:
+        ranks += f" in groups of {args.shard_ranks}"
     lines = [
-        f"{subject.words}, {subject.dtypes}, {args.ranks} rank{'s' * (args.ranks > 1)}, {space.words}", "",
+        f"{subject.words}, {subject.dtypes}, {ranks}, {space.words}", "",
         _table(rows, best, space), "",
         f"The peak is that of {'a rehearsed window' if counted else 'model states alone'}; {told}.",
         "Nothing fits. Take more ranks, devices with more memory, or a narrower dtype." if best is None else
@@ -142,9 +151,11 @@ def run(args: argparse.Namespace) -> int:
         lines.append(f"A rank writes at most {format_bytes(written)} to its disk in a step, and {format_bytes(day)} a day "
                      f"where a step takes {args.step_seconds:g} s.")  # fmt: skip
     if args.suggest and best is not None:
-        lines.append(f"zero.shard(..., {_arguments(best)})")
+        more = f", shard_ranks={args.shard_ranks}" if args.shard_ranks < args.ranks else ""
+        lines.append(f"zero.shard(..., {_arguments(best)}{more})")
     answer = {
         "model": subject.words, "parameters": subject.numel, "dtype": subject.dtypes, "ranks": args.ranks,
+        "shard_ranks": args.shard_ranks,
         "memory_bytes": space.device, "host_memory_bytes": space.host, "includes_activations": bool(counted),
         "rows": [{**row.as_dict(), "recommended": row is best} for row in rows],
         "owners": None if owners is None else owners.as_dict(),
@@ -200,15 +211,15 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
         on_host = 0.0 if offload == "none" or space.is_host else 1.0
         params = [replace(spec, offload=on_host, away=away) for spec in subject.params]
         for stage, row in STAGES.items():
-            shares = args.ranks if row.shards_optimizer else 1
+            shares = args.shard_ranks if row.shards_optimizer else 1
             layout = FlatLayout.build(params, shares, bucket_bytes)
             one_pass = space.is_host and args.kernels != "torch" and args.optimizer in _IN_ONE_PASS
             moments, one_host = _MOMENTS[args.optimizer], space.is_host and (args.ranks_per_host or args.ranks) >= args.ranks
-            rank = int(args.ranks > 2)  # one that is neither the first nor the last receives the most
+            rank = int(args.shard_ranks > 2)  # one that is neither the first nor the last receives the most
             rank = rank if args.optimizer != "muon" else busiest_rank(layout)
             cost = cost_of(layout, stage, args.ranks, rank, moments, args.accumulation, one_host, one_pass, space.is_host,
                            args.gathered_bytes)  # fmt: skip
-            other_bytes = subject.buffer_bytes + subject.frozen_bytes // (args.ranks if row.shards_weights else 1)
+            other_bytes = subject.buffer_bytes + subject.frozen_bytes // (args.shard_ranks if row.shards_weights else 1)
             on_device = replace(cost.device, weights=cost.device.weights + other_bytes)
             cost = replace(cost, device=on_device, peak=cost.peak + other_bytes)
             if args.batch:
@@ -216,7 +227,7 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
                 gathered = "all" if math.isinf(args.gathered_bytes) else args.gathered_bytes
                 options = {"stage": stage, "dtype": args.dtype, "offload": offload, "bucket_bytes": bucket_bytes,
                            "gathered_bytes": gathered}  # fmt: skip
-                peak = rehearse(subject.build, args.batch, args.ranks, device, args.accumulation, **options)
+                peak = rehearse(subject.build, args.batch, (args.ranks, args.shard_ranks), device, args.accumulation, **options)
                 cost = replace(cost, peak=peak)
             on_disk = sum(disk_bytes(layout, rank % shares, moments).values())
             rounds = 1 if row.accumulates_locally else args.accumulation

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tests.instruments import Ledger
+from tests.parity import hybrid
 from tests.zoo.case import backward, draw, real_loss, real_mlp
+from zero.comm.hybrid import HybridGroup
 from zero.comm.loopback import run_ranks
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.plan.traffic import Traffic, default_bucket_bytes, traffic_of
@@ -58,6 +60,31 @@ def test_a_step_sends_what_the_model_says(stage, num_backwards, dtype, world):
     for (num_bytes, passes), traffic in run_ranks(world, program):
         assert (traffic.total, traffic.passes) == (num_bytes, passes)
         assert traffic.total > 0
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("num_backwards", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_so_does_one_in_groups_that_replicate_states(stage, num_backwards, dtype):
+    def program(everyone):
+        group = hybrid(everyone, 2)
+        inside, across = Ledger(group.inner), Ledger(group.outer)
+        model, group = real_mlp(), HybridGroup(group, inside, across)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"dtype": dtype, "accumulation": num_backwards, "bucket_bytes": 256}
+        optimizer = shard(model, inner, stage=stage, group=group, **options)
+        for step in range(2):
+            inside.section = across.section = f"step {step}"
+            for micro in range(num_backwards):
+                backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, step, micro, real=True))))
+            optimizer.step()
+            optimizer.zero_grad()
+        entries = [[entry for entry in ledger.of("step 1") if not entry.is_message] for ledger in (inside, across)]
+        return [sent(each, 2) for each in entries], traffic_of(optimizer.parts.layout_ref.layout, stage, 4, num_backwards)
+
+    for ((inside, passes), (across, more)), traffic in run_ranks(4, program):
+        assert (traffic.gradients + traffic.weights, traffic.across, traffic.passes) == (inside, across, passes + more)
+        assert traffic.across > 0
 
 
 def rows(*head):

@@ -4,8 +4,10 @@ import torch
 
 
 class Wire:
+    outer = None
+
     def __init__(self, size=1):
-        self.rank, self.size = 0, size
+        self.rank, self.size, self.inner = 0, size, self
         self.sent = []
         self.holds_back = False
 

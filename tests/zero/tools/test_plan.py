@@ -198,7 +198,7 @@ def all_in_pace(group, bucket, sum_dtype, reduce=TorchGroup.all_reduce):
     return in_pace(group, bucket, sum_dtype, reduce)
 
 
-def measure(rank, world, points, batch, make=adamw):
+def measure(rank, world, points, batch, make=adamw, shard_ranks=None):
     """The most that a rank of a real group holds in a window, by point."""
     device, place, found = accelerators.get("sim"), place_of(rank, "sim"), []
     with place:
@@ -211,7 +211,7 @@ def measure(rank, world, points, batch, make=adamw):
             model = layers(batch)
         asked = {"stage": stage, "dtype": dtype, "offload": offload, "accumulation": accumulation, "bucket_bytes": BUCKET}
         with mock.patch.object(TorchGroup, "reduce_scatter", in_pace), mock.patch.object(TorchGroup, "all_reduce", all_in_pace):
-            optimizer = shard(model, make(model), timeout_s=20.0, **asked)
+            optimizer = shard(model, make(model), timeout_s=20.0, shard_ranks=shard_ranks, **asked)
         for _ in range(3):
             for _ in range(accumulation):
                 device.reset_peak_memory()
@@ -251,6 +251,34 @@ def test_the_peak_is_within_5_percent_of_what_a_rank_of_two_holds(points, batch)
         answer = json.loads(ranks.run(1, plan_here, [f"{__name__}:planned_for", *words, *rehearsed], apart="sim")[0])
         assert answer["includes_activations"] == (batch > 1)
         assert row_of(answer, stage, offload)["peak"] == pytest.approx(peak, rel=0.05), (stage, dtype, offload, accumulation)
+
+
+@needs_sim
+@pytest.mark.parametrize(
+    "points",
+    [
+        [(1, "bfloat16", "none", 1), (2, None, "none", 3), (3, "bfloat16", "none", 1)],
+        pytest.param(
+            [(2, "bfloat16", "cpu", 3), (1, None, "none", 3), (2, None, "none", 1), (1, None, "cpu", 1)], marks=pytest.mark.full
+        ),
+    ],
+    ids=["day", "night"],
+)
+def test_the_peak_of_a_rank_in_groups_of_two_is_told_too(points, capsys):
+    measured = ranks.run(4, measure, points, 1, adamw, 2, apart="sim", timeout=120.0)[0]
+    for (stage, dtype, offload, accumulation), peak in zip(points, measured, strict=True):
+        words = ["--ranks", 4, "--shard-ranks", 2, "--memory", "80GiB", "--bucket-bytes", BUCKET]
+        words += ["--json", "--accumulation", accumulation, *(["--dtype", dtype] if dtype else [])]
+        answer = json.loads(ranks.run(1, plan_here, [f"{__name__}:planned_for", *words], apart="sim")[0])
+        assert row_of(answer, stage, offload)["peak"] == pytest.approx(peak, rel=0.05), (stage, dtype, offload, accumulation)
+
+
+def test_what_is_suggested_has_the_groups_and_what_cannot_be_is_refused(capsys):
+    assert main(["plan", "700M", "--ranks", "8", "--shard-ranks", "4", "--memory", "8GiB", "--suggest"]) == 0
+    out = capsys.readouterr().out
+    assert "8 ranks in groups of 4" in out and "zero.shard(..., stage=2, shard_ranks=4)" in out
+    assert main(["plan", "700M", "--ranks", "8", "--shard-ranks", "3", "--memory", "8GiB"]) == 2
+    assert "8 ranks are not a multiple" in capsys.readouterr().err
 
 
 def muon(model):

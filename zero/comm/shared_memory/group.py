@@ -85,6 +85,8 @@ class SharedMemoryGroup:
     """A group whose host tensors are exchanged through shared memory; everything else goes by the group that it was made
     from."""
 
+    outer = None
+
     def __init__(self, group: Group, arena: SharedArena, arenas: dict[int, torch.Tensor], messages: Messages) -> None:
         self.rank = group.rank
         self.size = group.size
@@ -94,6 +96,10 @@ class SharedMemoryGroup:
         self._messages = messages
         self._lines = [_Line() for _ in range(LINES)]
         self._counts = [counts_of(theirs) for theirs in arenas.values()]
+
+    @property
+    def inner(self) -> Group:
+        return self
 
     @property
     def shared_host_memory(self) -> SharedHostMemory:

@@ -12,7 +12,7 @@ def _each(block: str, names: str, why: str) -> dict[str, str]:
 
 
 # Options of ours that DeepSpeed has no word for.
-_OURS = ("masters", "gathered_bytes", "keep_whole_numel", "on_nonfinite")
+_OURS = ("masters", "gathered_bytes", "keep_whole_numel", "shard_ranks", "on_nonfinite")
 OWN: dict[str, str] = {f"zero_accelerators.{name}": name for name in _OURS}
 
 USED: dict[str, str] = {
@@ -27,6 +27,7 @@ USED: dict[str, str] = {
     "scheduler.type": "schedule.kind",
     "scheduler.params": "schedule.settings",
     "communication_data_type": "reduce_dtype",
+    **_each("zero_optimization", "zero_hpz_partition_size mics_shard_size", "shard_ranks"),
     "zero_optimization.zero_quantized_gradients": "reduce_dtype",
     "zero_optimization.zero_quantized_weights": "gather_dtype",
     "gradient_allreduce_op": "reduce",
@@ -160,9 +161,8 @@ _GONE = "DeepSpeed 0.19.8 has removed it as well"
 REFUSED: dict[str, str] = {
     "zero_optimization.zero_quantized_nontrainable_weights": _FEWER_BITS,
     "zero_optimization.zenflow": _FEWER_BITS,
-    "zero_optimization.zero_hpz_partition_size": "at stage 3 weights are sharded over all ranks",
     "zero_optimization.offload_optimizer.super_offload": "offloaded masters and moments are stepped on the host",
-    **_each("zero_optimization", "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param", _GONE),
+    **_each("zero_optimization", "mics_hierarchical_params_gather zeropp_loco_param", _GONE),
     "checkpoint.load_universal": "loaded by any number of ranks directly; `python -m zero import` makes one of DeepSpeed's",
     "checkpoint.use_node_local_storage": "a checkpoint is one place that all ranks see",
     "datastates_ckpt": "checkpoints are written in a format of our own",
@@ -201,15 +201,23 @@ QUIET: dict[str, tuple[object, ...]] = {
     "data_types.grad_accum_dtype": ("fp32", "float32"),
     "prescale_gradients": (False,),
     "gradient_predivide_factor": (1, 1.0),
+    "zero_optimization.zero_hpz_partition_size": (0, 1),
+    "zero_optimization.mics_shard_size": (-1, 0),
     **dict.fromkeys(("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", "fp16.fp16_master_weights_and_grads"),
                     (False,)),
 }
 
 # Used keys that ask for nothing below stage 3, with what is said of them there.
-OF_STAGE_3: dict[str, str] = dict.fromkeys(
-    ("zero_optimization.offload_param.device", "zero_optimization.cpu_offload_param"),
-    "weights are not offloaded below stage 3, in DeepSpeed neither",
-)
+OF_STAGE_3: dict[str, str] = {
+    **dict.fromkeys(
+        ("zero_optimization.offload_param.device", "zero_optimization.cpu_offload_param"),
+        "weights are not offloaded below stage 3, in DeepSpeed neither",
+    ),
+    **dict.fromkeys(
+        ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"),
+        "DeepSpeed reads it at stage 3 only; zero_accelerators.shard_ranks holds at each stage",
+    ),
+}
 
 # Values, in any case of letters, of keys without effect that take no others.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -219,9 +227,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 # Values with which a refused key asks for nothing, beside false, null and an empty block.
 OFF: dict[str, tuple[object, ...]] = {
-    "zero_optimization.zero_hpz_partition_size": (0, 1),
     "sequence_parallel_size": (1,),
-    "zero_optimization.mics_shard_size": (-1,),
 }
 
 # Blocks without effect while this key in them is off or missing.

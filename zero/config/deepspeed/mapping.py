@@ -76,6 +76,7 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
         "bucket_bytes": _bucket_bytes(written, dtype),
         "gathered_bytes": written.bytes_or("zero_accelerators.gathered_bytes", ("auto", "all")),
         "keep_whole_numel": written.whole("zero_accelerators.keep_whole_numel", 0, least=0),
+        "shard_ranks": tried(_shard_ranks, None),
         "reduce": _reduce(written),
         "reduce_dtype": tried(lambda _: _reduce_dtype(written, stage), None),
         "gather_dtype": tried(lambda _: _in_eight_bits(written, "zero_quantized_weights", {1, 2}, stage), None),
@@ -199,6 +200,24 @@ def _homes(written: Written, stage: int) -> Homes:
     if weights and stage == 3:
         homes["weights"] = StateHome(home="host")
     return Homes(**homes)
+
+
+def _shard_ranks(written: Written) -> int | Literal["host"] | None:
+    hpz, mics = "zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"
+    own = "zero_accelerators.shard_ranks"
+    sizes: dict[str, int | Literal["host"]] = {}
+    if own in written and written.value(own) == "host":
+        sizes[own] = "host"
+    elif own in written:
+        sizes[own] = written.whole(own, 1, least=1)
+    for path, off in ((hpz, 1), (mics, 0)):  # what asks for nothing, and what is below it
+        size = written.whole(path, off, least=0 if path == hpz else -1)
+        if size > off:
+            sizes[path] = size
+    if len(set(sizes.values())) > 1:
+        told = ", ".join(f"{path} {size}" for path, size in sizes.items())
+        raise ValueError(f"Cannot use {told}: they say how many ranks share the states, and differ. Keep {own}.")
+    return next(iter(sizes.values()), None)
 
 
 def _bucket_bytes(written: Written, dtype: str | None) -> int | Literal["auto"]:

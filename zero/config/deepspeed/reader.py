@@ -198,7 +198,7 @@ class _Sorting:
             elif path not in KNOWN:
                 self.problems.append(_unknown(path))
             elif path in OF_STAGE_3 and self._stage in (0, 1, 2):
-                if value not in (None, False, "none"):
+                if value not in (None, False, "none", *QUIET.get(path, ())):
                     self.harmless[path] = OF_STAGE_3[path]
             elif path in USED:
                 self.used[path] = value

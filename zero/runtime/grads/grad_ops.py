@@ -37,7 +37,7 @@ class ShardedGradOps:
         self._group = group
         self._synchronize: weakref.ref[Any] | None = None
         self._sharded = layout_ref.layout.num_shares > 1
-        self._rank = group.rank if self._sharded else 0
+        self._rank = group.inner.rank if self._sharded else 0
         self._norms: dict[float, dict[int, float]] = {}
         self._changes: dict[int, int] = {}  # digest of what the user did to each, in its order
         self._factor: tuple[torch.Tensor, int, float] | None = None  # the last that was read
@@ -131,7 +131,8 @@ class ShardedGradOps:
         square = self._square()
         if self._group.size > 1:
             squares = [numbers[0] for numbers in self.exchange_numbers([square], "the norm of all gradients")]
-            square = sum(squares) if self._sharded else squares[0]  # ranks of other threads or processors add up otherwise
+            # Of the first that have a share each: ranks of other threads or processors add up otherwise.
+            square = sum(squares[: self._layout_ref.layout.num_shares])
         return float(square**0.5)
 
     def _square(self) -> float:
@@ -162,7 +163,7 @@ class ShardedGradOps:
     def zero(self, param: int) -> None:
         for piece in self.pieces(param):
             if piece.bucket in self.shard:
-                self.shard.piece(piece).zero_()
+                self.shard.zero(piece)
         self.forget_norms(param)
 
     def clear(self) -> None:
@@ -190,7 +191,7 @@ class ShardedGradOps:
                     line = self.formats[param].line_of(values(piece))
                     gathered[mine + piece.in_share.start : mine + piece.in_share.stop].copy_(line)
             if self._sharded:
-                self._group.all_gather(gathered).wait()
+                self._group.inner.all_gather(gathered).wait()
             found.append(gathered[part.start : part.stop])
         return self.formats[param].unflatten(torch.cat(found)).clone(memory_format=torch.preserve_format)
 
@@ -211,7 +212,9 @@ class ShardedGradOps:
                 local[piece.param].append(amount)
         mine = [joined(norms, order) for norms in local.values()]
         subject = f"the {order:g}-norm of {len(missing)} gradients"
-        parts = self.exchange_numbers(mine, subject) if self._sharded else [tuple(mine)]
+        parts = [tuple(mine)]
+        if self._sharded:
+            parts = self.exchange_numbers(mine, subject)[: self._layout_ref.layout.num_shares]
         known.update(zip(missing, (joined(norms, order) for norms in zip(*parts, strict=True)), strict=True))
 
     def _at_one_time(self, pieces: Iterable[Piece]) -> list[list[Piece]]:

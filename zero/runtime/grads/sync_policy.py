@@ -36,6 +36,11 @@ class SyncPolicy:
         return not self._accumulates_locally or self.is_last
 
     @property
+    def num_sends(self) -> int:
+        """Backwards of a window that send gradients, as far as it is declared."""
+        return 1 if self._accumulates_locally else self.accumulation or 1
+
+    @property
     def is_last(self) -> bool:
         """True when the backward going on is the last one declared, or one beyond."""
         if self.override is not None:

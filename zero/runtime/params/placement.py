@@ -167,7 +167,7 @@ class ParamPlacer:
         layout, tensor = self.weights.layout_ref.layout, self._params.tensors[param]
         own = tensor.detach().to(dtype, copy=True)
         if tensor.dtype != dtype:
-            pieces = list(layout.pieces(param, self._group.rank if layout.num_shares > 1 else 0))
+            pieces = list(layout.pieces(param, self._masters.rank))
             if sum(piece.in_param.numel for piece in pieces) == tensor.numel():
                 own.copy_(self._formats[param].unflatten(torch.cat([self._masters.streams.piece(piece) for piece in pieces])))
         return own

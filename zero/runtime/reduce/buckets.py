@@ -53,8 +53,10 @@ class Reducer(Timed):
         accelerator: Accelerator,
         staging: Staging,
         flight: InflightReductions,
+        num_laps: int = 1,
     ) -> None:
         self.inflight = flight
+        self._num_laps = num_laps  # times that the order is run through in a window, as far as that is declared
         self.sent = 0  # rounds of the order since the last settling
         self.order = tuple(range(len(layout_ref.layout.buckets)))
         self.layout_ref = layout_ref
@@ -152,9 +154,10 @@ class Reducer(Timed):
             self._send_next()
 
     def _send_next(self, keep: bool = True) -> None:
-        index = self.order[self.sent % len(self.order)]
+        lap, place = divmod(self.sent, len(self.order))
+        index = self.order[place]
         self.sent += 1
-        self.inflight.send(index, self._close(index), keep)
+        self.inflight.send(index, self._close(index), keep, is_last=lap == self._num_laps - 1)
 
     def _close(self, index: int, wide: bool = False) -> torch.Tensor:
         """The bucket's round, ready to be sent: zeros where nothing arrived."""
@@ -206,11 +209,14 @@ class Reducer(Timed):
         self.inflight.retire(keep)
 
     def flush(self, buckets: Sequence[int], wide: int) -> None:
-        """One more round for every bucket that needs it on some rank; of these, some in the dtype of sums."""
+        """One more round for every bucket that needs it on some rank; of these, some in the dtype of sums. Then sums are those
+        of all ranks."""
         for index in buckets:
-            self.inflight.send(index, self._close_fp32(index) if wide >> index & 1 else self._close(index))
+            buffer = self._close_fp32(index) if wide >> index & 1 else self._close(index)
+            self.inflight.send(index, buffer, is_last=True)
             self.inflight.retire(keep=True, most=1)
         self.inflight.retire(keep=True)
+        self.inflight.settle()
 
     def _close_fp32(self, index: int) -> torch.Tensor:
         wide = self._close(index, wide=True)

@@ -12,7 +12,7 @@ import torch
 
 from accelerators.streams import Event
 from zero.comm.group import Group, Pending
-from zero.comm.results import UnreducedResult, wait_into
+from zero.comm.results import CompletedResult, UnreducedResult, wait_into
 from zero.memory.deferred_sum import DeferredSum, Sums, share_memory
 from zero.memory.formats import sum_dtype
 from zero.memory.gradient_shard import GradientShard
@@ -22,7 +22,8 @@ from zero.memory.staging import Staging
 from zero.plan.grad_scaling import Scaling
 from zero.runtime.kernels.sums import SumsByTorch
 from zero.runtime.profiling import Timed, stop
-from zero.runtime.reduce.narrowing import AsItIs, Narrowing
+from zero.runtime.reduce.across import SumsAcross
+from zero.runtime.reduce.narrowing import AsItIs, Narrowing, in_shares
 
 _MOST_OF_A_SUM = 1.25  # that deferring it may take in bytes: buffers have the size of the largest bucket
 _ALWAYS_SENT = 2  # rounds on their way: one that others work at, and one that is there when they are done with it
@@ -36,6 +37,7 @@ class _Round(NamedTuple):
     bucket: int
     buffer: torch.Tensor
     pending: Pending
+    is_last: bool  # of those that are declared for its bucket
     filled: Event | None  # on this rank's device
     let_go: Callable[[], None] | None  # of where it waited
 
@@ -47,6 +49,7 @@ class _Waiting(NamedTuple):
     mirror: torch.Tensor
     transfer: Transfer  # to there
     sum_dtype: torch.dtype
+    is_last: bool
 
 
 class InflightReductions(Timed):
@@ -80,7 +83,7 @@ class InflightReductions(Timed):
         checks_finite: bool = False,
         sums: Sums | None = None,
     ) -> None:
-        self.num_bytes = 0  # sent so far, by this rank
+        self._num_bytes = 0  # sent so far, by this rank
         self._layout_ref = layout_ref
         self._scaling = scaling  # says what a sum is multiplied with when it is kept
         self._staging = staging
@@ -89,32 +92,41 @@ class InflightReductions(Timed):
         self._greatest: torch.Tensor | None = None  # magnitude that was sent since the last `forget`, NaN included
         self._narrowing = narrowing or AsItIs(layout_ref, group)
         self.sums = sums or SumsByTorch()
-        self._ranks = group.rank, group.size
+        self._ranks = group.inner.rank, group.inner.size
+        are_replicas = group.outer is not None and in_shares(layout_ref, group)
+        self._across = SumsAcross(group.outer, shard, self.sums.add) if group.outer is not None and are_replicas else None
         self._in_flight: deque[_Round] = deque()
         self._waiting: deque[_Waiting] = deque()
         self._is_patient = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Sent so far, by this rank."""
+        return self._num_bytes + (0 if self._across is None else self._across.num_bytes)
 
     def __len__(self) -> int:
         return len(self._in_flight) + len(self._waiting)
 
     @stop("reduce")
-    def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True) -> None:
-        """Sends a round, or keeps it on the host until those before it have landed."""
+    def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True, is_last: bool = False) -> None:
+        """Sends a round, or keeps it on the host until those before it have landed. `is_last`: no other is declared."""
         self._look_at(buffer)
         narrow = self._narrowing.narrow(bucket, buffer, self._staging)
         if narrow.is_floating_point() and narrow is not buffer:  # to which some were too large
             self._look_at(narrow)
         buffer, dtype = narrow, sum_dtype(narrow.dtype)
-        self.num_bytes += buffer.nbytes
+        self._num_bytes += buffer.nbytes
         on_host = self.shard.homes.host is self.shard.homes.device
         if on_host or self._has_room(buffer.nbytes):
-            self._send(bucket, buffer, dtype)
+            self._send(bucket, buffer, dtype, is_last)
         else:
-            self._put_aside(bucket, buffer, dtype)
+            self._put_aside(bucket, buffer, dtype, is_last)
         if on_host and not self._has_room(0):
             self._await_others()
         while self._in_flight and self._in_flight[0].pending.done():
             self._retire(keep)
+        if self._across is not None:
+            self._across.land_done(keep)
 
     def _look_at(self, buffer: torch.Tensor) -> None:
         if self.checks_finite:
@@ -122,11 +134,11 @@ class InflightReductions(Timed):
             self._greatest = greatest if self._greatest is None else torch.maximum(self._greatest, greatest)
 
     def _send(
-        self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, let_go: Callable[[], None] | None = None
+        self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool, let_go: Callable[[], None] | None = None
     ) -> None:
         pending = self._narrowing.reduce(bucket, buffer, dtype)
         filled = None if pending.done() else self._staging.mark()
-        self._in_flight.append(_Round(bucket, buffer, pending, filled, let_go))
+        self._in_flight.append(_Round(bucket, buffer, pending, is_last, filled, let_go))
         self._await_device()
 
     def _has_room(self, num_bytes: int) -> bool:
@@ -142,20 +154,20 @@ class InflightReductions(Timed):
             time.sleep(0.001)
             self._is_patient = time.monotonic() < until
 
-    def _put_aside(self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+    def _put_aside(self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool) -> None:
         mirror = self.shard.homes.host.mirror(buffer)
         transfer = self.shard.homes.host.write(buffer, mirror)
-        self._waiting.append(_Waiting(bucket, mirror, transfer, dtype))
+        self._waiting.append(_Waiting(bucket, mirror, transfer, dtype, is_last))
         self._staging.give_back(buffer, transfer)
 
     def _send_waiting(self) -> None:
         while self._waiting and len(self._in_flight) < _ALWAYS_SENT:
-            bucket, mirror, transfer, dtype = self._waiting.popleft()
+            bucket, mirror, transfer, dtype, is_last = self._waiting.popleft()
             transfer.wait()
             buffer = self._staging.borrow(mirror.numel(), mirror.dtype)
             arrival = self.shard.homes.host.read(mirror, buffer)
             arrival.wait()
-            self._send(bucket, buffer, dtype, partial(self._let_go, mirror, arrival))
+            self._send(bucket, buffer, dtype, is_last, partial(self._let_go, mirror, arrival))
 
     def _let_go(self, mirror: torch.Tensor, transfer: Transfer) -> None:
         transfer.finish()
@@ -179,6 +191,18 @@ class InflightReductions(Timed):
         """Waits for other ranks, until no more than so many rounds are on their way."""
         while len(self) > most:
             self._retire(keep)
+        self._land_across(most, keep)
+
+    @stop("reduce")
+    def _land_across(self, most: int, keep: bool) -> None:
+        if self._across is not None:
+            self._across.land(most, keep)
+
+    @stop("reduce")
+    def settle(self) -> None:
+        """Makes sums of the inner group those of all ranks. Nothing is on its way inside. A collective."""
+        if self._across is not None:
+            self._across.land_all()
 
     def abandon(self) -> None:
         """Forgets the rounds that are going on and will not be waited for. They may still write to their buffers."""
@@ -190,14 +214,33 @@ class InflightReductions(Timed):
             self._let_go(waiting.mirror, waiting.transfer)
         self._in_flight.clear()
         self._waiting.clear()
+        if self._across is not None:
+            self._across.abandon()
 
     def _retire(self, keep: bool) -> None:
         self._is_patient = True
         round_ = self._in_flight.popleft()
-        self._land(round_.bucket, round_.buffer, round_.pending, keep)
+        if self._across is None:
+            self._land(round_.bucket, round_.buffer, round_.pending, keep)
+        else:
+            self._pass_on(round_, self._across, keep)
         if round_.let_go is not None:
             round_.let_go()
         self._send_waiting()
+
+    def _pass_on(self, round_: _Round, across: SumsAcross, keep: bool) -> None:
+        """Sends the sum of the inner group across, or keeps it for later; see [Note: across once]."""
+        bucket, buffer, pending, is_last, *_ = round_
+        inner, goes_on = self._wait(pending), is_last and buffer.is_cpu
+        if goes_on and (bucket not in self.shard.partial or not keep):
+            across.begin(bucket, inner, self._scaling.accumulate_factor, keep)
+            self._staging.give_back(buffer)
+            return
+        if keep:
+            self.shard.begin_partial(bucket)
+        self._land(bucket, buffer, CompletedResult(inner), keep)
+        if goes_on:
+            across.begin_partial(bucket)
 
     @stop("keep")
     def _land(self, bucket: int, buffer: torch.Tensor, pending: Pending, keep: bool) -> None:

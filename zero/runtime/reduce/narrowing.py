@@ -22,14 +22,19 @@ class Narrowing(Protocol):
         """What is sent in place of `buffer`, which goes back unless it is that."""
 
     def reduce(self, bucket: int, sent: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        """The sum over ranks, of this rank's share or, where there is one, of all."""
+        """The sum over the ranks of the inner group, of this rank's share; or where there is one share, of all ranks."""
+
+
+def in_shares(layout_ref: LayoutRef, group: Group) -> bool:
+    """Whether each rank wants its share of a sum, and not all of it."""
+    return layout_ref.layout.num_shares == group.inner.size
 
 
 class AsItIs:
     """Sends the bucket itself."""
 
     def __init__(self, layout_ref: LayoutRef, group: Group) -> None:
-        self._reduce = group.all_reduce if layout_ref.layout.num_shares < group.size else group.reduce_scatter
+        self._reduce = group.inner.reduce_scatter if in_shares(layout_ref, group) else group.all_reduce
 
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
         return buffer
@@ -59,7 +64,7 @@ class InEightBits:
 
     def __init__(self, layout_ref: LayoutRef, group: Group, scaling: Scaling) -> None:
         self._layout_ref = layout_ref
-        self._group = group
+        self._group = group.inner
         self._scaling = scaling
         self._noise = Noise(group.rank)
         self._missing: dict[int, tuple[torch.Tensor, float]] = {}  # by bucket, and the loss scale that it carries
@@ -102,5 +107,5 @@ class _InNumbers:
 def narrowing_of(dtype: str | None, group: Group, layout_ref: LayoutRef, scaling: Scaling) -> Narrowing:
     """What `reduce_dtype` means. On one rank nothing travels in 8 bits."""
     if dtype == EIGHT_BITS:
-        return AsItIs(layout_ref, group) if group.size == 1 else InEightBits(layout_ref, group, scaling)
+        return AsItIs(layout_ref, group) if group.inner.size == 1 else InEightBits(layout_ref, group, scaling)
     return AsItIs(layout_ref, group) if dtype is None else RoundedTo(layout_ref, group, DTYPES[dtype])

@@ -32,10 +32,10 @@ class WeightPublisher(Timed):
     ) -> None:
         self._layout_ref = layout_ref
         self._params = params
-        self._group = group
+        self._group = group.inner
         self._weights = weights
         self._masters = masters
-        self._in_eight_bits = in_eight_bits and group.size > 1
+        self._in_eight_bits = in_eight_bits and group.inner.size > 1
         self.num_bytes = 0  # sent so far, by this rank
         self._in_flight: deque[Pending] = deque()
 

@@ -39,6 +39,7 @@ class ShareExchange:
     the shares that other ranks read. See [Note: absent weights].
 
     Ranks may read whatever they like between two steps, each for itself. They must make the same edits in the same order.
+    Shares are read inside the inner group; that all ranks made the same edits is compared among all.
 
     [Note: visible weights]
     Ranks that share host memory keep their shares of a chunk side by side in it. So all of them see whole chunks as the last
@@ -50,7 +51,7 @@ class ShareExchange:
         self.cache = GatheredWeights(device, budget_bytes)
         self.group = group
         self.device = device
-        self.versions = VersionedShares(group.size - 1)  # this rank's shares in host memory, as other ranks get them
+        self.versions = VersionedShares(group.inner.size - 1)  # this rank's shares in host memory, as other ranks get them
         self.versions.add(_STEP_ENDED, torch.zeros(1))
         self.pulls = self._new_pulls()
         self._shares: dict[int, Share] = {}  # by number
@@ -99,7 +100,7 @@ class ShareExchange:
 
     def is_edited(self, share: Share) -> bool:
         """Whether all ranks see that a share was edited since the last step: one of a rank alone is edited where it lies."""
-        return self.group.size > 1 and self.versions.version(share.number).edits > 0
+        return self.group.inner.size > 1 and self.versions.version(share.number).edits > 0
 
     def _renew(self, share: Share) -> None:
         share.memory, share.is_renewed = self.versions.newest(share.number), True
@@ -164,9 +165,9 @@ class ShareExchange:
         self._ask_others()
 
     def _ask_others(self) -> None:
-        if self.group.size > 1 and self.group.shared_host_memory is not None:
+        if self.group.inner.size > 1 and self.group.inner.shared_host_memory is not None:
             version = self.versions.version(_STEP_ENDED)
-            self._others = self.pulls.begin(_STEP_ENDED, torch.empty(self.group.size), *version)
+            self._others = self.pulls.begin(_STEP_ENDED, torch.empty(self.group.inner.size), *version)
 
     def close(self) -> None:
         """Ends the reading of shares of other ranks. A collective."""
@@ -183,7 +184,7 @@ class ShareExchange:
         self._ask_others()
 
     def _new_pulls(self) -> Pulls:
-        return Pulls(self.group.new_wire(), self.versions.request, self.versions.reached)
+        return Pulls(self.group.inner.new_wire(), self.versions.request, self.versions.reached)
 
 
 class ShardedChunk(GatheredChunk):

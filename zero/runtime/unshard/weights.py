@@ -68,10 +68,10 @@ class ShardedWeights:
         layout, exchange = self.layout_ref.layout, self.exchange
         new = [chunk for chunk in range(self.num_chunks, len(layout.chunks)) if not layout.chunks[chunk].is_kept]
         sizes = [layout.chunks[chunk].numel * DTYPES[layout.chunks[chunk].dtype].itemsize for chunk in new]
-        shared = exchange.group.shared_host_memory
+        shared = exchange.group.inner.shared_host_memory
         if shared is not None:
             self._common.update(zip(new, shared.common(sizes), strict=True))
-        elif exchange.group.size == 1 and exchange.device.type == "cpu":
+        elif exchange.group.inner.size == 1 and exchange.device.type == "cpu":
             self._common.update((chunk, torch.empty(size, dtype=torch.uint8)) for chunk, size in zip(new, sizes, strict=True))
 
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
@@ -82,7 +82,7 @@ class ShardedWeights:
         with torch.inference_mode(False):  # steps will change it
             for index in layout.buckets_in(chunk):
                 bucket = layout.buckets[index]
-                own = bucket.share(self.exchange.group.rank)
+                own = bucket.share(self.exchange.group.inner.rank)
                 part = source[own.start : own.stop]
                 seen = None if common is None else common[own.start : own.stop]
                 values = torch.empty(part.shape, dtype=dtype, device="cpu") if seen is None else seen
@@ -181,7 +181,7 @@ class ShardedWeights:
         frozen = self._frozen
         if frozen is not None:
             self._is_frozen_written = True
-            rank, layout = self.exchange.group.rank, frozen.layout_ref.layout
+            rank, layout = self.exchange.group.inner.rank, frozen.layout_ref.layout
             for param, tensor in enumerate(frozen._params.tensors):
                 if self.has_frozen(tensor):
                     pieces = [
@@ -223,7 +223,7 @@ class ShardedWeights:
     def share(self, bucket: int, rank: int) -> torch.Tensor:
         if bucket not in self._shares:
             return self._kept.share(bucket, rank)
-        assert rank == self.exchange.group.rank
+        assert rank == self.exchange.group.inner.rank
         return self._shares[bucket].memory
 
     def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None:

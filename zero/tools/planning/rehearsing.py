@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import accelerators
-from zero.comm.fake import FakeGroup
+from zero.comm.fake import fake_group
 from zero.sharding.optimizer import shard
 
 _WINDOWS = 2  # the first makes what the optimizer remembers, and learns the order of the gradients
@@ -27,10 +27,10 @@ def counting_device() -> tuple[str, str]:
 
 
 def rehearse(
-    build: Callable[[int], Any], batch: int, ranks: int, device: str, accumulation: int = 1, **options: Any
+    build: Callable[[int], Any], batch: int, ranks: tuple[int, int], device: str, accumulation: int = 1, **options: Any
 ) -> int:
-    """Returns the most bytes that rank 0 of so many holds on the device in a window, of a training with `shard(..., **options)`
-    and AdamW. `build(batch)` returns a model, and a function that makes a loss of it."""
+    """Returns the most bytes that rank 0 of so many, of which so many share states, holds on the device in a window, of a
+    training with `shard(..., **options)` and AdamW. `build(batch)` returns a model, and a function that makes a loss of it."""
     accelerator = accelerators.get(device)
     gc.collect()
     accelerator.synchronize()
@@ -38,7 +38,7 @@ def rehearse(
     with accelerator.device():
         model, loss_of = build(batch)
         inner = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
-        optimizer = shard(model, inner, group=FakeGroup(ranks), accumulation=accumulation, **options)
+        optimizer = shard(model, inner, group=fake_group(*ranks), accumulation=accumulation, **options)
         peak = 0
         for _ in range(_WINDOWS):
             for _ in range(accumulation):

@@ -104,7 +104,7 @@ def verify(
     random_state = accelerator.rng_state()
     try:
         with torch.enable_grad():
-            return _verify(_Subject.of(model, optimizer, config, ranks), list(batches), loss)
+            return _verify(_Subject.of(model, optimizer, config, ranks), list(batches), loss, group)
     finally:
         accelerator.set_rng_state(random_state)
         if ranks is not group:
@@ -157,11 +157,13 @@ class _Subject:
         return model, inner
 
 
-def _verify(subject: _Subject, batches: list[Any], loss: Callable[[Any, Any], torch.Tensor]) -> Verification:
+def _verify(
+    subject: _Subject, batches: list[Any], loss: Callable[[Any, Any], torch.Tensor], given: Any = None
+) -> Verification:
     accelerator, config, group = accelerators.current(), subject.config, subject.group
     windows = list(_windows(batches, config.accumulation or 1, group))
     plain = PlainRun(*subject.copied(), config, group)
-    sharded = ShardedOptimizer(*subject.copied(), config, group)
+    sharded = ShardedOptimizer(*subject.copied(), config, given)  # over connections of its own, as where it trains
     first, num_steps = None, 0
     try:
         pair, engine = _Pair(plain, sharded), Engine(sharded)

@@ -1,0 +1,78 @@
+"""The world of torch.distributed: its beginning, and which of its ranks were given."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+_begun: tuple[int, Callable[[], object]] | None = None  # the process, and the world that was begun here and not by the user
+
+
+class Mesh(NamedTuple):
+    """The ranks of a DeviceMesh, and how many of them states are in shares of; None for all."""
+
+    ranks: tuple[int, ...]
+    shard_ranks: int | None
+
+
+def is_up() -> bool:
+    """Whether torch.distributed is initialised."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size() -> int:
+    return dist.get_world_size()
+
+
+def is_process_group(group: object) -> bool:
+    """Whether this is torch's own."""
+    return isinstance(group, dist.ProcessGroup)
+
+
+def ranks_of(base: Any) -> list[int]:
+    """Those of a process group, or of a tuple or list of them; all of the world for None."""
+    return list(base) if isinstance(base, (tuple, list)) else dist.get_process_group_ranks(base)
+
+
+def mesh_of(group: object) -> Mesh | None:
+    """Returns what a DeviceMesh says, and None for anything else. In one of two dimensions states are in shares along the inner
+    one, and replicated along the outer one."""
+    if not isinstance(group, DeviceMesh):
+        return None
+    sizes, ranks = tuple(group.mesh.shape), tuple(map(int, group.mesh.flatten().tolist()))
+    if len(sizes) > 2 or list(ranks) != sorted(ranks):
+        raise ValueError(
+            f"Cannot use a DeviceMesh of {len(sizes)} dimensions with ranks {list(ranks)}: it has one dimension, or an outer "
+            "one that replicates and an inner one that shards, and its ranks ascend. Pass that part of it, as "
+            "mesh['replicate', 'shard']."
+        )
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"Cannot use a DeviceMesh of ranks {list(ranks)} on rank {dist.get_rank()}. Shard on its ranks only.")
+    return Mesh(ranks, sizes[1] if len(sizes) == 2 else None)
+
+
+def new_group(lists: Sequence[list[int]], own: list[int], backend: str, limit_s: float, is_local: bool) -> Any:
+    """Makes a process group of each of these lists of ranks, and returns that of our own. All ranks of the world make all of
+    them, so that torch gives each a name which none had before; or, if it `is_local`, only those of a list, see
+    kept_groups.py."""
+    limit = datetime.timedelta(seconds=limit_s)
+    made = [dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=is_local) for ranks in lists]
+    return made[lists.index(own)]
+
+
+def begin_world(backend: str, limit_s: float) -> None:
+    """Initialises torch.distributed, which ends with this process."""
+    global _begun
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=limit_s))
+    _begun = os.getpid(), weakref.ref(dist.group.WORLD)  # which stays: when one training is closed, another may begin
+
+
+def is_begun_here() -> bool:
+    """Whether the world is one that this process began, and not the user."""
+    return _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD

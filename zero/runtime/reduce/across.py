@@ -1,0 +1,83 @@
+"""The second level of sums: shares that travel between ranks which have the same one. See [Note: two levels]."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from zero.comm.group import Group, Pending
+from zero.comm.results import wait_into
+from zero.memory.gradient_shard import GradientShard
+
+
+class _Sum(NamedTuple):
+    """A sum over replicas that is on its way."""
+
+    bucket: int
+    pending: Pending
+    factor: float  # that it is kept with
+    keep: bool
+
+
+class SumsAcross:
+    """Sums over replicas on their way, first in, first out, in an order that is the same on all ranks.
+
+    [Note: across once] A share goes across when the last round that is declared for it has been reduced inside: on the host at
+    once, while backward goes on, as nothing there waits for another rank. What came otherwise waits in the share, added up, and
+    goes across when the window settles. On a device everything does: its collectives run in the order in which they were begun,
+    which must be the same on all ranks, and at the settling it is.
+    """
+
+    def __init__(self, outer: Group, shard: GradientShard, add: Callable[..., None]) -> None:
+        self.num_bytes = 0  # sent so far, by this rank
+        self._outer = outer
+        self._shard = shard
+        self._add = add
+        self._in_flight: deque[_Sum] = deque()
+
+    def begin(self, bucket: int, inner: torch.Tensor, factor: float, keep: bool = True) -> None:
+        """Sends a sum of the inner group, which may be written again when this returns."""
+        pending = self._outer.all_reduce(inner, inner.dtype)
+        self.num_bytes += inner.nbytes
+        self._in_flight.append(_Sum(bucket, pending, factor, keep))
+
+    def begin_partial(self, bucket: int) -> None:
+        """Sends the partial sum of a share."""
+        inner = self._shard.end_partial(bucket)
+        self.begin(bucket, inner.to(self._shard.device), 1.0)
+        self._shard.reuse(bucket, inner)
+
+    def land_all(self) -> None:
+        """Sends all partial sums, and waits for everything that is on its way."""
+        for bucket in sorted(self._shard.partial):
+            self.land(most=1)
+            self.begin_partial(bucket)
+        self.land()
+
+    def land_done(self, keep: bool) -> None:
+        while self._in_flight and self._in_flight[0].pending.done():
+            self._land(keep)
+
+    def land(self, most: int = 0, keep: bool = True) -> None:
+        """Waits for replicas, until no more than so many sums are on their way."""
+        while len(self._in_flight) > most:
+            self._land(keep)
+
+    def _land(self, keep: bool) -> None:
+        bucket, pending, factor, was_to_be_kept = self._in_flight.popleft()
+        keep &= was_to_be_kept
+        shard = self._shard
+        if keep and bucket not in shard.partial and shard.home_of(bucket).device == shard.device:
+            target, fresh = shard.target(bucket)
+            wait_into(pending, target, factor, not fresh, self._add)
+            return
+        total = pending.wait()
+        if keep:
+            shard.add_across(bucket, total, factor)
+
+    def abandon(self) -> None:
+        """Forgets what is on its way and will not be waited for."""
+        self._in_flight.clear()
