@@ -198,7 +198,7 @@ def replicated(full: bool = False) -> list[Point]:
     ]
     points = [point for point in points if can_be(point)]
     if full:
-        return points[::3]
+        return points[::13]
     by_case: dict[str, list[Point]] = {}
     for point in points:
         by_case.setdefault(point.case, []).append(point)

@@ -122,13 +122,15 @@ def test_on_the_host_shares_leave_in_the_last_declared_backward(accumulation):
 def trained(rank, group, options, whole_numbers):
     model = mlp()
     inner = torch.optim.AdamW(model.parameters(), lr=0.01) if not whole_numbers else sgd(model)
-    optimizer = zero.shard(model, inner, accumulation=2, bucket_bytes=SMALL, group=group, **options)
+    clip = None if whole_numbers else 0.25
+    optimizer = zero.shard(model, inner, accumulation=2, bucket_bytes=SMALL, group=group, clip=clip, **options)
     norms = []
     for step in range(3):
         for micro in range(2):
             backward(model, rank, step, micro, whole_numbers)
-        norms.append(0.0 if whole_numbers else float(torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0)))
+        norms.append(0.0 if whole_numbers else float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
+        norms.append(optimizer.grad_norm or 0.0)
         optimizer.zero_grad()
     kind = type(optimizer.parts.group).__name__
     optimizer.close()
@@ -194,6 +196,30 @@ def test_replicas_have_the_same_bits_with_other_options_too(options):
 
     found = on_threads(4, 2, program)
     assert all(each == found[0] for each in found)
+
+
+def settled_and_added_to(group):
+    model = mlp()
+    optimizer = shard(model, sgd(model), stage=2, bucket_bytes=SMALL, group=group)
+    for step in range(3):
+        backward(model, group.rank, step, 0, whole_numbers=True)
+        found = model[0].bias.grad.norm()  # which settles
+        for micro in (1, 2):  # of which one goes across at once, and one waits
+            backward(model, group.rank, step, micro, whole_numbers=True)
+        if step == 1:
+            model[0].bias.grad = None
+            backward(model, group.rank, step, 3, whole_numbers=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return float(found), bits(model)
+
+
+def test_a_settled_window_that_is_added_to_has_the_bits_of_one_group():
+    """Also where a gradient is cleared of which a part was settled, a part went across since, and a part did not."""
+    expected = run_ranks(4, settled_and_added_to, TIME_LIMIT_S)
+    for shard_ranks in (2, 1):
+        assert on_threads(4, shard_ranks, settled_and_added_to) == expected
 
 
 def test_states_on_disk_are_those_in_memory(tmp_path):
