@@ -8,6 +8,9 @@ the system lets this program make one. Timed are: the files read once, in large 
 Before each reading the system is told to forget the files. Peaks are beyond what a rank had after its imports, of its own
 memory and its shares; that of others which it sees is theirs. By default the model is frozen but for one norm, as under
 adapters; with --trained all of it has masters in fp32 too.
+
+With --deepspeed, the interpreter of an environment that has DeepSpeed and transformers, plain `from_pretrained` under
+`HfDeepSpeedConfig` with ZeRO-3 reads the same files on as many ranks, without a limit on memory.
 """
 
 from __future__ import annotations
@@ -151,6 +154,32 @@ def run(options: argparse.Namespace) -> None:
     os._exit(0)  # or the optimizer would close, and make the model plain: on all ranks, with all of its memory
 
 
+def run_deepspeed(options: argparse.Namespace) -> None:
+    """The same of transformers with DeepSpeed's ZeRO-3."""
+    import deepspeed
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    zero3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    said = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero3}
+    kept = HfDeepSpeedConfig(said)  # transformers looks for it while it lives
+    torch.distributed.barrier()
+    reset_peak()
+    before, begin = status("VmRSS"), time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+    torch.distributed.barrier()
+    found = {"read_s": time.perf_counter() - begin, "read_peak": status("VmHWM") - before}
+    assert kept.is_zero3() and all(param.ds_tensor.numel() < param.ds_numel for param in model.parameters())
+    print(json.dumps(found), flush=True)
+    torch.distributed.barrier()
+    for path in Path("/dev/shm").glob(f"deepspeed_*_{os.environ['MASTER_PORT']}_{os.environ['RANK']}"):
+        path.unlink()  # which it leaves there
+    os._exit(0)
+
+
 def limited(rank: int, limit: int) -> Path | None:
     """A cgroup with so much memory; None where none can be made."""
     for root in CGROUPS:
@@ -179,11 +208,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--trained", action="store_true", help="all of the model, with masters in fp32")
     parser.add_argument("--folder", help="a directory on the disk to be measured (default: the temporary one)")
-    for name in ("make", "model", "out"):
+    parser.add_argument("--deepspeed", help="a Python that has DeepSpeed and transformers, to be measured too")
+    for name in ("make", "model", "out", "system"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.model:
-        run(options)
+        (run_deepspeed if options.system else run)(options)
         return
     if options.make:
         write_model(Path(options.make), int(options.gib * GIB), GIB)
@@ -213,21 +243,8 @@ def environment(**more: object) -> dict[str, str]:
 def measure(options: argparse.Namespace, folder: Path, out: Path, size: int, groups: list[Path | None]) -> None:
     forget(folder)
     plain_read, plain_write = read_once(folder), write_once(out.with_name("plain"), size)
-    forget(folder)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [sys.executable, __file__, "--model", str(folder), "--out", str(out)] + ["--trained"] * options.trained
-    started = []
-    for rank, group in enumerate(groups):
-        launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks}
-        launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        how = {"env": environment(**launch), "stdout": subprocess.PIPE, "text": True, "preexec_fn": partial(join, group)}
-        started.append(subprocess.Popen(command, **how))
-    said = [process.communicate()[0] for process in started]
-    if any(process.returncode for process in started):
-        raise SystemExit(f"A rank ended with {[process.returncode for process in started]}: -9: out of memory.")
-    found = [json.loads(text.strip().splitlines()[-1]) for text in said]
+    found = on_ranks(command, folder, groups)
     share, mib = size / options.ranks, 2**20
     read_s, write_s = (max(rank[key] for rank in found) for key in ("read_s", "write_s"))
     peak, write_peak = (max(rank[key] for rank in found) / mib for key in ("read_peak", "write_peak"))
@@ -236,6 +253,30 @@ def measure(options: argparse.Namespace, folder: Path, out: Path, size: int, gro
           f"a rank's peak is its share ({share_mib:.0f} MiB) and {peak - share_mib:.0f} MiB")  # fmt: skip
     print(f"out {write_s:6.2f} s, {write_s / plain_write:5.2f} of {plain_write:.2f} s to write as much once; "
           f"{write_peak:.0f} MiB more than before", flush=True)  # fmt: skip
+    if options.deepspeed:
+        command = [options.deepspeed, __file__, "--system", "deepspeed", "--model", str(folder)]
+        theirs = on_ranks(command, folder, [None] * options.ranks)
+        their_s, their_peak = (max(rank[key] for rank in theirs) for key in ("read_s", "read_peak"))
+        print(f"in  {their_s:6.2f} s with DeepSpeed, of which ours is {read_s / their_s:.2f}; a rank's peak is its share "
+              f"and {their_peak / mib - share_mib:.0f} MiB", flush=True)  # fmt: skip
+
+
+def on_ranks(command: list[str], folder: Path, groups: list[Path | None]) -> list[dict[str, float]]:
+    """What each rank says, of files that the system has forgotten."""
+    forget(folder)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for rank, group in enumerate(groups):
+        launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(groups), "LOCAL_SIZE": len(groups)}
+        launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        how = {"env": environment(**launch), "stdout": subprocess.PIPE, "text": True, "preexec_fn": partial(join, group)}
+        started.append(subprocess.Popen(command, **how))
+    said = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit(f"A rank ended with {[process.returncode for process in started]}: -9: out of memory.")
+    return [json.loads(next(line for line in reversed(text.splitlines()) if line.startswith("{"))) for text in said]
 
 
 if __name__ == "__main__":

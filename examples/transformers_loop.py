@@ -1,5 +1,7 @@
 """A Hugging Face model in a plain loop needs no integration: shard its optimizer, and train as before.
 
+examples/llama_stage3.py shows stage 3 in bf16, with weights read from files and saved.
+
     torchrun --nproc-per-node 2 examples/transformers_loop.py
 """
 

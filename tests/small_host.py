@@ -22,7 +22,7 @@ from zero.optim.traits import num_moments
 from zero.plan.budget import budget_of
 from zero.plan.disk import disk_bytes
 
-WIDTH, LAYERS, WORDS, TOKENS = 1024, 23, 16384, 16
+WIDTH, LAYERS, WORDS, TOKENS = 1024, 23, 8192, 16
 BUCKET_BYTES = 4 * 2**20
 
 
@@ -41,11 +41,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS, words: int = WORDS) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.words = nn.Embedding(words, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, words, bias=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         x = self.words(text[:, :-1])
@@ -77,11 +77,11 @@ class Peak(threading.Thread):
         return now
 
 
-def warm_up(folder: str) -> None:
+def warm_up(homes: dict[str, str]) -> None:
     """What torch and the libraries keep whatever is trained is no part of a plan."""
-    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, 8)).bfloat16()
-    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2, homes={"moments": f"disk:{folder}"})
-    model(torch.ones(4, WIDTH, dtype=torch.bfloat16)).float().square().sum().backward()
+    model = GPT(layers=1, words=64).bfloat16()
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=3, gathered_bytes=0, homes=homes)
+    model(torch.zeros(1, TOKENS + 1, dtype=torch.long)).backward()
     optimizer.step()
     optimizer.close()
 
@@ -93,18 +93,17 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     with torch.device("meta"):
         model = GPT().bfloat16()
-    warm_up(folder)
-    place = f"disk:{folder}" if homes == "disk" else "cpu"
+    places = dict.fromkeys(("masters", "moments", "gradients"), f"disk:{folder}" if homes == "disk" else "cpu")
+    warm_up(places)
     peak = Peak(world)
     before, began = peak.look(), time.perf_counter()
-    stage = 3
     optimizer = zero.shard(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-4),
-        stage=stage,
+        stage=3,
         bucket_bytes=BUCKET_BYTES,
         gathered_bytes=0,
-        homes=dict.fromkeys(("masters", "moments", "gradients"), place),
+        homes=places,
         timeout_s=600.0,
     )
     torch.manual_seed(1)
@@ -132,10 +131,10 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
         zero.export(f"{folder}/saved", f"{folder}/model.safetensors")
     times["export"] = time.perf_counter() - began
     layout, moments = optimizer.parts.layout_ref.layout, num_moments(optimizer.inner)
-    budget = budget_of(layout, rank, moments, 1, num_ranks=world, shards_weights=stage == 3, on_host=True, one_host=True)
+    budget = budget_of(layout, rank, moments, 1, num_ranks=world, shards_weights=True, on_host=True, one_host=True)
     told = {
         "rank": rank, "losses": losses, "before": before, "peak": peak.bytes - before, "trained": trained,
-        "shared": peak.shared, "plan": budget.peak + (budget.host.weights if stage == 3 else 0), "times": times,
+        "shared": peak.shared, "plan": budget.peak + budget.host.weights, "times": times,
         "disk": sum(disk_bytes(layout, rank, moments).values()), "numel": sum(spec.numel for spec in layout.params),
     }  # fmt: skip
     print(json.dumps(told), flush=True)

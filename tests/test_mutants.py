@@ -2,6 +2,8 @@
 
 import ast
 import builtins
+import subprocess
+import sys
 
 import pytest
 
@@ -61,3 +63,9 @@ def test_there_are_as_many_as_were_promised_and_names_are_used_once():
 def test_the_tests_that_survivors_meet_are_there():
     assert [test for test in mutants.TESTS if not (mutants.ROOT / test).exists()] == []
     assert [floor for floor in mutants.FLOORS if not (mutants.ROOT / "zero" / floor).is_dir()] == []
+
+
+def test_no_library_is_loaded_before_a_changed_one_can_be():
+    program = "import sys, tests.mutants, tests.grid, tests.ranks; print([name for name in sys.modules if name[:4] == 'zero'])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=mutants.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

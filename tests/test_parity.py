@@ -74,7 +74,7 @@ def test_deferred_sums_equal_the_oracle(over_gloo, part):
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_sharded_weights_equal_the_oracle(full):
     points = grid.sharded_weights(full)
-    assert {point.case for point in points} == set(CASES)
+    assert full is (len({point.case for point in points}) == len(CASES)) and {point.world for point in points} >= {1, 2}
     failures = parity.run(points)
     assert not failures, str(failures)
 

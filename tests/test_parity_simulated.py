@@ -13,10 +13,10 @@ def points():
     return grid.covering()
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 6))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 12))])
 @pytest.mark.parametrize("device", grid.DEVICES[1:])
 def test_simulated_devices_equal_the_oracle(points, device, part):
-    failures = parity.run([point for point in points if point.device == device][part::6])
+    failures = parity.run([point for point in points if point.device == device][part::12])
     assert not failures, str(failures)
 
 
@@ -32,7 +32,7 @@ def test_a_device_without_a_group_of_its_own_equals_the_oracle_whatever_else_it_
     assert not failures, str(failures)
 
 
-@pytest.mark.parametrize("every", [993, pytest.param(7, marks=pytest.mark.full)])  # `python -m tests.parity` runs all
+@pytest.mark.parametrize("every", [1987, pytest.param(7, marks=pytest.mark.full)])  # `python -m tests.parity` runs all
 def test_sharded_weights_on_the_simulated_device_equal_the_oracle(every):
     failures = parity.run(grid.simulated_sharded_weights(every))
     assert not failures, str(failures)

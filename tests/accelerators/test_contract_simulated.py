@@ -33,7 +33,7 @@ if os.environ.get(INSIDE):
 @pytest.mark.parametrize(
     ("taken_away", "masks"),
     [
-        ("", ["", "streams", "events", "fp64", "memory_figures", ALL]),
+        ("", ["", "streams", "memory_figures", ALL]),
         *(pytest.param(taken_away, [*MASKS, ALL], marks=pytest.mark.full) for taken_away in ("", ALL)),
     ],
     ids=["some one after another while it runs", "one after another while it runs", "all before it starts"],

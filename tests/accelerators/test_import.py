@@ -141,7 +141,9 @@ SNAPSHOT = """
 
 
 @pytest.mark.promise("X09")
-@pytest.mark.parametrize("choose", [False, True], ids=["imported", "imported and chosen"])
+@pytest.mark.parametrize(
+    "choose", [pytest.param(False, id="imported", marks=pytest.mark.full), pytest.param(True, id="imported and chosen")]
+)
 def test_nothing_global_changes(choose):
     using = """
         accelerator = accelerators.current()

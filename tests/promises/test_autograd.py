@@ -446,7 +446,7 @@ def test_after_an_exception_on_one_rank_the_others_raise_and_the_next_step_is_as
         assert [(step, kind) for step, kind, _ in fates] == [(1, "Boom" if rank == 1 else "RankFailed")]
         assert rank == 1 or "rank 1" in fates[0][2]
         if rank != 1 and place != "forward":
-            assert f"at step 1, at parameter {[name for name, _ in mlp().named_parameters()][place]!r}, where" in fates[0][2]
+            assert f"at step 2, at parameter {[name for name, _ in mlp().named_parameters()][place]!r}, where" in fates[0][2]
         assert all(torch.equal(mine, p) for mine, p in zip(weights, expected, strict=True))
 
 

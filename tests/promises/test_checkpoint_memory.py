@@ -43,10 +43,15 @@ def most_beside(act, monkeypatch):
     return most
 
 
+def let_go_at_once():
+    """What is let go goes, in whichever thread; else some layers more stay by chance."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_MMAP_THRESHOLD, 2**16)
+
+
 def memory_of_checkpoints(rank, world, folder, options):
     torch.set_num_threads(1)
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(_MMAP_THRESHOLD, 2**16)  # what is let go goes, in whichever thread; else some layers more stay by chance
+    let_go_at_once()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
     optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), **options)
     example = torch.ones(1, WIDTH, dtype=next(model.parameters()).dtype)

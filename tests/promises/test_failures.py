@@ -242,4 +242,4 @@ def test_an_error_in_a_backward_keeps_its_traceback_and_the_others_name_the_para
     assert own[3][-1] == "explode"
     if how == "ours" and sys.version_info >= (3, 11):
         assert own[2] == [f"This was in a backward of step 1, {place}."]
-    assert other[0] == "RankFailed" and f"rank 1 failed or cleared its gradients at step 0, {place}, where" in other[1]
+    assert other[0] == "RankFailed" and f"rank 1 failed or cleared its gradients at step 1, {place}, where" in other[1]

@@ -64,7 +64,7 @@ def train(world, folder, group, homes="disk"):
 
 @pytest.mark.full
 @pytest.mark.promise("H07")
-@pytest.mark.parametrize("world", [1])
+@pytest.mark.parametrize("world", [1, 2])
 def test_300_million_parameters_train_in_a_gibibyte_and_a_half_from_construction_to_export(tmp_path, world):
     with memory_group() as group:
         ended = train(world, tmp_path, group)
@@ -74,7 +74,8 @@ def test_300_million_parameters_train_in_a_gibibyte_and_a_half_from_construction
     assert told[0]["numel"] > 300e6 and sum(each["disk"] for each in told) > 4.8e9
     for each in told:
         assert each["losses"][1] < each["losses"][0]
-        assert each["trained"] <= 1.05 * each["plan"], each
+        # Of two ranks each has half of the states, so that some 30 MB of objects and libraries' memory are more than that.
+        assert each["trained"] <= (1.05 if world == 1 else 1.15) * each["plan"], each
     assert (tmp_path / "model.safetensors").stat().st_size > 2 * 300e6
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "saved"]
     assert TOKENS < 100  # so that what a batch takes is little beside the states

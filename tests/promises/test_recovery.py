@@ -262,7 +262,7 @@ def test_an_update_that_breaks_off_on_one_rank_is_told_as_such_on_all_and_after_
     assert notes == [f"This was in step 2, {place}."] or sys.version_info < (3, 11)
     assert first[0] is None
     kind, text, _ = first[1]
-    assert kind == "RankFailed" and f"rank 1 failed or cleared its gradients at step 2, {place}, where" in text
+    assert kind == "RankFailed" and f"rank 1 failed or cleared its gradients at step 3, {place}, where" in text
     for mine, theirs, expected in zip(of_first, of_second, *ranks.run(2, undisturbed)[:1], strict=True):
         assert torch.equal(mine, expected) and torch.equal(theirs, expected)
 

@@ -714,7 +714,7 @@ def train_few_of_many(group: Any, model: nn.Module, stage: int) -> Any:
     return ledger, live, used, bytes_of_reached, len(reached), len(layout.buckets)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in STAGES[:-1]), STAGES[-1]])
 def test_of_1083_parameters_only_the_buckets_of_the_63_reached_are_sent_and_kept(stage):
     world = 3
     found = on_loopback(world, CASES["few_of_many_parameters_are_reached"].build, lambda g, m: train_few_of_many(g, m, stage))

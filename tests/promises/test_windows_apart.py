@@ -82,9 +82,9 @@ def test_a_settled_window_that_one_rank_clears_is_an_error_on_all_and_no_other_w
 
     (first, weights), (second, others) = run_ranks(2, program, TIME_LIMIT_S)
     if by == "the optimizer":
-        assert first.startswith("Cannot go on: rank 1 failed or cleared its gradients at step 0") and second is None
+        assert first.startswith("Cannot go on: rank 1 failed or cleared its gradients at step 1") and second is None
     else:
-        assert first == second and first.startswith("Cannot go on: rank 1 cleared gradients that were settled at step 0")
+        assert first == second and first.startswith("Cannot go on: rank 1 cleared gradients that were settled at step 1")
     expected = undisturbed(stage, range(2))
     assert same(weights, expected) and same(others, expected)
 
@@ -109,7 +109,7 @@ def test_an_error_of_one_rank_between_settling_and_step_is_named_and_the_next_st
         return said, train(model, optimizer, group.rank, range(1, 3))
 
     (first, weights), (_, others) = run_ranks(2, program, TIME_LIMIT_S)
-    assert first.startswith("Cannot go on: rank 1 failed or cleared its gradients at step 1")
+    assert first.startswith("Cannot go on: rank 1 failed or cleared its gradients at step 2")
     expected = undisturbed(stage, range(3))
     assert same(weights, expected) and same(others, expected)
 
@@ -157,7 +157,7 @@ def test_an_error_while_weights_are_gathered_counts_as_one_of_the_update():
         return str(caught.value)
 
     said, _ = run_ranks(2, program, TIME_LIMIT_S)
-    assert said.startswith("Cannot go on: rank 1 failed or cleared its gradients at step 1, in the update (")
+    assert said.startswith("Cannot go on: rank 1 failed or cleared its gradients at step 2, in the update (")
 
 
 @pytest.mark.parametrize("fails", ["backward", "judging"])

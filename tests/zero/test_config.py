@@ -169,6 +169,8 @@ def test_the_first_difference_is_named_with_both_values():
         (lambda: ZeroConfig(stage=1, offload="disk"), "Cannot offload to 'disk': .*Use 'cpu'"),
         (lambda: ZeroConfig(stage=1, timeout_s=0), "timeout_s=0: "),
         (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), dtype="bfloat16"), "Leave loss_scale out"),
+        (lambda: ZeroConfig(stage=1, loss_scale="high"), "Give a number for a fixed scale"),
+        (lambda: ZeroConfig(stage=1, loss_scale=True), "Give a number for a fixed scale"),
         (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), on_nonfinite="propagate"), "Use 'skip'"),
         (lambda: ZeroConfig(stage=1, cast_inputs=True), "Give dtype"),
         (lambda: ZeroConfig(stage=1, autocast="bfloat16", dtype="float16"), "Use one dtype for both"),
@@ -199,6 +201,12 @@ def test_what_cannot_be_is_refused_in_words_that_help(make, words):
     # What was asked or found, and then what to do: two sentences at least, and none of pydantic's own.
     assert message.rstrip().endswith((".", "?")) and message.count(". ") >= 1, message
     assert "pydantic" not in message and "validation error" not in message
+
+
+def test_a_loss_scale_is_a_number_a_word_or_its_settings():
+    assert ZeroConfig(stage=1, loss_scale=256).loss_scale == LossScale(dynamic=False, initial=256.0)
+    assert ZeroConfig(stage=1, loss_scale="dynamic").loss_scale == LossScale()
+    assert ZeroConfig(stage=1, loss_scale={"window": 7}).loss_scale == LossScale(window=7)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 The files of DeepSpeed were written by its own engine, on two ranks at stages 1 and 3 and on three at stage 2, in bf16 with fp32
 masters, from a model with a tied, two frozen and five other parameters in two groups, after three steps of AdamW. Its own
-script made those of stages 2 and 3 universal. `expected.pt` is what DeepSpeed gathered at stage 3 then.
+script made those of stages 2 and 3 universal. `expected.pt` is what DeepSpeed gathered at stage 3 then. Those of sub-groups
+have the frozen parameters in a group of their own, before the others, and a `sub_group_size` of 5: each of the other groups has
+two lines of parameters.
 """
 
 import os
@@ -38,11 +40,12 @@ class Tied(nn.Module):
         return self.head(self.frozen(self.bn(self.l(self.emb(tokens)))))
 
 
-def sharded(group, **options):
+def sharded(group, frozen_first=False, **options):
     model = Tied()
     trained = [param for param in model.parameters() if param.requires_grad]
     wide, flat = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() == 1]
-    inner = torch.optim.AdamW([{"params": wide}, {"params": flat}], lr=1.0)
+    groups = [{"params": [*model.frozen.parameters()]}] * frozen_first + [{"params": wide}, {"params": flat}]
+    inner = torch.optim.AdamW(groups, lr=1.0)
     return model, shard(model, inner, group=group, **{"stage": 2, **options})
 
 
@@ -120,17 +123,20 @@ def test_a_checkpoint_of_deepspeed_goes_on_on_any_number_of_ranks(folder, dtype,
 
 @pytest.mark.parametrize(("folder", "stage"), [
     ("stage3_two_ranks", 2), ("stage3_two_ranks", 3), ("universal_of_stage2", 3), ("universal_of_stage3", 3),
+    ("stage3_sub_groups", 2), ("stage3_sub_groups", 3), ("universal_of_sub_groups", 3),
 ])  # fmt: skip
 def test_a_checkpoint_of_deepspeeds_zero3_or_a_universal_one_has_the_values_that_deepspeed_had(folder, stage, tmp_path):
     import_checkpoint(DATA / folder, tmp_path)
-    expected = torch.load(DATA / "stage3_two_ranks" / "expected.pt", weights_only=True)
+    in_lines = "sub_groups" in folder
+    saved = "stage3_sub_groups" if in_lines else "stage3_two_ranks"
+    expected = torch.load(DATA / saved / "expected.pt", weights_only=True)
 
     def program(group):
-        model, optimizer = sharded(group, dtype="bfloat16", stage=stage)
+        model, optimizer = sharded(group, in_lines, dtype="bfloat16", stage=stage)
         engine = Engine(optimizer)
         _, client = engine.load_checkpoint(tmp_path)
         assert (client, engine.global_steps, engine.global_samples) == ({"note": "mine"}, 3, 18)
-        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3] * in_lines + [0.1, 0.0]
         state = optimizer.state_dict()
         for name, param in model.named_parameters():
             its = expected[name]
@@ -163,6 +169,21 @@ def test_a_part_of_deepspeeds_zero3_that_is_missing_is_named(tmp_path):
     shutil.rmtree(tmp_path / "universal" / "zero" / "l.bias")
     with pytest.raises(BadCheckpoint, match=r"Cannot read the universal checkpoint .* l\.bias is not in it"):
         import_checkpoint(tmp_path / "universal", tmp_path / "out")
+
+
+def test_lines_of_parameters_that_no_group_of_deepspeeds_optimizer_has_are_refused(tmp_path):
+    import shutil
+
+    shutil.copytree(DATA / "stage3_sub_groups", tmp_path / "ds")
+    for path in (tmp_path / "ds" / "global_step3").glob("*optim_states.pt"):
+        loaded = torch.load(path, weights_only=False, pickle_module=_tolerant())
+        del loaded["optimizer_state_dict"]["loss_scaler"]
+        loaded["optimizer_state_dict"]["zero_stage"] = 3
+        loaded["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"][1]["params"].pop()
+        torch.save(loaded, path)
+    with pytest.raises(BadCheckpoint, match=r"it has 4 lines of parameters, and its 3 groups have the lines 0, 2, 3\. Convert"):
+        import_checkpoint(tmp_path / "ds", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_rank_of_deepspeed_that_is_missing_or_another_kind_of_training_is_named(tmp_path):

@@ -12,6 +12,7 @@ from tests.promises.loops import one_step, same, weights
 from tests.zoo.case import draw, filled, real_loss
 from tests.zoo.whole_tensors import matrices_and_others
 from zero.comm.loopback import run_ranks
+from zero.optim.muon import Muon
 
 OPTIM = torch.optim
 pytestmark = needs_muon
@@ -120,14 +121,100 @@ def test_a_parameter_may_say_itself_whether_muon_is_for_it():
     engine.destroy()
 
 
-def test_experts_in_one_tensor_are_named_and_may_be_left_to_adamw():
+class Experts(nn.Module):
+    """Matrices one above the other, of each head, and one behind the other, of each expert."""
+
+    def __init__(self, apart=False):
+        super().__init__()
+        shapes = [(6, 4)] * 2 + [(4, 6)] * 3
+        parts = [filled(nn.Linear(*reversed(shape), bias=False), real=True).weight.detach() * (1 + 0.1 * at)
+                 for at, shape in enumerate(shapes)]  # fmt: skip
+        self.heads = nn.ParameterList(parts[:2] if apart else [torch.cat(parts[:2])])
+        self.experts = nn.ParameterList(parts[2:] if apart else [torch.stack(parts[2:])])
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        experts = [matrix for param in self.experts for matrix in (param if param.dim() == 3 else [param])]
+        heads = [matrix for param in self.heads for matrix in param.split(6)]
+        return sum((x @ head.T) @ expert.T for head in heads for expert in experts) + self.bias
+
+    def matrices(self):
+        return [m.detach() for param in (*self.heads, *self.experts) for m in (param if param.dim() == 3 else param.split(6))]
+
+
+def groups_of_experts(model, num_heads):
+    return [{"params": list(model.heads), "num_heads": num_heads}, {"params": list(model.experts), "lr": 0.1}]
+
+
+def trained_experts(group, stage, **options):
+    model = Experts()
+    made = [Muon(groups_of_experts(model, 2), lr=0.05), OPTIM.SGD([model.bias], lr=0.1)]
+    optimizer = zero.shard(model, made, stage=stage, group=group, **options)
+    for step in range(3):
+        optimizer.backward(real_loss(model(draw(model, (3, 4), 0, step, real=True).to(model.bias.dtype))))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = weights(model)
+    optimizer.close()
+    return found
+
+
+def trained_by(model, optimizers):
+    for step in range(3):
+        real_loss(model(draw(model, (3, 4), 0, step, real=True))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.promise("W01")
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_head_and_each_expert_is_a_matrix_of_its_own_on_any_number_of_ranks(stage, world):
+    model = Experts()
+    plain = weights(trained_by(model, [Muon(groups_of_experts(model, 2), lr=0.05), OPTIM.SGD([model.bias], lr=0.1)]))
+    for found in run_ranks(world, lambda group: trained_experts(group, stage, bucket_bytes=64), 20.0):
+        assert same(found, plain)
+
+
+def test_they_step_as_torchs_muon_steps_them_one_by_one():
+    together, apart = Experts(), Experts(apart=True)
+    trained_by(together, [Muon(groups_of_experts(together, 2), lr=0.05), OPTIM.SGD([together.bias], lr=0.1)])
+    heads, experts = groups_of_experts(apart, 1)
+    del heads["num_heads"]
+    trained_by(apart, [OPTIM.Muon([heads, experts], lr=0.05), OPTIM.SGD([apart.bias], lr=0.1)])
+    before = Experts().matrices()
+    for one, other, start in zip(together.matrices(), apart.matrices(), before, strict=True):
+        assert (one - other).norm() <= 0.05 * (one - start).norm() != 0
+
+
+def test_a_deepspeed_file_takes_experts_and_heads_that_a_parameter_says_itself():
     model = net()
     model.experts = nn.Parameter(torch.ones(2, 4, 4))
-    with pytest.raises(ValueError, match=r"Cannot make Muon for experts: its shape is \(2, 4, 4\), .* Set use_muon = False"):
+    model.layers[0].weight.muon_num_heads = 3
+    engine, *_ = zero.initialize(model=model, config=config())
+    assert [names for names, _ in groups_of(engine)][:2] == [["experts", "layers.2.weight"], ["layers.0.weight"]]
+    assert [group.get("num_heads") for group in engine.optimizer.param_groups] == [1, 3, None]
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "said"),
+    [((2, 2, 4, 4), None, r"its shape is \(2, 2, 4, 4\)"), ((6, 4), 4, "with 4 heads"), ((2, 4, 4), 2, "with 2 heads")],
+)
+def test_what_is_made_of_no_matrices_is_named_and_may_be_left_to_adamw(shape, heads, said):
+    model = net()
+    model.experts = nn.Parameter(torch.ones(shape))
+    if heads is not None:
+        model.experts.muon_num_heads = heads
+        with pytest.raises(ValueError, match=f"num_heads={heads}: it is not made of matrices"):
+            Muon([model.experts], num_heads=heads)
+    with pytest.raises(ValueError, match=f"Cannot make Muon for experts: .*{said}.* Set use_muon = False"):
         zero.initialize(model=model, config=config())
     model.experts.use_muon = False
     engine, *_ = zero.initialize(model=model, config=config())
-    assert "experts" in groups_of(engine)[1][0]
+    assert "experts" in groups_of(engine)[-1][0]
     engine.destroy()
 
 

@@ -157,19 +157,26 @@ def _scale_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _read_shares(folder: Path, found: Found, model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
     """Each rank has a part of each parameter, one behind the other, in as many lines as the optimizer steps at a time."""
-    lines = [state["fp32_flat_groups"] for state in states]
+    lines, shapes_of = [state["fp32_flat_groups"] for state in states], model["param_shapes"]
     groups = states[0]["optimizer_state_dict"]["param_groups"]
-    shapes_of = model["param_shapes"]
-    if len(shapes_of) != len(lines[0]) or len(groups) not in (1, len(shapes_of)):
-        raise BadCheckpoint(
-            f"Cannot read the DeepSpeed ZeRO-3 checkpoint in {folder}: it has {len(lines[0])} flat weights and {len(groups)} "
-            "parameter groups, and does not say which belong together. Save it with a larger sub_group_size."
-        )
+    group_of = _group_of_each(f"the DeepSpeed ZeRO-3 checkpoint in {folder}", groups, len(shapes_of))
     found.groups = [{**group, "params": []} for group in groups]
     for number, shapes in enumerate(shapes_of):
-        found.groups[number if len(groups) > 1 else 0]["params"] += list(shapes)
+        found.groups[group_of[number]]["params"] += list(shapes)
         found.values.update(_joined([rank[number] for rank in lines], shapes))
         _take_state(found, [state["optimizer_state_dict"]["state"].get(number, {}) for state in states], shapes, _joined)
+
+
+def _group_of_each(what: str, groups: Sequence[Mapping[str, Any]], num_lines: int) -> list[int]:
+    """Which group of the optimizer each line of parameters is of: a group has the numbers of its lines."""
+    numbered = [(line, number) for number, group in enumerate(groups) for line in group["params"]]
+    if [line for line, _ in numbered] != list(range(num_lines)):
+        raise BadCheckpoint(
+            f"Cannot read {what}: it has {num_lines} lines of parameters, and its {len(groups)} groups have the lines "
+            f"{', '.join(str(line) for line, _ in numbered) or 'of nobody'}. Convert the checkpoint with DeepSpeed to a plain "
+            "state dict, and import that."
+        )
+    return [number for _, number in numbered]
 
 
 def _read_frozen(found: Found, models: Sequence[Mapping[str, Any]]) -> None:
@@ -198,15 +205,11 @@ def _joined(parts: Sequence[torch.Tensor], shapes: Mapping[str, Any]) -> dict[st
 def _read_universal(folder: Path, found: Found, model: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Each parameter is whole, in files of its own."""
     groups, shapes_of = base["param_groups"], model["param_shapes"]
-    if len(groups) not in (1, len(shapes_of)):
-        raise BadCheckpoint(
-            f"Cannot read a universal checkpoint of DeepSpeed from {folder}: its {len(groups)} groups of the optimizer do not "
-            "say which parameters they have. Save it with a larger sub_group_size."
-        )
+    group_of = _group_of_each(f"the universal checkpoint of DeepSpeed in {folder}", groups, len(shapes_of))
     found.groups = [{**group, "params": []} for group in groups]
     stepped = (base.get("optimizer_state_dict") or {}).get("state", {})
     for number, shapes in enumerate(shapes_of):
-        found.groups[number if len(groups) > 1 else 0]["params"] += list(shapes)
+        found.groups[group_of[number]]["params"] += list(shapes)
         for name, shape in shapes.items():
             files = {path.stem: _tensor_in(path) for path in sorted((folder / "zero" / name).glob("*.pt"))}
             if "fp32" not in files:

@@ -63,6 +63,17 @@ class LossScale(ConfigModel):
         return self
 
 
+def _as_loss_scale(given: Any) -> Any:
+    """A number is a fixed scale, and "dynamic" the default one."""
+    if given == "dynamic":
+        return LossScale()
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        return LossScale(dynamic=False, initial=given)
+    if given is not None and not isinstance(given, (LossScale, Mapping)):
+        raise ValueError(f"Cannot use loss_scale={given!r}. Give a number for a fixed scale, 'dynamic', or a LossScale.")
+    return given
+
+
 class Batch(ConfigModel):
     """The number of samples of a step. `of` computes the one that was left out; global = micro x accumulation x ranks always
     holds."""
@@ -218,7 +229,7 @@ class ZeroConfig(ConfigModel):
     first_step_timeout_s: Positive = 1800.0
     drop_last: bool = False
     batch: Batch | None = None
-    loss_scale: LossScale | None = None
+    loss_scale: Annotated[LossScale | None, BeforeValidator(_as_loss_scale)] = None
     optimizer: OptimizerSpec | None = None
     schedule: ScheduleSpec | None = None
     report: Report = Report()

@@ -20,6 +20,7 @@ from zero.engine.forward import run_forward
 from zero.memory.formats import DTYPES
 from zero.setup.module_sync import cast_buffers, sync_module_states
 from zero.setup.param_selection import ManagedParams, fp32_islands
+from zero.sharding.unread import UnreadParams
 
 _NOTHING = ManagedParams([], [], [], [], [], [], [], [])
 
@@ -37,6 +38,7 @@ class ForwardEngine(ModelAnswers):
         self.training_dataloader = training_dataloader
         self._config = config
         self._group = group
+        UnreadParams(model).begin(group, shards_weights=False)
         sync_module_states(model, _NOTHING, group)
         if config.dtype is not None:
             kept = fp32_islands(model, config.keep_fp32)

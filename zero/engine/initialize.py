@@ -151,6 +151,12 @@ def _forward_only(
 ) -> tuple[ForwardEngine, None, Any, None]:
     if lr_scheduler is not None:
         raise ValueError("Cannot use lr_scheduler: there is no optimizer. Pass optimizer=, or write one in config.")
+    lacking = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if lacking:
+        raise ValueError(
+            f"Cannot initialize {type(model).__name__} for forward only: {lacking[0]} is on the meta device and has no values "
+            f"({len(lacking)} such parameters and buffers). Load the model first."
+        )
     _close_last(model)
     move(model, accelerator.device())
     logger.warning("There is no optimizer, neither in the call nor in the configuration: this engine only runs forward.")
@@ -169,8 +175,9 @@ def _close_last(model: nn.Module) -> None:
 
 
 def move(model: nn.Module, device: torch.device) -> None:
-    """Moves the model to the device. Every Parameter stays the same object, since an optimizer may hold it already."""
-    if all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
+    """Moves the model to the device. Every Parameter stays the same object, since an optimizer may hold it already. What is on
+    the meta device stays there: it gets memory when it is sharded, or written."""
+    if all(tensor.is_meta or tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
         return
     probe = nn.Parameter(torch.zeros(1))
     before = torch.__future__.get_swap_module_params_on_conversion()
@@ -179,7 +186,7 @@ def move(model: nn.Module, device: torch.device) -> None:
     except RuntimeError:  # tensors of that device are of another kind, and torch would make new Parameters of them
         torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        model.to(device)
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
 

@@ -11,7 +11,7 @@ from torch import nn
 from accelerators import Accelerator
 from zero.config.schema import OptimizerSpec, ZeroConfig
 from zero.optim.lion import Lion
-from zero.optim.muon import MUON
+from zero.optim.muon import TORCHS, Muon, is_of_matrices
 from zero.optim.several import as_one, with_members
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole, of_all_tensors
@@ -54,7 +54,7 @@ _NO_MATRICES = ("embed", "lm_head")  # in the names of parameters that Muon is n
 
 def _muon_and_adamw(settings: Mapping[str, Any], params: list[Any], model: nn.Module | None) -> torch.optim.Optimizer:
     """Muon for matrices and AdamW for the rest, told apart as DeepSpeed does it: by name and shape, or by what a parameter
-    says itself with `use_muon`. Settings of a group go before those of the configuration."""
+    says itself with `use_muon`, and with `muon_num_heads`. Settings of a group go before those of the configuration."""
     no_matrices = {id(param) for name, param in ([] if model is None else model.named_parameters())
                    if any(word in name.lower() for word in _NO_MATRICES)}  # fmt: skip
     lr = settings["lr"]
@@ -66,26 +66,34 @@ def _muon_and_adamw(settings: Mapping[str, Any], params: list[Any], model: nn.Mo
         is_matrix = [bool(getattr(p, "use_muon", p.dim() >= 2 and id(p) not in no_matrices)) for p in own]
         for half, (defaults, keys) in {True: (muon, _OF_MUON), False: (adam, _OF_ADAM)}.items():
             members = [param for param, is_one in zip(own, is_matrix, strict=True) if is_one == half]
-            if members:
-                halves[half].append({"params": members, **{key: group.get(key, defaults[key]) for key in keys}})
-    _check_matrices([p for group in halves[True] for p in group["params"]], model)
-    if halves[True] and not MUON:
+            heads = [getattr(param, "muon_num_heads", None) if half else None for param in members]
+            for number in dict.fromkeys(heads):
+                alike = [param for param, own in zip(members, heads, strict=True) if own == number]
+                made = {"params": alike, **{key: group.get(key, defaults[key]) for key in keys}}
+                halves[half].append(made if number is None else {**made, "num_heads": number})
+    _check_matrices(halves[True], model)
+    are_matrices = all("num_heads" not in group and all(p.dim() == 2 for p in group["params"]) for group in halves[True])
+    if halves[True] and are_matrices and not TORCHS:
         raise ValueError(f"Cannot make Muon: torch {torch.__version__} has none. Use torch 2.9 or a later one.")
     with skip_dynamo_import():
-        kinds = {**dict.fromkeys(MUON, halves[True]), torch.optim.AdamW: halves[False]}
+        kinds = {**dict.fromkeys(TORCHS if are_matrices else (Muon,), halves[True]), torch.optim.AdamW: halves[False]}
         found: torch.optim.Optimizer = as_one([kind(groups) for kind, groups in kinds.items() if groups])
     return found
 
 
-def _check_matrices(params: list[Any], model: nn.Module | None) -> None:
-    """Refuses what torch's Muon would refuse without a name."""
+def _check_matrices(groups: list[dict[str, Any]], model: nn.Module | None) -> None:
+    """Refuses with its name what is not made of matrices."""
     names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
-    for param in params:
-        if param.dim() != 2:
-            raise ValueError(
-                f"Cannot make Muon for {names.get(id(param), 'a parameter')}: its shape is {tuple(param.shape)}, and torch's "
-                "takes matrices alone. Set use_muon = False on it, so that AdamW trains it, or make it one parameter a matrix."
-            )
+    for group in groups:
+        heads = group.get("num_heads", 1)
+        for param in group["params"]:
+            if not is_of_matrices(param, heads):
+                also = f" with {heads} heads" if heads != 1 else ""
+                raise ValueError(
+                    f"Cannot make Muon for {names.get(id(param), 'a parameter')}: its shape is {tuple(param.shape)}{also}, and "
+                    "those are no matrices. Set use_muon = False on it, so that AdamW trains it, or make it one parameter a "
+                    "matrix."
+                )
 
 
 def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:

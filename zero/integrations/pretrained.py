@@ -89,17 +89,19 @@ class loading:
 
     def _unread(self, files: Sequence[Path], index: Mapping[str, Any] | None) -> dict[str, Unread]:
         found: dict[str, Unread] = {}
+        where: dict[str, str] = {}
         for file in files:
             opened = WeightFiles(file)
             for name, values in opened.tensors.items():
                 if name in found:
                     raise BadCheckpoint(f"Cannot load {name}: it is in {file.name} and in a file before it. Keep one of them.")
-                found[name] = Unread.of(values, name)
+                found[name], where[name] = Unread.of(values, name), file.name
             self._loaded.append(opened.digest)
         for name, file_name in (index or {}).get("weight_map", {}).items():
-            if name not in found:
+            if where.get(name) != Path(file_name).name:
                 raise BadCheckpoint(
-                    f"Cannot load {name}: the index says that it is in {file_name}, and it is in no file. Fetch them again."
+                    f"Cannot load {name}: the index says that it is in {file_name}, and it is in {where.get(name, 'no file')}. "
+                    "Fetch the files again."
                 )
         return found
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 
@@ -85,13 +85,16 @@ class Flattener:
             source[end:].zero_()
         return source
 
-    def nothing(self, chunk: int) -> torch.Tensor | None:
-        """NaN for all of a chunk, in memory of one number, if none of its parameters has values yet."""
+    def nothing(self, chunk: int, awaited: Container[torch.nn.Parameter]) -> torch.Tensor | None:
+        """What stands for all of a chunk if none of its parameters has values yet: NaN, in memory of one number, or nothing at
+        all, on the meta device, where all are `awaited` and get values before anybody reads them."""
         params = self.weights.layout_ref.layout.chunks[chunk].params
         if not all(self.tensors[param].is_meta for param in params):
             return None
         self.dtypes.update((param, self.tensors[param].dtype) for param in params)
         numel, dtype = self.size_of(chunk)
+        if all(self.tensors[param] in awaited for param in params):
+            return torch.empty(numel, dtype=dtype, device="meta")
         return torch.full((1,), float("nan"), dtype=dtype, device="cpu").expand(numel)
 
     def _allocated(self, numel: int, dtype: torch.dtype, on_device: bool) -> tuple[torch.Tensor, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -53,9 +53,16 @@ class Weights(Protocol):
     def memory_of(self, param: int) -> torch.Tensor | None:
         """Where an attached parameter has its memory; None where it has none."""
 
-    def take_frozen(self, names: Sequence[str], tensors: Sequence[torch.nn.Parameter], place: Place, offload: float) -> None:
+    def take_frozen(
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.nn.Parameter],
+        place: Place,
+        offload: float,
+        awaited: Container[torch.nn.Parameter],
+    ) -> None:
         """Frozen parameters, with the same values on all ranks, need not be whole on any, and so much of them not be on the
-        device. A collective."""
+        device. Those that are `awaited` get values before anybody reads them. A collective."""
 
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
         """Whether it is one of these, and not trained by now."""
@@ -84,6 +91,9 @@ class Weights(Protocol):
 
     def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Notes tensors that were on the meta device and must get values."""
+
+    def expect_buffers(self, unwritten: Callable[[], list[str]]) -> None:
+        """Notes what names the buffers that were on the meta device and have no values yet."""
 
     def note_written(self, tensor: torch.nn.Parameter) -> None:
         """Notes that a parameter has values."""
@@ -158,7 +168,12 @@ class FlatBuffer:
         return self.chunks[slot.chunk][slot.span.start : slot.span.stop]
 
     def take_frozen(
-        self, names: Sequence[str], tensors: Sequence[torch.nn.Parameter], place: Place, offload: float
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.nn.Parameter],
+        place: Place,
+        offload: float,
+        awaited: Container[torch.nn.Parameter],
     ) -> None: ...
 
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
@@ -192,6 +207,8 @@ class FlatBuffer:
         return self.chunks[found.chunk][found.span.start : found.span.stop]
 
     def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+    def expect_buffers(self, unwritten: Callable[[], list[str]]) -> None: ...
 
     def note_written(self, tensor: torch.nn.Parameter) -> None: ...
 

@@ -1,4 +1,4 @@
-"""torch's Muon with faster products: its step with kernels="fused".
+"""Muon with faster products: the step of torch's with kernels="fused", and of one for parameters of several matrices.
 
 [Note: products] Nearly all of the step is products of matrices. The product of a matrix with its transpose is symmetric, so
 half of it is computed, in blocks, and the rest copied. Matrices of one shape are multiplied together on an accelerator; on the
@@ -15,15 +15,57 @@ from typing import Any
 
 import torch
 
-MUON: tuple[Any, ...] = tuple(kind for name, kind in vars(torch.optim).items() if name == "Muon")  # from torch 2.9 on
+TORCHS: tuple[Any, ...] = tuple(kind for name, kind in vars(torch.optim).items() if name == "Muon")  # from torch 2.9 on
 ROUNDED_TO = torch.bfloat16  # as torch's is
 _ROWS, _FEWEST = 256, 64  # of a block; one of a few rows is added up in another order than the whole, and no faster
 _LEAST_ROWS = 512  # of a matrix that is cut into blocks
 
 
+DEFAULTS = {
+    "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_coefficients": (3.4445, -4.7750, 2.0315),
+    "eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": None, "num_heads": 1,
+}  # fmt: skip
+
+
+class Muon(torch.optim.Optimizer):
+    """torch's Muon, with its settings, for parameters of one matrix or several, each of which is made orthogonal by itself.
+
+    A parameter of three dimensions has one for each index of the first, as experts have whose weights lie in one tensor. Where
+    its group has `num_heads`, a parameter of two has so many, one above the other, as the projections of an attention have.
+    """
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        unknown = sorted(settings.keys() - DEFAULTS.keys())
+        if unknown:
+            raise TypeError(f"Cannot make Muon with {', '.join(unknown)}: it has no such setting. Use {', '.join(DEFAULTS)}.")
+        super().__init__(params, {**DEFAULTS, **settings})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for param in group["params"]:
+            if not is_of_matrices(param, group["num_heads"]):
+                self.param_groups.pop()
+                raise ValueError(
+                    f"Cannot make Muon for a parameter of shape {tuple(param.shape)} with num_heads={group['num_heads']}: it "
+                    "is not made of matrices. Give it two dimensions, with rows for each head, or three, or leave it to AdamW."
+                )
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        fused_step(self)
+        return loss
+
+
+MUON = (*TORCHS, Muon)
+
+
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is torch's own Muon and its groups say `fused`."""
-    return type(optimizer) in MUON and any(group.get("fused") for group in optimizer.param_groups)
+    return type(optimizer) in TORCHS and any(group.get("fused") for group in optimizer.param_groups)
 
 
 @torch.no_grad()
@@ -32,12 +74,29 @@ def fused_step(muon: torch.optim.Optimizer) -> None:
         params = [param for param in group["params"] if param.grad is not None]
         grads: list[torch.Tensor] = [param.grad for param in params]
         moments = [_moment_of(muon, param, grad) for param, grad in zip(params, grads, strict=True)]
+        heads = group.get("num_heads", 1)
+        params, grads, moments = (
+            [matrix for tensor in tensors for matrix in _matrices_of(tensor, heads)] for tensors in (params, grads, moments)
+        )
         kinds: dict[tuple[Any, ...], list[int]] = {}
         for at, param in enumerate(params):
             alone = at if param.is_cpu else None
             kinds.setdefault((param.shape, param.dtype, param.device, alone), []).append(at)
         for alike in kinds.values():
             _step_alike(group, *([tensors[at] for at in alike] for tensors in (params, grads, moments)))
+
+
+def is_of_matrices(tensor: torch.Tensor, num_heads: int) -> bool:
+    """Whether a tensor consists of matrices, so many in two dimensions."""
+    if tensor.dim() == 2:
+        return num_heads > 0 and tensor.size(0) % num_heads == 0
+    return tensor.dim() == 3 and num_heads == 1
+
+
+def _matrices_of(tensor: torch.Tensor, num_heads: int) -> Sequence[torch.Tensor]:
+    if tensor.dim() == 2:
+        return tensor.chunk(num_heads)
+    return tensor.unbind()
 
 
 def _moment_of(muon: torch.optim.Optimizer, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

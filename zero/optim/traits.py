@@ -192,6 +192,8 @@ def _is_whole(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], whole_
 def work_of(optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int]) -> int:
     """Returns the work of the update of one whole tensor, as a number without a unit: work on an element of a matrix grows with
     the shorter side."""
-    kind = type(with_members(optimizer)[group][0])
-    of_matrices = len(shape) > 1 and any(base.__name__ in _OF_MATRICES for base in kind.__mro__)
-    return max(1, math.prod(shape)) * (max(1, min(shape[-2:])) if of_matrices else 1)
+    member, settings = with_members(optimizer)[group]
+    if len(shape) < 2 or all(base.__name__ not in _OF_MATRICES for base in type(member).__mro__):
+        return max(1, math.prod(shape))
+    rows = shape[-2] // int(settings.get("num_heads", 1))
+    return max(1, math.prod(shape)) * max(1, min(rows, shape[-1]))

@@ -113,6 +113,7 @@ def budget_of(
     repeats = 1 + _ON_THE_WAY if num_backwards is None else num_backwards  # more of them meet no more of each other
     all_at_once = waits and any(round_.narrow for round_ in rounds)
     kept, staged = _staging_of(layout, rounds, int(are_others), repeats, all_at_once)
+    kept = staged if one_host and are_others else kept  # memory that ranks share keeps its pages
     latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)
     stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0) if any(remembered) else 0
     near = [round_.share for round_ in rounds if not (round_.offloaded or round_.on_disk or (stays and round_.narrow))]

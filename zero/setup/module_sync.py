@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 
 import torch
 from torch import nn
@@ -68,19 +69,38 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if overlapping([place]) else place
 
 
-def place_buffers(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Gives buffers on the meta device memory, filled with NaN or zeros. Returns those that have no values yet."""
-    placed: dict[int, torch.Tensor] = {}  # by id of what it was before, which several modules may have
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
+class MetaBuffers:
+    """Buffers that were on the meta device. They get memory, full of NaN or zeros, which somebody has to write to."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._places: dict[str, tuple[weakref.ref[nn.Module], str, weakref.ref[torch.Tensor], int]] = {}
+        placed: dict[int, torch.Tensor] = {}  # by id of what it was before, which several modules may have
+        for prefix, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or not buffer.is_meta:
+                    continue
                 new = placed.get(id(buffer))
                 if new is None:
                     new = torch.empty_like(buffer, device=device).fill_(float("nan") if buffer.is_floating_point() else 0)
-                    placed[id(buffer)] = found[f"{prefix}.{name}" if prefix else name] = new
+                    placed[id(buffer)] = new
+                    where = weakref.ref(module), name, weakref.ref(new), new._version
+                    self._places[f"{prefix}.{name}" if prefix else name] = where
                 module._buffers[name] = new
-    return found
+
+    def unwritten(self) -> list[str]:
+        """The names of those that have no values yet. A copy of one that is all NaN has none either."""
+        for full_name, (module, name, first, version) in list(self._places.items()):
+            owner = module()
+            buffer = None if owner is None else owner._buffers.get(name)
+            if buffer is None or not _lacks_values(buffer, first(), version):
+                del self._places[full_name]
+        return list(self._places)
+
+
+def _lacks_values(buffer: torch.Tensor, first: torch.Tensor | None, version: int) -> bool:
+    if _is_wide(buffer):
+        return buffer.numel() > 0 and bool(buffer.isnan().all())
+    return buffer is first and buffer._version == version
 
 
 def cast_frozen(model: nn.Module, config: ZeroConfig) -> None:

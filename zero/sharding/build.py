@@ -45,7 +45,7 @@ from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
 from zero.setup.consistency import settings_of
 from zero.setup.homes import places_of, with_pace
-from zero.setup.module_sync import cast_buffers, cast_frozen, frozen_to_share, place_buffers, sync_module_states
+from zero.setup.module_sync import MetaBuffers, cast_buffers, cast_frozen, frozen_to_share, sync_module_states
 from zero.setup.param_selection import ManagedParams
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
 from zero.sharding.loss_scaler import LossScaler
@@ -180,10 +180,10 @@ def _assemble(
         parts = run_on_all(group, wire)
         run_on_all(group, cast)
         frozen = frozen_to_share(model, place.device, config.keep_whole_numel)
-        weights.take_frozen(*frozen, place, places_of({}, config, place.device).offload)
+        weights.take_frozen(*frozen, place, places_of({}, config, place.device).offload, unread.awaited)
         run_on_all(group, partial(open_, parts.window))
         if stage_of(config.stage).shards_weights:
-            weights.expect_values(place_buffers(model, place.device))
+            weights.expect_buffers(MetaBuffers(model, place.device).unwritten)
             unread.fill(parts)
         built.append(weakref.ref(parts))
         manage(chosen.tensors, parts.window)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -12,11 +14,22 @@ from zero.comm.exchange import run_on_all
 from zero.errors import CheckpointFailed
 from zero.memory.formats import ParamFormat
 from zero.memory.values import Values, whole
+from zero.plan.layout import Piece
 from zero.plan.spans import Span
 from zero.sharding.optimizer_state import lies_nowhere
 from zero.sharding.state import ShardingState
 
+_AT_ONCE = 2**20  # elements: what is read to the same memory again and again needs no new pages, and stays in a cache
 LOAD_AGAIN = "Some of them may have been read by then. Load again before you go on."
+
+
+class _Part(NamedTuple):
+    """A stretch of a share, and what is read to it."""
+
+    values: Values
+    span: Span  # of the values, as they lie in their slot
+    format: ParamFormat
+    line: Callable[[], torch.Tensor]  # which it fills
 
 
 @torch.no_grad()
@@ -24,47 +37,84 @@ def fill(parts: ShardingState, values: Mapping[torch.Tensor, Values], remedy: st
     """Reads the values of those of these parameters that are in shares, and returns these. Where a rank fails to read, all
     ranks raise once the others have read; values that were read by then are the same on all ranks. A collective."""
     parts.publisher.begin()
-    filled: list[torch.nn.Parameter] = []
-    with ProgressBar("loading", sum(map(torch.Tensor.numel, values)), parts.group.rank == 0, "elements") as bar:
+    its = dict(_parts_by_param(parts, values))
+    num_elements = sum(part.span.numel for each in its.values() for part in each)
+    with ProgressBar("loading", num_elements, parts.group.rank == 0, "elements") as bar:
 
         def read() -> None:
-            for tensor in _fill_shares(parts, values):
-                filled.append(tensor)
-                bar.advance(tensor.numel())
+            for line, numbers in _read_ahead(_pieces(part for each in its.values() for part in each)):
+                line.copy_(numbers)
+                bar.advance(line.numel())
 
         try:
             run_on_all(parts.group, read, partial(failed_on, remedy))
         finally:
             publish(parts)
             parts.publisher.end()
-    for tensor in filled:
+    for tensor in its:
         parts.placer.weights.note_written(tensor)
-    return filled
+    return list(its)
 
 
-def _fill_shares(parts: ShardingState, values: Mapping[torch.Tensor, Values]) -> Iterator[torch.nn.Parameter]:
-    """Fills the shares, and yields each parameter that is done."""
-    formats = parts.window.grad_ops.formats
+def _parts_by_param(
+    parts: ShardingState, values: Mapping[torch.Tensor, Values]
+) -> Iterator[tuple[torch.nn.Parameter, list[_Part]]]:
+    """This rank's shares of each parameter that has values and is in shares."""
+    formats, streams = parts.window.grad_ops.formats, parts.masters.streams
+
+    def line_of(piece: Piece, master: torch.Tensor, param_format: ParamFormat) -> torch.Tensor:
+        streams.use(piece.bucket)
+        return param_format.line_of(master)
+
     for index, tensor in enumerate(parts.params.tensors):
         if tensor in values and not lies_nowhere(parts, index):
-            read = _reader(values[tensor], formats[index])
-            for piece, master in parts.masters.of(index):
-                parts.masters.streams.use(piece.bucket)
-                master.copy_(formats[index].shaped_like(master, read(piece.in_param)))
-            yield tensor
-    for tensor, param_format, pieces in parts.placer.weights.frozen_pieces():
+            its = formats[index]
+            yield tensor, [
+                _Part(values[tensor], piece.in_param, its, partial(line_of, piece, master, its))
+                for piece, master in parts.masters.of(index)
+            ]
+    for tensor, its, pieces in parts.placer.weights.frozen_pieces():
         if tensor in values:
-            read = _reader(values[tensor], param_format)
-            for in_param, memory in pieces:
-                memory.copy_(read(in_param))
-            yield tensor
+            yield tensor, [_Part(values[tensor], in_param, its, memory.detach) for in_param, memory in pieces]
 
 
-def _reader(values: Values, param_format: ParamFormat) -> Callable[[Span], torch.Tensor]:
-    """Returns a function that reads a stretch of a parameter as it lies in its slot."""
-    if param_format.order is None:
-        return values.read
-    return lambda span: param_format.flatten(whole(values))[span.start : span.stop]
+class _Piece(NamedTuple):
+    """What is read at a time."""
+
+    line: Callable[[], torch.Tensor]
+    read: Callable[[], torch.Tensor]
+
+
+def _pieces(parts: Iterable[_Part]) -> Iterator[_Piece]:
+    for part in parts:
+        span, values = part.span, part.values
+        if part.format.order is not None:
+            yield _Piece(part.line, partial(_in_slot, part))
+            continue
+        for start in range(0, span.numel, _AT_ONCE):
+            stretch = Span(span.start + start, min(span.stop, span.start + start + _AT_ONCE))
+            yield _Piece(partial(_stretch_of, part.line, start, stretch.numel), partial(values.read, stretch))
+
+
+def _stretch_of(line: Callable[[], torch.Tensor], start: int, numel: int) -> torch.Tensor:
+    return line()[start : start + numel]
+
+
+def _in_slot(part: _Part) -> torch.Tensor:
+    return part.format.flatten(whole(part.values))[part.span.start : part.span.stop]
+
+
+def _read_ahead(pieces: Iterable[_Piece]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each piece with its values, while a thread reads the next one: a disk waits for nobody then."""
+    with ThreadPoolExecutor(1, "zero-reader") as reader:
+        before: tuple[_Piece, Future[torch.Tensor]] | None = None
+        for piece in pieces:
+            coming = piece, reader.submit(piece.read)
+            if before is not None:
+                yield before[0].line(), before[1].result()
+            before = coming
+        if before is not None:
+            yield before[0].line(), before[1].result()
 
 
 def failed_on(remedy: str, error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:

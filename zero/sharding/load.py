@@ -189,8 +189,10 @@ class _Loading:
             raise ValueError(
                 f"Cannot load into {name_of(inner)}: the state is that of {self.training['optimizer']}. {hint}"
             )
-        own = [set(map(self._source, group["params"])) for group in about.groups()]
-        theirs = [set(group["params"]) for group in saved]
+        # A step leaves frozen ones alone, and not all that save list them.
+        frozen = {self._source(name) for name, param in about.named.parameters.items() if not param.requires_grad}
+        own = [set(map(self._source, group["params"])) - frozen for group in about.groups()]
+        theirs = [set(group["params"]) - frozen for group in saved]
         if own != theirs:
             number = next((n for n, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b), min(len(own), len(theirs)))
             one = own[number] if number < len(own) else set()

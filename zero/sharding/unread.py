@@ -3,7 +3,7 @@ shares."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ class UnreadParams:
     """The parameters of a model that are in files. They are all on the meta device, or all as they were. See [Note: unread
     weights]."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         extra = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
         self._params = unread_among(model, extra) if isinstance(model, nn.Module) else []  # else it is refused later
         self._before: dict[Any, Unread] = {}  # what those were that are on the meta device by now
@@ -45,6 +45,11 @@ class UnreadParams:
             run_on_all(group, self._to_meta)
         elif self._params:
             run_on_all(group, self._read, partial(failed_on, _UNCHANGED))
+
+    @property
+    def awaited(self) -> Collection[Any]:
+        """Those that `fill` will give values."""
+        return self._before.keys()
 
     def fill(self, parts: ShardingState) -> None:
         """Reads the weights of this rank's shares. A collective, where there are any."""

@@ -50,6 +50,9 @@ def add_parser(subparsers: Subparsers) -> None:
          choices=(0, 1, 2, 3))
     _add(how, "--dtype", "float32", "of the weights; narrow ones have fp32 masters", choices=("float32", "bfloat16", "float16"))
     _add(how, "--offload", "none", "where what is sharded lives", choices=("none", "cpu"))
+    how.add_argument("--homes", action="append", default=[], metavar="KIND=PLACE",
+                     help="where masters, moments, gradients or, at stage 3, weights live: masters=disk:/fast, for instance; "
+                     "may be repeated")
     _add(how, "--accumulation", 1, "micro-batches of a step on each rank", type=int, metavar="N")
     how.add_argument("--compile", action="store_true", help="compile the model")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -16,14 +18,14 @@ from zero.comm.group import TimeLimits
 from zero.sharding.optimizer import shard
 
 
-def train(rank: int, world: int, stage: int, offload: str | None) -> list[dict[str, torch.Tensor]]:
+def train(rank: int, world: int, name: str, stage: int, offload: str | None) -> list[dict[str, torch.Tensor]]:
     import accelerators
 
     place, found = place_of(rank, "sim"), []
     accelerator = accelerators.get("sim")
     group = connect(accelerator, None, TimeLimits(20.0, 20.0))
     for compile_it in (False, True):
-        model = build("gpt").to(place)
+        model = build(name).to(place)
         optimizer = shard(model, adamw(model), stage=stage, offload=offload, bucket_bytes=256, clip=0.5, group=group)
         if compile_it:
             zero.compile(model, "aot_eager")
@@ -31,7 +33,7 @@ def train(rank: int, world: int, stage: int, offload: str | None) -> list[dict[s
         for step in range(4):
             side.wait_stream(accelerator.current_stream())
             with accelerator.in_stream(side):  # a backward runs where its forward ran
-                loss = model(batch("gpt", rank, step).to(place)).square().mean()
+                loss = model(batch(name, rank, step).to(place)).square().mean()
             loss.backward()
             accelerator.current_stream().wait_stream(side)
             optimizer.step()
@@ -44,13 +46,13 @@ def train(rank: int, world: int, stage: int, offload: str | None) -> list[dict[s
 @needs_sim
 @pytest.mark.promise("P07")
 @pytest.mark.parametrize(
-    ("stage", "offload"),
+    ("name", "stage", "offload"),
     [
-        (2, "cpu"),
-        *(pytest.param(*one, marks=pytest.mark.full) for one in [(0, "cpu"), (1, "cpu"), (0, None), (1, None), (2, None)]),
+        ("mlp", 2, "cpu"),
+        *(pytest.param("gpt", *one, marks=pytest.mark.full) for one in itertools.product((0, 1, 2), ("cpu", None))),
     ],
 )
-def test_gradients_of_a_compiled_backward_on_a_stream_of_its_own_are_waited_for(stage, offload):
-    for eager, compiled in ranks.run(2, train, stage, offload, apart="sim", timeout=60.0):
+def test_gradients_of_a_compiled_backward_on_a_stream_of_its_own_are_waited_for(name, stage, offload):
+    for eager, compiled in ranks.run(2, train, name, stage, offload, apart="sim", timeout=60.0):
         found = [{name: weight.tolist() for name, weight in weights.items()} for weights in (eager, compiled)]
         assert found[0] == found[1]

@@ -105,6 +105,7 @@ def loaded_as_plain(folder, kind, options, as_context=False, model_class=None):
     return at_load, sum(counted)
 
 
+@pytest.mark.promise("I02")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe", "resnet", *AT_NIGHT])
 def test_a_model_is_that_of_plain_from_pretrained_bit_by_bit(kind, tmp_path):
     model = tiny(kind)
@@ -223,10 +224,12 @@ def resized(folder):
     return found
 
 
+@pytest.mark.promise("I05")
 def test_embeddings_are_resized_before_sharding_and_an_error_says_so_afterwards(tmp_path):
     for kind in ("llama", "gpt2"):
         tiny(kind).save_pretrained(tmp_path / kind)
-    both_ranks(f"{HERE}:resized", str(tmp_path))
+    here, there = both_ranks(f"{HERE}:resized", str(tmp_path))
+    assert here == there and len(here) == 2
 
 
 def generated(folder, kind):
@@ -275,6 +278,7 @@ def refused(folder):
     for name, model_class, path, options in (
         ("truncated", llama, f"{folder}/truncated", {}),
         ("index", llama, f"{folder}/index", {}),
+        ("files", llama, f"{folder}/files", {}),
         ("missing on one", llama, folder + ("/good" if rank == 0 else "/nowhere"), {"local_files_only": True}),
         ("other on one", llama, folder + ("/good" if rank == 0 else "/other"), {}),
         ("architecture", hf.ResNetForImageClassification, f"{folder}/good", {}),
@@ -290,7 +294,7 @@ def refused(folder):
 
 
 def test_bad_folders_are_named_on_all_ranks(tmp_path):
-    for name in ("good", "truncated", "index", "other"):
+    for name in ("good", "truncated", "index", "files", "other"):
         tiny("llama").save_pretrained(tmp_path / name, max_shard_size="8KB")
     files = sorted((tmp_path / "truncated").glob("*.safetensors"))
     files[-1].write_bytes(files[-1].read_bytes()[:-10])
@@ -298,12 +302,18 @@ def test_bad_folders_are_named_on_all_ranks(tmp_path):
     listed = json.loads(index.read_text())
     listed["weight_map"]["model.layers.9.weight"] = files[0].name
     index.write_text(json.dumps(listed))
+    index = tmp_path / "files" / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    where = listed["weight_map"]
+    where["lm_head.weight"], where["model.embed_tokens.weight"] = where["model.embed_tokens.weight"], where["lm_head.weight"]
+    index.write_text(json.dumps(listed))
     state = load_file(tmp_path / "other" / files[0].name)
     save_file({name: value.double() for name, value in state.items()}, tmp_path / "other" / files[0].name, {"format": "pt"})
     here, there = both_ranks(f"{HERE}:refused", str(tmp_path))
     for said in (here, there):
         assert re.search(rf"BadCheckpoint: Cannot read .*{files[-1].name}: it has \d+ bytes and should have", said["truncated"])
         assert re.search(r"BadCheckpoint: Cannot load model\.layers\.9\.weight: the index says .* in no file", said["index"])
+        assert re.search(r"Cannot load \S+\.weight: the index says that it is in \S+, and it is in model-.*saf", said["files"])
         assert re.search(r"RanksDiffer: .* rank 1 of 2 has other files than rank 0", said["other on one"])
         assert re.search(r"Cannot load ResNet.*nothing in .* is a parameter of it.*another architecture", said["architecture"])
         assert re.search(r"Cannot load .* device_map=.*Leave device_map out, and move the model", said["device map"])

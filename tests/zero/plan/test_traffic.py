@@ -105,6 +105,27 @@ def test_the_page_has_the_numbers_of_the_model():
         assert seconds == [f"{traffic.seconds(int(world), speed * 1e9, 5e-6):.2f}" for speed in (12.5, 50, 450)]
 
 
+def host_seconds(hosts, way):
+    """What leaves a host of eight ranks in a step, and the seconds that it takes at each speed, as the page says it."""
+    layer = [ParamSpec(f"layer {number}", (7_000_000_000 // 32,), "bfloat16") for number in range(32)]
+    replicates, bits = way == "replicas", 1 + 4 / 256 if way.endswith("8 bits") else 2
+    layout = FlatLayout.build(layer, 8 if replicates else 8 * hosts, 256 * 2**20)
+    traffic = traffic_of(layout, 2, 8 * hosts)
+    sent = traffic.total * bits / 2
+    outside = 8 * traffic.across if replicates else sent
+    inside = traffic.gradients + traffic.weights if replicates else sent if way.startswith("two") else 0
+    passed = 2 * len(layout.buckets) * (8 * hosts - 1 if way.startswith("flat") else 7 + hosts - 1)
+    return outside, [outside / (speed * 1e9) + inside / 450e9 + passed * 5e-6 for speed in (1.25, 12.5, 50)]
+
+
+def test_the_page_has_the_numbers_of_hosts_with_several_ranks():
+    found = rows("hosts", "way")
+    assert len(found) == 15
+    for hosts, way, num_bytes, *seconds in found:
+        outside, expected = host_seconds(int(hosts), way)
+        assert [num_bytes, *seconds] == [f"{outside / 1e9:.1f}", *(f"{each:.2f}" for each in expected)]
+
+
 def test_time_is_bytes_over_the_link_and_a_delay_a_rank_and_collective():
     assert Traffic(6, 4, 3).seconds(world=5, link_bytes_per_s=2.0, latency_s=0.5) == pytest.approx(5.0 + 3 * 4 * 0.5)
 

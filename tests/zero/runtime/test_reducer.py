@@ -16,6 +16,7 @@ from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
 from zero.plan.grad_scaling import Scaling
 from zero.plan.layout import FlatLayout, ParamSpec
+from zero.runtime.reduce import inflight
 from zero.runtime.reduce.buckets import Reducer
 from zero.runtime.reduce.inflight import InflightReductions
 from zero.runtime.sync.agreement import Counts, agree
@@ -222,6 +223,29 @@ class HostBeside(DeviceHome):
     def give_back(self, mirror):
         self.mirrors = [one for one in self.mirrors if one is not mirror]
         mirror.fill_(float("nan"))
+
+
+@pytest.mark.promise("M04")
+@pytest.mark.parametrize(
+    ("room", "comes_after_s", "expected"),
+    [(0, 0.5, [0, 0.5] * 3), (0, 1e9, [0, inflight._PATIENCE_S, 0, 0, 0, 0]), (1 << 20, 0.5, [0] * 6)],
+)
+def test_on_the_host_a_rank_that_is_ahead_waits_for_others_as_long_as_that_helps(monkeypatch, room, comes_after_s, expected):
+    bench, now, waited = Bench(), [0.0], []
+
+    def sleep(seconds):
+        now[0] += seconds
+        bench.wire.holds_back = now[0] - began < comes_after_s
+
+    monkeypatch.setattr(inflight, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    bench.staging.room = lambda: room
+    for param in (2, 1, 0, 2, 1, 0):
+        bench.wire.holds_back, began = True, now[0]
+        bench.give(param, 1)
+        waited.append(now[0] - began)
+    bench.settle(used=0b111)
+    assert bench.values() == {0: 2.0, 1: 2.0, 2: 2.0}
+    assert waited == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.promise("M04")

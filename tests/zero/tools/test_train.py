@@ -33,8 +33,8 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
 TEXT = b"".join(b"%d squared is %d\n" % (number, number**2) for number in range(400))
 TINY = {"data": None, "batch": 5, "layers": 1, "width": 32, "context": 16, "dropout": 0.1, "lr": 1e-2, "seed": 3, "stage": 2,
-        "dtype": "float32", "offload": "none", "accumulation": 1, "compile": False, "save_every": 100, "log_every": 10,
-        "tensorboard": False, "json": True}  # fmt: skip
+        "dtype": "float32", "offload": "none", "homes": (), "accumulation": 1, "compile": False, "save_every": 100,
+        "log_every": 10, "tensorboard": False, "json": True}  # fmt: skip
 SAID = ["--layers", "1", "--width", "32", "--context", "16", "--batch", "4", "--json"]
 
 
@@ -131,6 +131,8 @@ def test_a_directory_of_another_training_is_refused_and_one_that_is_done_says_so
         (["--batch", "1", "--accumulation", "2"], "--batch 1: 1 ranks of 2 micro-batches need 2 samples"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--context", "100000"], "and one more. Give more"),
+        (["--homes", "masters"], "--homes masters: it has another form. Give KIND=PLACE"),
+        (["--homes", "everything=cpu"], "of weights, gradients, masters, moments"),
         (["--tensorboard"], "pip install 'zero-accelerators[tensorboard]'"),
     ],
 )
@@ -183,8 +185,8 @@ def test_one_rank_needs_no_launcher_and_the_answer_is_one_object(tmp_path, capsy
     assert answer["sample"].startswith("def ") and len(answer["sample"]) > 100
     page = (tmp_path / "run" / "report.html").read_text()
     drawings = [ElementTree.fromstring(drawing) for drawing in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
-    assert [len(drawing.findall("{*}path")) for drawing in drawings] == [1, 5, 1]
-    assert page.count("<svg") == 3 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert [len(drawing.findall("{*}path")) for drawing in drawings] == [1, 5, 1, 1]
+    assert page.count("<svg") == 4 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
     for name in ("forward", "backward", "reduce", "step", "publish", "rank 0", "loss", *STOPS):
         assert name in page
 
@@ -260,6 +262,17 @@ def test_ticks_are_round_and_between_the_ends():
     assert ticks(2.31, 5.56) == [3, 4, 5]
     assert ticks(0, 0.9) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
     assert ticks(0, 350 * 2**20, unit=2**20) == [number * 100 * 2**20 for number in range(4)]
+
+
+def test_states_on_disk_train_alike_and_the_report_shows_what_went_there(tmp_path, capsys):
+    (tmp_path / "text").write_bytes(TEXT)
+    homes = [word for kind in ("masters", "moments") for word in ("--homes", f"{kind}=disk:{tmp_path}")]
+    for name, more in (("memory", []), ("disk", homes)):
+        words = [*SAID, "--ranks", "1", "--steps", "3", "--dtype", "bfloat16", "--data", str(tmp_path / "text")]
+        assert main(["train", *words, "--directory", str(tmp_path / name), *more]) == 0
+    assert losses(tmp_path / "disk") == losses(tmp_path / "memory")
+    pages = [(tmp_path / name / "report.html").read_text() for name in ("memory", "disk")]
+    assert ["disk, written" in page for page in pages] == ["waiting for the disk" in page for page in pages] == [False, True]
 
 
 def test_the_memory_axis_of_the_report_has_round_numbers_of_one_unit(tmp_path):

@@ -163,7 +163,7 @@ REFUSED: dict[str, str] = {
     "zero_optimization.zenflow": _FEWER_BITS,
     "zero_optimization.offload_optimizer.super_offload": "offloaded masters and moments are stepped on the host",
     **_each("zero_optimization", "mics_hierarchical_params_gather zeropp_loco_param", _GONE),
-    "checkpoint.load_universal": "checkpoints are loaded by any number of ranks directly; DeepSpeed's own are not read yet",
+    "checkpoint.load_universal": "loaded by any number of ranks directly; `python -m zero import` makes one of DeepSpeed's",
     "checkpoint.use_node_local_storage": "a checkpoint is one place that all ranks see",
     "datastates_ckpt": "checkpoints are written in a format of our own",
     "sequence_parallel_size": _MODEL_PARALLEL,

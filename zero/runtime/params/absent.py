@@ -25,6 +25,7 @@ from zero.plan.spans import Span
 from zero.runtime.params.operators import Kind, operator_of
 
 _A_CLONE = "Use a clone of it, or optimizer.gathered() around the call."
+_A_SAVE = f"{_A_CLONE} zero.export and zero.integrations.transformers.save_pretrained write a model."
 _CLOSE = "Call close() on the optimizer first."
 
 
@@ -103,10 +104,10 @@ class Absent(torch.Tensor):
         return False
 
     def storage(self) -> Any:
-        raise self.refusal("take storage() of", _A_CLONE)
+        raise self.refusal("take storage() of", _A_SAVE)
 
     def untyped_storage(self) -> Any:
-        raise self.refusal("take untyped_storage() of", _A_CLONE)
+        raise self.refusal("take untyped_storage() of", _A_SAVE)
 
     def share_memory_(self) -> Any:
         raise self.refusal("share the memory of", _A_CLONE)

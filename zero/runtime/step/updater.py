@@ -31,6 +31,7 @@ class StepDecision:
     apply: bool
     grad_norm: float  # of the true gradients, before clipping
     coefficient: float = 1.0  # that clips them
+    nonfinite: str = ""  # where a gradient is not finite, if the step is skipped for that
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Updater(Timed):
         if not math.isfinite(norm) and self.policy.on_nonfinite != "propagate":
             if self.policy.on_nonfinite == "raise":
                 raise self.nonfinite(norm)
-            return StepDecision(False, norm)
+            return StepDecision(False, norm, nonfinite=self._where_nonfinite())
         if self.policy.clip is None:
             return StepDecision(True, norm)
         coefficient = self.policy.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does it
@@ -275,14 +276,16 @@ class Updater(Timed):
 
     def nonfinite(self, norm: float) -> NonFinite:
         """Returns the error that names parameters which are not finite, and the ranks that they came from. A collective."""
+        return NonFinite(
+            f"Cannot step: the norm of the gradients is {norm}: {self._where_nonfinite()}. Nothing was applied. Look at the "
+            "loss and the batch there, or set on_nonfinite to 'skip' or 'propagate'."
+        )
+
+    def _where_nonfinite(self) -> str:
         found, ranks = self._nonfinite_names(), ", ".join(map(str, self._grad_ops.sources_of_nonfinite()))
         more = len(found) - _MOST_NAMES
         names = ", ".join(found[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-        where = f"in {names}, from rank {ranks}" if ranks else f"in {names}"
-        return NonFinite(
-            f"Cannot step: the norm of the gradients is {norm}: {where}. Nothing was applied. Look at the loss "
-            "and the batch there, or set on_nonfinite to 'skip' or 'propagate'."
-        )
+        return f"in {names}, from rank {ranks}" if ranks else f"in {names}"
 
     def _nonfinite_names(self) -> list[str]:
         norms = ((name, self._grad_ops.norm(index, 2.0).item()) for index, name in enumerate(self._params.names))

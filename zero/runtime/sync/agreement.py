@@ -167,7 +167,7 @@ def _different_digest(everyone: Sequence[Counts], explain: Explain) -> ZeroError
     for rank, counts in enumerate(everyone):
         if counts.digest != first.digest:
             return RanksDiffer(
-                f"Cannot go on: rank {rank} of {len(everyone)} reached step {counts.step} with layout and configuration "
+                f"Cannot go on: rank {rank} of {len(everyone)} reached step {counts.step + 1} with layout and configuration "
                 f"{counts.digest.hex()[:8]}, rank 0 with {first.digest.hex()[:8]}: {explain('built', rank)}. "
                 "Build the same on all."
             )
@@ -185,9 +185,9 @@ def _failure(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
         return None
     places = "".join(explain("failed", rank) for rank in failed)
     return RankFailed(
-        f"Cannot go on: {_ranks(failed)} failed or cleared its gradients at step {everyone[0].step}{places}, where the others "
-        f"came to {next(counts.occasion for counts in everyone if counts.occasion != 'zero_grad')}; see its own error. Nothing "
-        "was applied. Call zero_grad on all ranks to go on without this window."
+        f"Cannot go on: {_ranks(failed)} failed or cleared its gradients at step {everyone[0].step + 1}{places}, where the "
+        f"others came to {next(counts.occasion for counts in everyone if counts.occasion != 'zero_grad')}; see its own error. "
+        "Nothing was applied. Call zero_grad on all ranks to go on without this window."
     )
 
 
@@ -222,7 +222,7 @@ def _different_settings(everyone: Sequence[Counts], explain: Explain) -> ZeroErr
     for rank, counts in enumerate(everyone):
         if counts.settings != first.settings:
             return RanksDiffer(
-                f"Cannot go on: rank {rank} of {len(everyone)} came to step {counts.step} with settings "
+                f"Cannot go on: rank {rank} of {len(everyone)} came to step {counts.step + 1} with settings "
                 f"{counts.settings.hex()[:8]} in its optimizer's groups, rank 0 with {first.settings.hex()[:8]}: "
                 f"{explain('settings', rank)}. Change them on all ranks alike; what a schedule looks at, such as a loss, must "
                 "be the same number on all."
@@ -248,7 +248,7 @@ def _different_windows(everyone: Sequence[Counts]) -> ZeroError | None:
     if everyone[0].occasion == "zero_grad" or len(cleared) in (0, len(everyone)):
         return None
     return RanksDiffer(
-        f"Cannot go on: {_ranks(cleared)} cleared gradients that were settled at step {everyone[0].step}, where the others "
+        f"Cannot go on: {_ranks(cleared)} cleared gradients that were settled at step {everyone[0].step + 1}, where the others "
         f"kept them and came to {everyone[0].occasion}. Clear gradients on all ranks alike."
     )
 
@@ -259,8 +259,8 @@ def _different_contributions(everyone: Sequence[Counts]) -> ZeroError | None:
     idle = [rank for rank, counts in enumerate(everyone) if not counts.contributed]
     if idle and len(idle) < len(everyone):
         return RanksDiffer(
-            f"Cannot go on: {_ranks(idle)} came to {everyone[0].occasion} at step {everyone[0].step} without a gradient, but "
-            "the others have one. Call optimizer.no_contribution() on a rank that has nothing to add."
+            f"Cannot go on: {_ranks(idle)} came to {everyone[0].occasion} at step {everyone[0].step + 1} without a gradient, "
+            "but the others have one. Call optimizer.no_contribution() on a rank that has nothing to add."
         )
     weighted = [rank for rank, counts in enumerate(everyone) if counts.weighted]
     plain = [rank for rank, counts in enumerate(everyone) if counts.used and not counts.weighted]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -38,6 +38,7 @@ class ShardedWeights:
         self._first_number = first_number  # of shares; every second one is of the frozen weights
         self.exchange = exchange
         self._unwritten: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # plain tensors, and their first version
+        self._unwritten_buffers: Callable[[], list[str]] = list
         self._shares: dict[int, Share] = {}  # by bucket
         self._common: dict[int, torch.Tensor] = {}  # memory of chunks that all ranks see
 
@@ -83,10 +84,10 @@ class ShardedWeights:
                 bucket = layout.buckets[index]
                 own = bucket.share(self.exchange.group.inner.rank)
                 part = source[own.start : own.stop]
-                if common is None:
-                    values = torch.empty(part.shape, dtype=dtype, device="cpu").copy_(part)
-                else:
-                    values = common[own.start : own.stop].copy_(part)
+                seen = None if common is None else common[own.start : own.stop]
+                values = torch.empty(part.shape, dtype=dtype, device="cpu") if seen is None else seen
+                if not part.is_meta:  # else it gets values later
+                    values.copy_(part)
                 number = self._first_number + 2 * index
                 self._shares[index] = self.exchange.add(number, bucket.span, own, values, bucket.offloaded)
         shares = [self._shares[index] for index in layout.buckets_in(chunk)]
@@ -137,7 +138,14 @@ class ShardedWeights:
 
     # frozen parameters -------------------------------------------------------------------------------------------
 
-    def take_frozen(self, names: Sequence[str], tensors: Sequence[torch.nn.Parameter], place: Place, offload: float) -> None:
+    def take_frozen(
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.nn.Parameter],
+        place: Place,
+        offload: float,
+        awaited: Container[torch.nn.Parameter],
+    ) -> None:
         formats = [ParamFormat.of(tensor) for tensor in tensors]
         shapes, dtypes = [tuple(tensor.shape) for tensor in tensors], [dtype_name(tensor.dtype) for tensor in tensors]
         specs = [ParamSpec(*each, offload=offload) for each in zip(names, shapes, dtypes, strict=True)]
@@ -148,7 +156,7 @@ class ShardedWeights:
         flattener = Flattener(frozen, tensors, formats, place)
 
         def move(chunk: int) -> None:
-            nothing = flattener.nothing(chunk)
+            nothing = flattener.nothing(chunk, awaited)
             source = flattener.read(chunk) if nothing is None else nothing
             flattener.write(chunk, source)
             if nothing is None:
@@ -221,6 +229,9 @@ class ShardedWeights:
     def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._unwritten |= {name: (weakref.ref(tensor), tensor._version) for name, tensor in tensors.items()}
 
+    def expect_buffers(self, unwritten: Callable[[], list[str]]) -> None:
+        self._unwritten_buffers = unwritten
+
     def note_written(self, tensor: torch.nn.Parameter) -> None:
         if isinstance(tensor, Absent):
             tensor.in_chunk.unwritten.pop(tensor.label, None)
@@ -237,7 +248,7 @@ class ShardedWeights:
     def check_written(self) -> None:
         chunks = [*(self._frozen.chunks.values() if self._frozen is not None else ()), *self.chunks.values()]
         names = [name for chunk in reversed(chunks) for name in reversed(chunk.unwritten)]
-        names += self._plain_unwritten()
+        names += [*self._plain_unwritten(), *self._unwritten_buffers()]
         if names:
             raise RuntimeError(
                 f"Cannot step: nobody has written to {', '.join(names[:5])} ({len(names)} such parameters and buffers), which "

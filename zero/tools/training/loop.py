@@ -113,6 +113,7 @@ def build(options: Options, stage: int) -> Engine:
     model = Gpt(options.layers, options.width, options.heads, options.context, options.dropout)
     settings = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
     asked: dict[str, Any] = {"dtype": None if options.dtype == "float32" else options.dtype, "offload": options.offload}
+    asked["homes"] = options.homes_at(stage)
     config = ZeroConfig(
         stage=stage, accumulation=options.accumulation, clip=1.0, optimizer=OptimizerSpec.of("AdamW", settings),
         kernels="fused", **asked,

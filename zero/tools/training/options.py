@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from zero.plan.homes import KINDS
+
+WEIGHTS = "weights"
 _SAME = ("layers", "width", "context", "batch", "dropout", "seed")
 
 
@@ -32,6 +36,7 @@ class Options:
     stage: int
     dtype: str
     offload: str
+    homes: Sequence[str]  # KIND=PLACE
     accumulation: int
     compile: bool
     save_every: int
@@ -54,6 +59,22 @@ class Options:
             raise ValueError(f"Cannot train with --lr {self.lr}: a learning rate is finite and above 0. Try 1e-3.")
         if self.width > 64 and self.width % 64:
             raise ValueError(f"Cannot train with --width {self.width}: heads are 64 wide. Give a multiple of 64, or less.")
+
+        self.homes_at(self.stage)
+
+    def homes_at(self, stage: int) -> dict[str, str]:
+        """Where each kind of state lives at a stage; weights have a home of their own at that of the training alone."""
+        found = {}
+        for given in self.homes:
+            kind, _, place = given.partition("=")
+            if kind not in (WEIGHTS, *KINDS) or not place:
+                raise ValueError(
+                    f"Cannot train with --homes {given}: it has another form. Give KIND=PLACE, of {WEIGHTS}, {', '.join(KINDS)}"
+                    " and of cpu, disk:/a/directory."
+                )
+            if kind != WEIGHTS or stage == self.stage:
+                found[kind] = place
+        return found
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises where some rank would have nothing to do."""

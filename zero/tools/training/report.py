@@ -46,12 +46,27 @@ def write_report(path: Path, records: Sequence[Mapping[str, Any]], summary: str,
     sections = [
         _section("Loss", lines(steps, {"loss": [record["loss"] for record in shown]}, lambda value: f"{value:.2f}")),
         _section("Time of a step on rank 0", layers(steps, split, lambda value: f"{value:g} ms"), _text(_times(records))),
+        _section("What travelled, of rank 0", lines(steps, _traffic(shown), lambda value: f"{value:g} MB/s", from_zero=True)),
         _section("Memory of each rank", _memory(steps, memory)),
         _section("Bytes of rank 0 at each stage", _text(stages)),
         _section("What the model writes", _text(sample)),
     ]
     page = _PAGE.format(title="zero train", summary=html.escape(summary), sections="\n".join(sections))
     path.write_text(page, encoding="utf-8")
+
+
+def _traffic(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Megabytes a second of each step, on every way that something took."""
+    ways = {"gradients": ("moved_bytes", "reduced"), "new weights": ("moved_bytes", "published"),
+            "fetched weights": ("moved_bytes", "fetched"), "disk, read": ("disk", "read_bytes"),
+            "disk, written": ("disk", "written_bytes")}  # fmt: skip
+    seconds = [max(1e-9, sum(record["ms"].values()) / 1e3) for record in records]
+    bytes_ = {way: [record.get(block, {}).get(name, 0) for record in records] for way, (block, name) in ways.items()}
+    return {
+        way: [amount / 1e6 / time for amount, time in zip(amounts, seconds, strict=True)]
+        for way, amounts in bytes_.items()
+        if any(amounts) or way == "gradients"
+    }
 
 
 def _memory(steps: Sequence[float], memory: Mapping[str, Sequence[float]]) -> str:
@@ -66,6 +81,8 @@ def _times(records: Sequence[Mapping[str, Any]]) -> str:
     """The mean of each stop; the first step, which makes things, is left out where there are others."""
     counted = records[1:] or records
     sums = {name: sum(record["ms"].get(name, 0.0) for record in counted) for name in ("forward", "backward", *STOPS)}
+    if any("disk" in record for record in counted):
+        sums["of these, waiting for the disk"] = sum(record.get("disk", {}).get("waited_ms", 0.0) for record in counted)
     return "\n".join(f"{name:10}{total / len(counted):9.2f} ms" for name, total in sums.items())
 
 
