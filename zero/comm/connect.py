@@ -53,7 +53,6 @@ def connect(
     made = TorchGroup(accelerator, group, limits)
     if shared_memory is None:
         return made
-
     try:
         return sharing(made, shared_memory, shard_ranks)
     except BaseException:
