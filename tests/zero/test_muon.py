@@ -227,6 +227,29 @@ def test_settings_of_muon_that_are_not_served_are_named(params, message):
         zero.initialize(model=net(), config=config(**params))
 
 
+@pytest.mark.parametrize(
+    "setting", [{"lr": -1.0}, {"momentum": -0.1}, {"weight_decay": -0.1}, {"adjust_lr_fn": "match_rms_adam"}], ids=str
+)
+@pytest.mark.parametrize("in_group", [True, False])
+def test_settings_that_torchs_muon_refuses_are_refused_in_groups_too(setting, in_group):
+    params = [nn.Parameter(torch.ones(4, 4))]
+    [(name, value)] = setting.items()
+    with pytest.raises(ValueError, match=f"Cannot make Muon with {name}={value!r}"):
+        Muon([{"params": params, **setting}]) if in_group else Muon(params, **setting)
+    with pytest.raises(ValueError, match=f"{value}"):
+        OPTIM.Muon(params, **setting)
+
+
+def test_state_of_torchs_muon_leaves_the_number_of_heads_as_it_is():
+    model = nn.Linear(4, 6, bias=False)
+    before = OPTIM.Muon(model.parameters(), lr=0.02)
+    one_step(model, before)
+    after = Muon([{"params": [model.weight], "num_heads": 3}])
+    after.load_state_dict(before.state_dict())
+    assert [(group["num_heads"], group["lr"]) for group in after.param_groups] == [(3, 0.02)]
+    assert after.state[model.weight]["momentum_buffer"].equal(before.state[model.weight]["momentum_buffer"])
+
+
 def test_a_schedule_of_one_of_the_optimizers_drives_it_and_another_ones_is_refused(caplog):
     model = net()
     optimizers = by_hand(model)

@@ -10,7 +10,7 @@ a product is added up can differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,11 @@ DEFAULTS = {
     "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_coefficients": (3.4445, -4.7750, 2.0315),
     "eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": None, "num_heads": 1,
 }  # fmt: skip
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_FITS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("lr", "weight_decay", "momentum"), lambda number: number >= 0),
+    "adjust_lr_fn": lambda way: way in _ADJUSTMENTS,
+}
 
 
 class Muon(torch.optim.Optimizer):
@@ -43,6 +48,14 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        wrong = [name for name, fits in _FITS.items() if not fits(group[name])]
+        if wrong:
+            self.param_groups.pop()
+            told = ", ".join(f"{name}={group[name]!r}" for name in wrong)
+            raise ValueError(
+                f"Cannot make Muon with {told}. Give numbers of 0 or more, and as adjust_lr_fn one of "
+                f"{', '.join(map(repr, _ADJUSTMENTS))}."
+            )
         for param in group["params"]:
             if not is_of_matrices(param, group["num_heads"]):
                 self.param_groups.pop()
@@ -50,6 +63,13 @@ class Muon(torch.optim.Optimizer):
                     f"Cannot make Muon for a parameter of shape {tuple(param.shape)} with num_heads={group['num_heads']}: it "
                     "is not made of matrices. Give it two dimensions, with rows for each head, or three, or leave it to AdamW."
                 )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As torch's. State of torch's own Muon has no `num_heads`, and leaves those that are here."""
+        heads = [group["num_heads"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, own in zip(self.param_groups, heads, strict=True):
+            group.setdefault("num_heads", own)
 
     def step(self, closure: Any = None) -> Any:
         loss = None

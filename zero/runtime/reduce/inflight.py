@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,10 +23,10 @@ from zero.runtime.kernels.sums import SumsByTorch
 from zero.runtime.profiling import Timed, stop
 from zero.runtime.reduce.across import SumsAcross
 from zero.runtime.reduce.narrowing import AsItIs, Narrowing, in_shares
+from zero.runtime.reduce.patience import Patience
 
 _MOST_OF_A_SUM = 1.25  # that deferring it may take in bytes: buffers have the size of the largest bucket
 _ALWAYS_SENT = 2  # rounds on their way: one that others work at, and one that is there when they are done with it
-_PATIENCE_S = 1.0  # for ranks that are behind, until one comes
 _AHEAD = 2  # buckets that the host may have filled on a device before that has come to filling them
 
 
@@ -69,7 +68,7 @@ class InflightReductions(Timed):
     A rank that is ahead of others would have a whole backward on its way, as it never waits for them. Beside two rounds, only
     so much is as `Staging.room` has room for. On a device further rounds wait on the host, and are sent in their order as
     earlier ones land: a rank that is ahead has the time for two copies. On the host it waits for the others for a moment and no
-    longer, as one of them may wait for this rank; after that it waits for none until one has come.
+    longer, as one of them may wait for this rank; see `Patience`.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class InflightReductions(Timed):
         self._across = SumsAcross(group.outer, shard, self.sums.add) if group.outer is not None and are_replicas else None
         self._in_flight: deque[_Round] = deque()
         self._waiting: deque[_Waiting] = deque()
-        self._is_patient = True
+        self._patience = Patience()
 
     @property
     def num_bytes(self) -> int:
@@ -122,7 +121,7 @@ class InflightReductions(Timed):
         else:
             self._put_aside(bucket, buffer, dtype, is_last)
         if on_host and not self._has_room(0):
-            self._await_others()
+            self._patience.wait(self._in_flight[0].pending.done)
         while self._in_flight and self._in_flight[0].pending.done():
             self._retire(keep)
         if self._across is not None:
@@ -147,12 +146,6 @@ class InflightReductions(Timed):
             return True
         sent = sum(round_.buffer.nbytes for round_ in self._in_flight)
         return not self._waiting and sent + num_bytes <= self._staging.room()
-
-    def _await_others(self) -> None:
-        until = time.monotonic() + _PATIENCE_S
-        while self._is_patient and not self._in_flight[0].pending.done():
-            time.sleep(0.001)
-            self._is_patient = time.monotonic() < until
 
     def _put_aside(self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool) -> None:
         mirror = self.shard.homes.host.mirror(buffer)
@@ -201,6 +194,7 @@ class InflightReductions(Timed):
     @stop("reduce")
     def settle(self) -> None:
         """Makes sums of the inner group those of all ranks. Nothing is on its way inside. A collective."""
+        self._patience.end_window()
         if self._across is not None:
             self._across.land_all()
 
@@ -218,7 +212,7 @@ class InflightReductions(Timed):
             self._across.abandon()
 
     def _retire(self, keep: bool) -> None:
-        self._is_patient = True
+        self._patience.one_came()
         round_ = self._in_flight.popleft()
         if self._across is None:
             self._land(round_.bucket, round_.buffer, round_.pending, keep)
