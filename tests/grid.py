@@ -188,7 +188,7 @@ def sharded_weights(full: bool = False) -> list[Point]:
 
 
 def replicated(full: bool = False) -> list[Point]:
-    """Points on the host whose states are in shares of a part of the ranks: in the day one of each second case."""
+    """Points on the host whose states are in shares of a part of the ranks: in the day one of each fourth case."""
     points = [
         Point(stage, world, dtype, bucket, entry, "cpu", case, shard_ranks=world // 2 if world > 2 else 1)
         for case in CASES
@@ -202,7 +202,7 @@ def replicated(full: bool = False) -> list[Point]:
     by_case: dict[str, list[Point]] = {}
     for point in points:
         by_case.setdefault(point.case, []).append(point)
-    return [those[7 * index % len(those)] for index, those in enumerate(by_case.values())][::2]
+    return [those[7 * index % len(those)] for index, those in enumerate(by_case.values())][::4]
 
 
 def simulated_replicas(every: int = 101) -> list[Point]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import hashlib
 import os
 import pickle
@@ -66,16 +67,22 @@ _COMPARED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 
 def mechanical(num: int = NUM_MECHANICAL, seed: int = SEED) -> list[Mutant]:
     """As many of all that can be made, the kinds in turn. Each is drawn by its name, so other definitions matter to none."""
+    by_kind = {kind: list(mutants) for kind, mutants in _possible(seed).items()}
+    chosen: list[Mutant] = []
+    while len(chosen) < num and any(by_kind.values()):
+        chosen += [by_kind[kind].pop() for kind in sorted(by_kind) if by_kind[kind]]
+    return chosen[:num]
+
+
+@functools.cache
+def _possible(seed: int) -> dict[str, list[Mutant]]:
     by_kind: dict[str, list[Mutant]] = {}
     for path in sorted(path for floor in FLOORS for path in (ROOT / "zero" / floor).rglob("*.py")):
         for kind, mutant in _made_in(path):
             by_kind.setdefault(kind, []).append(mutant)
     for mutants in by_kind.values():
         mutants.sort(key=lambda mutant: hashlib.sha256(f"{seed} {mutant.name}".encode()).digest(), reverse=True)
-    chosen: list[Mutant] = []
-    while len(chosen) < num and any(by_kind.values()):
-        chosen += [by_kind[kind].pop() for kind in sorted(by_kind) if by_kind[kind]]
-    return chosen[:num]
+    return by_kind
 
 
 def _made_in(path: Path) -> Iterator[tuple[str, Mutant]]:

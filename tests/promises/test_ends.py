@@ -120,7 +120,7 @@ def until(condition, limit_s):
 
 # Who holds the store, by what the ranks are started.
 HOLDERS = [("rank 0", "environment"), ("rank 0", "torchrun"), ("agent", "torchrun")]
-BY_DAY = ("rank 0", "environment", 3, "raise")
+BY_DAY = ("rank 0", "environment", 2, "raise")
 ALL = [(*holder, world, last) for holder in HOLDERS for world in (2, 3) for last in ("raise", "close")]
 
 
