@@ -68,7 +68,7 @@ def _muon_and_adamw(settings: Mapping[str, Any], params: list[Any], model: nn.Mo
             members = [param for param, is_one in zip(own, is_matrix, strict=True) if is_one == half]
             heads = [getattr(param, "muon_num_heads", None) if half else None for param in members]
             for number in dict.fromkeys(heads):
-                alike = [param for param, own in zip(members, heads, strict=True) if own == number]
+                alike = [param for param, has in zip(members, heads, strict=True) if has == number]
                 made = {"params": alike, **{key: group.get(key, defaults[key]) for key in keys}}
                 halves[half].append(made if number is None else {**made, "num_heads": number})
     _check_matrices(halves[True], model)

@@ -59,7 +59,6 @@ class Options:
             raise ValueError(f"Cannot train with --lr {self.lr}: a learning rate is finite and above 0. Try 1e-3.")
         if self.width > 64 and self.width % 64:
             raise ValueError(f"Cannot train with --width {self.width}: heads are 64 wide. Give a multiple of 64, or less.")
-
         self.homes_at(self.stage)
 
     def homes_at(self, stage: int) -> dict[str, str]:
