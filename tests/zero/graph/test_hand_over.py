@@ -251,7 +251,8 @@ def test_a_thousand_steps_of_a_compiled_gpt_have_finite_losses():
 
 
 @pytest.mark.promise("P12")
-def test_no_setting_of_the_compiler_is_left_changed():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_no_setting_of_the_compiler_is_left_changed(backend):
     import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
@@ -263,7 +264,7 @@ def test_no_setting_of_the_compiler_is_left_changed():
         ]
 
     before = settings()
-    train("mlp", compiled("inductor"), stage=2, steps=2)
+    train("mlp", compiled(backend), stage=2, steps=2)
     assert settings() == before
 
 
@@ -271,7 +272,9 @@ def test_no_setting_of_the_compiler_is_left_changed():
 
 
 @pytest.mark.promise("P05")
-@pytest.mark.parametrize(("name", "backend"), [("gpt", "aot_eager"), ("gpt", "inductor"), ("broken", "aot_eager")])
+@pytest.mark.parametrize(("name", "backend"), [
+    ("gpt", "aot_eager"), ("broken", "aot_eager"), pytest.param("gpt", "inductor", marks=pytest.mark.full),
+])  # fmt: skip
 def test_a_gradient_is_gone_when_the_next_one_comes_and_nothing_is_kept_into_the_step(name, backend, monkeypatch):
     """Also where one of several graphs needs a backward and has no parameter."""
     alive, most = [], []
