@@ -112,6 +112,71 @@ def test_a_model_whose_states_are_one_and_a_half_times_the_device_trains_without
     same(values, expected)
 
 
+@needs_sim
+@pytest.mark.parametrize("dtype", ["bfloat16", None])
+def test_a_rank_alone_has_its_weights_once_on_the_device_and_nothing_of_them_on_the_host(tmp_path, dtype):
+    options = {"gathered_bytes": 0, "dtype": dtype}
+    [(losses, *_, peak)], values = trained(tmp_path, 1, 2**26, LAYERS, stage=3, **options)
+    [(plain_losses, *_, most)], expected = trained(tmp_path, 1, 2**26, LAYERS, stage=2, dtype=dtype)
+    assert losses == plain_losses and peak <= most
+    same(values, expected)
+    assert ranks.run(1, moved_alone, dtype, env={"ACCELERATOR": "sim"}, apart="a device") == [[]]
+
+
+def moved_alone(rank, world, dtype):
+    """Returns what of a training that went to the host and back, and was edited meanwhile, differs from one that did not."""
+    trained = []
+    for away in (False, True):
+        with place_of(rank, "sim"):
+            model = gpt(2)
+            begin(model)
+            adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+            optimizer = zero.shard(model, adamw, stage=3, bucket_bytes=BUCKET, gathered_bytes=0, dtype=dtype)
+        for step in range(STEPS):
+            model(samples(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            memory = list(optimizer.parts.placer.weights.memory())
+            assert sum(tensor.nbytes for tensor in memory if tensor.is_cpu) == 0
+            if away:
+                optimizer.offload_states(["weights"])
+                assert all(tensor.is_cpu for tensor in optimizer.parts.placer.weights.memory())
+                optimizer.reload_states()
+                assert not any(tensor.is_cpu for tensor in optimizer.parts.placer.weights.memory())
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.5)
+        assert optimizer.parts.placer.weights.exchange.cache.num_fetches == 0
+        trained.append({name: param.detach().cpu().clone() for name, param in model.named_parameters()})
+    return [name for name, values in trained[0].items() if not torch.equal(values, trained[1][name])]
+
+
+def trained_within(rank, world):
+    """What a training gives of which all is within `torch.device`, and one of which nothing is."""
+    found, place = [], place_of(rank, "sim")
+    for context in (place, contextlib.nullcontext()):
+        with place:
+            model = gpt(2)
+        begin(model)
+        batches = [samples(rank, step) for step in range(STEPS)]
+        with context:
+            optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), stage=3, gathered_bytes=0)
+            for batch in batches:
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    next(model.parameters()).mul_(0.5)
+            found.append([param.detach().cpu().clone() for param in model.parameters()])
+            optimizer.close()
+    return found
+
+
+@needs_sim
+def test_a_training_within_a_device_as_context_is_the_same():
+    for within, without in ranks.run(2, trained_within, env={"ACCELERATOR": "sim"}, apart="sim"):
+        assert all(map(torch.equal, within, without))
+
+
 def planned_gpt(batch=None):
     model = gpt(LAYERS)
     return model if batch is None else (model, lambda one: one(torch.zeros(batch, CONTEXT + 1, dtype=torch.long).to("sim")))
@@ -126,7 +191,7 @@ def plan_here(rank, world, words):
 
 @needs_sim
 @pytest.mark.full
-@pytest.mark.parametrize(("offload", "world"), [("cpu", 2), ("cpu", 4), ("none", 2)])
+@pytest.mark.parametrize(("offload", "world"), [("cpu", 2), ("cpu", 4), ("none", 2), ("none", 1)])
 def test_the_peak_of_weights_in_shares_is_planned_within_5_percent(tmp_path, offload, world):
     found, _ = trained(tmp_path, world, 2**26, LAYERS, pace=True, stage=3, offload=offload, gathered_bytes=0)
     words = ["--ranks", world, "--memory", "64MiB", "--host-memory", "1GiB", "--bucket-bytes", BUCKET, "--batch", 1, "--json"]

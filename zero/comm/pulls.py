@@ -82,7 +82,7 @@ class Pulls:
                 self._next_tag = tag + 1 if tag < _LAST_ANSWER_TAG else _FIRST_ANSWER_TAG
             # What comes has a place before it is asked for.
             messages.append(self._wire.receive(parts[rank], rank, tag))
-            requests.append(torch.tensor([self._wire.rank, bucket, step, edits, tag]))
+            requests.append(torch.tensor([self._wire.rank, bucket, step, edits, tag], device="cpu"))
             messages.append(self._wire.send(requests[-1], rank, ANYONES))
             self.num_pulled_bytes += parts[rank].nbytes
         return Pull(messages, requests)
@@ -122,7 +122,7 @@ class Pulls:
 
     def _take_requests(self) -> None:
         num_left = len(self._others)
-        request = torch.empty(5, dtype=torch.int64)
+        request = torch.empty(5, dtype=torch.int64, device="cpu")
         while num_left:
             self._wire.receive_from_any(request).wait()
             rank, bucket, step, edits, tag = request.tolist()
@@ -149,5 +149,5 @@ class Pulls:
     def _tidings(self, bucket: int) -> list[tuple[torch.Tensor, int, int]]:
         with self._lock:
             step, edits = self._reached_to_tell.pop(bucket, (0, 0))
-        message = torch.tensor([self._wire.rank, bucket, step, edits, _REACHED])
+        message = torch.tensor([self._wire.rank, bucket, step, edits, _REACHED], device="cpu")
         return [(message, rank, ANYONES) for rank in self._others]

@@ -82,6 +82,11 @@ class VersionedShares:
         with self._lock:
             self._shares.pop(bucket, None)
 
+    def move(self, bucket: int, share: torch.Tensor) -> None:
+        """A copy of the newest values in other memory takes the place of a share that no other rank reads."""
+        assert not self._num_others
+        self._shares[bucket].published = self._shares[bucket].newest = share
+
     def version(self, bucket: int) -> Version:
         return Version(self._step, self._shares[bucket].num_edits)
 

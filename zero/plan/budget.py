@@ -99,7 +99,8 @@ def budget_of(
         if shards_weights:
             is_kept = layout.chunks[bucket.chunk].is_kept
             shares[bucket.offloaded and not is_kept]["weights"] += round_.weights * (layout.num_shares if is_kept else 1)
-            shares[True]["weights"] += 0 if bucket.offloaded or on_host or is_kept else round_.weights
+            is_once = bucket.offloaded or on_host or is_kept or layout.num_shares == 1  # no other rank reads it on the host
+            shares[True]["weights"] += 0 if is_once else round_.weights
     lines = Counter[int]()  # by bucket: the most that one of its parameters needs
     for param, spec in enumerate(layout.params):
         number = remembered[min(spec.group, len(remembered) - 1)]
@@ -120,7 +121,7 @@ def budget_of(
     streams = stream_bytes(layout, rank, num_moments)
     if not shards_weights:
         shares[False]["weights"] = sum(chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks)
-    gathered = [chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks if not chunk.is_kept]
+    gathered = [each.numel * ITEM_BYTES[each.dtype] for i, each in enumerate(layout.chunks) if _is_gathered(layout, i)]
     return Budget(
         device=Shares(**shares[False]),
         staging=kept,
@@ -166,6 +167,12 @@ def _place(bucket: Bucket, kind: str) -> bool | None:
     """Whether a kind of state lives on the host beside a device; None where it is on disk."""
     place = dict(bucket.away).get(kind)
     return bucket.offloaded if place is None else True if place == "host" else None
+
+
+def _is_gathered(layout: FlatLayout, chunk: int) -> bool:
+    """Whether a chunk in shares is gathered. One rank has all of its shares side by side, unless some are on the host."""
+    is_beside = layout.num_shares == 1 and not any(layout.buckets[index].offloaded for index in layout.buckets_in(chunk))
+    return not (layout.chunks[chunk].is_kept or is_beside)
 
 
 def _gathered(chunks: Sequence[int], most: float) -> int:

@@ -15,7 +15,7 @@ from accelerators import Accelerator
 from zero.config.schema import NAMES_OF_HOST, name_of_place
 from zero.memory.formats import ParamFormat
 from zero.memory.gradient_shard import NEEDED, GradientShard
-from zero.memory.homes.disk import is_absent
+from zero.memory.homes.disk import DiskHome, is_absent
 from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.host import HostHome
 from zero.memory.homes.registry import DISK, Move
@@ -210,7 +210,7 @@ class StateOffloader:
 
     def _weight_parts(self) -> Iterator[Move]:
         yield from (partial(self._move_chunk, index, []) for index in self._weights.whole_chunks)
-        yield from (partial(self._move_weights, move) for move in self._weights.share_moves(self._moved))
+        yield from (partial(self._move_weights, move) for move in self._weights.share_moves(self._moved_in_memory))
 
     def _move_weights(self, move: Move, home: Home) -> None:
         move(home)
@@ -252,6 +252,10 @@ class StateOffloader:
         """Points the masters that are the weights themselves at what these are now."""
         for bucket in self._weights.layout_ref.layout.buckets_in(chunk):
             self._masters.renew(bucket)
+
+    def _moved_in_memory(self, tensor: torch.Tensor, home: Home) -> torch.Tensor:
+        """Of a share of the weights, which may be read wherever it is."""
+        return self._moved(tensor, self._homes.host if isinstance(home, DiskHome) else home)
 
     def _moved(self, tensor: torch.Tensor, home: Home) -> torch.Tensor:
         moved, transfer = self._homes.move(tensor, home)

@@ -29,8 +29,8 @@ class Share:
     number: int  # the same on all ranks
     bucket: Span  # in the chunk
     own: Span  # in the chunk
-    memory: torch.Tensor  # on the device, or what other ranks read where that is on the host anyway
-    is_served: bool  # it is what other ranks read
+    memory: torch.Tensor  # on the device, or what is served where that is enough
+    is_served: bool  # it is what other ranks read, or would
     is_renewed: bool = False  # in other memory than at the last `renewed`
 
 
@@ -45,14 +45,15 @@ class ShareExchange:
     Ranks that share host memory keep their shares of a chunk side by side in it. So all of them see whole chunks as the last
     step left them, and nothing is gathered: a rank only waits until the others have ended their step. What a user edits since
     is in memory of the rank that edits, as others may be reading; such a chunk is gathered from all ranks until the next step.
+    A rank alone has the shares of a chunk side by side too, where they live, and edits them there.
     """
 
     def __init__(self, group: Group, device: torch.device, budget_bytes: float) -> None:
         self.cache = GatheredWeights(device, budget_bytes)
         self.group = group
         self.device = device
-        self.versions = VersionedShares(group.inner.size - 1)  # this rank's shares in host memory, as other ranks get them
-        self.versions.add(_STEP_ENDED, torch.zeros(1))
+        self.versions = VersionedShares(group.inner.size - 1)  # this rank's shares as other ranks get them, in host memory
+        self.versions.add(_STEP_ENDED, torch.zeros(1, device="cpu"))
         self.pulls = self._new_pulls()
         self._shares: dict[int, Share] = {}  # by number
         self._removed: set[int] = set()  # but other ranks may still read them
@@ -60,11 +61,15 @@ class ShareExchange:
         self._others: Pull | None = None  # whether they have ended the last step
         self._lock = threading.RLock()  # forward and backward run in threads of their own
 
-    def add(self, number: int, bucket: Span, own: Span, values: torch.Tensor, on_host: bool) -> Share:
-        """A share that is new. Other ranks read these values, which are on the host; on the device is a copy, unless the share
-        lives `on_host`."""
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank reads the shares of this one, so that they need not be on the host."""
+        return self.group.inner.size == 1
+
+    def add(self, number: int, bucket: Span, own: Span, values: torch.Tensor, lives_on: torch.device) -> Share:
+        """A share that is new. Other ranks read these values; where the share `lives_on` another device there is a copy."""
         self._removed.discard(number)
-        memory = values if on_host else values.to(self.device)
+        memory = values.to(lives_on)
         self._shares[number] = share = Share(number, bucket, own, memory, memory is values)
         self.versions.add(number, values)
         return share
@@ -89,7 +94,7 @@ class ShareExchange:
                 edited = share.own.overlap(written)
                 inside = Span(0, 0) if edited is None else edited.shifted(-share.own.start)
                 values = memory[:0] if edited is None else memory[edited.start : edited.stop]
-                self.versions.edit(share.number, inside, values.cpu(), is_first)
+                self.versions.edit(share.number, inside, values.to(self.versions.newest(share.number).device), is_first)
                 if share.is_served:
                     self._renew(share)
                 else:
@@ -100,7 +105,7 @@ class ShareExchange:
 
     def is_edited(self, share: Share) -> bool:
         """Whether all ranks see that a share was edited since the last step: one of a rank alone is edited where it lies."""
-        return self.group.inner.size > 1 and self.versions.version(share.number).edits > 0
+        return not self.is_alone and self.versions.version(share.number).edits > 0
 
     def _renew(self, share: Share) -> None:
         share.memory, share.is_renewed = self.versions.newest(share.number), True
@@ -165,9 +170,9 @@ class ShareExchange:
         self._ask_others()
 
     def _ask_others(self) -> None:
-        if self.group.inner.size > 1 and self.group.inner.shared_host_memory is not None:
+        if not self.is_alone and self.group.inner.shared_host_memory is not None:
             version = self.versions.version(_STEP_ENDED)
-            self._others = self.pulls.begin(_STEP_ENDED, torch.empty(self.group.inner.size), *version)
+            self._others = self.pulls.begin(_STEP_ENDED, torch.empty(self.group.inner.size, device="cpu"), *version)
 
     def close(self) -> None:
         """Ends the reading of shares of other ranks. A collective."""
@@ -195,7 +200,7 @@ class ShardedChunk(GatheredChunk):
     ) -> None:
         super().__init__(exchange.cache, numel, dtype)
         self._shares = shares
-        self._common = common  # the whole chunk, in memory that all ranks see
+        self.common = common  # the whole chunk, in memory that all ranks see
         self._exchange = exchange
 
     @property
@@ -204,7 +209,8 @@ class ShardedChunk(GatheredChunk):
         return self._shares[0].number
 
     def visible(self) -> torch.Tensor | None:
-        return self._seen() if self._exchange.device.type == "cpu" else None
+        is_here = self.common is not None and self.common.device.type == self._exchange.device.type
+        return self._seen() if is_here else None
 
     def fetch(self, memory: torch.Tensor) -> Arrival:
         seen = self._seen()
@@ -227,10 +233,10 @@ class ShardedChunk(GatheredChunk):
 
     def _seen(self) -> torch.Tensor | None:
         """The present values in memory of all ranks, once others have ended their step; None where it does not have them."""
-        if self._common is None or any(map(self._exchange.is_edited, self._shares)):
+        if self.common is None or any(map(self._exchange.is_edited, self._shares)):
             return None
         self._exchange.wait_for_others()
-        return self._common
+        return self.common
 
 
 class _Landing:

@@ -40,7 +40,7 @@ class ShardedWeights:
         self._unwritten: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # plain tensors, and their first version
         self._unwritten_buffers: Callable[[], list[str]] = list
         self._shares: dict[int, Share] = {}  # by bucket
-        self._common: dict[int, torch.Tensor] = {}  # memory of chunks that all ranks see
+        self._common: dict[int, torch.Tensor] = {}  # memory of chunks that all ranks see, or that is all of a rank alone
 
     # what is kept ------------------------------------------------------------------------------------------------
 
@@ -71,8 +71,14 @@ class ShardedWeights:
         shared = exchange.group.inner.shared_host_memory
         if shared is not None:
             self._common.update(zip(new, shared.common(sizes), strict=True))
-        elif exchange.group.inner.size == 1 and exchange.device.type == "cpu":
-            self._common.update((chunk, torch.empty(size, dtype=torch.uint8)) for chunk, size in zip(new, sizes, strict=True))
+        elif exchange.is_alone:
+            for chunk, size in zip(new, sizes, strict=True):
+                places = {self._home_of(index) for index in layout.buckets_in(chunk)}
+                if len(places) == 1:
+                    self._common[chunk] = torch.empty(size, dtype=torch.uint8, device=places.pop())
+
+    def _home_of(self, bucket: int) -> torch.device:
+        return torch.device("cpu") if self.layout_ref.layout.buckets[bucket].offloaded else self.exchange.device
 
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
         if self.layout_ref.layout.chunks[chunk].is_kept:
@@ -85,11 +91,12 @@ class ShardedWeights:
                 own = bucket.share(self.exchange.group.inner.rank)
                 part = source[own.start : own.stop]
                 seen = None if common is None else common[own.start : own.stop]
-                values = torch.empty(part.shape, dtype=dtype, device="cpu") if seen is None else seen
+                home = self._home_of(index)
+                served_on = home if self.exchange.is_alone else torch.device("cpu")
+                values = torch.empty(part.shape, dtype=dtype, device=served_on) if seen is None else seen
                 if not part.is_meta:  # else it gets values later
                     values.copy_(part)
-                number = self._first_number + 2 * index
-                self._shares[index] = self.exchange.add(number, bucket.span, own, values, bucket.offloaded)
+                self._shares[index] = self.exchange.add(self._first_number + 2 * index, bucket.span, own, values, home)
         shares = [self._shares[index] for index in layout.buckets_in(chunk)]
         self.chunks[chunk] = ShardedChunk(self.exchange, layout.chunks[chunk].numel, dtype, shares, common)
         return False
@@ -204,19 +211,36 @@ class ShardedWeights:
         return self._kept.whole_chunks
 
     def share_moves(self, moved: Moved) -> Iterator[Move]:
-        for share in self._shares.values():
-            if not share.is_served:
-                yield partial(self._move_share, share, moved)
+        for chunk in self.chunks:
+            there = [index for index in self.layout_ref.layout.buckets_in(chunk) if not self._shares[index].memory.is_cpu]
+            if there and self.exchange.is_alone and chunk in self._common:
+                yield partial(self._move_all, chunk, moved)
+            else:
+                yield from (partial(self._move_share, self._shares[index], moved) for index in there)
         if self._frozen is not None:
             yield from self._frozen.share_moves(moved)
 
     def _move_share(self, share: Share, moved: Moved, home: Home) -> None:
-        """On the host a share needs no memory of its own: other ranks read it there anyway."""
+        """On the host a share needs no memory of its own where other ranks read it there anyway."""
         self.exchange.cache.release_memory()
         served = self.exchange.versions.newest(share.number)
+        if self.exchange.is_alone:
+            served = moved(served, home)
+            self.exchange.versions.move(share.number, served)
         share.is_served = home.device == served.device
         share.memory = served if share.is_served else moved(served, home)
         share.is_renewed = True
+
+    def _move_all(self, chunk: int, moved: Moved, home: Home) -> None:
+        """Of a rank alone, whose shares of a chunk stay side by side."""
+        self.exchange.cache.release_memory()
+        common = self.chunks[chunk].common
+        assert common is not None
+        self._common[chunk] = self.chunks[chunk].common = common = moved(common, home)
+        for index in self.layout_ref.layout.buckets_in(chunk):
+            share = self._shares[index]
+            share.memory, share.is_renewed = common[share.own.start : share.own.stop], True
+            self.exchange.versions.move(share.number, share.memory)
 
     # a step ------------------------------------------------------------------------------------------------------
 
