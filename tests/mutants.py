@@ -7,8 +7,9 @@
 
 Those of tests.mutant_list are single faults of the kinds that sharded training is known for. Others are made mechanically,
 over the modules of FLOORS. Each is tried on points of the parity grid over loopback first, as that is cheap; a survivor
-meets the tests, which stop at the first failure. Before them the unchanged library meets all of that: it must survive,
-and how long it takes is the measure of who never ends.
+meets the tests that run the function it is in, the quickest first, until one fails. Before them the unchanged library meets all
+of that: it must survive, it is noted which tests run which functions (tests/reach.py), and how long they take is the measure of
+who never ends.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests import mutant_list
+from tests import mutant_list, reach
 from tests.checkpoint_mutants import CHECKPOINTS
 from tests.mutant_list import HARMLESS
-from tests.source_edits import ROOT, Drop, Mutant, Place, Replace, definitions, shortest_name, slots_below, the
+from tests.reach import Reach
+from tests.source_edits import ROOT, Drop, Mutant, Place, Replace, definitions, module_of, shortest_name, slots_below, the
 
 NAMED = [*mutant_list.NAMED, *CHECKPOINTS]
 SEED = 20260801
@@ -46,7 +48,6 @@ LEAST_S = 60.0
 # A rank that does not come is found out within the first; under a load that may have been too short, so who fails at a point by
 # that meets it again with the second.
 LOOPBACK_LIMITS_S = (4.0, 20.0)
-# Those of a mutant's own floor go before these, and the quick ones before the others, since the first failure ends it.
 _PROMISES = (
     "edits", "hybrid", "sharded_grad", "grad_is_global", "offload", "offload_waits", "lifecycle", "dtypes", "frozen",
     "accumulation", "clipping", "autograd", "core_memory", "reduction", "graph", "optimizers", "whole_tensors", "windows_apart",
@@ -122,20 +123,22 @@ def _joins_text(node: ast.BinOp) -> bool:
 class Trial:
     """A process that has imported torch and nothing of `zero`, from which every mutant's process is forked."""
 
-    def __init__(self, folder: Path, tests: Sequence[str]) -> None:
+    def __init__(self, folder: Path, tests: Sequence[str], mutants: Sequence[Mutant]) -> None:
         self.folder = folder
-        self.tests = tests
         self._answers = folder / "answers of the oracle"
         # In a process of its own: whoever has run a backward cannot be forked.
         self._checked("oracle", _in_child(self._ask_the_oracle, folder / "said", 600.0))
-        self.points_most_s = self.tests_most_s = 600.0
+        self.points_most_s = 600.0
         home = self._home_of(None)
         started = time.monotonic()
         self._checked("points", self._meet_points(home))
         self.points_most_s = max(LEAST_S, TIMES_AS_LONG * (time.monotonic() - started))
-        started = time.monotonic()
-        self._checked("tests", self._meet_tests(home, self.tests))
-        self.tests_most_s = max(LEAST_S, TIMES_AS_LONG * (time.monotonic() - started))
+        self._reach: Reach | None = None
+        if tests:
+            reach.watch(home, {mutant.path for mutant in mutants})
+            noted = Path(tempfile.mkdtemp(dir=folder))
+            self._checked("tests", self._meet_tests(home, tests, 3600.0, "-p", "tests.reach", REACH=str(noted)))
+            self._reach = Reach.read(noted)
         shutil.rmtree(home)
 
     def _checked(self, what: str, problem: str | None) -> None:
@@ -146,10 +149,15 @@ class Trial:
         """By what it was killed; None for a survivor."""
         home = self._home_of(mutant)
         try:
-            own = f"tests/{mutant.path.parent}"
             trains = mutant not in CHECKPOINTS  # or no point can tell
             found = self._meet_points(home) if trains else None
-            return found or self._meet_tests(home, sorted(self.tests, key=lambda test: test != own))
+            if found is not None or self._reach is None:
+                return found
+            tests = self._reach.of(mutant.full_name, module_of(ROOT / mutant.path))
+            asked = home / "tests of it"
+            asked.write_text("\n".join(tests), encoding="utf-8")
+            most_s = max(LEAST_S, TIMES_AS_LONG * sum(map(self._reach.seconds.__getitem__, tests)))
+            return self._meet_tests(home, [f"@{asked}"], most_s) if tests else None
         finally:
             shutil.rmtree(home, ignore_errors=True)
 
@@ -192,16 +200,12 @@ class Trial:
                 return f"points: {point}: {problem.strip().splitlines()[-1][:200]}"
         return None
 
-    def _meet_tests(self, home: Path, tests: Sequence[str]) -> str | None:
-        if not tests:
-            return None
-        environment = {**os.environ, "PYTHONPATH": str(home), "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
-        options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-m", "not full"]  # with all combinations of parameters
-        command = [sys.executable, "-m", "pytest", *options, *tests]
+    def _meet_tests(self, home: Path, tests: Sequence[str], most_s: float, *options: str, **variables: str) -> str | None:
+        environment = {**os.environ, "PYTHONPATH": str(home), "OMP_NUM_THREADS": "1", "COLUMNS": "300", **variables}
+        usual = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-m", "not full"]  # with all combinations of parameters
+        command = [sys.executable, "-m", "pytest", *usual, *options, *tests]
         try:
-            result = subprocess.run(
-                command, cwd=home, env=environment, capture_output=True, text=True, timeout=self.tests_most_s
-            )
+            result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=most_s)
         except subprocess.TimeoutExpired:
             return "tests: they never ended"
         failed = re.search(r"^(?:FAILED|ERROR) (.*)", result.stdout, re.MULTILINE)
@@ -262,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     killers: Counter[str] = Counter()
     survivors = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        trial = Trial(Path(folder), () if given.points_only else given.tests)
+        trial = Trial(Path(folder), () if given.points_only else given.tests, mutants)
         for mutant in mutants:
             by = trial.kill(mutant)
             print(f"{'SURVIVED' if by is None else 'killed'}  {mutant.name}  {by or ''}", flush=True)
