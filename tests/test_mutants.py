@@ -2,12 +2,14 @@
 
 import ast
 import builtins
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests import mutants
+from tests import mutants, reach
 from tests.mutant_list import HARMLESS
 from tests.mutants import NAMED
 from tests.source_edits import all_definitions
@@ -69,3 +71,69 @@ def test_no_library_is_loaded_before_a_changed_one_can_be():
     program = "import sys, tests.mutants, tests.grid, tests.ranks; print([name for name in sys.modules if name[:4] == 'zero'])"
     done = subprocess.run([sys.executable, "-c", program], cwd=mutants.ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+LIBRARY = '''"""A module."""
+
+from __future__ import annotations
+
+from functools import cache
+
+
+class Counter:
+    """A class."""
+
+    number: int = 3
+
+    @property
+    def half(self):
+        """A half."""
+        return self.number / 2
+
+
+@cache
+def called(number):
+    def inside():
+        return number
+
+    return inside()
+'''
+OF_IT = """
+import multiprocessing
+import pytest
+import watched
+
+@pytest.fixture(scope="module")
+def shared():
+    return watched.Counter().half
+
+def test_in_a_process():
+    process = multiprocessing.get_context("fork").Process(target=watched.called, args=(1,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+def test_with_a_fixture(shared): ...
+def test_with_what_was_made_before(shared): ...
+def test_nothing(): ...
+"""
+
+
+def test_which_tests_run_which_functions_is_noted_in_whatever_process(tmp_path):
+    home, path = tmp_path / "home", Path("watched.py")
+    home.mkdir()
+    (home / path).write_text(LIBRARY)
+    reach.watch(home, {path})
+    (home / "test_it.py").write_text(OF_IT)
+    environment = {**os.environ, "REACH": str(tmp_path), "PYTHONPATH": f"{home}:{mutants.ROOT}"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.reach", "test_it.py"]
+    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found, module = reach.Reach.read(tmp_path), "watched"
+
+    def of(name):
+        return sorted(test.partition("::")[2] for test in found.of(f"{module}.{name}", module))
+
+    everything = ["test_in_a_process", "test_nothing", "test_with_a_fixture", "test_with_what_was_made_before"]
+    assert of("called") == of("called.inside") == ["test_in_a_process"]
+    assert of("Counter") == of("Counter.half") == everything == of("nothing that a function stands for")
