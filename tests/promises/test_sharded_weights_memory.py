@@ -17,6 +17,7 @@ from tests.promises.test_offload_memory import in_pace
 from zero.__main__ import main
 from zero.checkpoint.export import read_export
 from zero.comm.torch_group import TorchGroup
+from zero.sharding.memory_usage import measured_bytes
 from zero.tools.training.model import Gpt
 
 LAYERS, WIDTH, CONTEXT, BUCKET = 14, 64, 2, 2**16
@@ -148,6 +149,34 @@ def moved_alone(rank, world, dtype):
         assert optimizer.parts.placer.weights.exchange.cache.num_fetches == 0
         trained.append({name: param.detach().cpu().clone() for name, param in model.named_parameters()})
     return [name for name, values in trained[0].items() if not torch.equal(values, trained[1][name])]
+
+
+def masters_on_host(rank, world):
+    """Whether masters on the host are the shares of weights that other ranks read there, after edits and steps too."""
+    with place_of(rank, "sim"):
+        model = gpt(2)
+    begin(model)
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = zero.shard(model, adamw, stage=3, offload="cpu", bucket_bytes=BUCKET, gathered_bytes=0)
+    masters, weights, found = optimizer.parts.masters, optimizer.parts.placer.weights, []
+    for step in range(STEPS):
+        model(samples(rank, step)).backward()
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [
+            share.data_ptr() == weights.share(bucket, rank).data_ptr() and share.is_cpu
+            for bucket, share in masters.shard.shares.items()
+        ]
+    return all(found), measured_bytes(optimizer.parts).host.masters
+
+
+@needs_sim
+@pytest.mark.parametrize("world", [1, 2])
+def test_masters_on_the_host_that_are_as_wide_as_weights_are_the_weights(world):
+    found = ranks.run(world, masters_on_host, env={"ACCELERATOR": "sim"}, apart="sim")
+    assert found == [(True, 0)] * world
 
 
 def trained_within(rank, world):

@@ -113,8 +113,9 @@ class Masters:
         return [member for block in self.layout_ref.layout.blocks(bucket) for member in self.in_block(block)]
 
     def is_copy(self, bucket: int) -> bool:
-        dtype = self.layout_ref.dtype_of(bucket)
-        return dtype != sum_dtype(dtype) or self.shard.home_of(bucket) is not self.shard.homes.device
+        dtype, homes, home = self.layout_ref.dtype_of(bucket), self.shard.homes, self.shard.home_of(bucket)
+        is_beside = home is homes.device or (home is homes.host and self._weights.share(bucket, self.rank).is_cpu)
+        return dtype != sum_dtype(dtype) or not is_beside
 
     def fetch(self, bucket: int) -> None:
         """Begins to copy the weights that `adopt` will compare with."""

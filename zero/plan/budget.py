@@ -95,9 +95,10 @@ def budget_of(
     remembered = [num_moments] if isinstance(num_moments, int) else num_moments  # by group; the last is that of all others
     for bucket, round_ in zip(layout.buckets, rounds, strict=True):
         shares[_place(bucket, "gradients")]["gradients"] += round_.share
-        shares[_place(bucket, "masters")]["masters"] += round_.share if bucket.offloaded or round_.narrow else 0
+        is_kept = layout.chunks[bucket.chunk].is_kept
+        are_apart = round_.narrow or (bucket.offloaded and (is_kept or not shards_weights))
+        shares[_place(bucket, "masters")]["masters"] += round_.share if are_apart else 0
         if shards_weights:
-            is_kept = layout.chunks[bucket.chunk].is_kept
             shares[bucket.offloaded and not is_kept]["weights"] += round_.weights * (layout.num_shares if is_kept else 1)
             is_once = bucket.offloaded or on_host or is_kept or layout.num_shares == 1  # no other rank reads it on the host
             shares[True]["weights"] += 0 if is_once else round_.weights
