@@ -11,7 +11,7 @@ import torch
 from zero.comm.exchange import run_on_all
 from zero.memory.flatten import Flattener
 from zero.memory.formats import DTYPES, ParamFormat, dtype_name
-from zero.memory.homes.home import Home
+from zero.memory.homes.home import DeviceHome, Home
 from zero.memory.homes.registry import Move, Moved
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
@@ -85,7 +85,8 @@ class ShardedWeights:
                 own = bucket.share(self.exchange.group.inner.rank)
                 part = source[own.start : own.stop]
                 seen = None if common is None else common[own.start : own.stop]
-                values = torch.empty(part.shape, dtype=dtype, device="cpu") if seen is None else seen
+                host = self.exchange.host if bucket.offloaded else DeviceHome(torch.device("cpu"))  # the first copies faster
+                values = host.allocate(part.numel(), dtype) if seen is None else seen
                 if not part.is_meta:  # else it gets values later
                     values.copy_(part)
                 number = self._first_number + 2 * index
