@@ -5,7 +5,7 @@
 On the simulated device, which knows what comes after what on its streams. Each matrix product is given a time by its
 operations, each copy one by its bytes, and a window takes as long as the longest way through all of these. So neither the load
 nor the speed of the machine is in the figures. `--balance` is what the link takes for the weights, in parts of what computing
-takes. `--gathered` is the memory for weights that have come, in parts of all of them, so that most come twice.
+takes. `--gathered` is the memory for weights that have come, in parts of all of them, and `--bucket` the size of a bucket.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--size", default="10M", choices=SIZES)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--gathered", type=float, default=0.25)
+    parser.add_argument("--bucket", type=float, default=0.04)
     parser.add_argument("--balance", type=float, nargs="*", default=[0.5, 1.0, 2.0])
     args = parser.parse_args()
     simulated.bring_up()
@@ -87,9 +88,10 @@ def main() -> None:
         model = Gpt(*SIZES[args.size], args.length)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
     homes = {"weights": "cpu", "masters": "cpu", "moments": "cpu"}
-    kept = int(args.gathered * 2 * sum(param.numel() for param in model.parameters()))
+    weight_bytes = 2 * sum(param.numel() for param in model.parameters())
+    kept, bucket_bytes = int(args.gathered * weight_bytes), int(args.bucket * weight_bytes)
     optimizer = zero.shard(
-        model, inner, stage=3, dtype="bfloat16", homes=homes, gathered_bytes=kept, bucket_bytes=2**20, group=solo()
+        model, inner, stage=3, dtype="bfloat16", homes=homes, gathered_bytes=kept, bucket_bytes=bucket_bytes, group=solo()
     )
 
     def window(*speeds: float) -> tuple[Schedule, Schedule]:
