@@ -26,8 +26,10 @@ from tests.traces import copied
 from tests.zoo.case import real_loss, real_mlp
 from zero.comm.loopback import solo
 from zero.config.homes import Homes
+from zero.config.schema import ZeroConfig
 from zero.memory.homes.disk import is_absent
 from zero.plan.disk import disk_bytes
+from zero.setup.homes import places_of
 
 SMALL = 32  # bytes of a bucket
 ALIGNED = 16  # bytes: so that every rank has some of each parameter
@@ -310,6 +312,16 @@ def test_weights_that_are_their_own_masters_go_to_disk_and_come_back(tmp_path, k
 def test_homes_that_cannot_be_are_refused(homes, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         sharded(homes)
+
+
+@pytest.mark.parametrize("kind", ["weights", "gradients", "moments"])
+def test_another_ratio_than_that_of_masters_which_cannot_be_is_refused_and_not_ignored(kind):
+    half = {"home": "cpu", "ratio": 0.5}
+    for masters, other in (("cpu", half), (half, "cpu"), ({"home": "disk", "path": "/fast"}, half)):
+        with pytest.raises(ValueError, match=rf"^Cannot keep \d+% of {kind} on the host: \d+% of masters are stepped there"):
+            places_of({}, ZeroConfig(stage=3, homes={"masters": masters, kind: other}), torch.device("meta"))
+    assert places_of({}, ZeroConfig(stage=3, homes={"masters": half, kind: half}), torch.device("meta")).offload == 0.5
+    assert places_of({}, ZeroConfig(stage=3, homes={"masters": "cpu", kind: half}), torch.device("cpu")).offload == 0.0
 
 
 def test_an_optimizer_that_wants_all_at_one_time_is_refused(tmp_path):
