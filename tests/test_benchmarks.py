@@ -62,6 +62,15 @@ def test_a_step_with_states_on_disk_is_timed_beside_plain_threads(tmp_path):
     assert all(line in found.stdout for line in ("threads  ", "streamed  ", "in memory  ", "of the threads")), found.stdout
 
 
+@needs_sim
+def test_weights_on_the_host_come_while_others_are_computed_with():
+    """The figures are those of a schedule, and the same on any machine."""
+    found = run("host_weights", "sim", "--size", "2M", "--gathered", "0.6", "--bucket", "0.25", "--balance", "1.0", "2.0")
+    assert found.returncode == 0, found.stderr
+    together = [float(line.split()[-1]) for line in found.stdout.splitlines() if line.startswith("link")]
+    assert len(together) == 2 and max(together) <= 1.15, found.stdout
+
+
 def test_a_checkpoint_is_timed_beside_plain_files(tmp_path):
     found = run("checkpoint", "cpu", "--params", "2000000", "--rounds", "1", "--folder", str(tmp_path))
     assert found.returncode == 0, found.stderr

@@ -26,7 +26,10 @@ from tests.traces import copied
 from tests.zoo.case import real_loss, real_mlp
 from zero.comm.loopback import solo
 from zero.config.homes import Homes
+from zero.config.schema import ZeroConfig
 from zero.memory.homes.disk import is_absent
+from zero.plan.disk import disk_bytes
+from zero.setup.homes import places_of
 
 SMALL = 32  # bytes of a bucket
 ALIGNED = 16  # bytes: so that every rank has some of each parameter
@@ -224,6 +227,40 @@ def test_a_checkpoint_goes_from_any_homes_to_any_others(tmp_path):
     )
 
 
+def moved_by(optimizer, act):
+    """Bytes of masters and moments that are read and written meanwhile, in parts of what they take."""
+    files = [file for kind, file in files_of(optimizer).items() if kind != "gradients"]
+
+    def moved():
+        return sum(file.num_read for file in files), sum(file.num_written for file in files)
+
+    optimizer.parts.masters.streams.flush()  # what was read before
+    layout, before = optimizer.parts.layout_ref.layout, moved()
+    whole = sum(bytes_ for (kind, _), bytes_ in disk_bytes(layout).items() if kind != "gradients")
+    act()
+    return [(now - then) / whole for now, then in zip(moved(), before, strict=True)]
+
+
+@pytest.mark.promise("H07")
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_checkpoint_is_saved_and_loaded_with_no_byte_of_a_disk_read_or_written_twice(tmp_path, dtype):
+    plain, apart = sharded({}, dtype=dtype), sharded(in_(tmp_path, EVERYTHING), dtype=dtype)
+    for model, optimizer in (plain, apart):
+        train(model, optimizer)
+        edit(model)
+    model, optimizer = apart
+    assert len(optimizer.parts.layout_ref.layout.buckets) > 3, "more than are in memory at one time"
+    read, written = moved_by(optimizer, lambda: zero.save(tmp_path / "saved", optimizer))
+    assert read == 1.0 and (0.0 < written < 1.0) is (dtype is not None), "of masters what was edited goes to its home"
+    assert moved_by(optimizer, lambda: zero.save(tmp_path / "again", optimizer)) == [1.0, 0.0]
+    assert moved_by(optimizer, lambda: zero.load(tmp_path / "saved", optimizer)) == [0.0, 1.0]
+    assert same(told(*plain), told(*apart))
+    assert moved_by(optimizer, lambda: zero.load(tmp_path / "saved", optimizer, optimizer_states=False)) == [1.0, 1.0]
+    assert same(told(*plain), told(*apart))
+    assert same(train(*plain, steps=range(4, 6)), train(*apart, steps=range(4, 6)))
+    assert same(told(*plain), told(*apart))
+
+
 def test_a_save_in_the_background_is_refused_where_it_would_copy_what_is_on_disk(tmp_path):
     _, optimizer = sharded(in_(tmp_path, EVERYTHING))
     with pytest.raises(ValueError, match=r"^Cannot save with async_save=True: masters or moments are on disk"):
@@ -246,6 +283,19 @@ def test_states_go_to_disk_for_a_while_and_come_back(tmp_path, include, stage):
     assert same(told(*plain), told(*away))
 
 
+@pytest.mark.promise("H09")
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_weights_that_are_their_own_masters_go_to_disk_and_come_back(tmp_path, kind):
+    plain, away = (sharded({}, OPTIMIZERS[kind], dtype=None) for _ in range(2))
+    train(*plain, steps=range(2))
+    train(*away, steps=range(2))
+    away[1].offload_states(device=f"disk:{tmp_path}")
+    assert sum(param.numel() for param in away[0].parameters()) == 0
+    away[1].reload_states()
+    assert same(train(*plain, steps=range(2, 4)), train(*away, steps=range(2, 4)))
+    assert same(told(*plain), told(*away))
+
+
 # refusals ---------------------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +312,16 @@ def test_states_go_to_disk_for_a_while_and_come_back(tmp_path, include, stage):
 def test_homes_that_cannot_be_are_refused(homes, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         sharded(homes)
+
+
+@pytest.mark.parametrize("kind", ["weights", "gradients", "moments"])
+def test_another_ratio_than_that_of_masters_which_cannot_be_is_refused_and_not_ignored(kind):
+    half = {"home": "cpu", "ratio": 0.5}
+    for masters, other in (("cpu", half), (half, "cpu"), ({"home": "disk", "path": "/fast"}, half)):
+        with pytest.raises(ValueError, match=rf"^Cannot keep \d+% of {kind} on the host: \d+% of masters are stepped there"):
+            places_of({}, ZeroConfig(stage=3, homes={"masters": masters, kind: other}), torch.device("meta"))
+    assert places_of({}, ZeroConfig(stage=3, homes={"masters": half, kind: half}), torch.device("meta")).offload == 0.5
+    assert places_of({}, ZeroConfig(stage=3, homes={"masters": "cpu", kind: half}), torch.device("cpu")).offload == 0.0
 
 
 def test_an_optimizer_that_wants_all_at_one_time_is_refused(tmp_path):
@@ -420,6 +480,67 @@ def test_what_fails_in_the_middle_of_a_step_is_named_on_all_ranks_and_a_checkpoi
     first, _ = ranks.run(2, survive, str(tmp_path), name)
     assert re.search(f"Cannot complete the step: it failed on rank 1: .*{FAULTS[name][1]}", first, re.DOTALL)
     assert os.listdir(tmp_path) == ["saved"]
+
+
+def survive_apart_from_steps(rank, world, folder, stage):
+    """What rank 1 cannot read or write outside of steps is named on all ranks, which go on together."""
+    plain, (model, optimizer) = (sharded(homes, group=None, stage=stage) for homes in ({}, in_(folder, EVERYTHING)))
+    for each in (plain, (model, optimizer)):
+        train(*each, steps=range(2), rank=rank)
+    zero.save(f"{folder}/saved", optimizer)
+
+    def window():
+        for part in range(2):
+            send(model, 20 + part, rank)
+
+    def whole_grads():
+        return [optimizer.whole_grad(param) for param in model.parameters()]
+
+    calls = {
+        "load": ("pwritev", "moments", lambda: zero.load(f"{folder}/saved", optimizer), "Cannot complete a load"),
+        "masters": ("preadv", "masters", optimizer.state_dict, "Cannot read state"),
+        "moments": ("preadv", "moments", optimizer.state_dict, "Cannot read state"),
+        "gradients": ("preadv", "gradients", whole_grads, "Cannot read state"),
+    }
+    for name, (call, kind, act, words) in calls.items():
+        if name == "gradients":
+            window()
+            optimizer.settle()
+        with fail_to(call, kind)(optimizer) if rank else contextlib.nullcontext():
+            with pytest.raises(zero.ZeroError) as failed:
+                act()
+        told_by = kind if rank else f"^{words}: it failed on rank 1: DiskFailed: Cannot .* for {kind}"
+        assert re.search(told_by, str(failed.value))
+        if name == "load":
+            zero.load(f"{folder}/saved", optimizer)
+        elif name == "gradients":
+            optimizer.discard()
+        assert same(told(*plain), told(model, optimizer)), name
+    assert same(train(*plain, steps=range(2, 4), rank=rank), train(model, optimizer, range(2, 4), rank))
+    assert same(told(*plain), told(model, optimizer))
+    for each in (plain[1], optimizer):
+        each.close()
+
+
+@pytest.mark.promise("H08")
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_what_fails_outside_of_a_step_is_named_on_all_ranks_and_may_be_tried_again(tmp_path, stage):
+    ranks.run(2, survive_apart_from_steps, str(tmp_path), stage)
+
+
+@pytest.mark.promise("H08")
+@pytest.mark.parametrize("kind", ["masters", "moments"])
+def test_what_could_not_be_read_is_read_again_when_it_is_used_again(tmp_path, kind):
+    """And what came to memory in its place is not taken for it."""
+    plain, apart = sharded({}), sharded(in_(tmp_path, EVERYTHING))
+    train(*plain, steps=range(2))
+    train(*apart, steps=range(2))
+    for _ in range(2):
+        with fail_to("preadv", kind)(apart[1]), pytest.raises(zero.ZeroError, match=f"Cannot read from .* for {kind}"):
+            apart[1].state_dict()
+    assert same(told(*plain), told(*apart))
+    assert same(train(*plain, steps=range(2, 4)), train(*apart, steps=range(2, 4)))
+    assert same(told(*plain), told(*apart))
 
 
 def test_short_reads_and_writes_go_on_where_they_ended(tmp_path):

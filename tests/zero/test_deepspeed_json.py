@@ -337,6 +337,8 @@ def test_offloaded_weights_are_asked_for_at_stage_3_only(key):
         assert "below stage 3" in notice
     assert "below stage 3" in translate({"zero_optimization": key}).notices[0]
     assert translate({"zero_optimization": {"stage": 3, **key}}).config.homes.weights.home == "host"
+    half = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    assert translate({"zero_optimization": {"stage": 3, **key, **half}}).config.homes.weights.ratio == 0.5
 
 
 def test_a_disk_of_deepspeed_has_masters_and_moments():

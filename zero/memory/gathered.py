@@ -61,11 +61,14 @@ class GatheredChunk(ABC):
         """Takes over what an operator of the user wrote to its memory."""
 
 
+_AHEAD, _MANY = 3, 8  # chunks that are fetched before they are used: one always, others where the budget is for so many
+
+
 class GatheredWeights:
     """Gathers a chunk before an operator uses it, and frees chunks to stay within the budget.
 
-    The chunk whose next use is farthest, in the order learned from the last window, is freed first; the next one of that order
-    is fetched ahead. In use at one time are at most the budget, or the chunks of one operator and one ahead if those are more.
+    The chunk whose next use is farthest, in the order learned from the last window, is freed first; the next ones of that order
+    are fetched ahead. In use at one time are at most the budget, or the chunks of one operator and one ahead if those are more.
     So a budget of 0 is the least that a model can be trained with, and `math.inf` keeps all until the window ends.
     """
 
@@ -80,7 +83,7 @@ class GatheredWeights:
         self._has_fetched = False  # in that
         self.num_plain = 0  # parameters that have memory of their own for now
         self.order = UseOrder[GatheredChunk]()
-        self._device = device
+        self.device = device
         self._gathered: dict[GatheredChunk, None] = {}
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}  # pages that are there: to make them takes time
         self._lock = threading.RLock()  # forward and backward run in threads of their own
@@ -198,7 +201,7 @@ class GatheredWeights:
             if self.num_bytes + sum(each.nbytes for kept in self._spare.values() for each in kept) > self.peak_bytes:
                 self._spare.clear()
             with torch.inference_mode(False):
-                chunk.memory = torch.empty(chunk.numel, dtype=chunk.dtype, device=self._device)
+                chunk.memory = torch.empty(chunk.numel, dtype=chunk.dtype, device=self.device)
         self._gathered[chunk] = None
         chunk.is_lent = False
         return chunk.memory
@@ -213,19 +216,29 @@ class GatheredWeights:
             chunk.arrival = None
 
     def _fetch_ahead(self) -> None:
-        for following in self.order.upcoming(1):
-            if following.memory is None:
+        for number, following in enumerate(self.order.upcoming(_AHEAD)):
+            if following.memory is None and (number == 0 or self._has_room_for(following)):
                 self._begin(following)
+
+    def _has_room_for(self, chunk: GatheredChunk) -> bool:
+        """Whether the budget has, where that is for many such chunks, without what is used before it."""
+        if _MANY * chunk.num_bytes > self.budget_bytes:
+            return False  # what would go for it would have to come again
+        uses = self.order.distance(chunk)
+        later = [each.num_bytes for each in self._idle() if self.order.distance(each) > uses]
+        return self.num_bytes - sum(later) + chunk.num_bytes <= self.budget_bytes
 
     def _make_room(self, num_bytes: int) -> None:
         """Frees chunks that no operator uses until what comes fits the budget, or nothing is left to free."""
         if self.num_bytes + num_bytes <= self.budget_bytes or math.isinf(self.budget_bytes):
             return
-        idle = [chunk for chunk in self._gathered if not chunk.is_lent and not chunk.num_users]
-        for chunk in sorted(idle, key=lambda chunk: -self.order.distance(chunk)):
+        for chunk in sorted(self._idle(), key=lambda chunk: -self.order.distance(chunk)):
             self._free(chunk)
             if self.num_bytes + num_bytes <= self.budget_bytes:
                 return
+
+    def _idle(self) -> list[GatheredChunk]:
+        return [chunk for chunk in self._gathered if not chunk.is_lent and not chunk.num_users]
 
     def _free(self, chunk: GatheredChunk) -> None:
         self._arrive(chunk)  # memory that a gather still writes must not be another's

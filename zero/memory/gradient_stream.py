@@ -9,7 +9,7 @@ from collections.abc import Callable, MutableMapping
 import torch
 
 from zero.errors import ZeroError
-from zero.memory.homes.home import Home, Transfer
+from zero.memory.homes.home import Home, Stored, Transfer
 
 _MOST = 2  # sums in memory: one that is added to or stepped with, and the next
 
@@ -29,7 +29,7 @@ class GradientStream:
         self._home_of = home_of
         self._allocate = allocate
         self._catch_up = catch_up
-        self._stored: dict[int, torch.Tensor] = {}  # what stands for the sums on disk
+        self._stored: dict[int, Stored] = {}  # sums on disk
         self._here: OrderedDict[int, bool] = OrderedDict()  # whether it was changed; the one that was used last at the end
         self._coming: dict[int, tuple[Transfer, torch.Tensor]] = {}
         self._leaving: deque[Transfer] = deque()
@@ -46,9 +46,8 @@ class GradientStream:
         while self._leaving:
             self._leaving.popleft().finish()
         self._make_room()
-        home, memory = self._home_of(bucket), self._allocate(bucket)
-        assert home is not None
-        self._coming[bucket] = home.read(self._stored[bucket], memory), memory
+        memory = self._allocate(bucket)
+        self._coming[bucket] = self._stored[bucket].read(memory), memory
 
     def use(self, bucket: int, writes: bool) -> None:
         """Keeps a sum in memory until others are used. What is written to it is kept if `writes`."""
@@ -94,17 +93,17 @@ class GradientStream:
         if not changed:
             if factor != 1.0:
                 self._factors.setdefault(bucket, []).append(factor)
-            self._shares[bucket] = self._stored[bucket]
+            self._shares[bucket] = self._stored[bucket].values
             return
         home = self._home_of(bucket)
         assert home is not None
         self._catch_up()  # what was sent to it
         if bucket not in self._stored:
-            self._stored[bucket] = home.allocate(memory.numel(), memory.dtype)
+            self._stored[bucket] = home.store(memory.numel(), memory.dtype)
         while len(self._leaving) >= _MOST:
             self._leaving.popleft().finish()
-        self._leaving.append(home.write(memory, self._stored[bucket]))
-        self._shares[bucket] = self._stored[bucket]
+        self._leaving.append(self._stored[bucket].write(memory))
+        self._shares[bucket] = self._stored[bucket].values
 
     def _make_room(self) -> None:
         while len(self._here) + len(self._coming) >= _MOST and self._here:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zero.memory.formats import ParamFormat, sum_dtype
-from zero.memory.homes.home import DONE, Home, Transfer
+from zero.memory.homes.home import DONE, MemoryHome, Transfer
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.streams import Streams
 from zero.memory.weak import weakly
@@ -49,7 +49,7 @@ class Masters:
         self._weights = weights
         self._fetched: dict[int, tuple[Transfer, torch.Tensor]] = {}  # weights in their masters' home, or on their way to it
         self._rounded: dict[int, torch.Tensor] = {}  # new weights there, by bucket, while its blocks are stepped
-        self._sent: dict[Home, deque[tuple[Transfer, torch.Tensor]]] = {}  # new weights on their way from there to the device
+        self._sent: dict[MemoryHome, deque[tuple[Transfer, torch.Tensor]]] = {}  # new weights on their way to the device
 
     def adopt_source(self, bucket: int, source: torch.Tensor, given: bool = False) -> bool:
         """Makes the master of a bucket from what its weights were before they were cast; `source` is this rank's share. Whether
@@ -83,11 +83,11 @@ class Masters:
             members.sort(key=lambda member: member[0].in_share.start)
 
     def cut(self, bucket: int) -> None:
-        """Points the parameters of a bucket at its share. While that is on another device they are empty: a parameter keeps its
-        device, as not every one can change it."""
+        """Points the parameters of a bucket at its share. While that is on another device or away they are empty: a parameter
+        keeps its device, as not every one can change it."""
         share = self.shard.shares[bucket]
         for piece, master in self.in_bucket(bucket):
-            is_here = share.device == master.device
+            is_here = share.device == master.device and share.numel() > 0  # of weights that are away nothing is
             line = share[piece.in_share.start : piece.in_share.stop]
             master.data = self.shaped(piece, line) if is_here else master.new_empty(0)
 
@@ -173,7 +173,7 @@ class Masters:
     def _cut(self, block: Block) -> torch.Tensor:
         return self.shard.share(block.bucket)[block.span.start : block.span.stop]
 
-    def _get_back(self, home: Home, most: int) -> None:
+    def _get_back(self, home: MemoryHome, most: int) -> None:
         """Waits until no more than so many copies are on their way from a home to the device."""
         sent = self._sent.get(home)
         while sent and len(sent) > most:

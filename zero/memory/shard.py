@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zero.memory.formats import DTYPES, sum_dtype
-from zero.memory.homes.home import Home
+from zero.memory.homes.home import MemoryHome
 from zero.memory.homes.registry import Homes
 from zero.plan.layout import FlatLayout, Piece
 
@@ -45,7 +45,7 @@ class Shard:
         """Where the weights are."""
         return self.homes.device.device
 
-    def home_of(self, bucket: int) -> Home:
+    def home_of(self, bucket: int) -> MemoryHome:
         return self.homes.host if self.layout_ref.layout.buckets[bucket].offloaded else self.homes.device
 
     def share(self, bucket: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,7 @@ import torch
 
 from zero.errors import ZeroError
 from zero.memory.formats import goes_with_elements
-from zero.memory.homes.disk import DiskHome
-from zero.memory.homes.home import Home, Transfer
+from zero.memory.homes.home import Home, Stored, Transfer
 from zero.memory.shard import Shard
 from zero.plan.layout import Piece
 
@@ -37,6 +36,22 @@ class _Stretch:
     arriving: list[Transfer]
     changed: bool = False
     is_cut: bool = False  # whether parameters and states are views of it
+
+    def arrive(self) -> None:
+        arriving, self.arriving = self.arriving, []
+        _finish(arriving)
+
+
+def _finish(transfers: Iterable[Transfer]) -> None:
+    """Waits for all of them, and raises the first error then."""
+    errors = []
+    for transfer in transfers:
+        try:
+            transfer.finish()
+        except ZeroError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class Streams:
@@ -56,11 +71,10 @@ class Streams:
         self._members = members
         self._shaped = shaped
         self._cut = cut
-        self._stored: dict[int, dict[str, torch.Tensor]] = {}  # by bucket: lines where they live, by their names
+        self._stored: dict[int, dict[str, Stored]] = {}  # by bucket: lines where they live, by their names
         self._here: OrderedDict[int, _Stretch] = OrderedDict()  # the one that was used last at the end
         self._leaving: deque[tuple[int, list[Transfer]]] = deque()
-        self._lost: set[int] = set()  # buckets whose values are nowhere since a step failed
-        self._doubtful: set[int] = set()  # those that may be, as was not tried since
+        self._lost: set[int] = set()  # buckets whose values are nowhere, since a write failed or as others will be written
 
     def home_of(self, bucket: int, kind: str) -> Home | None:
         """Where a kind of state of a bucket lives, if that is not where it is stepped."""
@@ -76,11 +90,11 @@ class Streams:
         home = self.home_of(bucket, MASTERS)
         if home is None:
             return None
-        stored = home.allocate(source.numel(), dtype)
-        home.write(source.to(dtype), stored).finish()
+        stored = home.store(source.numel(), dtype)
+        stored.write(source.to(dtype)).finish()
         self._stored.setdefault(bucket, {})[MASTERS] = stored
         self._release_memory()
-        return stored
+        return stored.values
 
     def prefetch(self, bucket: int) -> None:
         """Begins to read a bucket that will be used."""
@@ -91,42 +105,37 @@ class Streams:
         self._make_room()
         stretch = self._here[bucket] = _Stretch({}, [])
         for name, stored in self._stored.get(bucket, {}).items():
-            line = stretch.lines[name] = self._memory(bucket, name, stored)
+            line = stretch.lines[name] = self._memory(bucket, stored)
             if bucket in self._lost:
                 self._blank(bucket, line.zero_())
                 stretch.changed = True
-                continue
-            home = self._home(bucket, name)
-            stretch.arriving.append(home.read(stored, line))
+            else:
+                stretch.arriving.append(stored.read(line))
         self._lost.discard(bucket)
 
     def use(self, bucket: int, writes: bool = True) -> None:
-        """Keeps a bucket in memory until others are used. What is written to it is kept if `writes`."""
+        """Keeps a bucket in memory until others are used. What is written to it is kept if `writes`. Where it cannot be read,
+        it stays where it lives."""
         self.prefetch(bucket)
         if bucket not in self._here:
             return
         self._here.move_to_end(bucket)
         stretch = self._here[bucket]
-        stretch.changed |= writes
         if not stretch.is_cut:
-            self._arrive(bucket, stretch)
+            try:
+                stretch.arrive()
+            except BaseException:
+                self._drop(bucket)
+                raise
             self._point(bucket, stretch.lines)
             stretch.is_cut = True
+        stretch.changed |= writes
 
-    def _arrive(self, bucket: int, stretch: _Stretch) -> None:
-        try:
-            while stretch.arriving:
-                stretch.arriving.pop().finish()
-        except ZeroError:
-            if bucket not in self._doubtful:
-                raise
-            for transfer in stretch.arriving:
-                with contextlib.suppress(ZeroError):
-                    transfer.finish()
-            stretch.arriving, stretch.changed = [], True
-            for line in stretch.lines.values():
-                self._blank(bucket, line.zero_())
-        self._doubtful.discard(bucket)
+    def overwrite(self, bucket: int) -> None:
+        """Keeps a bucket in memory of which all will be written: it is not read. It is NaN before."""
+        if bucket not in self._here and self.streams(bucket):
+            self._lost.add(bucket)
+        self.use(bucket)
 
     def lines(self, bucket: int) -> Mapping[str, torch.Tensor]:
         """The moments of a bucket that is in memory, by their names."""
@@ -140,27 +149,32 @@ class Streams:
 
     def leave(self, bucket: int) -> None:
         """Begins to write a bucket to its home, if it is in memory."""
-        stretch = self._here.pop(bucket, None)
+        stretch = self._here.get(bucket)
         if stretch is None:
             return
-        while stretch.arriving:
-            stretch.arriving.pop().finish()
+        if not stretch.changed:
+            with contextlib.suppress(ZeroError):  # of values that nobody used
+                stretch.arrive()
+            self._drop(bucket)
+            return
         try:
-            if stretch.changed:
-                self._gather(bucket, stretch)
+            self._gather(bucket, stretch)
         except BaseException:
             self._lost.add(bucket)
+            self._drop(bucket)
             raise
-        stored, transfers = self._stored.get(bucket, {}), list[Transfer]()
-        self._point(bucket, stored)
-        for name, line in stretch.lines.items():
-            home = self._home(bucket, name)
-            if stretch.changed:
-                transfers.append(home.write(line, stored[name]))
-            elif isinstance(home, DiskHome) and line.is_cpu:
-                home.take_back(line)
-        if transfers:
-            self._leaving.append((bucket, transfers))
+        del self._here[bucket]
+        stored = self._stored.get(bucket, {})
+        self._point(bucket, {name: own.values for name, own in stored.items()})
+        if stretch.lines:
+            self._leaving.append((bucket, [stored[name].write(line) for name, line in stretch.lines.items()]))
+
+    def _drop(self, bucket: int) -> None:
+        """Frees the memory of a bucket, whose values are where they live."""
+        stretch, stored = self._here.pop(bucket), self._stored.get(bucket, {})
+        self._point(bucket, {name: own.values for name, own in stored.items()})
+        for name in stretch.lines.keys() & stored.keys():
+            stored[name].take_back()
 
     def flush(self) -> None:
         """Writes everything to its home, and waits for that. Backward needs the memory where it is the device's."""
@@ -171,15 +185,11 @@ class Streams:
         self._release_memory()
 
     def abandon(self) -> None:
-        """After a step that failed: what had not reached its home is lost, as is what is in the middle of its step. What cannot
-        be read of the rest, as a load brings all of it once, is NaN from then on."""
-        self._doubtful |= self._stored.keys()
-        self._lost |= {bucket for bucket, stretch in self._here.items() if stretch.changed}
+        """After a step that failed: what had not reached its home is lost, as is what is in the middle of its step."""
         for bucket, stretch in list(self._here.items()):
-            for transfer in (*stretch.arriving,):
-                with contextlib.suppress(ZeroError):
-                    transfer.finish()
-            stretch.arriving, stretch.changed = [], False
+            if stretch.changed:
+                self._lost.add(bucket)
+                stretch.changed = False
             self.leave(bucket)
         while self._leaving:
             with contextlib.suppress(ZeroError):
@@ -189,8 +199,9 @@ class Streams:
         """Drops buckets that are there no more."""
         for bucket in buckets & self._stored.keys():
             self._here.pop(bucket, None)
-            for name, stored in self._stored.pop(bucket).items():
-                self._home(bucket, name).free(stored)
+            self._lost.discard(bucket)
+            for stored in self._stored.pop(bucket).values():
+                stored.free()
 
     def release(self) -> None:
         """Frees everything."""
@@ -220,24 +231,19 @@ class Streams:
     def _finish_oldest(self) -> None:
         bucket, transfers = self._leaving.popleft()
         try:
-            for transfer in transfers:
-                transfer.finish()
+            _finish(transfers)
         except BaseException:
             self._lost.add(bucket)
             raise
 
-    def _home(self, bucket: int, name: str) -> Home:
-        home = self.home_of(bucket, MASTERS if name == MASTERS else "moments")
-        assert home is not None
-        return home
-
-    def _memory(self, bucket: int, name: str, stored: torch.Tensor) -> torch.Tensor:
+    def _memory(self, bucket: int, stored: Stored) -> torch.Tensor:
         """Where a line is in a step."""
-        home, there = self._home(bucket, name), self._shard.home_of(bucket)
-        if isinstance(home, DiskHome) and there.device == home.device:
-            return home.lend(stored)
+        there = self._shard.home_of(bucket)
+        lent = stored.lend(there.device)
+        if lent is not None:
+            return lent
         with torch.inference_mode(False):
-            return there.allocate(stored.numel(), stored.dtype)
+            return there.allocate(stored.values.numel(), stored.values.dtype)
 
     def _point(self, bucket: int, lines: Mapping[str, torch.Tensor]) -> None:
         """Makes masters and states views of these lines."""
@@ -261,8 +267,8 @@ class Streams:
         for piece, name, value in self._moments(bucket):
             line = stretch.lines.get(name)
             if line is None:
-                stored[name] = home.allocate(self._shard.layout_ref.layout.buckets[bucket].share_numel, value.dtype)
-                line = stretch.lines[name] = self._memory(bucket, name, stored[name]).zero_()
+                stored[name] = home.store(self._shard.layout_ref.layout.buckets[bucket].share_numel, value.dtype)
+                line = stretch.lines[name] = self._memory(bucket, stored[name]).zero_()
             if line.dtype != value.dtype:
                 continue  # it stays where it is
             names.add(name)
@@ -270,10 +276,8 @@ class Streams:
             if own.data_ptr() != value.data_ptr():
                 own.copy_(value)
         for name in stored.keys() - names - {MASTERS}:
-            home.free(stored.pop(name))
-            line = stretch.lines.pop(name)
-            if isinstance(home, DiskHome) and line.is_cpu:
-                home.take_back(line)
+            del stretch.lines[name]
+            stored.pop(name).free()
 
     def _moments(self, bucket: int) -> Iterator[tuple[Piece, str, torch.Tensor]]:
         for piece, master in self._members(bucket):

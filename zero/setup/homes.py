@@ -88,6 +88,14 @@ def _check(homes: Mapping[str, StateHome | None], steps_here: bool, is_host: boo
             raise ValueError(
                 f"Cannot keep {name} on the device: masters are stepped on the host. Leave {name} out, and they go there too."
             )
+    masters = homes["masters"]
+    for name, home in names.items():
+        if home is None or masters is None or steps_here or home.home != "host" or home.ratio == masters.ratio:
+            continue
+        raise ValueError(
+            f"Cannot keep {home.ratio:.0%} of {name} on the host: {masters.ratio:.0%} of masters are stepped there, and "
+            f"{name} are where their masters are stepped. Give both one ratio, or leave {name} out."
+        )
     for name in ("gradients", "weights"):
         home = names.get(name)
         if home is not None and steps_here and home.home == "host" and home.ratio:

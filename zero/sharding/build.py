@@ -104,7 +104,7 @@ def _assemble(
     weights: Weights = FlatBuffer(layout_ref)
     if stage_of(config.stage).shards_weights:
         room = memory_guard.room_for_weights(config.gathered_bytes, layout.extended(range(len(chosen.names))), chosen.tensors)
-        weights = ShardedWeights(layout_ref, params, ShareExchange(group, place.device, room))
+        weights = ShardedWeights(layout_ref, params, ShareExchange(group, place.device, room, memory_guard.homes.host))
     rank, shard = group.inner.rank if layout.num_shares > 1 else 0, Shard(layout_ref, memory_guard.homes)
     masters = Masters(layout_ref, rank, weights, shard, formats, optimizer.state, rounded=config.masters == "rounded")
     placer = ParamPlacer(params, formats, weights, masters, group, place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -10,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from zero.checkpoint.progress_bar import ProgressBar
-from zero.comm.exchange import run_on_all
-from zero.errors import CheckpointFailed
+from zero.comm.exchange import Failure, run_on_all
+from zero.errors import BadCheckpoint, CheckpointFailed, DiskFailed
 from zero.memory.formats import ParamFormat
 from zero.memory.values import Values, whole
 from zero.plan.layout import Piece
@@ -46,11 +47,14 @@ def fill(parts: ShardingState, values: Mapping[torch.Tensor, Values], remedy: st
                 line.copy_(numbers)
                 bar.advance(line.numel())
 
+        failure = partial(failed_on, remedy)
         try:
-            run_on_all(parts.group, read, partial(failed_on, remedy))
+            run_on_all(parts.group, read, failure)
         finally:
-            publish(parts)
-            parts.publisher.end()
+            try:
+                publish(parts, failure)
+            finally:
+                parts.publisher.end()
     for tensor in its:
         parts.placer.weights.note_written(tensor)
     return list(its)
@@ -117,18 +121,36 @@ def _read_ahead(pieces: Iterable[_Piece]) -> Iterator[tuple[torch.Tensor, torch.
             yield before[0].line(), before[1].result()
 
 
-def failed_on(remedy: str, error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
-    where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-    return CheckpointFailed(f"Cannot read weights: it failed on {where}. {remedy}")
+def failed_on(
+    remedy: str, error: Exception | None, failed: Mapping[int, str], size: int, what: str = "read weights"
+) -> Exception:
+    if isinstance(error, (BadCheckpoint, DiskFailed)) and len(failed) == size:
+        return error  # which all of them see
+    where = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in failed.items())
+    return CheckpointFailed(f"Cannot {what}: it failed on {where}. {remedy}")
 
 
-def publish(parts: ShardingState) -> None:
-    """Publishes what was written to every rank's shares as the weights of all ranks."""
-    layout = parts.layout_ref.layout
-    for bucket in range(len(layout.buckets)):
-        for block in layout.blocks(bucket):
-            parts.masters.publish(block)
-            parts.publisher.send([block])
-    parts.masters.streams.flush()
-    parts.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
+def publish(parts: ShardingState, failure: Failure, write: Callable[[int], None] = lambda _: None) -> None:
+    """Publishes every rank's shares as the weights of all ranks, each bucket once `write` has filled it. Where that fails on a
+    rank, the others go on to the end, and all raise then. A collective."""
+    layout, masters = parts.layout_ref.layout, parts.masters
+
+    def send_all() -> None:
+        waiting = deque(map(layout.blocks, range(len(layout.buckets))))
+        try:
+            for bucket in range(len(layout.buckets)):
+                write(bucket)
+                for block in waiting[0]:
+                    masters.publish(block)
+                parts.publisher.send(waiting.popleft())
+            masters.streams.flush()
+        except BaseException:
+            masters.abandon()
+            for blocks in waiting:  # as the others do
+                parts.publisher.send(blocks)
+            raise
+        finally:
+            parts.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
+
+    run_on_all(parts.group, send_all, failure)
     parts.mid_update = False

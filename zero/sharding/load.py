@@ -7,6 +7,7 @@ import copy
 import logging
 import os
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from zero.comm.exchange import all_or_none, require_same_args
 from zero.errors import BadCheckpoint
 from zero.memory.formats import dtype_named
 from zero.optim.several import name_of
-from zero.sharding.fill import publish
+from zero.plan.layout import Piece
+from zero.sharding.fill import LOAD_AGAIN, failed_on, publish
 from zero.sharding.loss_scaler import loaded_scale
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import lies_nowhere, plain_entry, take_settings
@@ -80,9 +82,10 @@ def load_from(
         about.parts.publisher.take_edits()
         loading.fill_unshared()
         about.parts.publisher.begin()
-        loading.fill()
-        publish(about.parts)
-        about.parts.publisher.end()
+        try:
+            loading.fill()
+        finally:
+            about.parts.publisher.end()
         if counters:
             _take_counters(about, loading.training)
             _take_random_numbers(lines, loading.training["ranks"], about)
@@ -254,14 +257,23 @@ class _Loading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Changes this rank's shares: of masters, and of the optimizer's state."""
+        """Changes this rank's shares of masters and of the optimizer's state, and publishes them; bucket by bucket, as some are
+        in memory for a while only. Where all of them is loaded they are not read before."""
         about, parts = self._about, self._about.parts
-        total = sum(tensor.numel() for tensor in parts.params.tensors)
+        masters, streams = parts.masters, parts.masters.streams
+        if self._states:
+            streams.abandon()
+        use = streams.overwrite if self._states else streams.use
+        total = sum(share.numel() for share in masters.shard.shares.values())
         with ProgressBar("loading", total, parts.group.rank == 0, "elements") as bar:
-            for index, name in enumerate(about.managed):
-                if not lies_nowhere(parts, index):
-                    self._fill_pieces(index, name)
-                bar.advance(parts.params.tensors[index].numel())
+
+            def write(bucket: int) -> None:
+                use(bucket)
+                for piece, master in masters.in_bucket(bucket):
+                    self._fill_piece(piece, master)
+                bar.advance(parts.layout_ref.layout.buckets[bucket].share_numel)
+
+            publish(parts, partial(failed_on, LOAD_AGAIN, what="complete a load"), write)
         if self._states:
             take_settings(about.optimizer.inner, self.training["groups"])
             parts.updater.order_state()
@@ -276,25 +288,23 @@ class _Loading:
             if entries or self._plain[source]:
                 inner.state[tensor] = {**entries, **self._plain[source]}
 
-    def _fill_pieces(self, index: int, name: str) -> None:
-        parts, inner, source = self._about.parts, self._about.optimizer.inner, self._source(name)
-        form, stored = parts.window.grad_ops.formats[index], self._manifest.parameters[source]
-        for piece, master in parts.masters.of(index):
-            parts.masters.streams.use(piece.bucket)
-            self._lines.copy(source, VALUE, form, piece.in_param, form.line_of(master.detach()))
-            if not self._states:
-                continue
-            before, entries = inner.state.pop(master, {}), {}
-            for key, dtype in stored.state.items():
-                wide = dtype_named(dtype)
-                wide = master.dtype if wide.is_floating_point else wide
-                held = before.get(key)
-                entries[key] = held if _fits(held, master, wide) else torch.empty_like(master, dtype=wide)
-                self._lines.copy(source, key, form, piece.in_param, form.line_of(entries[key].detach()))
-            for key, value in self._plain[source].items():
-                entries[key] = plain_entry(parts, inner, index, value)
-            if entries:
-                inner.state[master] = entries
+    def _fill_piece(self, piece: Piece, master: torch.nn.Parameter) -> None:
+        parts, inner, source = self._about.parts, self._about.optimizer.inner, self._source(self._about.managed[piece.param])
+        form, stored = parts.window.grad_ops.formats[piece.param], self._manifest.parameters[source]
+        self._lines.copy(source, VALUE, form, piece.in_param, form.line_of(master.detach()))
+        if not self._states:
+            return
+        before, entries = inner.state.pop(master, {}), {}
+        for key, dtype in stored.state.items():
+            wide = dtype_named(dtype)
+            wide = master.dtype if wide.is_floating_point else wide
+            held = before.get(key)
+            entries[key] = held if _fits(held, master, wide) else torch.empty_like(master, dtype=wide)
+            self._lines.copy(source, key, form, piece.in_param, form.line_of(entries[key].detach()))
+        for key, value in self._plain[source].items():
+            entries[key] = plain_entry(parts, inner, piece.param, value)
+        if entries:
+            inner.state[master] = entries
 
     def _stays(self, name: str) -> bool:
         """Whether a parameter was left out of the checkpoint, and keeps its value here: it is not trained here either."""

@@ -44,7 +44,7 @@ def switch_mode(state: ShardingState, mode: str, act: Callable[[], Any]) -> Any:
     blocks = [block for bucket in range(len(layout.buckets)) for block in layout.blocks(bucket)]
     sync.set_phase(f"in {what}")
     sync.tracker.copy_back()
-    state.adopt()
+    state.adopt_on_all()
     with state.updater.all_masters():
         result = run_on_all(state.group, act)
     for block in blocks:

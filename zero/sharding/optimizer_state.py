@@ -36,7 +36,7 @@ def whole_state(parts: ShardingState, inner: torch.optim.Optimizer, param: int) 
 
 def whole_state_dict(parts: ShardingState, inner: torch.optim.Optimizer) -> dict[str, Any]:
     """State by parameter name, which of its keys go with elements, the exact values of rounded weights, and the groups."""
-    parts.adopt()
+    parts.adopt_on_all()
     states, elementwise, masters = {}, set(), {}
     elsewhere = parts.window.sync.tracker.relocated()  # edited there, which `adopt` does not see
     for param, name in enumerate(parts.params.names):
@@ -58,11 +58,10 @@ def whole_state_dict(parts: ShardingState, inner: torch.optim.Optimizer) -> dict
     return {**found, "kernels": parts.config.kernels}
 
 
-def edited(parts: ShardingState, param: int, piece: Piece, master: torch.Tensor) -> torch.Tensor:
-    """The exact value of one piece, for a parameter that lies elsewhere than it was put."""
-    parts.masters.streams.use(piece.bucket, writes=False)
-    form = parts.window.grad_ops.formats[param]
-    line = form.flatten(parts.params.tensors[param].detach())[piece.in_param.start : piece.in_param.stop]
+def edited(parts: ShardingState, piece: Piece, master: torch.Tensor) -> torch.Tensor:
+    """The exact value of one piece that is in memory, for a parameter that lies elsewhere than it was put."""
+    form = parts.window.grad_ops.formats[piece.param]
+    line = form.flatten(parts.params.tensors[piece.param].detach())[piece.in_param.start : piece.in_param.stop]
     return exact(form.shaped_like(master, line).to(master.device), master)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,7 +17,6 @@ from zero.checkpoint.rng_state import random_bytes
 from zero.checkpoint.writer import ShardPayload
 from zero.memory.formats import ParamFormat, dtype_name, goes_with_elements, sum_dtype
 from zero.optim.several import name_of
-from zero.plan.layout import Piece
 from zero.plan.spans import Span
 from zero.runtime.grads.phase import Phase
 from zero.sharding.optimizer import ShardedOptimizer
@@ -152,30 +152,29 @@ def _outline(tensor: torch.Tensor, order: tuple[int, ...] | None, value: torch.d
 
 @torch.no_grad()
 def _cargo(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bool) -> ShardPayload:
-    parts = about.parts
-    formats = parts.window.grad_ops.formats
-    parts.adopt()
-    cargo = ShardPayload(Part(), {}, {})
-    parts.masters.streams.flush()
-    if copied and any(key[0] in ("masters", "moments") for key in parts.masters.shard.homes.disks):
+    parts, cargo = about.parts, ShardPayload(Part(), {}, {})
+    masters, streams = parts.masters, parts.masters.streams
+    streams.flush()
+    if copied and any(key[0] in ("masters", "moments") for key in masters.shard.homes.disks):
         raise ValueError(
             "Cannot save with async_save=True: masters or moments are on disk, and a copy would be in memory. Save "
             "with async_save=False."
         )
-    elsewhere, streams = set(parts.window.sync.tracker.relocated()), parts.masters.streams.streams
+    parts.publisher.follow_edits()
+    formats, states = parts.window.grad_ops.formats, about.optimizer.inner.state
+    elsewhere, coming = set(parts.window.sync.tracker.relocated()), _Coming(parts)
+    for bucket in range(len(parts.layout_ref.layout.buckets)):  # as they come, where they live elsewhere
+        come = partial(coming.use, bucket) if streams.streams(bucket) else None
+        if come is None:
+            parts.adopt_bucket(bucket)
+        for piece, master in masters.in_bucket(bucket) if _is_ours(parts, bucket) else ():
+            value = partial(edited, parts, piece, master) if piece.param in elsewhere else partial(torch.Tensor.detach, master)
+            name, form = about.managed[piece.param], formats[piece.param]
+            _add(cargo, name, master, states.get(master, {}), piece.in_param, form, value, come)
     for index, name in enumerate(about.managed):
-        if name in about.left_out:
-            continue
-        if not lies_nowhere(parts, index):
-            for piece, master in parts.masters.of(index):
-                if _is_ours(parts, piece):
-                    value = edited(parts, index, piece, master) if index in elsewhere else master
-                    use = partial(parts.masters.streams.use, piece.bucket, False) if streams(piece.bucket) else None
-                    state = about.optimizer.inner.state.get(master, {})
-                    _add(cargo, name, value, state, piece.in_param, formats[index], use)
-        elif parts.group.rank == 0:
+        if name not in about.left_out and lies_nowhere(parts, index) and parts.group.rank == 0:
             tensor = parts.params.tensors[index]
-            _add(cargo, name, tensor, about.optimizer.inner.state.get(tensor, {}), None, formats[index])
+            _add(cargo, name, tensor, states.get(tensor, {}), None, formats[index])
     tensors: Any = cargo.tensors
     if parts.group.rank == 0:
         for name, tensor in about.unmanaged():
@@ -186,10 +185,30 @@ def _cargo(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bo
     return cargo.copied() if copied else cargo
 
 
-def _is_ours(parts: ShardingState, piece: Piece) -> bool:
+class _Coming:
+    """Has buckets that live elsewhere in memory one after the other, with the user's edits, while the next one is read."""
+
+    def __init__(self, parts: ShardingState) -> None:
+        self._parts = parts
+        self._now: int | None = None
+        streams, buckets = parts.masters.streams, range(len(parts.layout_ref.layout.buckets))
+        self._next = dict(pairwise(bucket for bucket in buckets if streams.streams(bucket) and _is_ours(parts, bucket)))
+
+    @torch.no_grad()
+    def use(self, bucket: int) -> None:
+        streams = self._parts.masters.streams
+        if bucket != self._now:
+            self._now = bucket
+            self._parts.adopt_bucket(bucket)
+        streams.use(bucket, writes=False)
+        if bucket in self._next:
+            streams.prefetch(self._next[bucket])
+
+
+def _is_ours(parts: ShardingState, bucket: int) -> bool:
     """What several ranks have is written by one, and every rank has some of it to write."""
     num_shares = parts.layout_ref.layout.num_shares
-    return piece.bucket % (parts.group.size // num_shares) == parts.group.rank // num_shares
+    return bucket % (parts.group.size // num_shares) == parts.group.rank // num_shares
 
 
 def _add(
@@ -199,15 +218,17 @@ def _add(
     state: Mapping[str, Any],
     span: Span | None,
     form: ParamFormat | None = None,
-    use: Callable[[], None] | None = None,
+    exact_value: Callable[[], torch.Tensor] | None = None,
+    come: Callable[[], None] | None = None,
 ) -> None:
-    """A stretch of a parameter, or all of it, with its state; `use` has them in memory, where they are not yet."""
+    """A stretch of a parameter, or all of it, with its state. `exact_value` returns what `value` should be, and `come` has all
+    of them in memory, where they are not yet."""
     part, tensors = cargo.part, cargo.tensors
     start, stop = (0, value.numel()) if span is None else (span.start, span.stop)
     line: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach if form is None else form.line_of
     part.stretches.setdefault(name, []).append((start, stop))
     dtypes, plain = {}, {}
-    entries: dict[str, Any] = {VALUE: value}
+    entries: dict[str, Any] = {VALUE: value if exact_value is None or come is not None else exact_value()}
     for key, entry in state.items():
         if goes_with_elements(key, entry, value.shape):
             entries[key] = entry
@@ -217,12 +238,14 @@ def _add(
     for key, entry in entries.items():
         assert key_of(name, key, start) not in tensors, key_of(name, key, start)
         tensors[key_of(name, key, start)] = line(entry.detach())  # type: ignore[index]
-        if use is not None:
-            cargo.late[key_of(name, key, start)] = partial(_late, use, line, value if key == VALUE else state, key)  # type: ignore[index]
+        if come is not None:
+            found = exact_value if key == VALUE and exact_value is not None else partial(state.__getitem__, key)
+            cargo.late[key_of(name, key, start)] = partial(_late, come, line, found)  # type: ignore[index]
     part.state[name], part.plain[name] = dtypes, plain
 
 
-def _late(use: Callable[[], None], line: Callable[[torch.Tensor], torch.Tensor], held: Any, key: str) -> torch.Tensor:
-    use()
-    found: torch.Tensor = held if isinstance(held, torch.Tensor) else held[key]
-    return line(found.detach())
+def _late(
+    come: Callable[[], None], line: Callable[[torch.Tensor], torch.Tensor], found: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    come()
+    return line(found().detach())

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from accelerators import Accelerator
+from zero.comm.exchange import run_on_all
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.errors import GroupLost
@@ -20,6 +21,7 @@ from zero.memory.shard import LayoutRef
 from zero.optim.several import Optimizers, remove_last_group
 from zero.plan.layout import FlatLayout
 from zero.plan.stages import stage_of
+from zero.runtime.grads.grad_ops import reading_failed
 from zero.runtime.grads.ownership import check_unmanaged, leave, manage
 from zero.runtime.grads.window import Window
 from zero.runtime.kernels.select import check_kernels, host_step_dtypes
@@ -131,10 +133,20 @@ class ShardingState:
     def adopt(self) -> None:
         """Takes all edits of the weights over."""
         self.publisher.follow_edits()
-        layout = self.layout_ref.layout
-        for bucket in range(len(layout.buckets)):
-            for block in layout.blocks(bucket):
-                self.masters.adopt(block)
+        for bucket in range(len(self.layout_ref.layout.buckets)):
+            self.adopt_bucket(bucket)
+
+    def adopt_on_all(self) -> None:
+        """The same where all ranks do it: all raise where one cannot read what it has elsewhere. A collective."""
+        if any(bucket.away for bucket in self.layout_ref.layout.buckets):
+            run_on_all(self.group, self.adopt, reading_failed)
+        else:
+            self.adopt()
+
+    def adopt_bucket(self, bucket: int) -> None:
+        """Takes edits of weights of a bucket over, once `follow_edits` was called."""
+        for block in self.layout_ref.layout.blocks(bucket):
+            self.masters.adopt(block)
 
     def add_group(self, model: nn.Module, param_group: dict[str, Any]) -> None:
         """Takes in a group of the optimizer, with parameters that are new, or leaves everything as it was."""

@@ -18,7 +18,7 @@ from zero.memory.gradient_shard import NEEDED, GradientShard
 from zero.memory.homes.disk import DiskHome, is_absent
 from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.host import HostHome
-from zero.memory.homes.registry import DISK, Move
+from zero.memory.homes.registry import DISK, MOVED, Move
 from zero.memory.masters import Masters
 from zero.memory.weights import Weights
 from zero.runtime.params.memory import starts_where
@@ -85,7 +85,7 @@ class StateOffloader:
                 "device='disk:/a/directory'."
             )
         if to_disk:
-            home = self._homes.at("states", str(device).strip())
+            home = self._homes.at(MOVED, str(device).strip())
         elif self._homes.host is self._homes.device:
             return names
         else:
@@ -121,7 +121,7 @@ class StateOffloader:
                     del away[0]
                 self._homes.away.pop(name, None)
             if not self._homes.away:
-                self._homes.close("states")
+                self._homes.close(MOVED)
         finally:
             self._guard()
         self._finish(non_blocking)

@@ -22,7 +22,7 @@ def whole_master(optimizer: ShardedOptimizer, param: nn.Parameter) -> torch.Tens
     dtype = sum_dtype(param.dtype)
     if lies_nowhere(parts, index) or index in parts.window.sync.tracker.relocated():
         return param.detach().to(dtype, copy=True)
-    parts.adopt()
+    parts.adopt_on_all()
     return parts.window.grad_ops.whole(index, parts.masters.streams.piece, dtype)
 
 

@@ -96,6 +96,17 @@ def test_the_second_window_fetches_ahead_what_the_first_one_used_next():
     assert fetched == [0, 1, 2]
 
 
+@pytest.mark.parametrize("budget, ahead", [(math.inf, 3), (36, 3), (31, 1), (0, 1)])
+def test_where_the_budget_is_for_many_chunks_more_than_the_next_one_are_fetched_ahead(budget, ahead):
+    weights, fetched = weights_of([1] * 12, budget)
+    order = list(range(12))
+    window(weights, [[number] for number in order])
+    del fetched[:]
+    for number in order:
+        use(weights, number)
+        assert fetched == order[: number + 1 + ahead]  # and nothing that is used before is freed for it
+
+
 def test_of_what_is_held_the_chunk_whose_next_use_is_farthest_goes():
     weights, fetched = weights_of([4] * 3, 32)
     order = [[0], [1], [0], [2], [0], [1]]

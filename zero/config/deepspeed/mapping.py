@@ -184,12 +184,12 @@ def _offload(written: Written) -> Offload | None:
 def _homes(written: Written, stage: int) -> Homes:
     """A disk for masters and moments, and the host for weights."""
     homes: dict[str, Any] = {}
+    ratio = written.real("zero_optimization.offload_optimizer.ratio", 1.0)
     optimizer, param = "zero_optimization.offload_optimizer", "zero_optimization.offload_param.device"
     if written.choice(f"{optimizer}.device", {"none": False, "cpu": False, "nvme": True}, False):
         path = written.value(f"{optimizer}.nvme_path") if f"{optimizer}.nvme_path" in written else None
         if not isinstance(path, str) or not path:
             raise ValueError(f"Cannot use {optimizer}.device 'nvme' without nvme_path. Write a directory of that disk there.")
-        ratio = written.real(f"{optimizer}.ratio", 1.0)
         homes = dict.fromkeys(("masters", "moments"), StateHome(home="disk", path=path, ratio=ratio))
     old = written.flag("zero_optimization.cpu_offload_param")
     weights = written.choice(param, {"none": None, "cpu": "host", "nvme": "disk"}, "host" if old else None)
@@ -198,7 +198,7 @@ def _homes(written: Written, stage: int) -> Homes:
             f"Cannot use {param} 'nvme': weights are on the host at most, as forward and backward read them. Use 'cpu'."
         )
     if weights and stage == 3:
-        homes["weights"] = StateHome(home="host")
+        homes["weights"] = StateHome(home="host", ratio=ratio)  # weights are where their masters are stepped
     return Homes(**homes)
 
 

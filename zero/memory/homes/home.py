@@ -38,14 +38,39 @@ class Done:
 DONE = Done()
 
 
+class Stored(Protocol):
+    """The entry of what lives in a home. Whoever stored it keeps the entry, and reads and writes by it."""
+
+    values: torch.Tensor  # memory of the home, or what stands for values on a disk
+
+    def lend(self, device: torch.device) -> torch.Tensor | None:
+        """Memory on this device that all of it is read to and written from without a copy, until it was written or is taken
+        back; None where the home has none."""
+
+    def take_back(self) -> None:
+        """Takes back what was lent, if anything is."""
+
+    def write(self, source: torch.Tensor) -> Transfer: ...
+
+    def read(self, target: torch.Tensor) -> Transfer: ...
+
+    def free(self) -> None:
+        """Frees its place."""
+
+
 class Home(Protocol):
-    """A place where state lives: shares of gradients, masters, moments, and weights at times.
+    """A place where state lives: shares of gradients, masters, moments, and weights at times."""
 
-    What lives here is computed with where it lives. Tensors reach it from the device that computes the model by `write`, and it
-    reaches that device by `read`. Both are asynchronous, as is `add`.
-    """
+    device: torch.device  # where its values can be computed with: in the home, or beside it
 
-    device: torch.device  # of what lives here
+    def store(self, numel: int, dtype: torch.dtype) -> Stored:
+        """Makes an entry with undefined values."""
+
+
+class MemoryHome(Home, Protocol):
+    """A home that is memory. What lives here is computed with where it lives. Tensors reach it from the device that computes
+    the model by `write`, and it reaches that device by `read`. Both are asynchronous, as is `add`."""
+
     pinned: bool | None  # whether its memory is; None: where that works
 
     @property
@@ -53,10 +78,7 @@ class Home(Protocol):
         """Bytes of memory for mirrors, lent or not."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory with undefined contents. It is freed with its last reference, on a disk by `free`."""
-
-    def free(self, stored: torch.Tensor) -> None:
-        """Frees what `allocate` returned."""
+        """Returns memory with undefined contents, which is freed with its last reference."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is memory of this home, as `allocate` makes it."""
@@ -85,6 +107,27 @@ class Home(Protocol):
         """Frees memory for mirrors that are not lent."""
 
 
+class StoredInMemory:
+    """What lives in memory of a home."""
+
+    def __init__(self, home: MemoryHome, values: torch.Tensor) -> None:
+        self.values = values
+        self._home = home
+
+    def lend(self, device: torch.device) -> torch.Tensor | None:
+        return None
+
+    def take_back(self) -> None: ...
+
+    def write(self, source: torch.Tensor) -> Transfer:
+        return self._home.write(source, self.values.view(source.shape))
+
+    def read(self, target: torch.Tensor) -> Transfer:
+        return self._home.read(self.values.view(target.shape), target)
+
+    def free(self) -> None: ...
+
+
 class DeviceHome:
     """The device that computes the model: what lives here needs no transfer."""
 
@@ -97,7 +140,8 @@ class DeviceHome:
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def free(self, stored: torch.Tensor) -> None: ...
+    def store(self, numel: int, dtype: torch.dtype) -> Stored:
+        return StoredInMemory(self, self.allocate(numel, dtype))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.device

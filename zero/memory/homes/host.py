@@ -16,7 +16,7 @@ import torch
 
 from accelerators import Accelerator
 from accelerators.streams import Event, InOrderStream, Stream
-from zero.memory.homes.home import DONE, Transfer
+from zero.memory.homes.home import DONE, Stored, StoredInMemory, Transfer
 
 _MOST_ON_THE_WAY = 2  # sums that travel to the host while the next one is made; each keeps its memory on the device
 
@@ -72,7 +72,8 @@ class HostHome:
             )
         return memory
 
-    def free(self, stored: torch.Tensor) -> None: ...
+    def store(self, numel: int, dtype: torch.dtype) -> Stored:
+        return StoredInMemory(self, self.allocate(numel, dtype))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu and self.pinned is False

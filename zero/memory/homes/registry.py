@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from accelerators import Accelerator
-from zero.memory.homes.disk import DiskHome, is_absent
+from zero.memory.homes.disk import DiskHome, StoredOnDisk
 from zero.memory.homes.file import Pace, StateFile
-from zero.memory.homes.home import DeviceHome, Home, Transfer
+from zero.memory.homes.home import DeviceHome, Home, MemoryHome, Transfer
 from zero.memory.homes.host import HostHome
 
 Move = Callable[[Home], None]  # of one part of a state, to that home
@@ -17,17 +17,19 @@ Moved = Callable[[torch.Tensor, Home], torch.Tensor]  # a copy of it there
 
 
 DISK = "disk:"  # and a directory: the name of a place
+MOVED = "states"  # the kind of what is on a disk for a while
 
 
 class Homes:
     """The device that computes, the host beside it (the same home where the device is the host), and files on disks."""
 
     def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
-        self.device: Home = DeviceHome(device)
-        self.host: Home = self.device if device.type == "cpu" else HostHome(accelerator)
+        self.device: MemoryHome = DeviceHome(device)
+        self.host: MemoryHome = self.device if device.type == "cpu" else HostHome(accelerator)
         self.disks: dict[tuple[str, str], DiskHome] = {}  # by the kind of state and the place
         self.pace: Pace | None = None  # of their files; None for the usual one
         self.away: dict[str, list[Move]] = {}  # what is in another home for a while, by state: what brings its parts back
+        self._moved: dict[torch.Tensor, StoredOnDisk] = {}  # to a disk, by what stands for it meanwhile
 
     def at(self, kind: str, place: str) -> Home:
         """Returns the home of a kind of state in a place. A file on a disk is made on the first call."""
@@ -40,19 +42,24 @@ class Homes:
 
     def close(self, kind: str | None = None) -> None:
         """Closes all files, or those of one kind."""
+        if kind in (None, MOVED):
+            self._moved.clear()
         for key in [key for key in self.disks if kind in (None, key[0])]:
             self.disks.pop(key).close()
 
     def move(self, tensor: torch.Tensor, home: Home) -> tuple[torch.Tensor, Transfer]:
-        """Copies a tensor to another home. Returns the copy and the transfer of its values. One of the two homes is the
-        device."""
-        stored = home.allocate(tensor.numel(), tensor.dtype)
-        target = stored.view(tensor.shape)
+        """Copies a tensor to another home. Returns the copy, or what stands for it, and the transfer of its values. One of the
+        two homes is the device."""
+        stored = home.store(tensor.numel(), tensor.dtype)
+        copy = stored.values.view(tensor.shape)
         if home is self.device:
-            source = next((disk for disk in self.disks.values() if disk.holds(tensor)), None)
-            transfer = (source or self.host).read(tensor, target)
+            on_disk = self._moved.get(tensor)
+            transfer = self.host.read(tensor, copy) if on_disk is None else on_disk.read(copy)
             transfer.wait()
+            self._moved.pop(tensor, None)
         else:
-            transfer = home.write(tensor, stored if is_absent(stored) else target)
+            transfer = stored.write(tensor)
             transfer.release_source()  # so that what comes after the copy can have the device's memory
-        return target, transfer
+            if isinstance(stored, StoredOnDisk):
+                self._moved[copy] = stored
+        return copy, transfer

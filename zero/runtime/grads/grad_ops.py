@@ -6,20 +6,27 @@ import itertools
 import struct
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from zero.comm.exchange import exchange_about
+from zero.comm.exchange import exchange_about, run_on_all
 from zero.comm.group import Group
-from zero.errors import ZeroError
+from zero.errors import DiskFailed, ZeroError
 from zero.memory.formats import DTYPES, ParamFormat, by_device, sum_dtype
 from zero.memory.norms import joined, norms_of
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import Block, Piece
 from zero.runtime.params.grad_proxy import ShardedGrad
 from zero.runtime.reduce.inflight import InflightReductions
+
+
+def reading_failed(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
+    """What all ranks raise where one of them cannot read what it has on disk."""
+    where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    return error or DiskFailed(f"Cannot read state: it failed on {where}")
 
 
 class ShardedGradOps:
@@ -185,15 +192,22 @@ class ShardedGradOps:
         for index, part, _ in self._layout_ref.layout.parts(param):
             bucket = self._layout_ref.layout.buckets[index]
             gathered = torch.zeros(bucket.span.numel, dtype=dtype, device=self.shard.device)
-            mine = self._rank * bucket.share_numel
-            for piece in self.pieces(param):
-                if piece.bucket == index:
-                    line = self.formats[param].line_of(values(piece))
-                    gathered[mine + piece.in_share.start : mine + piece.in_share.stop].copy_(line)
+            read = partial(self._read, param, index, values, gathered)
+            if self._sharded and bucket.away:
+                run_on_all(self._group, read, reading_failed)
+            else:
+                read()
             if self._sharded:
                 self._group.inner.all_gather(gathered).wait()
             found.append(gathered[part.start : part.stop])
         return self.formats[param].unflatten(torch.cat(found)).clone(memory_format=torch.preserve_format)
+
+    def _read(self, param: int, bucket: int, values: Callable[[Piece], torch.Tensor], gathered: torch.Tensor) -> None:
+        mine = self._rank * self._layout_ref.layout.buckets[bucket].share_numel
+        for piece in self.pieces(param):
+            if piece.bucket == bucket:
+                line = self.formats[param].line_of(values(piece))
+                gathered[mine + piece.in_share.start : mine + piece.in_share.stop].copy_(line)
 
     def exchange_numbers(self, numbers: Sequence[float], subject: str = "an operation on .grad") -> list[tuple[float, ...]]:
         """Returns every rank's numbers, by rank. All ranks pass as many."""

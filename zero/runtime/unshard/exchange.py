@@ -12,9 +12,9 @@ import torch
 from zero.comm.exchange import exchange_about
 from zero.comm.group import Group
 from zero.comm.pulls import Pull, Pulls
-from zero.comm.results import CompletedResult
 from zero.errors import GroupLost, RanksDiffer
 from zero.memory.gathered import Arrival, GatheredChunk, GatheredWeights
+from zero.memory.homes.home import MemoryHome, Transfer
 from zero.memory.versions import VersionedShares
 from zero.plan.spans import Span
 from zero.runtime.unshard.edits import EditLog
@@ -48,10 +48,10 @@ class ShareExchange:
     A rank alone has the shares of a chunk side by side too, where they live, and edits them there.
     """
 
-    def __init__(self, group: Group, device: torch.device, budget_bytes: float) -> None:
+    def __init__(self, group: Group, device: torch.device, budget_bytes: float, host: MemoryHome) -> None:
+        self.host = host  # where shares are that are not on the device
         self.cache = GatheredWeights(device, budget_bytes)
         self.group = group
-        self.device = device
         self.versions = VersionedShares(group.inner.size - 1)  # this rank's shares as other ranks get them, in host memory
         self.versions.add(_STEP_ENDED, torch.zeros(1, device="cpu"))
         self.pulls = self._new_pulls()
@@ -60,6 +60,10 @@ class ShareExchange:
         self._edits = EditLog()
         self._others: Pull | None = None  # whether they have ended the last step
         self._lock = threading.RLock()  # forward and backward run in threads of their own
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.device
 
     @property
     def is_alone(self) -> bool:
@@ -214,14 +218,15 @@ class ShardedChunk(GatheredChunk):
 
     def fetch(self, memory: torch.Tensor) -> Arrival:
         seen = self._seen()
+        read = self._exchange.host.read
         if seen is not None:
-            return CompletedResult(memory.copy_(seen))
+            return read(seen, memory)
         landing = memory if memory.is_cpu else torch.empty(memory.shape, dtype=memory.dtype, device="cpu")
-        pulls = []
+        pulls, copies = list[Pull](), list[Transfer]()
         for share in self._shares:
-            memory[share.own.start : share.own.stop] = share.memory
+            copies.append(read(share.memory, memory[share.own.start : share.own.stop]))
             pulls.append(self._exchange.pull(share, landing[share.bucket.start : share.bucket.stop]))
-        return _Landing(pulls, landing, memory, [share.own for share in self._shares])
+        return _Landing(pulls, copies, landing, memory, [share.own for share in self._shares])
 
     def edited(self, written: Span) -> None:
         assert self.memory is not None
@@ -242,8 +247,16 @@ class ShardedChunk(GatheredChunk):
 class _Landing:
     """A chunk that is being fetched; it comes by the host where the device is another one."""
 
-    def __init__(self, pulls: Sequence[Pull], landing: torch.Tensor, memory: torch.Tensor, own: Sequence[Span]) -> None:
+    def __init__(
+        self,
+        pulls: Sequence[Pull],
+        copies: Sequence[Transfer],
+        landing: torch.Tensor,
+        memory: torch.Tensor,
+        own: Sequence[Span],
+    ) -> None:
         self._pulls = pulls
+        self._copies = copies  # of what this rank has
         self._landing = landing
         self._memory = memory
         self._own = own
@@ -251,6 +264,8 @@ class _Landing:
     def wait(self) -> None:
         for pull in self._pulls:
             pull.wait()
+        for copy in self._copies:
+            copy.wait()
         if self._landing is not self._memory:
             start = 0
             for own in (*self._own, Span(self._memory.numel(), self._memory.numel())):  # what this rank has is there

@@ -11,7 +11,7 @@ import torch
 from zero.comm.exchange import run_on_all
 from zero.memory.flatten import Flattener
 from zero.memory.formats import DTYPES, ParamFormat, dtype_name
-from zero.memory.homes.home import Home
+from zero.memory.homes.home import DeviceHome, Home, MemoryHome
 from zero.memory.homes.registry import Move, Moved
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
@@ -73,12 +73,13 @@ class ShardedWeights:
             self._common.update(zip(new, shared.common(sizes), strict=True))
         elif exchange.is_alone:
             for chunk, size in zip(new, sizes, strict=True):
-                places = {self._home_of(index) for index in layout.buckets_in(chunk)}
-                if len(places) == 1:
-                    self._common[chunk] = torch.empty(size, dtype=torch.uint8, device=places.pop())
+                homes = [self._home_of(index) for index in layout.buckets_in(chunk)]
+                if len({home.device for home in homes}) == 1:
+                    self._common[chunk] = homes[0].allocate(size, torch.uint8)
 
-    def _home_of(self, bucket: int) -> torch.device:
-        return torch.device("cpu") if self.layout_ref.layout.buckets[bucket].offloaded else self.exchange.device
+    def _home_of(self, bucket: int) -> MemoryHome:
+        is_on_host = self.layout_ref.layout.buckets[bucket].offloaded
+        return self.exchange.host if is_on_host else DeviceHome(self.exchange.device)  # the host's own is copied faster
 
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
         if self.layout_ref.layout.chunks[chunk].is_kept:
@@ -92,11 +93,11 @@ class ShardedWeights:
                 part = source[own.start : own.stop]
                 seen = None if common is None else common[own.start : own.stop]
                 home = self._home_of(index)
-                served_on = home if self.exchange.is_alone else torch.device("cpu")
-                values = torch.empty(part.shape, dtype=dtype, device=served_on) if seen is None else seen
+                served_in = home if bucket.offloaded or self.exchange.is_alone else DeviceHome(torch.device("cpu"))
+                values = served_in.allocate(part.numel(), dtype) if seen is None else seen
                 if not part.is_meta:  # else it gets values later
                     values.copy_(part)
-                self._shares[index] = self.exchange.add(self._first_number + 2 * index, bucket.span, own, values, home)
+                self._shares[index] = self.exchange.add(self._first_number + 2 * index, bucket.span, own, values, home.device)
         shares = [self._shares[index] for index in layout.buckets_in(chunk)]
         self.chunks[chunk] = ShardedChunk(self.exchange, layout.chunks[chunk].numel, dtype, shares, common)
         return False
