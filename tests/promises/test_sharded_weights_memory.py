@@ -179,6 +179,32 @@ def test_masters_on_the_host_that_are_as_wide_as_weights_are_the_weights(world):
     assert found == [(True, 0)] * world
 
 
+def read_late(rank, world, stage):
+    """What a model gives of weights that the host steps before the device has come to read them."""
+    place = place_of(rank, "sim")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3))).to(place)
+    sgd, options = torch.optim.SGD(model.parameters(), lr=0.5), {"gathered_bytes": 0} if stage == 3 else {}
+    optimizer = zero.shard(model, sgd, stage=stage, offload="cpu", bucket_bytes=2**9, **options)
+    batch, found = torch.ones(2, 16, device=place), []
+    for _ in range(STEPS):
+        model(batch).square().sum().backward()
+        with torch.no_grad():
+            found.append(model(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [each.cpu() for each in (*found, model(batch).detach())]
+
+
+@needs_sim
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_on_the_host_waits_until_the_device_has_read_the_weights(world):
+    options = {"env": {"ACCELERATOR": "sim", "SIM_ORDER": "late"}, "apart": "late"}
+    sharded, whole = (ranks.run(world, read_late, stage, **options) for stage in (3, 2))
+    for found, expected in zip(sharded, whole, strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
 def trained_within(rank, world):
     """What a training gives of which all is within `torch.device`, and one of which nothing is."""
     found, place = [], place_of(rank, "sim")

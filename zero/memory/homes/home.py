@@ -89,6 +89,9 @@ class MemoryHome(Home, Protocol):
     def read(self, stored: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Copies from memory of this home to the device that computes."""
 
+    def finish_reads(self) -> None:
+        """Waits until the device has read what was passed to `read`, so that it may be written here."""
+
     def add(self, values: torch.Tensor, factor: float, stored: torch.Tensor, fresh: bool) -> Transfer:
         """Adds `factor * values` to what is stored, or writes it there if that is `fresh`. `values` are on the device that
         computes and may be changed; the transfer still reads them. What is stored has the sum after `catch_up`."""
@@ -160,6 +163,8 @@ class DeviceHome:
         else:
             stored.add_(values, alpha=factor)
         return DONE
+
+    def finish_reads(self) -> None: ...
 
     def catch_up(self) -> None: ...
 

@@ -84,6 +84,10 @@ class HostHome:
     def read(self, stored: torch.Tensor, target: torch.Tensor) -> Transfer:
         return self._copy("read", stored, target)
 
+    def finish_reads(self) -> None:
+        if "read" in self._streams:
+            self._streams["read"].synchronize()
+
     def _copy(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         current = self._accelerator.current_stream()
         if isinstance(current, InOrderStream) or source.device == target.device:

@@ -124,7 +124,7 @@ class ShareExchange:
 
     def begin_step(self) -> None:
         """Begins a step, in which shares are written. A collective."""
-        self.cache.end_window()  # this rank reads nothing any more
+        self._end_reads()
         rank = self._differing("an update of weights in shares", self._edits.digest())
         if rank is not None:
             raise RanksDiffer(
@@ -146,7 +146,7 @@ class ShareExchange:
     def take_edits(self) -> None:
         """Makes the present values a new version, whether ranks edited alike or not. All ranks call it, and will overwrite what
         differs."""
-        self.cache.end_window()
+        self._end_reads()
         self._take_over()
         self.end_step(())
 
@@ -156,6 +156,11 @@ class ShareExchange:
         self.wait_for_others()
         digests = exchange_about(self.group, about, digest)
         return next((rank for rank, other in enumerate(digests) if other != digests[0]), None)
+
+    def _end_reads(self) -> None:
+        """This rank reads nothing any more, and its device has read what is on the host."""
+        self.cache.end_window()
+        self.host.finish_reads()
 
     def _take_over(self) -> None:
         self._edits.clear()
