@@ -313,7 +313,7 @@ def by_host(group: LoopbackGroup, num_local: int, shares_memory: bool = True) ->
     def part(parts: Sequence[Sequence[int]]) -> Group:
         return through_shared_memory(part_of(group, parts), shares_memory)
 
-    return by_hosts(group, [f"node{rank // num_local}" for rank in range(group.size)], part)
+    return by_hosts(group, num_local, part)
 
 
 # Judgement --------------------------------------------------------------------------------------------------------------

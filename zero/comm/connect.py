@@ -10,7 +10,7 @@ from typing import Any
 from accelerators import Accelerator
 from accelerators.launch import read_launch
 from zero.comm.group import Group, TimeLimits, checked
-from zero.comm.hybrid import HOST, agreed_shard_ranks, replicated
+from zero.comm.hybrid import HOST, agreed_shard_ranks, ranks_of_a_host, replicated
 from zero.comm.loopback import solo
 from zero.comm.shared_memory.control import ByPipes
 from zero.comm.shared_memory.group import through_shared_memory
@@ -106,10 +106,10 @@ def sharing(group: Group, shared_memory: bool, shard_ranks: int | str | None = N
     def part(parts: Parts) -> Group:
         return _shared(group.part(parts), shared_memory)
 
-    everyone = _shared(group, shared_memory)
-    if everyone is group and agreed == group.size and group.carries_host_tensors:
-        return by_hosts(group, hosts, part)
-    return replicated(everyone, agreed, part)
+    num_local = ranks_of_a_host(hosts)
+    if num_local not in (0, 1, group.size) and agreed == group.size and group.carries_host_tensors:
+        return by_hosts(group, num_local, part)
+    return replicated(_shared(group, shared_memory), agreed, part)
 
 
 def _shared(group: TorchGroup, wanted: bool) -> Group:

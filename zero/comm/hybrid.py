@@ -71,7 +71,7 @@ def agreed_shard_ranks(everyone: Group, wanted: int | str | None) -> tuple[int, 
         return size, hosts
     if wanted == HOST:
         of_a_host = ranks_of_a_host(hosts)
-        if of_a_host is None:
+        if not of_a_host:
             found = ", ".join(f"{len(list(run))} on {host}" for host, run in itertools.groupby(hosts))
             raise ValueError(
                 f"Cannot shard with shard_ranks='host': in the order of ranks there are {found}. Start as many ranks on each "
@@ -87,7 +87,7 @@ def agreed_shard_ranks(everyone: Group, wanted: int | str | None) -> tuple[int, 
     return wanted, hosts
 
 
-def ranks_of_a_host(hosts: Sequence[str]) -> int | None:
-    """How many there are on each, by the hosts of ranks in their order; None where they are not as many, or not in line."""
+def ranks_of_a_host(hosts: Sequence[str]) -> int:
+    """How many there are on each, by the hosts of ranks in their order; 0 where they are not as many, or not in line."""
     runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
-    return runs[0] if len(runs) == len(set(hosts)) and len(set(runs)) == 1 else None
+    return runs[0] if len(runs) == len(set(hosts)) and len(set(runs)) == 1 else 0

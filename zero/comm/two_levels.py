@@ -20,18 +20,14 @@ from typing import Any
 import torch
 
 from zero.comm.group import Group, Pending
-from zero.comm.hybrid import ranks_of_a_host
 from zero.comm.parted import Part, PartedGroup
 from zero.comm.results import add_rows, sum_in_rank_order, wait_into
 
 
-def by_hosts(everyone: Group, hosts: Sequence[str], part: Part) -> Group:
-    """The group, in two levels where it is one of several hosts with as many ranks each, one host after the other. `hosts`: of
-    the ranks, in their order. `part`: its groups go through shared memory where they can. A collective."""
-    num_local, size = ranks_of_a_host(hosts), everyone.size
-    if num_local in (None, 1, size):
-        return everyone
-    assert num_local is not None
+def by_hosts(everyone: Group, num_local: int, part: Part) -> Group:
+    """The group, in two levels where ranks of a host share memory. `num_local`: how many each host has, one host after the
+    other. `part`: its groups go through shared memory where they can. A collective."""
+    size = everyone.size
     inside = part([range(first, first + num_local) for first in range(0, size, num_local)])
     # They agree inside each host only, and a column goes through all.
     if not all(everyone.all_gather_bytes(b"" if inside.shared_host_memory is None else b"shared")):

@@ -131,6 +131,35 @@ def test_hosts_count_where_they_have_as_many_ranks_one_host_after_the_other(name
     assert ranks.run(4, named, names) == [kind] * 4
 
 
+def rebuilt(rank, world, when):
+    """Weights of a training that is closed and begun again, and once connected anew."""
+    found = []
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.01)
+        with mock.patch.object(socket, "gethostname", return_value="aabb"[rank]):
+            optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=2, bucket_bytes=512)
+        assert type(optimizer.parts.group).__name__ == "TwoLevelGroup"
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            for again in range(1 + (step == when)):
+                model(torch.randn(4, 16, generator=generator)).square().mean().backward()
+                if not again and step == when:
+                    generator.manual_seed(10 * step + rank)
+                    optimizer.rebuild()  # which drops the gradients of this window
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        found.append([parameter.detach().tolist() for parameter in model.parameters()])
+    return found
+
+
+def test_groups_of_two_levels_that_are_connected_anew_train_on():
+    one, other = (ranks.run(4, rebuilt, when) for when in (None, 2))
+    assert one == other == [[one[0][0]] * 2] * 4
+
+
 def come_from_other_hosts():
     """Bytes of what others sent this process so far, without headers and what was sent again."""
     total = 0
