@@ -42,6 +42,8 @@ from tests.zoo.whole_tensors import given
 from zero.comm.group import Group
 from zero.comm.hybrid import replicated
 from zero.comm.loopback import LoopbackGroup, loopback, run_ranks
+from zero.comm.shared_memory.group import through_shared_memory
+from zero.comm.two_levels import by_hosts
 from zero.engine.engine import Engine
 from zero.memory.gathered import GatheredWeights
 from zero.memory.gradient_shard import GradientShard
@@ -292,15 +294,26 @@ def _train_on(point: Point, group: LoopbackGroup) -> Trace:
     return train_point(point, group.rank, group if point.shard_ranks is None else hybrid(group, int(point.shard_ranks)))
 
 
+def part_of(group: LoopbackGroup, parts: Sequence[Sequence[int]]) -> LoopbackGroup:
+    """Makes groups of parts of the ranks of a group of threads; that of this rank."""
+    numbers = next(each for each in parts if group.rank in each)
+    made: Any = loopback(len(numbers), LOOPBACK_TIME_LIMIT_S)
+    found: Any = group.all_gather_bytes(made)[numbers[0]]
+    return found[numbers.index(group.rank)]  # type: ignore[no-any-return]
+
+
 def hybrid(group: LoopbackGroup, shard_ranks: int) -> Group:
     """A group of threads with an inner and an outer one."""
+    return replicated(group, shard_ranks, partial(part_of, group))
+
+
+def by_host(group: LoopbackGroup, num_local: int, shares_memory: bool = True) -> Group:
+    """A group of threads as if there were hosts with so many of them each, whose ranks share memory."""
 
     def part(parts: Sequence[Sequence[int]]) -> Group:
-        numbers = next(each for each in parts if group.rank in each)
-        made: Any = loopback(len(numbers), LOOPBACK_TIME_LIMIT_S)
-        return group.all_gather_bytes(made)[numbers[0]][numbers.index(group.rank)]  # type: ignore[return-value]
+        return through_shared_memory(part_of(group, parts), shares_memory)
 
-    return replicated(group, shard_ranks, part)
+    return by_hosts(group, num_local, part)
 
 
 # Judgement --------------------------------------------------------------------------------------------------------------

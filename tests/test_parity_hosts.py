@@ -49,7 +49,7 @@ def test_two_hosts_train_as_one():
     with hosts.started(2) as net:
         (here, *of_here), (there, *of_there) = net.run(way_between, True)
         assert here == there, "the same process ids, which are others' on the other host"
-        assert of_here == of_there == [True, 2**20], "memory apart, and buckets for a network"
+        assert of_here == of_there == [True, 3 * 2**20], "memory apart, and buckets for a network"
         failures = failures_on(net, points(2, CORE))
     assert not failures, str(failures)
 

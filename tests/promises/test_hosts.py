@@ -235,12 +235,12 @@ def test_torchrun_goes_on_with_two_hosts_when_it_loses_the_third(tmp_path):
         assert f"step {NUM_STEPS} of {NUM_STEPS} with 4 ranks" in programs[0].output + programs[1].output
 
 
-def train_in_shares_of_a_host(rank, world):
+def train_on_two_of_two(rank, world, shard_ranks):
     """The error that this rank saw, and how long after it came to where another host is lost."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     limits = {"timeout_s": LIMIT_S, "first_step_timeout_s": 60.0}
-    optimizer = zero.shard(model, inner, stage=2, bucket_bytes=64, shard_ranks="host", **limits)
+    optimizer = zero.shard(model, inner, stage=2, bucket_bytes=64, shard_ranks=shard_ranks, **limits)
     step, begun = 0, 0.0
 
     def reach(_):
@@ -262,11 +262,12 @@ def train_in_shares_of_a_host(rank, world):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("shard_ranks", ["host", None])
 @pytest.mark.parametrize("how", ["cut", "pause", "kill"])
-def test_a_host_that_is_lost_is_named_where_each_has_all_shares(how):
-    """Ranks of one host need no other for weights, and still go on with none."""
+def test_a_host_that_is_lost_is_named_where_two_have_two_ranks_each(how, shard_ranks):
+    """Ranks of one host share memory. Where each has all shares they need no other for weights, and still go on with none."""
     with hosts.started(2, 2) as net:
-        call = net.begin(train_in_shares_of_a_host).wait_for("backward")
+        call = net.begin(train_on_two_of_two, shard_ranks).wait_for("backward")
         getattr(net, how)(1)
         found = call.go_on([0, 1] if how != "cut" else None).outcomes(60.0, ranks=[0, 1])
         assert all(outcome.ok for outcome in found), ranks.describe(found)

@@ -10,12 +10,13 @@ from typing import Any
 from accelerators import Accelerator
 from accelerators.launch import read_launch
 from zero.comm.group import Group, TimeLimits, checked
-from zero.comm.hybrid import HOST, agreed_shard_ranks, replicated
+from zero.comm.hybrid import HOST, agreed_shard_ranks, ranks_of_a_host, replicated
 from zero.comm.loopback import solo
 from zero.comm.shared_memory.control import ByPipes
 from zero.comm.shared_memory.group import through_shared_memory
-from zero.comm.torch_group import TorchGroup
+from zero.comm.torch_group import Parts, TorchGroup
 from zero.comm.torch_world import begin_world, is_process_group, is_up, mesh_of, world_size
+from zero.comm.two_levels import by_hosts
 from zero.errors import ZeroError
 
 
@@ -98,10 +99,17 @@ def _begin_world(accelerator: Accelerator, limits: TimeLimits) -> None:
 def sharing(group: Group, shared_memory: bool, shard_ranks: int | str | None = None) -> Group:
     """Returns the group as a training uses it, made of one that was connected: with shared memory, where its tensors lie on the
     host and its ranks can share memory, and with states in shares inside groups of `shard_ranks`. A collective."""
-    agreed = agreed_shard_ranks(group, shard_ranks)
+    agreed, hosts = agreed_shard_ranks(group, shard_ranks)
     if not isinstance(group, TorchGroup):
         return group
-    return replicated(_shared(group, shared_memory), agreed, lambda parts: _shared(group.part(parts), shared_memory))
+
+    def part(parts: Parts) -> Group:
+        return _shared(group.part(parts), shared_memory)
+
+    num_local = ranks_of_a_host(hosts)
+    if num_local not in (0, 1, group.size) and agreed == group.size and group.carries_host_tensors:
+        return by_hosts(group, num_local, part)
+    return replicated(_shared(group, shared_memory), agreed, part)
 
 
 def _shared(group: TorchGroup, wanted: bool) -> Group:

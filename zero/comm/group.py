@@ -110,8 +110,8 @@ class Group(Protocol):
         """What `set_phase` was last given."""
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        """This rank's share of the sum of all ranks' buckets, taken in `sum_dtype`, in rank order. The contents of `bucket` are
-        undefined once the result was waited for."""
+        """This rank's share of the sum of all ranks' buckets, taken in `sum_dtype`, in rank order; or of several hosts, of each
+        first. The contents of `bucket` are undefined once the result was waited for."""
 
     def all_to_all(self, bucket: torch.Tensor) -> Pending:
         """Every rank's stretch for this one, side by side in rank order: what `reduce_scatter` adds. Once that was waited for

@@ -14,84 +14,34 @@ from __future__ import annotations
 import itertools
 import json
 import socket
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
+from collections.abc import Sequence
 
 from zero.comm.exchange import exchange_texts
-from zero.comm.group import Group, Pending, SharedHostMemory, Wire
+from zero.comm.group import Group
 from zero.comm.loopback import solo
+from zero.comm.parted import Part, PartedGroup
 from zero.errors import RanksDiffer
 
 HOST = "host"  # as many ranks as a host has
 
 
-class HybridGroup:
+class HybridGroup(PartedGroup):
     """A group of ranks with an inner and an outer one. Its own collectives are those of all ranks."""
 
     def __init__(self, everyone: Group, inner: Group, outer: Group) -> None:
-        self.rank = everyone.rank
-        self.size = everyone.size
-        self.inner = inner
-        self.outer = outer
-        self._everyone = everyone
+        super().__init__(everyone, (inner, outer))
 
     @property
-    def shared_host_memory(self) -> SharedHostMemory | None:
-        return self._everyone.shared_host_memory
+    def inner(self) -> Group:
+        return self._parts[0]
 
     @property
-    def phase(self) -> str:
-        return self._everyone.phase
-
-    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        return self._everyone.reduce_scatter(bucket, sum_dtype)
-
-    def all_to_all(self, bucket: torch.Tensor) -> Pending:
-        return self._everyone.all_to_all(bucket)
-
-    def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        return self._everyone.all_reduce(bucket, sum_dtype)
-
-    def all_gather(self, bucket: torch.Tensor) -> Pending:
-        return self._everyone.all_gather(bucket)
-
-    def broadcast(self, tensor: torch.Tensor) -> Pending:
-        return self._everyone.broadcast(tensor)
-
-    def all_gather_bytes(self, message: bytes) -> list[bytes]:
-        return self._everyone.all_gather_bytes(message)
-
-    def new_wire(self) -> Wire:
-        return self._everyone.new_wire()
-
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._everyone.staging(numel, dtype, device)
-
-    def is_read(self, buffer: torch.Tensor) -> bool:
-        return self._everyone.is_read(buffer)
-
-    def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
-        self._everyone.set_phase(phase, location)
-
-    def end_warmup(self) -> None:
-        for group in (self._everyone, self.inner, self.outer):
-            group.end_warmup()
-
-    def reconnect(self, base: Any) -> None:
-        self._everyone.reconnect(base)  # first: the others are parts of it
-        self.inner.reconnect(None)
-        self.outer.reconnect(None)
-
-    def close(self) -> None:
-        for group in (self.outer, self.inner, self._everyone):
-            group.close()
+    def outer(self) -> Group:
+        return self._parts[1]
 
 
-def replicated(everyone: Group, shard_ranks: int, part: Callable[[Sequence[Sequence[int]]], Group]) -> Group:
-    """Makes every `shard_ranks` consecutive ranks of a group one that states are in shares of. `part` makes groups of parts of
-    its ranks, and returns the one that this rank is in. A collective."""
+def replicated(everyone: Group, shard_ranks: int, part: Part) -> Group:
+    """Makes every `shard_ranks` consecutive ranks of a group one that states are in shares of. A collective."""
     size = everyone.size
     if shard_ranks == size:
         return everyone
@@ -106,10 +56,11 @@ def replicated(everyone: Group, shard_ranks: int, part: Callable[[Sequence[Seque
     return HybridGroup(everyone, inner, outer)
 
 
-def agreed_shard_ranks(everyone: Group, wanted: int | str | None) -> int:
-    """Returns how many ranks states are in shares of, all for None. Raises on all ranks where that cannot be. A collective."""
+def agreed_shard_ranks(everyone: Group, wanted: int | str | None) -> tuple[int, list[str]]:
+    """Returns how many ranks states are in shares of, all for None, and the host of each rank. Raises on all ranks where that
+    cannot be. A collective."""
     told = [json.loads(text) for text in exchange_texts(everyone, json.dumps([wanted, socket.gethostname()]))]
-    size, (first, _) = everyone.size, told[0]
+    size, (first, _), hosts = everyone.size, told[0], [host for _, host in told]
     for rank, (theirs, _) in enumerate(told):
         if theirs != first:
             raise RanksDiffer(
@@ -117,24 +68,26 @@ def agreed_shard_ranks(everyone: Group, wanted: int | str | None) -> int:
                 "the same."
             )
     if wanted is None:
-        return size
+        return size, hosts
     if wanted == HOST:
-        return _ranks_of_a_host([host for _, host in told])
+        of_a_host = ranks_of_a_host(hosts)
+        if not of_a_host:
+            found = ", ".join(f"{len(list(run))} on {host}" for host, run in itertools.groupby(hosts))
+            raise ValueError(
+                f"Cannot shard with shard_ranks='host': in the order of ranks there are {found}. Start as many ranks on each "
+                "host, one host after the other, or give shard_ranks a number."
+            )
+        return of_a_host, hosts
     assert isinstance(wanted, int)
     if size % wanted:
         raise ValueError(
             f"Cannot shard with shard_ranks={wanted}: {size} ranks are not a multiple of it. Choose a divisor of {size}, or "
             "leave shard_ranks out."
         )
-    return wanted
+    return wanted, hosts
 
 
-def _ranks_of_a_host(hosts: Sequence[str]) -> int:
-    runs = [(host, len(list(run))) for host, run in itertools.groupby(hosts)]
-    if len(runs) > len(set(hosts)) or len({count for _, count in runs}) > 1:
-        found = ", ".join(f"{count} on {host}" for host, count in runs)
-        raise ValueError(
-            f"Cannot shard with shard_ranks='host': in the order of ranks there are {found}. Start as many ranks on each host, "
-            "one host after the other, or give shard_ranks a number."
-        )
-    return runs[0][1]
+def ranks_of_a_host(hosts: Sequence[str]) -> int:
+    """How many there are on each, by the hosts of ranks in their order; 0 where they are not as many, or not in line."""
+    runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
+    return runs[0] if len(runs) == len(set(hosts)) and len(set(runs)) == 1 else 0

@@ -19,7 +19,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from zero.comm.health.store import StoreClient
 from zero.comm.kept_groups import KeptGroups, Purpose
 from zero.comm.results import CompletedResult, SideBySide, SingleRankResult
 from zero.comm.torch_work import AllToAllReduce, CollectiveWork, TorchWire, bits, exit_all
-from zero.comm.torch_world import is_begun_here, is_up, new_group, ranks_of
+from zero.comm.torch_world import Wires, end_wires, is_begun_here, is_up, new_group, ranks_of
 from zero.errors import GroupLost
 
 # torch 2.13 has new names for these and warns of the old ones
@@ -42,7 +42,7 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()  # of the store, by the world it is of
-_kept: KeptGroups[tuple[_Wires, _Wires]] = KeptGroups()  # of sub-groups that were closed
+_kept: KeptGroups[tuple[Wires, Wires]] = KeptGroups()  # of sub-groups that were closed
 _free_wires: KeptGroups[Any] = KeptGroups()  # for messages of two ranks
 _FRAME_BYTES = 1024  # what nearly every message fits into, its length included
 _REMEDY = "Start the ranks again from a checkpoint, or where all of them are still there go on with rebuild()."
@@ -70,13 +70,6 @@ def _store_client() -> StoreClient:
     if dist.group.WORLD not in _clients:
         _clients[dist.group.WORLD] = StoreClient(dist.distributed_c10d._get_default_store())
     return _clients[dist.group.WORLD]
-
-
-class _Wires(NamedTuple):
-    """A process group for tensors, and one for host messages."""
-
-    tensors: Any
-    messages: Any
 
 
 class TorchGroup:
@@ -134,12 +127,18 @@ class TorchGroup:
         self._ranks = ranks
         self._connect()
 
-    def _new_wires(self, limits: TimeLimits) -> tuple[_Wires, _Wires]:
+    def _new_wires(self, limits: TimeLimits) -> tuple[Wires, Wires]:
         """Those for the first step, and those for later."""
-        patient = _Wires(self._new_group(self._backend, limits.first_s), self._new_group("gloo", limits.first_s))
+        patient = self._new_tensors(limits.first_s)
         # What a native backend has begun can be called off, and its groups are expensive: one serves for both.
-        tensors = self._new_group(self._backend, limits.later_s) if self._host_waits else patient.tensors
-        return patient, _Wires(tensors, self._new_group("gloo", limits.later_s))
+        prompt = self._new_tensors(limits.later_s) if self._host_waits else patient
+        return patient._replace(messages=self._new_group("gloo", limits.first_s)), prompt._replace(
+            messages=self._new_group("gloo", limits.later_s)
+        )
+
+    def _new_tensors(self, limit_s: float) -> Wires:
+        tensors = self._new_group(self._backend, limit_s)
+        return Wires(tensors, None, self._new_group("gloo", limit_s) if self.carries_host_tensors else tensors)
 
     def _new_group(self, backend: str, limit_s: float) -> Any:
         lists = [self._ranks] if self._is_local else self._all_parts
@@ -192,7 +191,8 @@ class TorchGroup:
         return CompletedResult(bucket) if self.size == 1 else SideBySide(self._exchange(bucket, bucket.dtype))
 
     def _exchange(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> AllToAllReduce:
-        return AllToAllReduce(self, partial(self._start, dist.all_to_all_single), bucket, sum_dtype)
+        both_ways = self._wires.back is not self._wires.tensors
+        return AllToAllReduce(self, partial(self._start, dist.all_to_all_single), bucket, sum_dtype, both_ways)
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
@@ -208,7 +208,7 @@ class TorchGroup:
             mine = bucket[self.rank * numel : (self.rank + 1) * numel]
             return CollectiveWork(self, [self._start(_gather_into, bucket, mine)], lambda: bucket)
         parts = zip(bucket.view(self.size, numel), self._ranks, strict=True)
-        works = [self._start(dist.broadcast, bits(part), src=rank) for part, rank in parts]
+        works = [self._start(dist.broadcast, bits(part), src=src, back=at % 2 == 1) for at, (part, src) in enumerate(parts)]
         return CollectiveWork(self, works, lambda: bucket)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
@@ -266,8 +266,9 @@ class TorchGroup:
         limit_s = self._limits.first_s if self._wires is self._patient else self._limits.later_s
         return self.guarded(lambda: call(limit_s, self._watch))
 
-    def _start(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        return self.guarded(lambda: collective(*arguments, group=self._wires.tensors, async_op=True, **options))
+    def _start(self, collective: Callable[..., Any], *arguments: Any, back: bool = False, **options: Any) -> Any:
+        wires = self._wires.back if back else self._wires.tensors
+        return self.guarded(lambda: collective(*arguments, group=wires, async_op=True, **options))
 
     def _in_turns(self, work: Any) -> None:
         """Waits, and looks every now and then whether another rank raised an alarm: of a rank that is lost only its neighbours
@@ -340,11 +341,5 @@ class TorchGroup:
         """Forgets the wires; what is returned ends them, unless they ended with the world."""
         is_over, wires, self._lost = self._is_over, [self._patient, self._prompt], self._lost or why
         self._world = None
-        self._patient = self._prompt = self._wires = _Wires(None, None)
-        return lambda: wires.clear() if is_over else _end(wires)
-
-
-def _end(wires: list[_Wires]) -> None:
-    for group in {id(group): group for pair in wires for group in pair if group is not None}.values():
-        dist.destroy_process_group(group)
-    wires.clear()
+        self._patient = self._prompt = self._wires = Wires(None, None, None)
+        return lambda: wires.clear() if is_over else end_wires(wires)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -39,28 +39,43 @@ class CollectiveWork:
         return self._finish()
 
 
+class _Move(NamedTuple):
+    """What comes from some ranks, while others are sent something."""
+
+    work: Any
+    come: torch.Tensor
+    place: torch.Tensor  # where it belongs
+    sent: torch.Tensor
+
+
 class AllToAllReduce(UnreducedResult):
     """What all ranks sent to this one, to be added. It takes the place of what this rank sent."""
 
-    def __init__(self, owner: Owner, exchange: Callable[..., Any], bucket: torch.Tensor, sum_dtype: torch.dtype) -> None:
+    def __init__(
+        self, owner: Owner, exchange: Callable[..., Any], bucket: torch.Tensor, sum_dtype: torch.dtype, both_ways: bool
+    ) -> None:
         super().__init__(sum_dtype)
-        self._owner, self._parts, size = owner, bucket.view(owner.size, -1), owner.size
-        # What is sent must lie side by side, so who is not the first or the last sends itself its own part too.
-        first, last = int(owner.rank == 0), size - int(owner.rank == size - 1)
-        self._sent = bits(self._parts[first:last].view(-1))
-        self._come = torch.empty_like(self._sent)
-        sizes = [self._sent.numel() // (last - first) if first <= rank < last else 0 for rank in range(size)]
-        self._work = exchange(self._come, self._sent, sizes, sizes)
+        self._owner, self._parts, rank, size = owner, bucket.view(owner.size, -1), owner.rank, owner.size
+        # What is sent must lie side by side, so in one go who is not the first or the last sends itself its own part too.
+        below, above, others = range(rank), range(rank + 1, size), range(int(rank == 0), size - int(rank == size - 1))
+        ways = [(above, below), (below, above)] if both_ways else [(others, others)]
+        self._moves = [self._begin(exchange, *way, back=bool(number)) for number, way in enumerate(ways)]
+
+    def _begin(self, exchange: Callable[..., Any], to: range, source: range, back: bool) -> _Move:
+        sent, place = (bits(self._parts[ranks.start : ranks.stop].view(-1)) for ranks in (to, source))
+        come, numel = torch.empty_like(place), bits(self._parts).shape[1]
+        sizes = [[numel * (rank in ranks) for rank in range(self._owner.size)] for ranks in (source, to)]
+        return _Move(exchange(come, sent, *sizes, back=back), come, place, sent)
 
     def done(self) -> bool:
-        return self._work is None or bool(self._work.is_completed())
+        return all(bool(move.work.is_completed()) for move in self._moves)
 
     def addends(self) -> Sequence[torch.Tensor]:
-        if self._work is not None:
-            self._owner.wait_for(self._work)
-            self._sent.copy_(self._come)
-            del self._come
-            self._work = None  # which keeps both
+        for move in self._moves:
+            self._owner.wait_for(move.work)
+        for move in self._moves:  # when all that was sent from there has gone
+            move.place.copy_(move.come)
+        self._moves.clear()
         return list(self._parts)
 
 

@@ -1,4 +1,10 @@
-"""The world of torch.distributed: its beginning, and which of its ranks were given."""
+"""The world of torch.distributed: its beginning, which of its ranks were given, and process groups of them.
+
+[Note: both ways] Gloo sends nothing before the receiver has said that it has a place for it, and it says so on the connection
+on which it sends to that rank: behind all that it is sending there. So a rank that comes late to a collective sends first and
+receives when that has gone, and a link carries one direction at a time. On gloo tensors have two groups, so two connections
+between two ranks: what goes to higher ranks takes one, what goes to lower ones the other. Broadcasts take them in turns.
+"""
 
 from __future__ import annotations
 
@@ -76,3 +82,17 @@ def begin_world(backend: str, limit_s: float) -> None:
 def is_begun_here() -> bool:
     """Whether the world is one that this process began, and not the user."""
     return _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD
+
+
+class Wires(NamedTuple):
+    """A process group for tensors, one for host messages, one for tensors that go the other way; see [Note: both ways]."""
+
+    tensors: Any
+    messages: Any
+    back: Any
+
+
+def end_wires(wires: list[Wires]) -> None:
+    for group in {id(group): group for them in wires for group in them if group is not None}.values():
+        dist.destroy_process_group(group)
+    wires.clear()

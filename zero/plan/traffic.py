@@ -9,14 +9,14 @@ from zero.plan.stages import stage_of
 
 # Large enough that a collective is worth its latency, small enough that a few in flight do not matter beside the model.
 DEFAULT_BUCKET_BYTES = 16 * 2**20
-_LEAST_ON_NETWORK = 2**20
+_LEAST_ON_NETWORK = 3 * 2**20  # each costs a millisecond or more of two processors
 _LEAST_OF_A_RANK = 2**18  # which a delay of five microseconds is nothing to
-_NUM_ON_NETWORK = 32
+_NUM_ON_NETWORK = 64
 
 
 def default_bucket_bytes(weight_bytes: int, world: int, on_network: bool) -> int:
     """What `bucket_bytes="auto"` is, for host tensors that go over a network or others. What is sent first waits for a bucket
-    of gradients, and what is sent last for a bucket of the step: over a network there are at least 32 to hide the rest."""
+    of gradients, and what is sent last for a bucket of the step: over a network buckets are smaller, to hide the rest."""
     if not on_network:
         return DEFAULT_BUCKET_BYTES
     least = max(_LEAST_ON_NETWORK, world * _LEAST_OF_A_RANK)

@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 import accelerators
 from tests import ranks
-from zero.comm import torch_group
+from zero.comm import torch_group, torch_world
 from zero.comm.connect import connect
 from zero.comm.exchange import exchange_about, exchange_texts, run_on_all
 from zero.comm.group import TimeLimits
 from zero.comm.health.monitor import RankMonitor
 from zero.comm.loopback import loopback, run_ranks, solo
 from zero.comm.results import sum_in_rank_order
+from zero.comm.torch_world import Wires, end_wires
 from zero.errors import GroupLost, RankFailed, RanksDiffer
 
 both_wires = pytest.mark.parametrize("shared", [False, True], ids=["sockets", "shared memory"])
@@ -311,8 +312,8 @@ def test_something_that_is_no_group_is_refused():
 
 def test_wires_that_were_given_up_before_end_no_world_of_the_users(monkeypatch):
     ended = []
-    monkeypatch.setattr(torch_group.dist, "destroy_process_group", ended.append)
-    torch_group._end([torch_group._Wires(None, None), torch_group._Wires("tensors", None)])
+    monkeypatch.setattr(torch_world.dist, "destroy_process_group", ended.append)
+    end_wires([Wires(None, None, None), Wires("tensors", None, "tensors")])
     assert ended == ["tensors"]  # and not None, which means the world
 
 
