@@ -49,6 +49,7 @@ def _after_texts(body: Sequence[ast.stmt]) -> int:
 
 # In the processes that run the library ----------------------------------------------------------------------------------
 
+_open, _write, _close = os.open, os.write, os.close  # tests put others there
 _noted: set[tuple[bytes, str]] = set()
 _current: mmap.mmap | None = None
 
@@ -64,9 +65,9 @@ def note(function: str) -> None:
         _noted.add(at)
         line = f"{int.from_bytes(at[0], 'little')} {function}\n"
         with contextlib.suppress(OSError):  # a test may have taken from its process what this needs
-            file = os.open(_folder() / "noted", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            os.write(file, line.encode())  # a short one is written whole, also where others write
-            os.close(file)
+            file = _open(_folder() / "noted", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            _write(file, line.encode())  # a short one is written whole, also where others write
+            _close(file)
 
 
 # In pytest --------------------------------------------------------------------------------------------------------------
