@@ -85,6 +85,10 @@ WAITS = {
 CLASSES = (HostCopy, HostHome, Homes, GradientShard, Masters, Staging, StateOffloader)
 
 
+# Weights in shares alone need it: test_sharded_weights_memory.py shows that, where nothing else has made the host wait.
+ELSEWHERE = {HostHome.finish_reads.__name__}
+
+
 def is_wait(owner, statement):
     """Of those for copies: that a borrower of staging waits for the stream of the one before it has nothing to do with them."""
     call = statement.value if isinstance(statement, ast.Expr) else None
@@ -96,7 +100,7 @@ def is_wait(owner, statement):
 def methods():
     for owner in CLASSES:
         for name, member in vars(owner).items():
-            if inspect.isfunction(member):
+            if inspect.isfunction(member) and name not in ELSEWHERE:
                 yield owner, name, ast.parse(textwrap.dedent(inspect.getsource(member)))
 
 
