@@ -11,7 +11,7 @@ from zero.plan.stages import stage_of
 DEFAULT_BUCKET_BYTES = 16 * 2**20
 _LEAST_ON_NETWORK = 3 * 2**20  # each costs a millisecond or more of two processors
 _LEAST_OF_A_RANK = 2**18  # which a delay of five microseconds is nothing to
-_NUM_ON_NETWORK = 64
+_NUM_ON_NETWORK = 16
 
 
 def default_bucket_bytes(weight_bytes: int, world: int, on_network: bool) -> int:

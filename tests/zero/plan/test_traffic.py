@@ -30,7 +30,7 @@ def sent(entries, world):
     return total, passes
 
 
-SIZES = [(2**40, 2, False, 16), (0, 2, False, 16), (2**40, 2, True, 16), (2**28, 2, True, 4), (0, 2, True, 3), (0, 16, True, 4)]
+SIZES = [(2**40, 2, False, 16), (0, 2, False, 16), (2**40, 2, True, 16), (2**27, 2, True, 8), (0, 2, True, 3), (0, 16, True, 4)]
 
 
 @pytest.mark.parametrize(("weight_bytes", "world", "on_network", "mib"), SIZES)
