@@ -142,7 +142,7 @@ class Reach:
 
     def of(self, definition: str, module: str) -> list[str]:
         """The tests that run a function or anything of a class or a module, the quickest first. What no function of a class
-        stands for is run by whoever runs anything of its module."""
+        stands for is run by all that run anything of its module."""
         for name in (definition, module):
             found = {test for function, tests in self.ran.items() if f"{function}.".startswith(f"{name}.") for test in tests}
             if found or definition in self.ran:

@@ -39,7 +39,7 @@ DONE = Done()
 
 
 class Stored(Protocol):
-    """The entry of what lives in a home. Whoever stored it keeps the entry, and reads and writes by it."""
+    """The entry of what lives in a home. Who stored it keeps the entry, and reads and writes by it."""
 
     values: torch.Tensor  # memory of the home, or what stands for values on a disk
 
