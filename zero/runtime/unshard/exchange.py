@@ -209,7 +209,7 @@ class ShardedChunk(GatheredChunk):
     ) -> None:
         super().__init__(exchange.cache, numel, dtype)
         self._shares = shares
-        self.common = common  # the whole chunk, in memory that all ranks see
+        self.common = common  # the whole chunk, in memory that all ranks see, or of a rank alone
         self._exchange = exchange
 
     @property

@@ -40,7 +40,7 @@ class ShardedWeights:
         self._unwritten: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # plain tensors, and their first version
         self._unwritten_buffers: Callable[[], list[str]] = list
         self._shares: dict[int, Share] = {}  # by bucket
-        self._common: dict[int, torch.Tensor] = {}  # memory of chunks that all ranks see, or that is all of a rank alone
+        self._common: dict[int, torch.Tensor] = {}  # of chunks to be filled: memory for all of their shares
 
     # what is kept ------------------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class ShardedWeights:
         if self.layout_ref.layout.chunks[chunk].is_kept:
             return self._kept.fill(chunk, source, device, given)
         layout, dtype = self.layout_ref.layout, DTYPES[self.layout_ref.layout.chunks[chunk].dtype]
-        common = self._common[chunk].view(dtype) if chunk in self._common else None
+        common = self._common.pop(chunk).view(dtype) if chunk in self._common else None
         with torch.inference_mode(False):  # steps will change it
             for index in layout.buckets_in(chunk):
                 bucket = layout.buckets[index]
@@ -214,7 +214,7 @@ class ShardedWeights:
     def share_moves(self, moved: Moved) -> Iterator[Move]:
         for chunk in self.chunks:
             there = [index for index in self.layout_ref.layout.buckets_in(chunk) if not self._shares[index].memory.is_cpu]
-            if there and self.exchange.is_alone and chunk in self._common:
+            if there and self.exchange.is_alone and self.chunks[chunk].common is not None:
                 yield partial(self._move_all, chunk, moved)
             else:
                 yield from (partial(self._move_share, self._shares[index], moved) for index in there)
@@ -237,7 +237,7 @@ class ShardedWeights:
         self.exchange.cache.release_memory()
         common = self.chunks[chunk].common
         assert common is not None
-        self._common[chunk] = self.chunks[chunk].common = common = moved(common, home)
+        self.chunks[chunk].common = common = moved(common, home)
         for index in self.layout_ref.layout.buckets_in(chunk):
             share = self._shares[index]
             share.memory, share.is_renewed = common[share.own.start : share.own.stop], True
