@@ -8,7 +8,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from accelerators.backends.cuda import CudaAccelerator
 from accelerators.simulated import SimulatedAccelerator
+from accelerators.staged import backend as staged
 
 _lacking = SimulatedAccelerator().unavailable_reason()
 needs_sim = pytest.mark.skipif(_lacking is not None, reason=str(_lacking))
@@ -17,6 +19,15 @@ _has_compiler = any(map(shutil.which, ("g++", "clang++", "c++")))
 needs_compiler = pytest.mark.skipif(not _has_compiler, reason="there is no C++ compiler here, which the compiled step needs")
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files and a table of a process's pages")
 needs_muon = pytest.mark.skipif("Muon" not in vars(torch.optim), reason="torch has a Muon from 2.9 on")
+
+
+class CudaThroughHost(CudaAccelerator):
+    """CUDA with collectives through the host: NCCL refuses two ranks on one device."""
+
+    @property
+    def communication_backend(self):
+        staged.serve(self)
+        return staged.NAME
 
 
 def has_package(name):

@@ -54,6 +54,7 @@ FURTHER = {
 }
 SEED = 20260801
 APART = "cpu:apart"  # a device of no axis: the host, where ranks share no memory
+CUDA, CUDA_THROUGH_HOST = "cuda", "cuda:staged"  # two more: a GPU, with collectives of its own and with those through the host
 TRIES = 60  # points looked at for each one that is chosen
 
 # Elements of a bucket: fewer than most parameters have, and more than any model of the zoo has.
@@ -214,6 +215,24 @@ def simulated_replicas(every: int = 101) -> list[Point]:
             (1, 2, 3), (2, 4), ("bf16", "fp32"), ("sim", "sim:random"), ("none", "half", "all")
         )
         if "many" not in CASES[case].tags
+    ]
+    return [point for point in points if can_be(point)][::every]
+
+
+def on_cuda(every: int = 31) -> list[Point]:
+    """Points on a GPU at all stages with all homes, every so many of them: on one rank, and on two that share it."""
+    points = [
+        Point(stage, world, dtype, bucket, entry, device, case, offload)
+        for case in CASES
+        for (world, device), stage, dtype, bucket, entry, offload in itertools.product(
+            ((1, CUDA), (2, CUDA_THROUGH_HOST)),
+            (0, 1, 2, 3),
+            ("fp32", "bf16", "fp16"),
+            ("tiny", "huge"),
+            ("plain", "engine"),
+            ("none", "half", "all"),
+        )
+        if bucket == "huge" or "many" not in CASES[case].tags
     ]
     return [point for point in points if can_be(point)][::every]
 

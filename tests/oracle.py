@@ -79,13 +79,14 @@ def reference(
     loss_scale: DynamicScale | StaticScale | None = None,
     backwards_order: bool = False,
     divide_late: bool = True,
+    device: str = "cpu",
 ) -> list[Trace]:
     """What each of `world` ranks must have after each window of the case.
 
     backwards_order and divide_late change the order of the arithmetic, and with it the rounding, but not the meaning: a case
     whose result depends on them would judge the order of somebody's sums and not their correctness.
     """
-    replicas = [_Replica(case, rank, dtype, loss_scale) for rank in range(world)]
+    replicas = [_Replica(case, rank, dtype, loss_scale, device) for rank in range(world)]
     traces = [Trace(rank, world) for rank in range(world)]
     for number in range(case.steps):
         windows = [case.script(r.model, r.optimizer, r.rank, world, number) for r in replicas]
@@ -99,7 +100,7 @@ def reference(
             grads = _settle(replicas, case.reduce, loss_scale, backwards_order, divide_late)
         for replica, trace, (_, observed) in zip(replicas, traces, reached, strict=True):
             replica.publish()
-            step = Step(weights_of(replica.model), copied(observed), grads, replica.masters_by_name())
+            step = Step(weights_of(replica.model), copied(observed), copied(grads), copied(replica.masters_by_name()))
             step.loss_scale = None if loss_scale is None else loss_scale.scale
             trace.steps.append(step)
         _check_that_copies_agree(case, number, traces)
@@ -126,9 +127,12 @@ def _check_that_copies_agree(case: CaseLike, number: int, traces: Sequence[Trace
 class _Replica:
     """One rank's plain model and plain optimizer, and its gradient as far as torch does not keep it in `.grad`."""
 
-    def __init__(self, case: CaseLike, rank: int, dtype: str, loss_scale: DynamicScale | StaticScale | None) -> None:
+    def __init__(
+        self, case: CaseLike, rank: int, dtype: str, loss_scale: DynamicScale | StaticScale | None, device: str
+    ) -> None:
         self.rank = rank
-        self.model = case.build()
+        with torch.device(device):
+            self.model = case.build()
         self.optimizer = case.optimizer(self.model)
         self._masters: dict[nn.Parameter, Tensor] = {}
         self._low: dict[nn.Parameter, torch.dtype] = {}

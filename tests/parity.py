@@ -32,7 +32,9 @@ from typing import Any
 import pytest
 import torch
 
+from accelerators.backends.cuda import CudaAccelerator
 from tests import grid, oracle, ranks
+from tests.devices import CudaThroughHost
 from tests.entries import Driven, config_of
 from tests.grid import Point
 from tests.oracle import LOW, Trace, train
@@ -168,6 +170,12 @@ def _device(name: str) -> Iterator[str]:
         with all_sums_deferred():
             yield "cpu"
         return
+    if name in (grid.CUDA, grid.CUDA_THROUGH_HOST):
+        with pytest.MonkeyPatch.context() as patched:
+            if name == grid.CUDA_THROUGH_HOST:
+                patched.setattr(CudaAccelerator, "communication_backend", CudaThroughHost.communication_backend)
+            yield "cuda:0"
+        return
     from accelerators import simulated
 
     simulated.bring_up()
@@ -213,9 +221,9 @@ class Failures(dict[Point, str]):
 
 def carry(points: Iterable[Point], *, loopback: bool = False) -> Iterator[tuple[Point, Carried]]:
     """What each point gave, in an order that suits the carrier and the oracle."""
-    groups: dict[tuple[bool, int], list[Point]] = {}
+    groups: dict[tuple[str, int], list[Point]] = {}
     for point in points:
-        groups.setdefault((_is_simulated(point), 0 if loopback else point.world), []).append(point)
+        groups.setdefault((_pool_of(point), 0 if loopback else point.world), []).append(point)
     chunks = []
     for _, members in sorted(groups.items()):
         members.sort(key=lambda point: (point.case, point.world, point.dtype, point.entry, str(point)))
@@ -236,18 +244,19 @@ def carry(points: Iterable[Point], *, loopback: bool = False) -> Iterator[tuple[
                 future.cancel()
 
 
-def _is_simulated(point: Point) -> bool:
-    """It has processes of its own: torch counts devices at the first backward, so one that comes up later has none."""
-    return point.device not in ("cpu", grid.APART, WAITING)
+def _pool_of(point: Point) -> str:
+    """A device has processes of its own: torch counts devices at the first backward, so one that comes up later has none."""
+    name = point.device.partition(":")[0].partition("-")[0]
+    return "" if name == "cpu" else name
 
 
 def _over_processes(chunk: list[Point]) -> list[Carried]:
     found: list[Carried] = []
-    simulated = _is_simulated(chunk[0])
+    pool = _pool_of(chunk[0])
     while len(found) < len(chunk):
         rest = chunk[len(found) :]
         limit = CALL_TIME_LIMIT_S + sum(max(5.0, grid.cost(point) / 10) for point in rest)
-        outcomes = ranks.outcomes(rest[0].world, train_points, rest, timeout=limit, apart="sim" if simulated else "")
+        outcomes = ranks.outcomes(rest[0].world, train_points, rest, timeout=limit, apart=pool)
         if not all(outcome.ok for outcome in outcomes):
             raised = [one for outcome in outcomes if outcome.ok for one in outcome.value if isinstance(one, str)]
             found.append("\n".join([ranks.describe(outcomes), *raised]))  # who raised returned, and left the others waiting
@@ -255,8 +264,8 @@ def _over_processes(chunk: list[Point]) -> list[Carried]:
         for each in zip(*(outcome.value for outcome in outcomes), strict=False):
             wrong = [f"rank {rank}: {one}" for rank, one in enumerate(each) if isinstance(one, str)]
             found.append("\n".join(wrong) if wrong else list(each))
-        if simulated and isinstance(found[-1], str):
-            ranks.close("sim")  # what a failed point left undone on its device would be the next one's
+        if pool and isinstance(found[-1], str):
+            ranks.close(pool)  # what a failed point left undone on its device would be the next one's
     return found
 
 
@@ -336,9 +345,10 @@ _expected: dict[str, list[Trace]] = {}
 
 def expected(point: Point) -> list[Trace]:
     """What the oracle says; the last few answers are remembered, since many points that follow each other share one."""
-    key = f"{point.case} {point.world} {point.dtype} {point.loss_scale()}"
+    device = "cuda" if _pool_of(point) == "cuda" else "cpu"  # the simulated device computes as the host does
+    key = f"{point.case} {point.world} {point.dtype} {point.loss_scale()} {device}"
     if key not in _expected:
-        traces = oracle.reference(case_of(point), point.world, point.dtype, loss_scale=point.loss_scale())
+        traces = oracle.reference(case_of(point), point.world, point.dtype, loss_scale=point.loss_scale(), device=device)
         for trace in traces:
             for step in trace.steps:
                 step.masters = {name: _adopted(master, step.weights[name]) for name, master in step.masters.items()}

@@ -4,6 +4,7 @@ import pytest
 
 from accelerators.backends.cuda import CudaAccelerator
 from accelerators.testing import AcceleratorContract
+from tests.devices import CudaThroughHost
 
 if reason := CudaAccelerator().unavailable_reason():
     pytest.skip(reason, allow_module_level=True)
@@ -13,3 +14,8 @@ if reason := CudaAccelerator().unavailable_reason():
 @pytest.mark.promise("D07", "M10", "X05", "X06", "X16", "X17")
 class TestCuda(AcceleratorContract):
     accelerator = CudaAccelerator
+
+
+@pytest.mark.cuda
+class TestCudaThroughHost(AcceleratorContract):
+    accelerator = CudaThroughHost

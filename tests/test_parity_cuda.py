@@ -1,0 +1,19 @@
+"""Sharded training on a GPU equals plain torch on the same GPU: one rank, and two that share it."""
+
+import pytest
+
+from tests import grid, parity
+from tests.devices import CudaAccelerator
+
+if reason := CudaAccelerator().unavailable_reason():
+    pytest.skip(reason, allow_module_level=True)
+
+PARTS = 8
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_gpu_equals_the_oracle(part):
+    failures = parity.run(grid.on_cuda()[part::PARTS])
+    assert not failures, str(failures)
