@@ -334,7 +334,9 @@ def judge(point: Point, carried: Carried) -> str | None:
         return carried
     try:
         case = case_of(point)
-        oracle.compare(carried, expected(point), exact=case.is_exact(point.dtype, point.world), state=True)
+        # A GPU rounds a step otherwise than its host does.
+        exact = case.is_exact(point.dtype, point.world) and (_pool_of(point) != "cuda" or point.offload == "none")
+        oracle.compare(carried, expected(point), exact=exact, state=True)
     except AssertionError as error:
         return str(error)
     return None

@@ -16,7 +16,7 @@ from zero.memory.weak import weakly
 from zero.memory.weights import Weights
 from zero.plan.layout import Block, Piece
 
-_LEAST_NUMEL, _LEAST_NUMEL_ON_HOST = 2**16, 2**18  # of what is compared at a time: on the host each call costs more
+_LEAST_NUMEL = 2**18  # of what is compared at a time
 _MOST_ON_THE_WAY = 2  # buckets that travel back to the device while the next one is stepped
 
 
@@ -217,19 +217,20 @@ class Masters:
 def adopt(weights: torch.Tensor, masters: torch.Tensor) -> bool:
     """Masters become what their weights are, wherever these are not their rounded values. Whether that may be anywhere."""
     changed = False
-    # a part at a time, since what this needs beside the two is several times the weights
-    numel = max(_LEAST_NUMEL_ON_HOST if masters.is_cpu else _LEAST_NUMEL, masters.numel() // 16)
+    # a part at a time, since what this needs beside the two is several times the weights; on a device each call costs more, and
+    # a quarter needs less than the optimizer does afterwards
+    numel = max(_LEAST_NUMEL, masters.numel() // (16 if masters.is_cpu else 4))
     for weight, master in zip(torch.split(weights, numel), torch.split(masters, numel), strict=True):
         if master.is_cpu and same_bits(weight, master.to(weight.dtype, copy=True)):
             continue  # as nearly always; a device is not asked, since its answer would have to be waited for
-        master.copy_(exact(weight, master))
+        exact(weight, master, out=master)
         changed = True
     return changed
 
 
-def exact(weights: torch.Tensor, masters: torch.Tensor) -> torch.Tensor:
+def exact(weights: torch.Tensor, masters: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """The exact values of weights: their masters, except where a weight is not its master's rounded value."""
-    return torch.where(weights != masters.to(weights.dtype), weights.to(masters.dtype), masters)
+    return torch.where(weights != masters.to(weights.dtype), weights.to(masters.dtype), masters, out=out)
 
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -42,7 +42,7 @@ class FusedAdam:
             if scratch is not None:
                 rounds_to = scratch[: master.numel()].copy_(master)
                 if not same_bits(olds[number], rounds_to):
-                    master.copy_(exact(olds[number], master))
+                    exact(olds[number], master, out=master)
             slope = slopes[: master.numel()]
             add_scaled(add_stretch, [own[number] for own in rows], slope, gradient.factors)
             kernel(torch.split(slope, stretches[number].sizes)[1::2], stretches[number].cut_out(tensors))

@@ -22,6 +22,7 @@ from zero.runtime.params.table import Params
 from zero.runtime.profiling import Timed, stop
 
 _MOST_NAMES = 5  # of parameters in an error
+_MOST_TOGETHER = 2**26  # elements that one call of a fused kernel steps: some milliseconds, in which nothing is sent
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,25 @@ class Updater(Timed):
         index, groups = self._params.index, self._inner.param_groups
         held = [((number, at), id(p)) for number, group in enumerate(groups) for at, p in enumerate(group["params"])]
         self._places = {index[param]: place for place, param in held if param in index}
-        if steps_by_blocks(self._inner):
-            return [(block,) for block in blocks]
-        return [blocks]
+        if not steps_by_blocks(self._inner):
+            return [blocks]
+        is_fused = all(group.get("fused") for group in groups)
+        return self._together(blocks) if is_fused else [(block,) for block in blocks]
+
+    def _together(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
+        """What a fused kernel steps at a time: on a device many blocks, as it needs no memory for them and each call costs."""
+        batches: list[list[Block]] = []
+        room, homes = 0, self._masters.shard.homes
+        for block in blocks:
+            numel, home = block.span.numel, self._masters.shard.home_of(block.bucket)
+            is_on_device = home is homes.device and home is not homes.host
+            if is_on_device and numel <= room:
+                batches[-1].append(block)
+                room -= numel
+            else:
+                batches.append([block])
+                room = _MOST_TOGETHER - numel if is_on_device else 0
+        return [*batches]
 
     @stop("step")
     def begin(self, batches: Iterable[Sequence[Block]], used: int) -> None:

@@ -1,0 +1,60 @@
+"""A fused kernel steps many buckets of a device at a time, to the bits of one after the other."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from accelerators.backends.cuda import CudaAccelerator
+from tests.devices import needs_sim
+from tests.promises.offloads import bits, difference, on_device, send
+from zero.optim.lion import Lion
+from zero.runtime.step import updater
+
+_reason = CudaAccelerator().unavailable_reason()
+needs_cuda = (pytest.mark.cuda, pytest.mark.skipif(_reason is not None, reason=str(_reason)))
+
+
+def fused_adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
+
+
+def lion_called_fused(model):
+    """The simulated device has no fused kernel. This step takes no notice of the word."""
+    optimizer = Lion(model.parameters(), lr=0.02)
+    optimizer.param_groups[0]["fused"] = True
+    return optimizer
+
+
+def steps(most, model, optimizer, rank):
+    """Bits after some steps, and how many blocks each call of the step had."""
+    numbers, step = [], updater.Updater._step_inner
+
+    def counted(self, batch, used):
+        numbers.append(len(batch))
+        step(self, batch, used)
+
+    with mock.patch.object(updater, "_MOST_TOGETHER", most), mock.patch.object(updater.Updater, "_step_inner", counted):
+        for number in range(3):
+            send(model, optimizer, rank, number)
+            optimizer.step()
+            optimizer.zero_grad()
+    return bits(model, optimizer), numbers
+
+
+@pytest.mark.parametrize(
+    ("device", "make"),
+    [pytest.param("sim", lion_called_fused, marks=needs_sim), pytest.param("cuda", fused_adamw, marks=needs_cuda)],
+)
+@pytest.mark.parametrize("offload", [None, {"ratio": 0.5}])
+def test_many_buckets_at_a_time_have_the_bits_of_one_after_the_other(device, make, offload):
+    points = [
+        {"stage": stage, "dtype": dtype, "clip": 0.5, "make": make, "offload": offload}
+        for stage in (1, 2, 3)
+        for dtype in ("bfloat16", None)
+    ]
+    [one_by_one], [some], [all_] = (on_device(device, 1, partial(steps, most), points) for most in (0, 70, 2**26))
+    for (expected, ones), (of_some, few), (of_all, most) in zip(one_by_one, some, all_, strict=True):
+        assert difference(of_some, expected) is None and difference(of_all, expected) is None
+        assert set(ones) == {1} and len(most) <= len(few) <= len(ones) > len(most) and sum(most) == sum(few) == sum(ones)
