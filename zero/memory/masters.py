@@ -16,7 +16,6 @@ from zero.memory.weak import weakly
 from zero.memory.weights import Weights
 from zero.plan.layout import Block, Piece
 
-_LEAST_NUMEL = 2**18  # of what is compared at a time
 _MOST_ON_THE_WAY = 2  # buckets that travel back to the device while the next one is stepped
 
 
@@ -217,9 +216,9 @@ class Masters:
 def adopt(weights: torch.Tensor, masters: torch.Tensor) -> bool:
     """Masters become what their weights are, wherever these are not their rounded values. Whether that may be anywhere."""
     changed = False
-    # a part at a time, since what this needs beside the two is several times the weights; on a device each call costs more, and
-    # a quarter needs less than the optimizer does afterwards
-    numel = max(_LEAST_NUMEL, masters.numel() // (16 if masters.is_cpu else 4))
+    # A part at a time, since what this needs beside the two is several times the weights. On a device each call costs more, and
+    # a half needs less than the optimizer does afterwards.
+    numel = max(2**18, masters.numel() // 16) if masters.is_cpu else max(2**16, masters.numel() // 2)
     for weight, master in zip(torch.split(weights, numel), torch.split(masters, numel), strict=True):
         if master.is_cpu and same_bits(weight, master.to(weight.dtype, copy=True)):
             continue  # as nearly always; a device is not asked, since its answer would have to be waited for

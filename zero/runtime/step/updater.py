@@ -194,10 +194,10 @@ class Updater(Timed):
         """torch leaves a parameter without gradient alone, and its state."""
         fed: list[tuple[tuple[int, int], nn.Parameter]] = []
         for block in batch:
+            sums = self._grad_ops.shard.sum_of(block.bucket)
             for piece, master in self._masters.in_block(block):
                 if used >> piece.param & 1 and piece.param in self._places:
-                    line = self._grad_ops.shard.sum_of(piece.bucket)[piece.in_share.start : piece.in_share.stop]
-                    master.grad = self._masters.shaped(piece, line)
+                    master.grad = self._masters.shaped(piece, sums[piece.in_share.start : piece.in_share.stop])
                     fed.append((self._places[piece.param], master))
         fed.sort(key=lambda member: member[0])
         try:
