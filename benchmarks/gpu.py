@@ -165,7 +165,7 @@ def serve(way: str, options: argparse.Namespace) -> None:
         from zero.plan.budget import budget_of
 
         step, optimizer = ours(model, way, options.bucket)
-        budget = budget_of(optimizer.parts.layout_ref.layout, num_backwards=1)
+        budget = budget_of(optimizer.sharding.layout_ref.layout, num_backwards=1)
         predicted = {"states": budget.states, "peak": budget.peak, "host": budget.host_peak}
     rows = [batch(options, 0, number).to(device.device()) for number in range(4)]
     for number in range(WARM_UP):

@@ -50,7 +50,7 @@ class Training:
     @property
     def moved(self) -> int:
         """Bytes that were read and written so far."""
-        disks = self.optimizer.parts.masters.shard.homes.disks.values()
+        disks = self.optimizer.sharding.masters.shard.homes.disks.values()
         return sum(disk.file.num_read + disk.file.num_written for disk in disks)
 
 
@@ -106,7 +106,7 @@ def main() -> None:
     times: dict[str, list[float]] = {"streamed": [], "in memory": [], "threads": []}
     times["streamed"].append(streamed.step())
     moved = streamed.moved - before
-    layout = streamed.optimizer.parts.layout_ref.layout
+    layout = streamed.optimizer.sharding.layout_ref.layout
     stretch = LINES * ITEM * max(bucket.share_numel for bucket in layout.buckets)
     threads = Threads(args.directory, moved // 2, stretch, int(pace.threads), int(pace.piece_bytes))
     for _ in range(args.rounds):

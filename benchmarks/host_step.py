@@ -47,7 +47,7 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
     for param in model:  # one ordinary window, so that everything is there
         param.sum().backward()
     optimizer.step()
-    parts, used = optimizer.parts, optimizer.parts.window.used
+    parts, used = optimizer.sharding, optimizer.sharding.window.used
     reducer, numels = parts.window.reducer, [bucket.span.numel for bucket in parts.layout_ref.layout.buckets]
     parts.window.grad_ops.clear()
     buffers = [reducer.staging.borrow(numel, torch.bfloat16).normal_() for numel in numels]
@@ -63,8 +63,8 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
 
     @torch.no_grad()
     def step() -> None:
-        optimizer.parts.window.phase = Phase.SETTLED
-        update(optimizer.parts, used, CLIP)  # and so it is kept
+        optimizer.sharding.window.phase = Phase.SETTLED
+        update(optimizer.sharding, used, CLIP)  # and so it is kept
 
     yield land
     yield step

@@ -55,7 +55,7 @@ def ours(device: Accelerator, num_params: int, offload: str | None, kernels: str
     for param in model:  # one ordinary window, so that everything is there
         param.sum().backward()
     optimizer.step()
-    parts, used = optimizer.parts, optimizer.parts.window.used
+    parts, used = optimizer.sharding, optimizer.sharding.window.used
     shard, layout = parts.window.grad_ops.shard, parts.layout_ref.layout
     arrived = [torch.randn(bucket.span.numel, device=device.device()).bfloat16() for bucket in layout.buckets]
 

@@ -126,7 +126,7 @@ def run_rank(rank, world, seed, shared_memory):
     options = {"bucket_bytes": 160, "gathered_bytes": random.Random(f"{seed} budget").choice((0, 400, "all"))}
     limits = {"timeout_s": LIMIT_S, "first_step_timeout_s": 60.0}
     optimizer = zero.shard(model, inner, stage=3, reduce="sum", shared_memory=shared_memory, **options, **limits)
-    optimizer.parts.placer.weights.exchange.cache.poison = True  # a stale read is NaN
+    optimizer.sharding.placer.weights.exchange.cache.poison = True  # a stale read is NaN
     reader = Reader(model)
     for step in range(STEPS):
         for what, first, second in window_of(seed, rank, step):

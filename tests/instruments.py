@@ -167,7 +167,7 @@ def poison() -> Iterator[list[Any]]:
 
 def poison_padding(optimizer: Any) -> int:
     """Fills what lies between the slots of the flat weights with NaN; returns how many elements that were."""
-    layout, chunks = optimizer.parts.layout_ref.layout, optimizer.parts.publisher._weights.chunks
+    layout, chunks = optimizer.sharding.layout_ref.layout, optimizer.sharding.publisher._weights.chunks
     filled = 0
     with torch.no_grad():
         for bucket, gaps in zip(layout.buckets, layout.gaps, strict=True):

@@ -100,7 +100,7 @@ def train_point(point: Point, rank: int, group: Any = None) -> Trace:
 
 
 def _look(point: Point, optimizer: ShardedOptimizer) -> dict[str, Any]:
-    weights = dict(zip(optimizer.parts.params.names, optimizer.parts.params.tensors, strict=True))
+    weights = dict(zip(optimizer.sharding.params.names, optimizer.sharding.params.tensors, strict=True))
     masters = {name: _adopted(master, weights[name].detach().cpu()) for name, master in _masters_of(optimizer).items()}
     scale = optimizer.loss_scale if point.loss_scale() is not None else None
     return {"masters": masters, "loss_scale": None if scale is None else scale.value}
@@ -108,7 +108,7 @@ def _look(point: Point, optimizer: ShardedOptimizer) -> dict[str, Any]:
 
 def _masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     """What is stored in less than fp32, whole; in one exchange, as some models have a thousand parameters."""
-    parts, own = optimizer.parts, []
+    parts, own = optimizer.sharding, []
     narrow = [index for index, param in enumerate(parts.params.tensors) if param.dtype in LOW]
     laid_out = [index for index in narrow if parts.layout_ref.layout.slots[index] is not None]
     for index in laid_out:
@@ -132,7 +132,7 @@ def _exchange(group: Group, message: bytes) -> list[bytes]:
 
 def _state_of(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
     """The optimizer's state by name: all of it, or a tenth where there are a thousand parameters, each with its collectives."""
-    params = optimizer.parts.params
+    params = optimizer.sharding.params
     if len(params.names) <= FEW_PARAMETERS:
         state: dict[str, dict[str, Any]] = optimizer.state_dict()["state"]
     else:

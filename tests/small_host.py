@@ -130,7 +130,7 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
     if rank == 0:
         zero.export(f"{folder}/saved", f"{folder}/model.safetensors")
     times["export"] = time.perf_counter() - began
-    layout, moments = optimizer.parts.layout_ref.layout, num_moments(optimizer.inner)
+    layout, moments = optimizer.sharding.layout_ref.layout, num_moments(optimizer.inner)
     budget = budget_of(layout, rank, moments, 1, num_ranks=world, shards_weights=True, on_host=True, one_host=True)
     told = {
         "rank": rank, "losses": losses, "before": before, "peak": peak.bytes - before, "trained": trained,

@@ -93,7 +93,7 @@ def everything(optimizer: ShardedOptimizer) -> dict[str, Any]:
     state = optimizer.state_dict()
     model = {name: tensor.detach().cpu().clone() for name, tensor in optimizer.model.state_dict().items()}
     masters = {name: tensor.cpu() for name, tensor in state.pop("masters").items()}
-    exact = {name: masters.get(name, model[name]) for name in optimizer.parts.params.names}
+    exact = {name: masters.get(name, model[name]) for name in optimizer.sharding.params.names}
     state["state"] = {name: dict(sorted(entries.items())) for name, entries in state["state"].items()}
     return copied({"model": model, "exact": exact, **state})
 

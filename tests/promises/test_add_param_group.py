@@ -69,11 +69,11 @@ def one_step(model, optimizer, rank, step):
 
 def known(optimizer):
     """What a training knows of its parameters."""
-    parts = optimizer.parts
+    sharding = optimizer.sharding
     groups = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
-    handles = sum(len(attached.handles) for attached in parts.hooks._attached.values())
-    proxies, formats = len(parts.window.grads._proxies), len(parts.window.grad_ops.formats)
-    return groups, list(parts.params.names), dict(parts.params.index), handles, proxies, formats
+    handles = sum(len(attached.handles) for attached in sharding.hooks._attached.values())
+    proxies, formats = len(sharding.window.grads._proxies), len(sharding.window.grad_ops.formats)
+    return groups, list(sharding.params.names), dict(sharding.params.index), handles, proxies, formats
 
 
 def program(model, optimizer, group, place):
@@ -82,11 +82,11 @@ def program(model, optimizer, group, place):
     model[1].requires_grad_(True)
     added = {"params": list(model[1].parameters()), "lr": 0.01}
     if place is not None:
-        before, layout = known(optimizer), optimizer.parts.layout_ref.layout
+        before, layout = known(optimizer), optimizer.sharding.layout_ref.layout
         with failing(place), pytest.raises(Injected):
             optimizer.add_param_group(dict(added))
         assert known(optimizer) == before
-        assert optimizer.parts.layout_ref.layout is layout
+        assert optimizer.sharding.layout_ref.layout is layout
         assert not any(param._backward_hooks for param in model[1].parameters())
     optimizer.add_param_group(added)
     for step in range(1, 4):

@@ -475,8 +475,8 @@ def test_the_configuration_that_it_was_trained_with_can_be_read_from_it(tmp_path
     with training(**options) as optimizer:
         zero.save(tmp_path, optimizer, "a")
         manifest = read_manifest(tmp_path / "a")
-        assert ZeroConfig(**values.decode(manifest.training)["config"]) == optimizer.parts.config
-        assert optimizer.parts.config.accumulation == 3
+        assert ZeroConfig(**values.decode(manifest.training)["config"]) == optimizer.sharding.config
+        assert optimizer.sharding.config.accumulation == 3
 
 
 def test_modules_that_keep_more_than_tensors_get_it_back(tmp_path):

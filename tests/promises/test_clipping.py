@@ -127,10 +127,10 @@ def test_what_is_not_finite_in_the_padding_skips_nothing(stage, world):
     """Whatever lies between the slots when a bucket is sent, it is not what is checked."""
 
     def program(model, optimizer, group):
-        shard_of_masters = optimizer.parts.masters.shard
+        shard_of_masters = optimizer.sharding.masters.shard
         for chunk, gaps in [(b.chunk, g) for b, g in zip(*bucket_gaps(optimizer), strict=True)]:
             for start, stop in gaps:
-                optimizer.parts.placer.weights.chunks[chunk][start:stop] = math.nan
+                optimizer.sharding.placer.weights.chunks[chunk][start:stop] = math.nan
         assert any(share.isnan().any() for share in shard_of_masters.present()) or world == 3
         backward(optimizer, model(factors_of(model, group.rank, 0)))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -142,7 +142,7 @@ def test_what_is_not_finite_in_the_padding_skips_nothing(stage, world):
 
 
 def bucket_gaps(optimizer):
-    layout = optimizer.parts.layout_ref.layout
+    layout = optimizer.sharding.layout_ref.layout
     starts = [bucket.span.start for bucket in layout.buckets]
     return layout.buckets, [
         [(start + gap.start, start + gap.stop) for gap in gaps] for start, gaps in zip(starts, layout.gaps, strict=True)
@@ -211,7 +211,7 @@ def test_a_nan_loss_on_rank_1_does_what_the_policy_says_at_each_stage(stage, dty
             assert optimizer.skipped_steps == (policy == "skip")
         else:
             assert optimizer.skipped_steps == 0
-        return optimizer.parts.config.on_nonfinite, weights(model)
+        return optimizer.sharding.config.on_nonfinite, weights(model)
 
     found = on_ranks(2, program, stage=stage, dtype=dtype, **options)
     assert {effective for effective, _ in found} == {"propagate" if policy == "default" else policy}
@@ -324,7 +324,7 @@ def test_a_rank_that_owns_nothing_joins_the_norm(stage, dtype):
         return filled(Items((2,)), real=True)
 
     def program(model, optimizer, group):
-        owned = sum(piece.in_param.numel for piece, _ in optimizer.parts.masters.of(0))
+        owned = sum(piece.in_param.numel for piece, _ in optimizer.sharding.masters.of(0))
         backward(optimizer, (model.items[0] * torch.tensor([3.0, 4.0]).to(model.items[0])).sum())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         clipped = optimizer.whole_grad(model.items[0])
@@ -372,7 +372,7 @@ def test_clip_loss_scale_accumulation_and_groups_together_equal_plain_torch(stag
             loss = real_loss(model(draw(model, (3, 4), rank, step, micro, real=True))) / micro_batches / 64
             backward(optimizer, loss)
         yield "settle"
-        if by == "torch" or not hasattr(optimizer, "parts"):
+        if by == "torch" or not hasattr(optimizer, "sharding"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.002)
         finish(optimizer)
 

@@ -55,8 +55,8 @@ def peak_of_construction(rank, world, stage, dtype):
     optimizer = shard(model, inner, stage=stage, group=group, dtype=dtype, bucket_bytes=8 * MIB)
     with open("/proc/self/status") as file:
         peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
-    masters = sum(share.nbytes for share in optimizer.parts.masters.shard.shares.values()) if dtype else 0
-    assert len(optimizer.parts.layout_ref.layout.buckets) >= NUM_LAYERS // 4
+    masters = sum(share.nbytes for share in optimizer.sharding.masters.shard.shares.values()) if dtype else 0
+    assert len(optimizer.sharding.layout_ref.layout.buckets) >= NUM_LAYERS // 4
     optimizer.close()
     return (peak - start) / MIB, masters / MIB
 
@@ -83,7 +83,7 @@ def masters_by_storage(group, stage):
     optimizer = shard(model, adamw(model), stage=stage, dtype="bfloat16", bucket_bytes=1024, group=group)
     state = optimizer.state_dict()["masters"]
     is_exact = all(torch.equal(state[name], own) for (name, _), own in zip(model.named_parameters(), exact, strict=True))
-    layout, shares = optimizer.parts.layout_ref.layout, dict(optimizer.parts.masters.shard.shares)
+    layout, shares = optimizer.sharding.layout_ref.layout, dict(optimizer.sharding.masters.shard.shares)
     of_chunk = collections.defaultdict(set)
     for bucket, share in shares.items():
         of_chunk[layout.buckets[bucket].chunk].add(share.untyped_storage().data_ptr())
@@ -131,7 +131,7 @@ def test_no_internal_tensor_has_a_history_or_requires_grad(stage, dtype):
 
     def check(least):
         skip = {id(parameter) for parameter in model.parameters()} | {id(model)}
-        found = tensors_inside(optimizer.parts, skip)
+        found = tensors_inside(optimizer.sharding, skip)
         assert len(found) >= least
         for path, tensor in found.items():
             assert tensor.grad_fn is None, path
@@ -166,10 +166,10 @@ def test_every_rank_owns_as_many_bytes_and_together_all_of_them(stage, dtype, bu
     def program(model, optimizer, group):
         backward(optimizer, model(torch.ones(2, 7).to(model[0].weight)).sum())
         optimizer.step()
-        layout = optimizer.parts.layout_ref.layout
+        layout = optimizer.sharding.layout_ref.layout
         moments = [v.numel() for state in optimizer.state.values() for key, v in state.items() if key == "exp_avg"]
         padding = sum(gap.numel for gaps in layout.gaps for gap in gaps)
-        assert optimizer.parts.masters.shard.num_bytes == 4 * layout.owned_numel(group.rank)
+        assert optimizer.sharding.masters.shard.num_bytes == 4 * layout.owned_numel(group.rank)
         return layout.owned_numel(group.rank), sum(moments), padding
 
     found = on_ranks(world, program, uneven, adamw, stage=stage, dtype=dtype, bucket_bytes=bucket_bytes)
@@ -242,7 +242,7 @@ def test_at_stage_2_no_more_gradient_bytes_live_than_the_shard_and_the_buckets_i
 
         def note(parameter, alive=alive, live=live, most_buckets=most_buckets):
             alive.append(weakref.ref(parameter.grad.untyped_storage()))
-            reducer, shares = optimizer.parts.window.reducer, optimizer.parts.window.grad_ops.shard
+            reducer, shares = optimizer.sharding.window.reducer, optimizer.sharding.window.grad_ops.shard
             grads = sum(storage.nbytes() for storage in (ref() for ref in alive) if storage is not None)
             open_buckets = reducer.staging.borrowed
             most_buckets.append(open_buckets)
@@ -261,7 +261,7 @@ def test_at_stage_2_no_more_gradient_bytes_live_than_the_shard_and_the_buckets_i
         assert all(type(parameter.grad) is ShardedGrad for parameter in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-        assert optimizer.parts.window.grad_ops.shard.num_bytes == 0
+        assert optimizer.sharding.window.grad_ops.shard.num_bytes == 0
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -329,7 +329,7 @@ def test_a_step_needs_no_more_than_one_bucket_beside_what_there_is(stage, dtype,
 def test_a_fused_step_on_a_parameter_of_many_buckets_needs_no_more_than_one(dtype):
     model, bucket_bytes = nn.Linear(1024, 1024, bias=False), MIB // 2
     optimizer = shard(model, adamw(model), stage=2, dtype=dtype, kernels="fused", bucket_bytes=bucket_bytes)
-    assert len(optimizer.parts.layout_ref.layout.buckets) >= 4
+    assert len(optimizer.sharding.layout_ref.layout.buckets) >= 4
     for step in range(2):
         backward(optimizer, real_loss(model(draw(model, (3, 1024), 0, step, real=True))))
         optimizer.settle()
@@ -416,12 +416,14 @@ def no_collector():
 
 
 def things_of(optimizer):
-    parts = optimizer.parts
-    flat = [*parts.placer.weights.chunks.values(), *parts.masters.shard.present(), *parts.window.grad_ops.shard.present()]
-    masters = [master for pieces in parts.masters.pieces.values() for _, master in pieces]
-    objects = [optimizer, parts, parts.window, parts.window.reducer, parts.hooks, parts.masters, parts.updater, parts.publisher]
+    sharding = optimizer.sharding
+    window = sharding.window
+    flat = [*sharding.placer.weights.chunks.values(), *sharding.masters.shard.present(), *window.grad_ops.shard.present()]
+    masters = [master for pieces in sharding.masters.pieces.values() for _, master in pieces]
+    objects = [optimizer, sharding, window, window.reducer, sharding.hooks, sharding.masters]
+    objects += [sharding.updater, sharding.publisher]
     storages = [tensor.untyped_storage() for tensor in (*flat, *masters)]
-    return [weakref.ref(thing) for thing in (*objects, parts.window.grad_ops, *storages)]
+    return [weakref.ref(thing) for thing in (*objects, sharding.window.grad_ops, *storages)]
 
 
 @pytest.mark.promise("M07")

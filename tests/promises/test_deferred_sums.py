@@ -83,7 +83,7 @@ BETWEEN = (None, twice, clip, edit, remove, look, settle_and_send, to_zeros_and_
 
 def gradients_of(model, optimizer):
     """Without their being wanted, which would change the next window."""
-    shard = optimizer.parts.window.grad_ops.shard
+    shard = optimizer.sharding.window.grad_ops.shard
     before = list(shard._wanted)
     found = [optimizer.whole_grad(param) for param in model.parameters()]
     shard._wanted[:] = before
@@ -99,7 +99,7 @@ def train(rank, world, stage, dtype, kernels, between, **options):
         if between is not None:
             between(model, optimizer, rank, step)
         optimizer.settle()
-        waiting.append(len(optimizer.parts.window.grad_ops.shard.deferred))
+        waiting.append(len(optimizer.sharding.window.grad_ops.shard.deferred))
         optimizer.step()
         grads.append((optimizer.grad_norm, gradients_of(model, optimizer)))
         optimizer.zero_grad()
@@ -225,7 +225,7 @@ def hold(rank, world, kernels, dtype):
     model, optimizer = sharded_later(2, dtype, kernels)
     send(model, rank, 0)
     optimizer.settle()
-    shard, reducer = optimizer.parts.window.grad_ops.shard, optimizer.parts.window.reducer
+    shard, reducer = optimizer.sharding.window.grad_ops.shard, optimizer.sharding.window.reducer
     held = len(shard.deferred), shard.num_bytes, reducer.num_staging_bytes
     optimizer.close()
     return held, reducer.staging.borrowed
@@ -245,13 +245,13 @@ def test_rows_wait_only_where_they_take_no_more_memory_than_their_sum(kernels):
 def be_late(rank, world, stage, kernels, accumulation):
     """Rank 1 reads what it was sent only when rank 0 is far into its next backward."""
     model, optimizer = sharded(stage, "bfloat16", kernels, clip=None, accumulation=accumulation)
-    step_of_one = optimizer.parts.updater.step
+    step_of_one = optimizer.sharding.updater.step
 
     def step(*arguments):
         time.sleep(0.03 * rank)
         step_of_one(*arguments)
 
-    optimizer.parts.updater.step = step
+    optimizer.sharding.updater.step = step
     for number in range(3):
         send(model, rank, number)
         optimizer.step()
@@ -278,13 +278,13 @@ def go_on(rank, world, kernels):
     for number in range(2):
         send(model, rank, number)
         optimizer.settle()
-        waiting = len(optimizer.parts.window.grad_ops.shard.deferred)
+        waiting = len(optimizer.sharding.window.grad_ops.shard.deferred)
         optimizer.rebuild()
         for step in range(3):
             send(model, rank, 10 * number + step)
             optimizer.step()
             optimizer.zero_grad()
-    borrowed = optimizer.parts.window.reducer.staging.borrowed
+    borrowed = optimizer.sharding.window.reducer.staging.borrowed
     found = waiting, borrowed, [param.detach().clone() for param in model.parameters()]
     optimizer.close()
     return found
@@ -301,7 +301,7 @@ def test_a_rebuild_lets_go_of_what_waits(kernels):
 def send_often(rank, world, kernels, often):
     """The most bytes of gradients and buffers in each window of so many backwards that nobody declared."""
     model, optimizer = sharded(2, "bfloat16", kernels)
-    shard, staging, most = optimizer.parts.window.grad_ops.shard, optimizer.parts.window.reducer.staging, []
+    shard, staging, most = optimizer.sharding.window.grad_ops.shard, optimizer.sharding.window.reducer.staging, []
     for step, number in enumerate(often):
         most.append(0)
         for micro in range(number):
@@ -327,7 +327,7 @@ def test_several_backwards_take_memory_for_waiting_only_after_a_single_one(kerne
 def add_after_settling(rank, world, kernels):
     """The most bytes of gradients and buffers by window: the last of four goes on after it was settled."""
     model, optimizer = sharded(1, "bfloat16", kernels, accumulation=2)
-    shard, staging, most = optimizer.parts.window.grad_ops.shard, optimizer.parts.window.reducer.staging, []
+    shard, staging, most = optimizer.sharding.window.grad_ops.shard, optimizer.sharding.window.reducer.staging, []
     borrow = staging.borrow
 
     def counted(*arguments):
@@ -366,7 +366,7 @@ def run_out_of_memory(rank, world, kernels):
     model, optimizer = sharded_later(2, "bfloat16", kernels)
     send(model, rank, 0)
     optimizer.settle()
-    shard, reducer = optimizer.parts.window.grad_ops.shard, optimizer.parts.window.reducer
+    shard, reducer = optimizer.sharding.window.grad_ops.shard, optimizer.sharding.window.reducer
     make, shard.allocate = shard.allocate, _refuse
     with pytest.raises(MemoryError):
         shard.share(next(iter(shard.deferred)))
@@ -451,7 +451,7 @@ def test_for_a_step_that_wants_sums_nothing_waits(inner):
     for _ in range(3):
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.settle()
-        assert not optimizer.parts.window.grad_ops.shard.deferred
+        assert not optimizer.sharding.window.grad_ops.shard.deferred
         optimizer.step()
         optimizer.zero_grad()
 
@@ -465,7 +465,7 @@ def test_a_weight_of_the_micro_batch_is_taken_off_what_waits_too(kernels):
             optimizer.weight(3.0)
             send(model, 0, 0)
             optimizer.settle()
-            waited = len(optimizer.parts.window.grad_ops.shard.deferred) > 0
+            waited = len(optimizer.sharding.window.grad_ops.shard.deferred) > 0
             optimizer.step()
             found.append((waited, gradients_of(model, optimizer), optimizer.state_dict()["masters"]))
             optimizer.close()
@@ -497,7 +497,7 @@ def test_what_is_finite_only_with_its_factor_is_finite_also_where_it_waits(kerne
     for _ in range(3):
         model.weight.backward(torch.full_like(model.weight, 2.0**70))
         optimizer.settle()
-        found.append(len(optimizer.parts.window.grad_ops.shard.deferred))
+        found.append(len(optimizer.sharding.window.grad_ops.shard.deferred))
         optimizer.step()
         optimizer.zero_grad()
         assert optimizer.grad_norm == WIDTH * 2.0**30

@@ -91,11 +91,11 @@ def test_a_master_of_an_fp32_weight_is_the_weight_and_no_copy(stage, bucket_byte
     model, optimizer = alone(make=adamw, stage=stage, bucket_bytes=bucket_bytes)
     for index, parameter in enumerate(model.parameters()):
         address, stop = parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes
-        masters = [master for _, master in optimizer.parts.masters.of(index)]
+        masters = [master for _, master in optimizer.sharding.masters.of(index)]
         assert all(address <= master.data_ptr() and master.data_ptr() + master.nbytes <= stop for master in masters)
         assert sum(master.nbytes for master in masters) == parameter.nbytes
     one_step(model, optimizer)
-    assert [p.data_ptr() for p in model.parameters()] == [optimizer.parts.masters.of(i)[0][1].data_ptr() for i in range(4)]
+    assert [p.data_ptr() for p in model.parameters()] == [optimizer.sharding.masters.of(i)[0][1].data_ptr() for i in range(4)]
 
 
 @pytest.mark.promise("D03")
@@ -106,10 +106,10 @@ def test_after_each_of_ten_steps_every_weight_is_its_masters_rounded_value(stage
     def program(model, optimizer, group):
         for step in range(10):
             one_step(model, optimizer, group.rank, step)
-            for bucket in range(len(optimizer.parts.layout_ref.layout.buckets)):
+            for bucket in range(len(optimizer.sharding.layout_ref.layout.buckets)):
                 rank = group.rank if stage else 0
-                share = optimizer.parts.placer.weights.share(bucket, rank)
-                assert torch.equal(share, optimizer.parts.masters.shard.share(bucket).to(share.dtype))
+                share = optimizer.sharding.placer.weights.share(bucket, rank)
+                assert torch.equal(share, optimizer.sharding.masters.shard.share(bucket).to(share.dtype))
             before = weights(model)
             masters = optimizer.state_dict()["masters"]
             assert same(before, {name: masters[name].to(weight.dtype) for name, weight in before.items()})
@@ -211,7 +211,7 @@ def test_integer_and_bool_parameters_are_left_alone_but_equal_on_all_ranks(stage
         for step in range(3):
             one_step(model, optimizer, group.rank, step)
         assert model.steps is kept and model.steps.dtype == torch.int64
-        assert not any("steps" in name for name in optimizer.parts.params.names)
+        assert not any("steps" in name for name in optimizer.sharding.params.names)
         return dict(model.state_dict())
 
     for found in on_ranks(2, program, lambda: next(models), adamw, stage=stage, dtype="bfloat16"):
@@ -279,7 +279,7 @@ def test_a_gradient_in_fp32_for_a_bf16_weight_is_not_rounded_on_its_way(stage, b
         for _ in range(2):
             backward(optimizer, Widened.apply(model.weight).sum())
             optimizer.settle()
-            found.append(torch.cat(optimizer.parts.window.grad_ops.shard.present()))
+            found.append(torch.cat(optimizer.sharding.window.grad_ops.shard.present()))
             optimizer.zero_grad()
             assert model.weight.grad_dtype == (torch.bfloat16 if kept == "as it is" else kept)
         return found
@@ -364,12 +364,12 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("bucket_bytes", [TINY, 1 << 20])
 def test_parameters_of_odd_sizes_begin_at_a_multiple_of_the_alignment(dtype, align_bytes, bucket_bytes):
     model, optimizer = alone(Odd, adamw, dtype=dtype, align_bytes=align_bytes, bucket_bytes=bucket_bytes)
-    layout = optimizer.parts.layout_ref.layout
+    layout = optimizer.sharding.layout_ref.layout
     for slot in layout.slots:
         item_bytes = model.items[slot.param].element_size()
         assert slot.span.start * item_bytes % align_bytes == 0
     assert all(item.data_ptr() % min(64, align_bytes) == 0 for item in model.items)
-    assert all(master.data_ptr() % 16 == 0 for index in range(8) for _, master in optimizer.parts.masters.of(index))
+    assert all(master.data_ptr() % 16 == 0 for index in range(8) for _, master in optimizer.sharding.masters.of(index))
 
 
 @pytest.mark.promise("D09")
@@ -483,11 +483,11 @@ def test_weights_that_are_fp16_have_a_loss_scale_whoever_made_them_so(options):
         optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, **options)
         is_half = model[0].weight.dtype == torch.float16
         assert (optimizer.loss_scale is not None) == is_half == ("loss_scale.dynamic = true" in said(optimizer))
-        assert optimizer.parts.config.on_nonfinite == ("skip" if is_half else "propagate")
+        assert optimizer.sharding.config.on_nonfinite == ("skip" if is_half else "propagate")
 
 
 def said(optimizer):
-    text = optimizer.parts.config.text()
+    text = optimizer.sharding.config.text()
     return text.replace("[loss_scale]\n", "loss_scale.")
 
 

@@ -252,7 +252,7 @@ def test_a_copy_of_the_model_is_an_independent_plain_model(stage, dtype, how, wh
         other = how(model)
         before = weights(other)
         assert same(before, weights(model))
-        flat = {chunk.untyped_storage().data_ptr() for chunk in optimizer.parts.placer.weights.chunks.values()}
+        flat = {chunk.untyped_storage().data_ptr() for chunk in optimizer.sharding.placer.weights.chunks.values()}
         assert not any(parameter.untyped_storage().data_ptr() in flat for parameter in other.parameters())
         one_step(model, optimizer, group.rank, 1)
         assert same(before, weights(other)) and not same(before, weights(model))

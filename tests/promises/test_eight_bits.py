@@ -53,7 +53,7 @@ def test_they_travel_in_a_half_and_a_quarter_of_the_bytes_and_all_ranks_have_the
         )
         ledger.section = "training"
         train(model, optimizer, group.rank, 2)
-        shares = [bucket.share_numel for bucket in optimizer.parts.layout_ref.layout.buckets]
+        shares = [bucket.share_numel for bucket in optimizer.sharding.layout_ref.layout.buckets]
         return weights(model), shares, ledger.of("training", "all_to_all", "all_gather")
 
     of_ranks = run_ranks(world, program)

@@ -81,21 +81,21 @@ def test_what_is_thawed_may_be_settled_where_no_gradients_are_recorded(stage, mo
 @pytest.mark.parametrize("world", [1, 3])
 def test_what_is_frozen_takes_no_byte_of_flat_memory_masters_gradients_or_state(stage, dtype, world):
     def program(model, optimizer, group):
-        layout, parts = optimizer.parts.layout_ref.layout, optimizer.parts
+        layout, sharding = optimizer.sharding.layout_ref.layout, optimizer.sharding
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert trainable < 0.01 * sum(p.numel() for p in model.parameters())
         laid = sum(chunk.numel for chunk in layout.chunks)
         padding = sum(gap.numel for gaps in layout.gaps for gap in gaps)
         assert laid - padding == trainable
-        assert sum(chunk.numel() for chunk in parts.placer.weights.chunks.values()) == laid
+        assert sum(chunk.numel() for chunk in sharding.placer.weights.chunks.values()) == laid
         owned = layout.owned_numel(group.rank)
-        assert parts.masters.shard.num_bytes == 4 * owned
+        assert sharding.masters.shard.num_bytes == 4 * owned
         backward(optimizer, model(torch.ones(2, 32, dtype=model[0].weight.dtype)).sum())
         optimizer.settle()
-        assert parts.window.grad_ops.shard.num_bytes == 4 * owned
+        assert sharding.window.grad_ops.shard.num_bytes == 4 * owned
         optimizer.step()
         moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-        own = sum(piece.in_param.numel for pieces in parts.masters.pieces.values() for piece, _ in pieces)
+        own = sum(piece.in_param.numel for pieces in sharding.masters.pieces.values() for piece, _ in pieces)
         assert sum(moment.numel() for moment in moments) == 2 * own <= 2 * trainable
 
     on_ranks(world, program, nearly_all_frozen, adamw, stage=stage, dtype=dtype)
@@ -164,8 +164,8 @@ def test_gradient_bytes_go_with_what_is_trained_where_a_module_is_partly_frozen(
         optimizer.settle()
         assert all(layer.weight.grad is None and layer.bias.grad is not None for layer in model)
         # two biases of 64, in one bucket, of which each rank has its share
-        expected = 4 * optimizer.parts.layout_ref.layout.owned_numel(group.rank)
-        assert optimizer.parts.window.grad_ops.shard.num_bytes == expected <= 4 * (128 + 16 * world) // world
+        expected = 4 * optimizer.sharding.layout_ref.layout.owned_numel(group.rank)
+        assert optimizer.sharding.window.grad_ops.shard.num_bytes == expected <= 4 * (128 + 16 * world) // world
         optimizer.zero_grad()
 
     on_ranks(world, program, build, adamw, stage=2)
@@ -250,11 +250,11 @@ def test_what_is_frozen_at_construction_and_thawed_later_trains_as_in_plain_torc
 def test_old_shares_keep_their_memory_when_the_line_is_extended(stage):
     model, optimizer = alone(last_frozen, adamw, stage=stage)
     one_step(model, optimizer)
-    before = [model[0].weight.data_ptr(), *(master.data_ptr() for _, master in optimizer.parts.masters.of(0))]
+    before = [model[0].weight.data_ptr(), *(master.data_ptr() for _, master in optimizer.sharding.masters.of(0))]
     model[2].requires_grad_(True)
     one_step(model, optimizer, step=1)
-    assert [model[0].weight.data_ptr(), *(master.data_ptr() for _, master in optimizer.parts.masters.of(0))] == before
-    assert len(optimizer.parts.layout_ref.layout.chunks) == 2
+    assert [model[0].weight.data_ptr(), *(master.data_ptr() for _, master in optimizer.sharding.masters.of(0))] == before
+    assert len(optimizer.sharding.layout_ref.layout.chunks) == 2
 
 
 @pytest.mark.promise("F04")
@@ -281,14 +281,14 @@ def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before
     def program(model, optimizer, group, tries):
         one_step(model, optimizer, group.rank)
         if tries:
-            before, layout = weights(model), optimizer.parts.layout_ref.layout
+            before, layout = weights(model), optimizer.sharding.layout_ref.layout
             model[2].requires_grad_(True)
             fails[:] = [len(layout.chunks) + late]
             with pytest.raises((MemoryError, RankFailed), match="nothing left"):
                 one_step(model, optimizer, group.rank, 1)
             optimizer.zero_grad()
             assert same(weights(model), before)
-            assert optimizer.parts.layout_ref.layout is layout
+            assert optimizer.sharding.layout_ref.layout is layout
             model[2].requires_grad_(False)
             one_step(model, optimizer, group.rank, 1)  # by the end of which all ranks have failed
             fails.clear()
@@ -311,10 +311,10 @@ def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before
 def test_where_state_finds_no_memory_as_its_parameter_thaws_it_is_there_for_the_next_try(monkeypatch, world):
     give, fails = states._give_pieces, []
 
-    def gives(parts, *given):
-        if fails and parts.group.rank == world - 1:
+    def gives(sharding, *given):
+        if fails and sharding.group.rank == world - 1:
             raise MemoryError("nothing left")
-        give(parts, *given)
+        give(sharding, *given)
 
     monkeypatch.setattr(states, "_give_pieces", gives)
 

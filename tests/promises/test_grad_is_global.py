@@ -245,7 +245,7 @@ def test_after_a_window_no_more_than_two_staging_buffers_stay():
             assert ahead.wait(20.0)
         model(batch(group.rank)).sum().backward()
         ahead.set()
-        staging = optimizer.parts.window.reducer.staging
+        staging = optimizer.sharding.window.reducer.staging
         optimizer.step()
         return staging.borrowed, staging.most_borrowed, sum(len(free) for free in staging._free.values())
 

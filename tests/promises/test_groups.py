@@ -114,11 +114,11 @@ def test_a_group_that_is_refused_leaves_everything_as_it_was():
         ({"params": [extra[0], other[0].weight]}, ValueError, "is sharded already"),
     ]
     for group, kind, words in refused:
-        names, layout = list(optimizer.parts.params.names), optimizer.parts.layout_ref.layout
+        names, layout = list(optimizer.sharding.params.names), optimizer.sharding.layout_ref.layout
         with pytest.raises(kind, match=words):
             optimizer.add_param_group(group)
         assert len(optimizer.param_groups) == len(inner.param_groups) == 1
-        assert optimizer.parts.params.names == names and optimizer.parts.layout_ref.layout is layout
+        assert optimizer.sharding.params.names == names and optimizer.sharding.layout_ref.layout is layout
     one_step(model, optimizer, step=1)
     optimizer.add_param_group({"params": extra, "lr": 0.5})
     before = extra[0].detach().clone()
@@ -149,7 +149,7 @@ def grow(first_home, second_home, **group):
             backward(optimizer, real_loss(model(draw(model, (3, 4), 0, step, micro, real=True))))
         optimizer.step()
         optimizer.zero_grad()
-    layout, shares = optimizer.parts.layout_ref.layout, optimizer.parts.masters.shard.shares
+    layout, shares = optimizer.sharding.layout_ref.layout, optimizer.sharding.masters.shard.shares
     homes = [{shares[bucket].device.type for bucket in layout.buckets_of(index)} for index in (0, 2)]
     return model, optimizer, homes
 
@@ -196,7 +196,7 @@ def refused_later(rank, world):
             with lacking.get(name, mock.MagicMock()), pytest.raises((ValueError, MemoryError)) as caught:
                 optimizer.add_param_group({"params": list(model.second.parameters()), "offload": second})
         said[name] = f"{type(caught.value).__name__}: {caught.value}"
-        assert len(inner.param_groups) == 1 and len(optimizer.parts.params.names) == 2
+        assert len(inner.param_groups) == 1 and len(optimizer.sharding.params.names) == 2
         optimizer.close()
 
     def pins_little(device, tensor):
@@ -240,7 +240,7 @@ def kinds_of_memory(rank, world):
         with mock.patch.object(sim, "pin", pin), mock.patch.object(sim, "can_pin", True):
             try:
                 optimizer = shard(model, torch.optim.AdamW(groups), stage=2, offload={"pinned": config}, group=solo())
-                found[works, config, own] = {share.is_pinned() for share in optimizer.parts.masters.shard.present()}
+                found[works, config, own] = {share.is_pinned() for share in optimizer.sharding.masters.shard.present()}
                 optimizer.close()
             except ValueError as error:
                 found[works, config, own] = str(error)
@@ -273,7 +273,7 @@ def runs_out_of_pinned_memory(rank, world):
         with pytest.raises(MemoryError) as caught:
             shard(model, adamw(model), stage=2, offload={"pinned": True}, bucket_bytes=SMALL, group=solo())
     optimizer = shard(model, adamw(model), stage=2, offload={"pinned": True}, group=solo())
-    pinned = all(share.is_pinned() for share in optimizer.parts.masters.shard.present())
+    pinned = all(share.is_pinned() for share in optimizer.sharding.masters.shard.present())
     return str(caught.value), same(before, weights(model)), pinned
 
 

@@ -144,7 +144,7 @@ def test_what_is_on_disk_takes_no_memory_between_steps(tmp_path):
     model, optimizer = sharded(in_(tmp_path, EVERYTHING))
     send(model, 0)
     optimizer.step()
-    masters = [master for pieces in optimizer.parts.masters.pieces.values() for _, master in pieces]
+    masters = [master for pieces in optimizer.sharding.masters.pieces.values() for _, master in pieces]
     moments = [value for state in optimizer.inner.state.values() for value in state.values() if value.dim()]
     assert masters and moments and all(is_absent(each) or each.numel() == 1 for each in (*masters, *moments))
     assert all(torch.isnan(each).all() for each in masters)  # so that nobody takes it for the values
@@ -234,8 +234,8 @@ def moved_by(optimizer, act):
     def moved():
         return sum(file.num_read for file in files), sum(file.num_written for file in files)
 
-    optimizer.parts.masters.streams.flush()  # what was read before
-    layout, before = optimizer.parts.layout_ref.layout, moved()
+    optimizer.sharding.masters.streams.flush()  # what was read before
+    layout, before = optimizer.sharding.layout_ref.layout, moved()
     whole = sum(bytes_ for (kind, _), bytes_ in disk_bytes(layout).items() if kind != "gradients")
     act()
     return [(now - then) / whole for now, then in zip(moved(), before, strict=True)]
@@ -249,7 +249,7 @@ def test_a_checkpoint_is_saved_and_loaded_with_no_byte_of_a_disk_read_or_written
         train(model, optimizer)
         edit(model)
     model, optimizer = apart
-    assert len(optimizer.parts.layout_ref.layout.buckets) > 3, "more than are in memory at one time"
+    assert len(optimizer.sharding.layout_ref.layout.buckets) > 3, "more than are in memory at one time"
     read, written = moved_by(optimizer, lambda: zero.save(tmp_path / "saved", optimizer))
     assert read == 1.0 and (0.0 < written < 1.0) is (dtype is not None), "of masters what was edited goes to its home"
     assert moved_by(optimizer, lambda: zero.save(tmp_path / "again", optimizer)) == [1.0, 0.0]
@@ -343,7 +343,7 @@ def test_groups_have_homes_of_their_own(tmp_path):
 
     plain, apart = sharded({}), sharded({}, make)
     assert same(train(*plain), train(*apart))
-    places = {bool(bucket.away) for bucket in apart[1].parts.layout_ref.layout.buckets}
+    places = {bool(bucket.away) for bucket in apart[1].sharding.layout_ref.layout.buckets}
     assert places == {True, False}
 
 
@@ -412,7 +412,7 @@ def test_a_disk_of_another_that_fills_meanwhile_takes_nothing_away(small_disk):
 
 
 def files_of(optimizer):
-    return {kind: disk.file for (kind, _), disk in optimizer.parts.masters.shard.homes.disks.items()}
+    return {kind: disk.file for (kind, _), disk in optimizer.sharding.masters.shard.homes.disks.items()}
 
 
 def truncate(optimizer):

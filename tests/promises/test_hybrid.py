@@ -75,7 +75,7 @@ def test_across_groups_travels_each_share_of_the_gradients_once_a_window(stage, 
             optimizer.step()
             optimizer.zero_grad()
         optimizer.check()
-        shares = sorted(bucket.share_numel for bucket in optimizer.parts.layout_ref.layout.buckets)
+        shares = sorted(bucket.share_numel for bucket in optimizer.sharding.layout_ref.layout.buckets)
         optimizer.close()
         return shares, across.entries, len(inside.of("window 1", "reduce_scatter")), bits(model)
 
@@ -99,7 +99,7 @@ def test_on_the_host_shares_leave_in_the_last_declared_backward(accumulation):
             model, sgd(model), stage=2, accumulation=accumulation, bucket_bytes=SMALL,
             group=HybridGroup(group, group.inner, across),
         )  # fmt: skip
-        num_buckets, found = len(optimizer.parts.layout_ref.layout.buckets), []
+        num_buckets, found = len(optimizer.sharding.layout_ref.layout.buckets), []
         for step in range(2):
             for micro in range(1 + (accumulation or 1)):
                 backward(model, group.rank, step, micro)
@@ -132,7 +132,7 @@ def trained(rank, group, options, whole_numbers):
         optimizer.step()
         norms.append(optimizer.grad_norm or 0.0)
         optimizer.zero_grad()
-    kind = type(optimizer.parts.group).__name__
+    kind = type(optimizer.sharding.group).__name__
     optimizer.close()
     return kind, norms, bits(model)
 
@@ -320,7 +320,7 @@ def refused(rank, world):
         optimizer = zero.shard(model, sgd(model), stage=2, shard_ranks="host")
     backward(model, rank, 0)
     optimizer.step()
-    said.append(optimizer.parts.group.inner.size)
+    said.append(optimizer.sharding.group.inner.size)
     optimizer.close()
     return said
 
@@ -355,7 +355,7 @@ def meshes(rank, world):
     sizes = []
     for mesh in (of_three["replicate", "shard"], of_three["tensor"], init_device_mesh("cpu", (4,))):
         optimizer = zero.shard(model, sgd(model), stage=2, group=mesh)
-        group = optimizer.parts.group
+        group = optimizer.sharding.group
         sizes.append((group.size, group.inner.size))
         backward(model, rank, 0)
         optimizer.step()

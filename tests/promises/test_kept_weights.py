@@ -174,9 +174,9 @@ def test_frozen_and_late_parameters_are_kept_too():
 def counted(rank, world, offload):
     model = mlp().to(accelerators.current().device())
     optimizer = shard(model, 3, keep_whole_numel=KEEP, offload=offload, dtype="bfloat16")
-    parts = optimizer.parts
-    is_host = parts.masters.shard.device.type == "cpu"
-    found, planned = measured_bytes(parts), budget_of(parts.layout_ref.layout, rank, shards_weights=True, on_host=is_host)
+    sharding = optimizer.sharding
+    is_host = sharding.masters.shard.device.type == "cpu"
+    found, planned = measured_bytes(sharding), budget_of(sharding.layout_ref.layout, rank, shards_weights=True, on_host=is_host)
     optimizer.close()
     return [(one.device.weights, one.host.weights) for one in (found, planned)]
 

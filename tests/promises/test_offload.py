@@ -86,7 +86,7 @@ def test_declared_accumulation_with_offload_is_unchanged(stage):
 
 def bytes_of_windows(model, optimizer, rank):
     """Host bytes that a window of one backward and one of two make, beside what there is for good."""
-    gradients, device, found = optimizer.parts.window.grad_ops.shard, accelerators.get("sim"), []
+    gradients, device, found = optimizer.sharding.window.grad_ops.shard, accelerators.get("sim"), []
     make = HostHome.allocate
     for length in (1, 1, 2):
         made, lent = [], gradients.homes.host.num_lent_bytes
@@ -98,7 +98,7 @@ def bytes_of_windows(model, optimizer, rank):
                 send(model, optimizer, rank, 0, micro)
             optimizer.settle()
             gradients.present()  # everything has arrived
-        buffers = sum(b.nbytes for free in optimizer.parts.window.reducer.staging._free.values() for b, _, _ in free)
+        buffers = sum(b.nbytes for free in optimizer.sharding.window.reducer.staging._free.values() for b, _, _ in free)
         on_device = device.memory().allocated - before
         found.append((sum(made), gradients.homes.host.num_lent_bytes - lent, gradients.num_bytes, on_device, buffers))
         gradients.clear()  # as if the window had been thrown away, without a step that lends memory for other ends
@@ -127,7 +127,7 @@ def test_a_single_backward_with_offload_allocates_no_accumulator(stage):
 def events_of_a_step(optimizer):
     """By name and in order: a bucket that is stepped, with the copies back that have not ended; one that is sent back; one that
     is gathered."""
-    events, masters, group = [], optimizer.parts.updater._masters, optimizer.parts.publisher._group
+    events, masters, group = [], optimizer.sharding.updater._masters, optimizer.sharding.publisher._group
     step, send_up, gather = Updater._step_inner, HostHome.read, group.all_gather
 
     def note_step(updater, batch, used):
@@ -206,8 +206,8 @@ def test_shares_of_gradients_leave_for_the_host_while_backward_goes_on(world, st
 
 def is_empty(optimizer):
     """Nothing of a window is left, on its way or arrived."""
-    gradients = optimizer.parts.window.grad_ops.shard
-    return not gradients.shares and not gradients.homes.host._arriving and not optimizer.parts.window.used
+    gradients = optimizer.sharding.window.grad_ops.shard
+    return not gradients.shares and not gradients.homes.host._arriving and not optimizer.sharding.window.used
 
 
 def reset_in_every_way(model, optimizer, rank):
@@ -301,7 +301,7 @@ def with_the_full_configuration(rank, world, device, stage):
     }
     kept = [id(one) for one in model.parameters()] == [id(one) for one in given]
     held = [id(param) for group in optimizer.param_groups for param in group["params"]] == [id(one) for one in given]
-    homes = {share.device.type for share in optimizer.parts.masters.shard.present()}
+    homes = {share.device.type for share in optimizer.sharding.masters.shard.present()}
     engine.close()
     return found, moved, kept and held, homes
 

@@ -57,7 +57,7 @@ def last_in_device(model):
 
 def train_and_say_where(model, optimizer, rank):
     found = train_windows(model, optimizer, rank, (1, 3))
-    homes = [share.device.type for share in optimizer.parts.masters.shard.present()]
+    homes = [share.device.type for share in optimizer.sharding.masters.shard.present()]
     saved = optimizer.state_dict()["param_groups"]
     assert all(
         group.get("offload", 0) == own.get("offload", 0) for group, own in zip(saved, optimizer.param_groups, strict=True)
@@ -130,13 +130,13 @@ def infinities(model, optimizer, rank):
     elements = [(index, item.numel() - 1) for index, item in enumerate(model.items)]
     places = [(bad, index, place, (math.inf, math.nan)[(bad + index) % 2]) for bad in range(2) for index, place in elements]
     in_flight = []
-    judge = optimizer.parts.updater.decide
+    judge = optimizer.sharding.updater.decide
 
     def note():
-        in_flight.append(len(optimizer.parts.memory_guard.homes.host._arriving))
+        in_flight.append(len(optimizer.sharding.memory_guard.homes.host._arriving))
         return judge()
 
-    with mock.patch.object(optimizer.parts.updater, "decide", note):
+    with mock.patch.object(optimizer.sharding.updater, "decide", note):
         wrong, skipped, scale, after = skips_of(model, optimizer, rank, 2, places)
     return (wrong, skipped - len(places), scale, after), in_flight
 

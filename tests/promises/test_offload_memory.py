@@ -92,14 +92,14 @@ def measure(rank, world, points, device_type="sim"):
             device.reset_peak_memory()
             optimizer.step()
             peak = max(peak, device.memory().peak - before)
-            gradients = [share.nbytes for share in optimizer.parts.window.grad_ops.shard.present() if share.is_cpu]
+            gradients = [share.nbytes for share in optimizer.sharding.window.grad_ops.shard.present() if share.is_cpu]
             optimizer.zero_grad()
         states = device.memory().allocated - before
-        budget = budget_of(optimizer.parts.layout_ref.layout, rank, num_backwards=backwards)
-        own = [*optimizer.parts.masters.shard.present()]
+        budget = budget_of(optimizer.sharding.layout_ref.layout, rank, num_backwards=backwards)
+        own = [*optimizer.sharding.masters.shard.present()]
         own += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
         on_host = sum(tensor.nbytes for tensor in own if tensor.is_cpu) + sum(gradients)
-        lent = optimizer.parts.masters.shard.homes.host.num_lent_bytes
+        lent = optimizer.sharding.masters.shard.homes.host.num_lent_bytes
         found.append(((states, budget.states), (peak, budget.peak), (on_host, budget.host.total), (lent, budget.in_transit)))
         optimizer.close()
         del optimizer, model, own
@@ -157,14 +157,14 @@ def unknown(model):
 
 
 def lent_for_steps(model, optimizer, rank):
-    layout, found = optimizer.parts.layout_ref.layout, []
+    layout, found = optimizer.sharding.layout_ref.layout, []
     for step in range(3):
         send(model, optimizer, rank, step)
         optimizer.step()
         optimizer.zero_grad()
     for at_once in (False, True):
         found.append(budget_of(layout, rank, num_backwards=1, by_blocks=not at_once).in_transit)
-    return optimizer.parts.masters.shard.homes.host.num_lent_bytes, found
+    return optimizer.sharding.masters.shard.homes.host.num_lent_bytes, found
 
 
 @needs_sim
@@ -206,7 +206,7 @@ def construct_and_close(rank, world):
         optimizer.zero_grad()
         del loss
         skip = {id(parameter) for parameter in model.parameters()} | {id(model)}
-        inside = tensors_inside(optimizer.parts, skip)
+        inside = tensors_inside(optimizer.sharding, skip)
         if how == "del in a window":
             backward(optimizer, real_loss(model(draw(model, (1, WIDTH), rank, 1, real=True))))
         histories = [
@@ -214,9 +214,9 @@ def construct_and_close(rank, world):
             for path, tensor in inside.items()
             if tensor.grad_fn is not None or tensor.requires_grad != isinstance(tensor, torch.nn.Parameter)
         ]
-        refs = [weakref.ref(share.untyped_storage()) for share in optimizer.parts.masters.shard.present()]
+        refs = [weakref.ref(share.untyped_storage()) for share in optimizer.sharding.masters.shard.present()]
         values = weights(model)
-        called_last = optimizer.parts.window  # by torch's thread, which keeps its method for as long as it is not its turn
+        called_last = optimizer.sharding.window  # by torch's thread, which keeps its method for as long as it is not its turn
         gc.disable()
         if how == "close":
             optimizer.close()
@@ -273,7 +273,7 @@ def many_steps(model, optimizer, rank):
         optimizer.zero_grad()
         if step % 30 == 28:
             device.synchronize()
-            host = optimizer.parts.masters.shard.homes.host
+            host = optimizer.sharding.masters.shard.homes.host
             found.append((device.memory().allocated, host.num_lent_bytes, pinned._watched.alive, len(gc.get_objects())))
     gc.enable()
     return found
@@ -309,10 +309,10 @@ def test_on_the_cpu_offload_copies_nothing_and_needs_no_more_memory(stage, dtype
                 optimizer.step()
                 optimizer.zero_grad()
                 del loss
-        homes = optimizer.parts.memory_guard.homes
+        homes = optimizer.sharding.memory_guard.homes
         assert homes.host is homes.device
         if not dtype:  # a master is the weight itself
-            shares = optimizer.parts.masters.shard.present()
+            shares = optimizer.sharding.masters.shard.present()
             assert {share.untyped_storage().data_ptr() for share in shares} <= {
                 parameter.untyped_storage().data_ptr() for parameter in model.parameters()
             }
@@ -449,7 +449,7 @@ def three_steps(model, optimizer, rank):
     for step in range(3):
         send(model, optimizer, rank, step)
         optimizer.step()
-        kept = [*optimizer.parts.masters.shard.present(), *optimizer.parts.window.grad_ops.shard.present()]
+        kept = [*optimizer.sharding.masters.shard.present(), *optimizer.sharding.window.grad_ops.shard.present()]
         optimizer.zero_grad()
     [pinned] = {tensor.is_pinned() for tensor in kept}
     return {name: weight.tolist() for name, weight in weights(model).items()}, pinned
@@ -464,9 +464,9 @@ def host_bytes(model, optimizer, rank):
     """What there is of shares on the host, and what was predicted."""
     send(model, optimizer, rank, 0)
     optimizer.step()
-    kept = [*optimizer.parts.masters.shard.present(), *optimizer.parts.window.grad_ops.shard.present()]
+    kept = [*optimizer.sharding.masters.shard.present(), *optimizer.sharding.window.grad_ops.shard.present()]
     kept += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    budget = budget_of(optimizer.parts.layout_ref.layout, rank, num_moments(optimizer.parts.updater.inner))
+    budget = budget_of(optimizer.sharding.layout_ref.layout, rank, num_moments(optimizer.sharding.updater.inner))
     return sum(tensor.nbytes for tensor in kept), budget.host.total
 
 

@@ -38,7 +38,7 @@ BY_DAY = CHOICES[:1] + CHOICES[-2:]
 
 
 def identities(model, optimizer):
-    masters = [id(master) for pieces in optimizer.parts.masters.pieces.values() for _, master in pieces]
+    masters = [id(master) for pieces in optimizer.sharding.masters.pieces.values() for _, master in pieces]
     held = [id(param) for group in optimizer.param_groups for param in group["params"]]
     return [id(parameter) for parameter in model.parameters()], held, masters
 
@@ -107,13 +107,13 @@ def bytes_by_state(model, optimizer, rank):
             optimizer.step()
             optimizer.zero_grad()
     optimizer.settle()
-    shares, state = optimizer.parts.masters.shard, optimizer.state.values()
+    shares, state = optimizer.sharding.masters.shard, optimizer.state.values()
     expected = {
-        "masters": sum(share.nbytes for bucket, share in shares.shares.items() if optimizer.parts.masters.is_copy(bucket)),
+        "masters": sum(share.nbytes for bucket, share in shares.shares.items() if optimizer.sharding.masters.is_copy(bucket)),
         "moments": sum(value.nbytes for entries in state for value in entries.values() if value.dim()),
-        "gradients": optimizer.parts.window.grad_ops.shard.num_bytes,
-        "weights": sum(chunk.nbytes for chunk in optimizer.parts.publisher._weights.chunks.values()),
-        "buffers": sum(b.nbytes for free in optimizer.parts.window.reducer.staging._free.values() for b, _, _ in free),
+        "gradients": optimizer.sharding.window.grad_ops.shard.num_bytes,
+        "weights": sum(chunk.nbytes for chunk in optimizer.sharding.publisher._weights.chunks.values()),
+        "buffers": sum(b.nbytes for free in optimizer.sharding.window.reducer.staging._free.values() for b, _, _ in free),
     }
     start, found = allocated(), {}
     for name, non_blocking in itertools.product(expected, (False, True)):
@@ -146,7 +146,7 @@ def used_while_away(model, optimizer, rank):
     said = {}
 
     def note(name, call):
-        with mock.patch.object(optimizer.parts.window.sync, "synchronize", side_effect=AssertionError("something was sent")):
+        with mock.patch.object(optimizer.sharding.window.sync, "synchronize", side_effect=AssertionError("something was sent")):
             with pytest.raises(ValueError, match=IS_AWAY):
                 call()
         said[name] = True
@@ -310,7 +310,7 @@ def fail_half_way(model, optimizer, rank, fails):
                 with fail_at(HostHome, "allocate", 2):
                     optimizer.offload_states(state)
             except torch.OutOfMemoryError:
-                assert not optimizer.parts.offloader.is_away
+                assert not optimizer.sharding.offloader.is_away
                 assert difference(bits(model, optimizer), before) is None
             optimizer.offload_states(state)
             for number in (2, 1):
@@ -318,7 +318,7 @@ def fail_half_way(model, optimizer, rank, fails):
                     with fail_at(DeviceHome, "allocate", number):
                         optimizer.reload_states()
                 except torch.OutOfMemoryError:
-                    assert optimizer.parts.offloader.is_away
+                    assert optimizer.sharding.offloader.is_away
                     with pytest.raises(ValueError, match=IS_AWAY):
                         optimizer.step()
             optimizer.reload_states()
@@ -413,11 +413,11 @@ def test_what_was_assigned_to_data_travels_as_it_is_and_is_an_edit_as_if_nothing
 def does_not_suffice(model, optimizer, rank):
     one_step(model, optimizer)
     device, host, states = accelerators.get("sim"), accelerators.get("cpu"), ["masters", "moments"]
-    before, needed, reading = device.memory().allocated, optimizer.parts.offloader.num_bytes(states), host.memory()
+    before, needed, reading = device.memory().allocated, optimizer.sharding.offloader.num_bytes(states), host.memory()
     with mock.patch.object(type(host), "memory", return_value=replace(reading, available=needed - 1)):
         with pytest.raises(MemoryError, match=rf"offload_states.* needs {needed} bytes.* and {needed - 1} .*Include fewer"):
             optimizer.offload_states(states)
-        assert not optimizer.parts.offloader.is_away
+        assert not optimizer.sharding.offloader.is_away
     with mock.patch.object(type(host), "memory", return_value=replace(reading, available=needed)):
         optimizer.offload_states(states)
     return before - device.memory().allocated == needed > 0

@@ -114,14 +114,14 @@ class AddsOne(OPTIM.Optimizer):
 def test_padding_is_never_seen_by_the_optimizer_in_norms_or_in_what_is_saved(stage, bucket_bytes, dtype, world):
     def program(model, optimizer, group):
         one_step(model, optimizer, group.rank)
-        shares = optimizer.parts.masters.shard.present()
-        held = sum(piece.in_param.numel for pieces in optimizer.parts.masters.pieces.values() for piece, _ in pieces)
+        shares = optimizer.sharding.masters.shard.present()
+        held = sum(piece.in_param.numel for pieces in optimizer.sharding.masters.pieces.values() for piece, _ in pieces)
         assert sum(state["sum"].numel() for state in optimizer.state.values()) == held < sum(share.numel() for share in shares)
         saved = optimizer.state_dict()["state"]
         assert {name: tuple(entries["sum"].shape) for name, entries in saved.items()} == {
             name: tuple(parameter.shape) for name, parameter in model.named_parameters()
         }
-        chunks, layout = optimizer.parts.placer.weights.chunks, optimizer.parts.layout_ref.layout
+        chunks, layout = optimizer.sharding.placer.weights.chunks, optimizer.sharding.layout_ref.layout
         for bucket, gaps in zip(layout.buckets, layout.gaps, strict=True):
             for gap in gaps:
                 start = bucket.span.start

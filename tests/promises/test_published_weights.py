@@ -324,9 +324,9 @@ def begun_narrow(rank, world, shared_memory, dtype, fails):
         with torch.no_grad():
             model[0].weight.add_(rank)  # which is nobody else's any more
         return broken, model[0].weight.detach().clone(), len(sent), []
-    parts = optimizer.parts
-    pieces = [piece for param in range(6) for piece, _ in parts.masters.of(param)]
-    masters = [(piece.param, parts.masters.shard.piece(piece).clone()) for piece in pieces]
+    sharding = optimizer.sharding
+    pieces = [piece for param in range(6) for piece, _ in sharding.masters.of(param)]
+    masters = [(piece.param, sharding.masters.shard.piece(piece).clone()) for piece in pieces]
     found = bits(model), [param.detach().clone() for param in model.parameters()], len(sent), masters
     optimizer.close()
     return found

@@ -131,7 +131,7 @@ def lose_it_in_the_update(rank, world, folder):
     optimizer = sharded(model)
     one_step(model, optimizer, rank, 0)
     zero.save(folder, optimizer)
-    optimizer.parts.mid_update = rank == 1
+    optimizer.sharding.mid_update = rank == 1
     with pytest.raises(RanksDiffer, match=r"rank 1 was lost in the middle of a step.*Load a checkpoint"):
         optimizer.rebuild()
     zero.load(folder, optimizer)
@@ -195,7 +195,7 @@ def test_weights_that_differ_are_found_every_so_many_steps_and_named():
         model(torch.ones(1, 4)).sum().backward()
         with pytest.raises(RanksDiffer, match=r"ranks 0 and 1 have different weights in 1\.weight"):
             optimizer.step()
-        return optimizer.parts.window.sync.step
+        return optimizer.sharding.window.sync.step
 
     assert run_ranks(2, program, time_limit_s=20.0) == [2, 2]
 
@@ -335,7 +335,7 @@ def flatten_on_a_device_that_promised_too_much(rank, world):
         simulated.configure(memory_bytes=held + 200_000)  # for gradients, and not for a bucket of them
         with pytest.raises(torch.OutOfMemoryError) as raised:
             model(torch.ones(1, 128, device="sim")).sum().backward()
-        assert optimizer.parts.window.backward_failed  # as the other ranks will hear
+        assert optimizer.sharding.window.backward_failed  # as the other ranks will hear
         return str(raised.value)
     finally:
         simulated.configure(memory_bytes=total)

@@ -253,7 +253,7 @@ def test_a_parameter_of_three_buckets_is_summed_in_fp32_bit_for_bit(stage):
 
     def program(group, model):
         optimizer = shard(model, sgd(model), stage=stage, dtype=torch.bfloat16, bucket_bytes=2 * 96, group=group)
-        assert len(optimizer.parts.layout_ref.layout.buckets) == 3
+        assert len(optimizer.sharding.layout_ref.layout.buckets) == 3
         model([gradients[group.rank]]).backward()
         optimizer.step()
         return whole_master(optimizer, 0)
@@ -277,7 +277,7 @@ def test_gradients_that_shall_travel_in_bf16_are_rounded_to_it_and_summed_in_fp3
         )
         model([gradients[group.rank]]).backward()
         optimizer.step()
-        return whole_master(optimizer, 0), optimizer.parts.window.reducer.inflight.num_bytes
+        return whole_master(optimizer, 0), optimizer.sharding.window.reducer.inflight.num_bytes
 
     for masters, num_bytes in on_loopback(world, lambda: Filled(numel), program):
         assert torch.equal(masters, -total)
@@ -696,7 +696,7 @@ def test_in_backward_nothing_waits_for_a_collective_and_a_host_only_for_its_own_
 def train_few_of_many(group: Any, model: nn.Module, stage: int) -> Any:
     ledger = Ledger(group)
     optimizer = shard(model, sgd(model), stage=stage, bucket_bytes=512, group=ledger)
-    layout = optimizer.parts.layout_ref.layout
+    layout = optimizer.sharding.layout_ref.layout
     reached = {bucket for param in type(model).reached() for bucket in layout.buckets_of(param)}
     live = []
     for step in range(3):
@@ -704,12 +704,12 @@ def train_few_of_many(group: Any, model: nn.Module, stage: int) -> Any:
         model(like(model, whole_numbers((2, 3), "few", group.rank, step))).backward()
         ledger.section = f"settle {step}"
         optimizer.settle()
-        live.append(optimizer.parts.window.grad_ops.shard.num_bytes)
+        live.append(optimizer.sharding.window.grad_ops.shard.num_bytes)
         used = sum(p.grad is not None for p in model.parameters())
         ledger.section = f"step {step}"
         optimizer.step()
         optimizer.zero_grad()
-        live.append(optimizer.parts.window.grad_ops.shard.num_bytes)
+        live.append(optimizer.sharding.window.grad_ops.shard.num_bytes)
     bytes_of_reached = sum(layout.buckets[bucket].span.numel * 4 for bucket in reached)
     return ledger, live, used, bytes_of_reached, len(reached), len(layout.buckets)
 
@@ -755,7 +755,7 @@ def test_with_the_head_registered_first_the_second_window_sends_as_gradients_com
             ledger.section = f"backward {step}"
             loss = whole_loss(model(draw(model, (2, 24), group.rank, step)), group.size, step)
             open_rounds: list[int] = []
-            rounds = optimizer.parts.window.reducer._rounds
+            rounds = optimizer.sharding.window.reducer._rounds
             look = lambda _, seen=open_rounds, rounds=rounds: seen.append(len(rounds))  # noqa: E731
             handles = [p.register_post_accumulate_grad_hook(look) for p in model.parameters()]
             loss.backward()

@@ -143,8 +143,8 @@ def counted(rank, world, shared_memory):
     model = mlp()
     whole = sum(param.nbytes for param in model.parameters())
     optimizer = shard(model, 3, shared_memory=shared_memory, bucket_bytes=2048)
-    weights = optimizer.parts.placer.weights
-    layout = optimizer.parts.layout_ref.layout
+    weights = optimizer.sharding.placer.weights
+    layout = optimizer.sharding.layout_ref.layout
     assert whole / world <= kept_bytes(weights) == 4 * layout.owned_numel(rank) < 1.2 * whole / world
     largest = sorted((4 * chunk.numel for chunk in layout.chunks), reverse=True)
     train(model, optimizer, rank)
@@ -198,7 +198,7 @@ def with_frozen(rank, world, folder, dtype, shared_memory):
         zero.shard(one, torch.optim.AdamW([*one.base[1:].parameters(), *one.added.parameters()]), stage=stage, **options)
         for one, stage in ((model, 3), (plain, 2))
     )
-    weights, base = optimizer.parts.placer.weights, [*model.base[1:].parameters()]
+    weights, base = optimizer.sharding.placer.weights, [*model.base[1:].parameters()]
     assert all(isinstance(param, Absent) and not param.requires_grad for param in base)
     assert type(model.counts) is nn.Parameter
     for one in (model.view, model.base[0].weight):
@@ -412,7 +412,7 @@ def sent_to_the_host(rank, world, dtype, frozen):
         for _ in range(2):
             train_on(place, model, optimizer, rank)
             if away:
-                weights, before = optimizer.parts.placer.weights, device.memory().allocated
+                weights, before = optimizer.sharding.placer.weights, device.memory().allocated
                 kept = sum(tensor.nbytes for tensor in weights.memory() if tensor.device == place)
                 assert kept == sum(tensor.nbytes for tensor in weights.memory() if tensor.is_cpu) > 0
                 optimizer.offload_states(["weights"])

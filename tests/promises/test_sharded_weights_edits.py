@@ -112,7 +112,7 @@ def swapped(rank, world, gathered, shared_memory):
     model, plain = mlp(), mlp()
     options = {"shared_memory": shared_memory, "gathered_bytes": gathered}
     optimizer, beside = shard(model, 3, **options), shard(plain, 2, shared_memory=shared_memory)
-    weights = optimizer.parts.placer.weights
+    weights = optimizer.sharding.placer.weights
     most_noted = 0
     for one, its in ((model, optimizer), (plain, beside)):
         train(one, its, rank, 1)

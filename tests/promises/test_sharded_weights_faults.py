@@ -105,7 +105,7 @@ def owe(rank, world, folder):
     if rank == VICTIM:
         with torch.no_grad():
             model[0].weight.mul_(1.0)
-            optimizer.parts.placer.weights.exchange.cache.free_all()
+            optimizer.sharding.placer.weights.exchange.cache.free_all()
         threading.Thread(target=read, daemon=True).start()  # as of an edit that the other rank has not made
         time.sleep(0.5)
         (folder / "fails").touch()

@@ -137,16 +137,16 @@ def moved_alone(rank, world, dtype):
             model(samples(rank, step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            memory = list(optimizer.parts.placer.weights.memory())
+            memory = list(optimizer.sharding.placer.weights.memory())
             assert sum(tensor.nbytes for tensor in memory if tensor.is_cpu) == 0
             if away:
                 optimizer.offload_states(["weights"])
-                assert all(tensor.is_cpu for tensor in optimizer.parts.placer.weights.memory())
+                assert all(tensor.is_cpu for tensor in optimizer.sharding.placer.weights.memory())
                 optimizer.reload_states()
-                assert not any(tensor.is_cpu for tensor in optimizer.parts.placer.weights.memory())
+                assert not any(tensor.is_cpu for tensor in optimizer.sharding.placer.weights.memory())
             with torch.no_grad():
                 next(model.parameters()).mul_(0.5)
-        assert optimizer.parts.placer.weights.exchange.cache.num_fetches == 0
+        assert optimizer.sharding.placer.weights.exchange.cache.num_fetches == 0
         trained.append({name: param.detach().cpu().clone() for name, param in model.named_parameters()})
     return [name for name, values in trained[0].items() if not torch.equal(values, trained[1][name])]
 
@@ -158,7 +158,7 @@ def masters_on_host(rank, world):
     begin(model)
     adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
     optimizer = zero.shard(model, adamw, stage=3, offload="cpu", bucket_bytes=BUCKET, gathered_bytes=0)
-    masters, weights, found = optimizer.parts.masters, optimizer.parts.placer.weights, []
+    masters, weights, found = optimizer.sharding.masters, optimizer.sharding.placer.weights, []
     for step in range(STEPS):
         model(samples(rank, step)).backward()
         with torch.no_grad():
@@ -169,7 +169,7 @@ def masters_on_host(rank, world):
             share.data_ptr() == weights.share(bucket, rank).data_ptr() and share.is_cpu
             for bucket, share in masters.shard.shares.items()
         ]
-    return all(found), measured_bytes(optimizer.parts).host.masters
+    return all(found), measured_bytes(optimizer.sharding).host.masters
 
 
 @needs_sim

@@ -103,7 +103,7 @@ def lora(rank, world, shared_memory):
             optimizer.step()
             optimizer.zero_grad()
     assert same(*(values(model) for model, _ in trained))
-    weights = trained[0][1].parts.placer.weights
+    weights = trained[0][1].sharding.placer.weights
     if not shared_memory:
         chunks = [*weights.chunks.values(), *weights._frozen.chunks.values()]
         largest = sorted((chunk.num_bytes for chunk in chunks), reverse=True)
@@ -161,7 +161,7 @@ def reordered(rank, world):
     options = {"bucket_bytes": 1024, "gathered_bytes": 2 * 1024, "shared_memory": False}
     optimizer = shard(model, 3, **options)
     whole, fetched, most = sum(param.nbytes for param in model.parameters()) / world, [], 0
-    weights = optimizer.parts.placer.weights
+    weights = optimizer.sharding.placer.weights
     orders = [list(range(6))] * 3 + [([5, 0, 4, 1, 3, 2], [2, 4, 0, 5, 1, 3])[rank]] * 4
     for order in orders:
         model.order, before = order, weights.num_fetched_bytes
@@ -187,7 +187,7 @@ def failing(rank, world, shared_memory):
     """Raises at every operator that is given a weight, one after the other, in forward and in backward."""
     both = pair(mlp, shared_memory=shared_memory)
     (model, optimizer), (plain, beside) = both
-    cache, original = optimizer.parts.placer.weights.exchange.cache, absent._plain_of
+    cache, original = optimizer.sharding.placer.weights.exchange.cache, absent._plain_of
     num_calls = failed = 0
     fails_at = None
 
@@ -209,7 +209,7 @@ def failing(rank, world, shared_memory):
             except ArithmeticError:
                 failed += 1
             optimizer.zero_grad()
-            assert not any(chunk.num_users for chunk in optimizer.parts.placer.weights.chunks.values())
+            assert not any(chunk.num_users for chunk in optimizer.sharding.placer.weights.chunks.values())
             if num_calls < fails_at:
                 break
             if fails_at % 4 == 1:

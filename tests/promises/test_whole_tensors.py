@@ -67,7 +67,7 @@ def test_declared_accumulation_and_clipping_of_the_configuration_equal_plain_pyt
         for micro in range(3):
             backward(optimizer, real_loss(model(draw(model, (3, 4), rank, step, micro, real=True))))
         yield "settle"
-        if not hasattr(optimizer, "parts"):
+        if not hasattr(optimizer, "sharding"):
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         finish(optimizer)
 
@@ -458,7 +458,7 @@ def test_a_parameter_trained_later_gets_an_owner_and_new_groups_of_whole_tensors
         optimizer.add_param_group({"params": [more]})
         backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, 2, real=True)) @ more))
         finish(optimizer)
-        layout = optimizer.parts.layout_ref.layout
+        layout = optimizer.sharding.layout_ref.layout
         return [layout.owner(param) for param in range(5)], weights(model), more.detach().clone()
 
     ours = on_ranks(2, program, build, lambda model: Orthogonal(model.parameters()), whole_tensors=True)

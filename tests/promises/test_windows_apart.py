@@ -141,8 +141,8 @@ def test_an_error_while_weights_are_gathered_counts_as_one_of_the_update():
                 raise Trouble
 
         send(model, group.rank, 0)
-        parts = optimizer.parts
-        with mock.patch.object(parts.publisher, "wait", lambda used: interrupted(parts.publisher, used)):
+        sharding = optimizer.sharding
+        with mock.patch.object(sharding.publisher, "wait", lambda used: interrupted(sharding.publisher, used)):
             if group.rank == 1:
                 with pytest.raises(Trouble):
                     optimizer.step()

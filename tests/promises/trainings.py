@@ -62,16 +62,16 @@ def options_of(name: str, stage: int, dtype: str, bucket: str, **options: Any) -
 
 def whole_master(optimizer: ShardedOptimizer, param: int) -> torch.Tensor:
     """What the optimizer updates of one parameter, whole on every rank; a collective."""
-    parts = optimizer.parts
-    own = {piece: master.detach() for piece, master in parts.masters.of(param)}
-    return parts.window.grad_ops.whole(param, own.__getitem__, sum_dtype(parts.params.tensors[param].dtype))
+    sharding = optimizer.sharding
+    own = {piece: master.detach() for piece, master in sharding.masters.of(param)}
+    return sharding.window.grad_ops.whole(param, own.__getitem__, sum_dtype(sharding.params.tensors[param].dtype))
 
 
 def masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     """The whole fp32 copies of what is stored in less; a collective."""
-    parts, found = optimizer.parts, {}
-    for index, (name, tensor) in enumerate(zip(parts.params.names, parts.params.tensors, strict=True)):
-        if sum_dtype(tensor.dtype) == tensor.dtype or parts.layout_ref.layout.slots[index] is None:
+    sharding, found = optimizer.sharding, {}
+    for index, (name, tensor) in enumerate(zip(sharding.params.names, sharding.params.tensors, strict=True)):
+        if sum_dtype(tensor.dtype) == tensor.dtype or sharding.layout_ref.layout.slots[index] is None:
             continue
         master = whole_master(optimizer, index)
         if torch.equal(tensor.detach(), master.to(tensor.dtype)):  # else an edit waits to be adopted by the next step

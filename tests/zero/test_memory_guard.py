@@ -44,5 +44,5 @@ def test_moments_take_what_is_predicted_also_where_groups_that_want_more_and_few
     optimizer.step()
     moments = [value for state in inner.state.values() for name, value in state.items() if name != "step"]
     storages = {moment.untyped_storage().data_ptr(): moment.untyped_storage().nbytes() for moment in moments}
-    layout, in_lines = optimizer.parts.layout_ref.layout, has_fused_step(inner, kernels)
+    layout, in_lines = optimizer.sharding.layout_ref.layout, has_fused_step(inner, kernels)
     assert sum(storages.values()) == budget_of(layout, num_moments=num_moments(inner), in_lines=in_lines).device.moments

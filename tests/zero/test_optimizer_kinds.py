@@ -265,7 +265,7 @@ def test_an_optimizer_whose_state_is_quantised_in_blocks_has_whole_tensors_and_n
         shard(made, make(made.parameters()), stage=2, group=solo(), elementwise=True)
     shard(made, WithBits(made.parameters(), 32), stage=2, group=solo(), elementwise=True).close()
     optimizer = shard(made, make(made.parameters()), stage=2, group=solo())
-    assert all(bucket.is_whole for bucket in optimizer.parts.layout_ref.layout.buckets)
+    assert all(bucket.is_whole for bucket in optimizer.sharding.layout_ref.layout.buckets)
     optimizer.close()
 
 
@@ -311,7 +311,7 @@ def test_element_wise_optimizers_of_other_packages_are_known_by_where_they_are_f
         return
     for options in ({}, {"whole_tensors": True}):  # said of what nothing is known of
         optimizer = shard(made, kind(made.parameters(), lr=0.1), stage=2, group=solo(), **options)
-        assert not any(bucket.is_whole for bucket in optimizer.parts.layout_ref.layout.buckets)
+        assert not any(bucket.is_whole for bucket in optimizer.sharding.layout_ref.layout.buckets)
         optimizer.close()
 
 

@@ -42,7 +42,7 @@ def train(group, path, **options):
             optimizer.step()
             optimizer.zero_grad()
             records.write(loss=step + 0.5)
-    found = optimizer.grad_norm, optimizer.parts.window.reducer.inflight.num_bytes, measured_bytes(optimizer.parts)
+    found = optimizer.grad_norm, optimizer.sharding.window.reducer.inflight.num_bytes, measured_bytes(optimizer.sharding)
     optimizer.close()
     return found
 
@@ -153,10 +153,11 @@ def test_what_is_held_is_what_was_predicted(stage, dtype):
         for step in range(2):
             backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, step, real=True))))
             optimizer.settle()
-            gradients = measured_bytes(optimizer.parts).device.gradients
+            gradients = measured_bytes(optimizer.sharding).device.gradients
             optimizer.step()
             optimizer.zero_grad()
-        now, cost = measured_bytes(optimizer.parts), cost_of(optimizer.parts.layout_ref.layout, stage, group.size, group.rank)
+        now = measured_bytes(optimizer.sharding)
+        cost = cost_of(optimizer.sharding.layout_ref.layout, stage, group.size, group.rank)
         optimizer.close()
         return now.device.weights, gradients, now.device.masters, now.device.moments, now.buckets, cost
 
@@ -174,10 +175,10 @@ def test_gradients_that_wait_for_the_last_backward_are_held_as_predicted(stage, 
         optimizer = shard(model, adamw(model), stage=stage, dtype=dtype, group=group, bucket_bytes=64, accumulation=3)
         found = []
         for micro in range(3):
-            found.append(measured_bytes(optimizer.parts).device.gradients)
+            found.append(measured_bytes(optimizer.sharding).device.gradients)
             backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, micro, real=True))))
         whole = sum(4 * param.numel() for param in model.parameters())
-        cost = cost_of(optimizer.parts.layout_ref.layout, stage, group.size, group.rank, accumulation=3)
+        cost = cost_of(optimizer.sharding.layout_ref.layout, stage, group.size, group.rank, accumulation=3)
         optimizer.close()
         return found, whole, cost.device.gradients
 

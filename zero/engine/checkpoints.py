@@ -149,8 +149,8 @@ class Checkpoints:
         finish_saving(self.optimizer)  # or the first one, which is still being written, would not be there
         tag = None if tag is None else str(tag)
         if tag is None:
-            tag = all_or_none(about.parts.group, "A load", lambda: latest(load_dir))
-            require_same_args(about.parts.group, "A load", latest=tag)
+            tag = all_or_none(about.sharding.group, "A load", lambda: latest(load_dir))
+            require_same_args(about.sharding.group, "A load", latest=tag)
         if tag is None:
             logger.warning("There is no checkpoint in %s yet, so nothing was loaded.", load_dir)
             return None, None

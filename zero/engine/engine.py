@@ -30,7 +30,7 @@ class Engine(Answers, Checkpoints):
     """
 
     def __init__(self, optimizer: ShardedOptimizer, lr_scheduler: Any = None, training_dataloader: Any = None) -> None:
-        self._parts = parts = optimizer.parts
+        self._sharding = sharding = optimizer.sharding
         self.module = optimizer.model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -40,8 +40,8 @@ class Engine(Answers, Checkpoints):
         self.micro_steps = 0
         self._sizes = self.config.batch
         self._accumulation = Accumulation(self.config.accumulation or 1, self.config.count_micro_steps)
-        parts.window.policy.counting = self._accumulation
-        parts.window.scaling.divisor = self._accumulation.declared
+        sharding.window.policy.counting = self._accumulation
+        sharding.window.scaling.divisor = self._accumulation.declared
         self._applied = False
         self._progress = Progress(self.config.report, optimizer)
         self._announce_boundary()
@@ -50,13 +50,13 @@ class Engine(Answers, Checkpoints):
     def device(self) -> torch.device:
         """Where the model is. No collective."""
         own = next((param.device for param in self.module.parameters()), None)
-        return self.optimizer.parts.accelerator.device() if own is None else own
+        return self.optimizer.sharding.accelerator.device() if own is None else own
 
     # the loop ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward, with the casts and the autocast of the configuration. No collective."""
-        window = self.optimizer.parts.window
+        window = self.optimizer.sharding.window
         if torch._C._current_graph_task_id() == -1:  # or else it is recomputed in a backward
             window.scaling.expect_plain()
         window.sync.set_phase("in the forward")
@@ -83,7 +83,7 @@ class Engine(Answers, Checkpoints):
                 f"Cannot send a {type(loss).__name__} backward: engine.backward takes a loss. Pass the tensor that the model's "
                 "outputs were computed to."
             )
-        accumulation, window = self._accumulation, self.optimizer.parts.window
+        accumulation, window = self._accumulation, self.optimizer.sharding.window
         is_weighted = window.scaling.weight is not None
         if window.local.weights and not is_weighted:
             raise ValueError(
@@ -105,7 +105,7 @@ class Engine(Answers, Checkpoints):
         underflow. No collective."""
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise ValueError("Cannot scale: this is no tensor that a backward could start from. Pass a loss of this model.")
-        return self.optimizer.parts.loss_scaler.apply(loss)
+        return self.optimizer.sharding.loss_scaler.apply(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Counts a micro-step. At the end of a window it also settles, clips, steps, clears the gradients and, unless the step
@@ -119,7 +119,7 @@ class Engine(Answers, Checkpoints):
             self._take_step(lr_kwargs)
         else:
             accumulation.count()
-            self.optimizer.parts.window.scaling.weight = None  # it was this micro-batch's
+            self.optimizer.sharding.window.scaling.weight = None  # it was this micro-batch's
             self._applied = False
         self.micro_steps += 1
         self._announce_boundary()
@@ -127,7 +127,7 @@ class Engine(Answers, Checkpoints):
     def flush(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Steps on a window that is not full, dividing by the number of micro-batches that it has. Does nothing where no rank
         has a gradient. A collective."""
-        window = self.optimizer.parts.window
+        window = self.optimizer.sharding.window
         has_any = window.needs_sync or window.scaling.is_settled  # by a `.grad` of the caller's own, for instance
         counts = self._exchange(self._accumulation.num_micro_batches, self._accumulation.divided, has_any)
         num_micro_batches = sum(count for count, _, _ in counts)
@@ -159,7 +159,7 @@ class Engine(Answers, Checkpoints):
     def _take_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         skipped, num_micro_batches = self.optimizer.skipped_steps, self._accumulation.num_micro_batches
         try:
-            with during("step", self.optimizer.parts.window.clock):
+            with during("step", self.optimizer.sharding.window.clock):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         finally:
@@ -232,7 +232,7 @@ class Engine(Answers, Checkpoints):
         self.optimizer.set_gradient_accumulation_boundary(self._accumulation.at_end)
 
     def _exchange(self, *numbers: float) -> list[tuple[float, ...]]:
-        return self.optimizer.parts.window.grad_ops.exchange_numbers(numbers)
+        return self.optimizer.sharding.window.grad_ops.exchange_numbers(numbers)
 
     # looking -----------------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class Engine(Answers, Checkpoints):
     def empty_partition_cache(self) -> None:
         """Gives memory that torch keeps for later back to the device. No collective."""
         gc.collect()
-        self.optimizer.parts.accelerator.empty_cache()
+        self.optimizer.sharding.accelerator.empty_cache()
 
     def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
         """Compiles the model in place, as `zero.compile` does. No collective."""
@@ -316,7 +316,7 @@ class Engine(Answers, Checkpoints):
     @property
     def is_closed(self) -> bool:
         """Whether the model is plain again."""
-        return self._parts.closed
+        return self._sharding.closed
 
     def close(self) -> None:
         """Makes the model plain again: no hooks, and memory of its own for every parameter. A collective at stage 3."""

@@ -134,7 +134,7 @@ def _build(
 
     group = sharing(group, config.shared_memory, config.shard_ranks)
     sharded = EngineOptimizer(model, inner, config, group)
-    sharded.parts.owns_group = True
+    sharded.sharding.owns_group = True
     try:
         engine = Engine(sharded, _scheduler(lr_scheduler, config, sharded), loader)
         _engines[id(model)] = engine
@@ -142,7 +142,7 @@ def _build(
         sharded.close()
         raise
     if group.rank == 0:
-        logger.info("rank 0: the effective configuration\n%s", sharded.parts.config.text())
+        logger.info("rank 0: the effective configuration\n%s", sharded.sharding.config.text())
     return engine, sharded, loader, engine.lr_scheduler
 
 

@@ -38,10 +38,10 @@ class EngineOptimizer(ShardedOptimizer):
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that was passed or configured, as it works on this rank: of its class, with its settings, which can be
         written too, and with this rank's shares as its parameters, by which its state is kept. No collective."""
-        parts, inner = self.parts, self.inner
-        places = [[parts.params.index.get(id(param)) for param in group["params"]] for group in inner.param_groups]
+        sharding, inner = self.sharding, self.inner
+        places = [[sharding.params.index.get(id(param)) for param in group["params"]] for group in inner.param_groups]
         shares = [
-            [master for param in held if param is not None for _, master in parts.masters.of(param)] for held in places
+            [master for param in held if param is not None for _, master in sharding.masters.of(param)] for held in places
         ]
         own: torch.optim.Optimizer = object.__new__(type(inner))
         vars(own).update(vars(inner))

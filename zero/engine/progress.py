@@ -17,11 +17,11 @@ class Progress:
     """Writes the lines, with the times of the stops if the configuration says so, and the records for TensorBoard."""
 
     def __init__(self, report: Report, optimizer: ShardedOptimizer) -> None:
-        parts = optimizer.parts
+        sharding = optimizer.sharding
         self._report = report
-        self._accelerator = parts.accelerator
-        self._rank = parts.group.rank
-        self._clock = parts.clock() if report.wall_clock else None
+        self._accelerator = sharding.accelerator
+        self._rank = sharding.group.rank
+        self._clock = sharding.clock() if report.wall_clock else None
         writes = report.tensorboard is not None and self._rank == 0
         self._records = MetricsWriter(None, optimizer, report.tensorboard) if writes else None
         self._told: dict[str, float] = {}  # milliseconds, when the last line was written

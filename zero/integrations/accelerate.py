@@ -107,7 +107,7 @@ class ShardedAccelerator(Accelerator):
         if self.device_placement:
             move(model, self.device)
         optimizer = inner if isinstance(inner, ShardedOptimizer) else shard(model, inner, **self.zero)
-        if optimizer.parts.group.size != self.num_processes:
+        if optimizer.sharding.group.size != self.num_processes:
             self._refuse_ranks(optimizer)
         given = [None] * len(args) if device_placement is None else device_placement
         # Placing it would send all of its state through `state_dict` and back; it is where its parameters are.
@@ -115,7 +115,7 @@ class ShardedAccelerator(Accelerator):
         return super().prepare(*(optimizer if arg is inner else arg for arg in args), device_placement=places)
 
     def _refuse_ranks(self, optimizer: ShardedOptimizer) -> NoReturn:
-        num_ranks = optimizer.parts.group.size
+        num_ranks = optimizer.sharding.group.size
         optimizer.close()  # the model is plain again
         raise ValueError(
             f"Cannot train {num_ranks} ranks under accelerate: it sees {self.num_processes}, so all would train on the same "
@@ -144,7 +144,7 @@ class ShardedAccelerator(Accelerator):
         """Keeps gradients on this rank at stages 0 and 1. At stage 2 every micro-batch goes into the shards at once, since
         waiting would keep whole gradients."""
         optimizer = self.sharded
-        if optimizer is None or not stage_of(optimizer.parts.config.stage).accumulates_locally:
+        if optimizer is None or not stage_of(optimizer.sharding.config.stage).accumulates_locally:
             yield
         else:
             with optimizer.no_sync():

@@ -95,7 +95,7 @@ class ShardedStrategy(DDPStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Keeps gradients on this rank at stages 0 and 1. At stage 2 every micro-batch goes into the shards at once, since
         waiting would keep whole gradients."""
-        if stage_of(self.sharded.parts.config.stage).accumulates_locally:
+        if stage_of(self.sharded.sharding.config.stage).accumulates_locally:
             with self.sharded.no_sync():
                 yield
         else:

@@ -99,7 +99,7 @@ def as_one(optimizer: Any) -> Any:
 def _check_member(member: Any) -> None:
     if not isinstance(member, torch.optim.Optimizer):
         raise TypeError(f"Cannot shard a list with a {type(member).__name__} in it. Pass torch.optim.Optimizers.")
-    if hasattr(member, "parts"):
+    if hasattr(member, "sharding"):
         raise ValueError("Cannot shard a list with an optimizer that is sharded already. Pass it once, or close() it first.")
     if any(callable(getattr(type(member), mode, None)) for mode in ("train", "eval")):
         raise ValueError(f"Cannot shard {type(member).__name__} beside others: it has modes. Shard it alone.")

@@ -45,7 +45,7 @@ def check_model(model: nn.Module) -> None:
 def check_optimizer(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> None:
     """Refuses an optimizer that looks at all parameters at once, where there are shares, and one of an unknown kind without the
     user's word."""
-    if hasattr(optimizer, "parts"):
+    if hasattr(optimizer, "sharding"):
         raise ValueError("Cannot shard: the optimizer is sharded already. Pass it once, or close() it first.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         found = type(optimizer).__name__

@@ -70,14 +70,14 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
         params = run_on_all(group, lambda: _checked(model, optimizer, config))
         config = with_pace(config, group, sum(map(torch.Tensor.numel, params.tensors)))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
-        parts = _assemble(model, optimizer, config, plan, group, unread)
+        sharding = _assemble(model, optimizer, config, plan, group, unread)
     except BaseException:
         unread.restore()
         if group is not given:
             group.close()
         raise
-    parts.owns_group = group is not given
-    return parts
+    sharding.owns_group = group is not given
+    return sharding
 
 
 def _checked(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> ManagedParams:
@@ -114,10 +114,10 @@ def _assemble(
     built: list[weakref.ref[ShardingState]] = []  # weakly: the window is a part and holds `place_params`
 
     def place_params(fresh: Sequence[int]) -> Sequence[int]:
-        parts = built[0]()
-        assert parts is not None
+        sharding = built[0]()
+        assert sharding is not None
         with _restoring(optimizer), torch.inference_mode(False):  # whatever settles the window, this is used outside of it
-            new = placer.place(fresh, partial(adopt_state, parts, optimizer))
+            new = placer.place(fresh, partial(adopt_state, sharding, optimizer))
         hooks.renew()
         return new
 
@@ -154,11 +154,11 @@ def _assemble(
         publisher = WeightPublisher(layout_ref, params, group, weights, masters, config.gather_dtype is not None)
         offloader = StateOffloader(model, place.accelerator, params, formats, weights, masters, gradients, optimizer)
         components = (params, masters, window, hooks, updater, publisher, placer)
-        parts = ShardingState(group, *components, config, offloader, memory_guard, LossScaler(config, scaling))
+        sharding = ShardingState(group, *components, config, offloader, memory_guard, LossScaler(config, scaling))
         updater.restore_kernels = use_kernels(optimizer, config.kernels)
-        adopt_state(parts, optimizer)
+        adopt_state(sharding, optimizer)
         tracker.renew_through(hooks.renew)
-        return parts
+        return sharding
 
     def cast() -> None:
         cast_frozen(model, config)
@@ -177,20 +177,20 @@ def _assemble(
         with memory_guard.explain_oom("Sharding", layout_ref):
             placer.place([index for index in range(len(chosen.names)) if index not in latent])
         sync_module_states(model, chosen, group)
-        parts = run_on_all(group, wire)
+        sharding = run_on_all(group, wire)
         run_on_all(group, cast)
         frozen = frozen_to_share(model, place.device, config.keep_whole_numel)
         weights.take_frozen(*frozen, place, places_of({}, config, place.device).offload, unread.awaited)
-        run_on_all(group, partial(open_, parts.window))
+        run_on_all(group, partial(open_, sharding.window))
         if stage_of(config.stage).shards_weights:
             weights.expect_buffers(MetaBuffers(model, place.device).unwritten)
-            unread.fill(parts)
-        built.append(weakref.ref(parts))
-        manage(chosen.tensors, parts.window)
+            unread.fill(sharding)
+        built.append(weakref.ref(sharding))
+        manage(chosen.tensors, sharding.window)
         on_failure.pop_all()
     if place.is_host:
         place.accelerator.empty_cache()  # the weights lay elsewhere before, in pieces too small to have gone by themselves
-    return parts
+    return sharding
 
 
 @contextlib.contextmanager

@@ -34,13 +34,13 @@ class _Part(NamedTuple):
 
 
 @torch.no_grad()
-def fill(parts: ShardingState, values: Mapping[torch.Tensor, Values], remedy: str = LOAD_AGAIN) -> list[torch.nn.Parameter]:
+def fill(sharding: ShardingState, values: Mapping[torch.Tensor, Values], remedy: str = LOAD_AGAIN) -> list[torch.nn.Parameter]:
     """Reads the values of those of these parameters that are in shares, and returns these. Where a rank fails to read, all
     ranks raise once the others have read; values that were read by then are the same on all ranks. A collective."""
-    parts.publisher.begin()
-    its = dict(_parts_by_param(parts, values))
+    sharding.publisher.begin()
+    its = dict(_parts_by_param(sharding, values))
     num_elements = sum(part.span.numel for each in its.values() for part in each)
-    with ProgressBar("loading", num_elements, parts.group.rank == 0, "elements") as bar:
+    with ProgressBar("loading", num_elements, sharding.group.rank == 0, "elements") as bar:
 
         def read() -> None:
             for line, numbers in _read_ahead(_pieces(part for each in its.values() for part in each)):
@@ -49,35 +49,35 @@ def fill(parts: ShardingState, values: Mapping[torch.Tensor, Values], remedy: st
 
         failure = partial(failed_on, remedy)
         try:
-            run_on_all(parts.group, read, failure)
+            run_on_all(sharding.group, read, failure)
         finally:
             try:
-                publish(parts, failure)
+                publish(sharding, failure)
             finally:
-                parts.publisher.end()
+                sharding.publisher.end()
     for tensor in its:
-        parts.placer.weights.note_written(tensor)
+        sharding.placer.weights.note_written(tensor)
     return list(its)
 
 
 def _parts_by_param(
-    parts: ShardingState, values: Mapping[torch.Tensor, Values]
+    sharding: ShardingState, values: Mapping[torch.Tensor, Values]
 ) -> Iterator[tuple[torch.nn.Parameter, list[_Part]]]:
     """This rank's shares of each parameter that has values and is in shares."""
-    formats, streams = parts.window.grad_ops.formats, parts.masters.streams
+    formats, streams = sharding.window.grad_ops.formats, sharding.masters.streams
 
     def line_of(piece: Piece, master: torch.Tensor, param_format: ParamFormat) -> torch.Tensor:
         streams.use(piece.bucket)
         return param_format.line_of(master)
 
-    for index, tensor in enumerate(parts.params.tensors):
-        if tensor in values and not lies_nowhere(parts, index):
+    for index, tensor in enumerate(sharding.params.tensors):
+        if tensor in values and not lies_nowhere(sharding, index):
             its = formats[index]
             yield tensor, [
                 _Part(values[tensor], piece.in_param, its, partial(line_of, piece, master, its))
-                for piece, master in parts.masters.of(index)
+                for piece, master in sharding.masters.of(index)
             ]
-    for tensor, its, pieces in parts.placer.weights.frozen_pieces():
+    for tensor, its, pieces in sharding.placer.weights.frozen_pieces():
         if tensor in values:
             yield tensor, [_Part(values[tensor], in_param, its, memory.detach) for in_param, memory in pieces]
 
@@ -130,10 +130,10 @@ def failed_on(
     return CheckpointFailed(f"Cannot {what}: it failed on {where}. {remedy}")
 
 
-def publish(parts: ShardingState, failure: Failure, write: Callable[[int], None] = lambda _: None) -> None:
+def publish(sharding: ShardingState, failure: Failure, write: Callable[[int], None] = lambda _: None) -> None:
     """Publishes every rank's shares as the weights of all ranks, each bucket once `write` has filled it. Where that fails on a
     rank, the others go on to the end, and all raise then. A collective."""
-    layout, masters = parts.layout_ref.layout, parts.masters
+    layout, masters = sharding.layout_ref.layout, sharding.masters
 
     def send_all() -> None:
         waiting = deque(map(layout.blocks, range(len(layout.buckets))))
@@ -142,15 +142,15 @@ def publish(parts: ShardingState, failure: Failure, write: Callable[[int], None]
                 write(bucket)
                 for block in waiting[0]:
                     masters.publish(block)
-                parts.publisher.send(waiting.popleft())
+                sharding.publisher.send(waiting.popleft())
             masters.streams.flush()
         except BaseException:
             masters.abandon()
             for blocks in waiting:  # as the others do
-                parts.publisher.send(blocks)
+                sharding.publisher.send(blocks)
             raise
         finally:
-            parts.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
+            sharding.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
 
-    run_on_all(parts.group, send_all, failure)
-    parts.mid_update = False
+    run_on_all(sharding.group, send_all, failure)
+    sharding.mid_update = False

@@ -65,7 +65,7 @@ def load_from(
     directory: Any, about: TrainingSnapshot, tag: str | None, optimizer_states: bool, scheduler_states: bool, counters: bool
 ) -> tuple[Path, Any]:
     """Loads as `load` does; returns the path of the checkpoint too."""
-    optimizer, group = about.optimizer, about.parts.group
+    optimizer, group = about.optimizer, about.sharding.group
     finish_saving(optimizer)
     found, manifest = all_or_none(group, "A load", lambda: _found(directory, tag, about))
     has_schedule = about.scheduler is not None and bool(scheduler_states)
@@ -76,16 +76,16 @@ def load_from(
         loading = _Loading(about, manifest, lines, bool(optimizer_states), has_schedule)
         all_or_none(group, "A load", lambda: loading.check(range(group.rank, len(manifest.files), group.size)))
         all_or_none(group, "A load", loading.read_plain)
-        about.parts.placer.weights.check_edits(loading.written())
+        about.sharding.placer.weights.check_edits(loading.written())
         loading.take_plain()
         optimizer.zero_grad()
-        about.parts.publisher.take_edits()
+        about.sharding.publisher.take_edits()
         loading.fill_unshared()
-        about.parts.publisher.begin()
+        about.sharding.publisher.begin()
         try:
             loading.fill()
         finally:
-            about.parts.publisher.end()
+            about.sharding.publisher.end()
         if counters:
             _take_counters(about, loading.training)
             _take_random_numbers(lines, loading.training["ranks"], about)
@@ -100,7 +100,7 @@ def latest(directory: str | os.PathLike[str]) -> str | None:
 
 
 def _found(directory: Any, tag: str | None, about: TrainingSnapshot) -> tuple[Path, Manifest]:
-    about.parts.offloader.check("load")
+    about.sharding.offloader.check("load")
     found = Folder.at(directory).find(tag)
     return found, read_manifest(found)
 
@@ -205,7 +205,7 @@ class _Loading:
                 f"Cannot load: the optimizer has {len(own)} groups and the saved one {len(theirs)}, and group {number} differs "
                 f"in {', '.join(differing[:_MOST_NAMED]) or 'nothing but its place'}. {hint}"
             )
-        about.parts.updater.check(saved)
+        about.sharding.updater.check(saved)
 
     def take_plain(self) -> None:
         """Gives the schedule and the modules what they saved. This runs code of users: where it raises on any rank, all of them
@@ -224,7 +224,7 @@ class _Loading:
                 changed.append((module, had))
 
         try:
-            all_or_none(about.parts.group, "A load", take)
+            all_or_none(about.sharding.group, "A load", take)
         except BaseException:
             if schedule is not None:
                 schedule.load_state_dict(before)
@@ -240,14 +240,14 @@ class _Loading:
     def fill_unshared(self) -> None:
         """Changes what every rank writes alike: parameters that are not trained, and buffers. From here on nothing is expected
         to fail."""
-        about, parts = self._about, self._about.parts
-        parts.window.sync.tracker.copy_back()  # what lies elsewhere is overwritten like the rest
-        late = [index for index, name in enumerate(about.managed) if lies_nowhere(parts, index) and self._had_master(name)]
+        about, sharding = self._about, self._about.sharding
+        sharding.window.sync.tracker.copy_back()  # what lies elsewhere is overwritten like the rest
+        late = [index for index, name in enumerate(about.managed) if lies_nowhere(sharding, index) and self._had_master(name)]
         if late:
-            parts.window.place_params(late)  # or the exact value would be rounded
+            sharding.window.place_params(late)  # or the exact value would be rounded
         for index, name in enumerate(about.managed):
-            if lies_nowhere(parts, index) and not self._stays(name):
-                self._fill_whole(name, parts.params.tensors[index])
+            if lies_nowhere(sharding, index) and not self._stays(name):
+                self._fill_whole(name, sharding.params.tensors[index])
         for name, param in about.unmanaged():
             if self._stays(name):
                 continue
@@ -259,24 +259,24 @@ class _Loading:
     def fill(self) -> None:
         """Changes this rank's shares of masters and of the optimizer's state, and publishes them; bucket by bucket, as some are
         in memory for a while only. Where all of them is loaded they are not read before."""
-        about, parts = self._about, self._about.parts
-        masters, streams = parts.masters, parts.masters.streams
+        about, sharding = self._about, self._about.sharding
+        masters, streams = sharding.masters, sharding.masters.streams
         if self._states:
             streams.abandon()
         use = streams.overwrite if self._states else streams.use
         total = sum(share.numel() for share in masters.shard.shares.values())
-        with ProgressBar("loading", total, parts.group.rank == 0, "elements") as bar:
+        with ProgressBar("loading", total, sharding.group.rank == 0, "elements") as bar:
 
             def write(bucket: int) -> None:
                 use(bucket)
                 for piece, master in masters.in_bucket(bucket):
                     self._fill_piece(piece, master)
-                bar.advance(parts.layout_ref.layout.buckets[bucket].share_numel)
+                bar.advance(sharding.layout_ref.layout.buckets[bucket].share_numel)
 
-            publish(parts, partial(failed_on, LOAD_AGAIN, what="complete a load"), write)
+            publish(sharding, partial(failed_on, LOAD_AGAIN, what="complete a load"), write)
         if self._states:
             take_settings(about.optimizer.inner, self.training["groups"])
-            parts.updater.order_state()
+            sharding.updater.order_state()
 
     def _fill_whole(self, name: str, tensor: torch.Tensor) -> None:
         inner, source = self._about.optimizer.inner, self._source(name)
@@ -289,8 +289,9 @@ class _Loading:
                 inner.state[tensor] = {**entries, **self._plain[source]}
 
     def _fill_piece(self, piece: Piece, master: torch.nn.Parameter) -> None:
-        parts, inner, source = self._about.parts, self._about.optimizer.inner, self._source(self._about.managed[piece.param])
-        form, stored = parts.window.grad_ops.formats[piece.param], self._manifest.parameters[source]
+        sharding, inner, name = self._about.sharding, self._about.optimizer.inner, self._about.managed[piece.param]
+        source = self._source(name)
+        form, stored = sharding.window.grad_ops.formats[piece.param], self._manifest.parameters[source]
         self._lines.copy(source, VALUE, form, piece.in_param, form.line_of(master.detach()))
         if not self._states:
             return
@@ -302,7 +303,7 @@ class _Loading:
             entries[key] = held if _fits(held, master, wide) else torch.empty_like(master, dtype=wide)
             self._lines.copy(source, key, form, piece.in_param, form.line_of(entries[key].detach()))
         for key, value in self._plain[source].items():
-            entries[key] = plain_entry(parts, inner, piece.param, value)
+            entries[key] = plain_entry(sharding, inner, piece.param, value)
         if entries:
             inner.state[master] = entries
 
@@ -311,10 +312,10 @@ class _Loading:
         about = self._about
         if self._source(name) not in self._left_out:
             return False
-        return name not in about.managed or lies_nowhere(about.parts, about.managed.index(name))
+        return name not in about.managed or lies_nowhere(about.sharding, about.managed.index(name))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        managed = zip(self._about.managed, self._about.parts.params.tensors, strict=True)
+        managed = zip(self._about.managed, self._about.sharding.params.tensors, strict=True)
         return {**self._about.named.parameters, **dict(managed)}
 
     def _had_master(self, name: str) -> bool:
@@ -335,16 +336,16 @@ def _fits(held: Any, master: torch.Tensor, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def _take_counters(about: TrainingSnapshot, training: Mapping[str, Any]) -> None:
-    optimizer, parts = about.optimizer, about.parts
-    parts.window.sync.step = training["step"]
+    optimizer, sharding = about.optimizer, about.sharding
+    sharding.window.sync.step = training["step"]
     optimizer.skipped_steps = training["skipped_steps"]
     if training["loss_scale"] is not None:
-        about.parts.loss_scaler.scale = loaded_scale(optimizer.loss_scale, training, False)
+        about.sharding.loss_scaler.scale = loaded_scale(optimizer.loss_scale, training, False)
 
 
 def _take_random_numbers(lines: Lines, num_ranks: int, about: TrainingSnapshot) -> None:
-    group = about.parts.group
+    group = about.sharding.group
     if num_ranks == group.size:
-        put_back(about.parts.accelerator, lines.random_bytes(group.rank))
+        put_back(about.sharding.accelerator, lines.random_bytes(group.rank))
     elif group.rank == 0:
         logger.info("Random numbers of %d ranks were saved, and there are %d: they go on as they are.", num_ranks, group.size)

@@ -41,11 +41,11 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
     before anything is changed; with `strict=False` only other shapes are.
     """
     optimizers = optimizers_of(model)
-    sharded: list[ShardingState] = [optimizer.parts for optimizer in optimizers]
+    sharded: list[ShardingState] = [optimizer.sharding for optimizer in optimizers]
 
     def prepare() -> tuple[WeightFiles, _Match]:
-        for parts in sharded:
-            parts.offloader.check("load_weights")
+        for sharding in sharded:
+            sharding.offloader.check("load_weights")
         files = WeightFiles(source)
         try:
             return files, _Match.of(Named.of(model), files, strict)
@@ -57,15 +57,15 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
     try:
         if sharded:
             require_same_args(sharded[0].group, "A load of weights", files=files.digest, strict=strict)
-        for parts in sharded:
-            parts.placer.weights.check_edits(match.keys)
+        for sharding in sharded:
+            sharding.placer.weights.check_edits(match.keys)
         for optimizer in optimizers:
             optimizer.zero_grad()
-            optimizer.parts.publisher.take_edits()
+            optimizer.sharding.publisher.take_edits()
         rest = {tensor: files.tensors[key] for tensor, key in match.keys.items()}
-        for parts in sharded:
-            _place_late(parts, rest)
-            for tensor in fill(parts, rest):
+        for sharding in sharded:
+            _place_late(sharding, rest)
+            for tensor in fill(sharding, rest):
                 del rest[tensor]
         shown = not sharded or sharded[0].group.rank == 0
         with ProgressBar("loading", sum(map(torch.Tensor.numel, rest)), shown, "elements") as bar:
@@ -84,13 +84,13 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
     return LoadedWeights(match.missing, match.unexpected)
 
 
-def _place_late(parts: ShardingState, values: Mapping[torch.Tensor, Values]) -> None:
+def _place_late(sharding: ShardingState, values: Mapping[torch.Tensor, Values]) -> None:
     """Parameters that lie nowhere yet, and would be rounded."""
-    parts.window.sync.tracker.copy_back()
-    late = [index for index, tensor in enumerate(parts.params.tensors)
-            if tensor in values and lies_nowhere(parts, index) and tensor.requires_grad]  # fmt: skip
+    sharding.window.sync.tracker.copy_back()
+    late = [index for index, tensor in enumerate(sharding.params.tensors)
+            if tensor in values and lies_nowhere(sharding, index) and tensor.requires_grad]  # fmt: skip
     if late:
-        parts.window.place_params(late)
+        sharding.window.place_params(late)
 
 
 def _copy(tensor: torch.Tensor, values: Values, match: _Match) -> None:

@@ -26,11 +26,11 @@ class MeasuredBytes:
         return self.device.total + self.buckets
 
 
-def measured_bytes(parts: ShardingState) -> MeasuredBytes:
+def measured_bytes(sharding: ShardingState) -> MeasuredBytes:
     """The bytes that are held now. Gradients are there from the first round of a window until it is cleared."""
     on_disk = Counter[str]()
     shares = {False: Counter[str](), True: Counter[str]()}  # by whether they lie on a host beside the weights
-    device = parts.masters.shard.device
+    device = sharding.masters.shard.device
 
     def count(kind: str, tensor: torch.Tensor) -> None:
         if is_absent(tensor):
@@ -38,18 +38,18 @@ def measured_bytes(parts: ShardingState) -> MeasuredBytes:
             return
         shares[tensor.device != device][kind] += tensor.nbytes
 
-    for tensor in parts.placer.weights.memory():
+    for tensor in sharding.placer.weights.memory():
         count("weights", tensor)
-    for bucket, master in parts.masters.shard.shares.items():
-        if parts.masters.is_copy(bucket):
+    for bucket, master in sharding.masters.shard.shares.items():
+        if sharding.masters.is_copy(bucket):
             count("masters", master)
-    for state in parts.updater.inner.state.values():
+    for state in sharding.updater.inner.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim():
                 count("moments", value)
-    for gradient in (*parts.window.grad_ops.shard.shares.values(), *parts.window.local.pending.values()):
+    for gradient in (*sharding.window.grad_ops.shard.shares.values(), *sharding.window.local.pending.values()):
         count("gradients", gradient)
-    shares[False]["gradients"] += sum(rows.num_bytes for rows in parts.window.grad_ops.shard.deferred.values())
-    shares[False]["gradients"] += parts.window.reducer.num_fp32_bytes
-    buckets = parts.window.reducer.num_staging_bytes
+    shares[False]["gradients"] += sum(rows.num_bytes for rows in sharding.window.grad_ops.shard.deferred.values())
+    shares[False]["gradients"] += sharding.window.reducer.num_fp32_bytes
+    buckets = sharding.window.reducer.num_staging_bytes
     return MeasuredBytes(Shares(**shares[False]), buckets, Shares(**shares[True]), Shares(**on_disk))

@@ -39,14 +39,14 @@ class MetricsWriter:
         tensorboard: str | os.PathLike[str] | None = None,
     ) -> None:
         self._optimizer = target if isinstance(target, ShardedOptimizer) else target.optimizer
-        parts = self._optimizer.parts
+        sharding = self._optimizer.sharding
         writer = None if tensorboard is None else board_writer()  # on all ranks: none goes on where it cannot be had
-        self._clock = parts.clock()
+        self._clock = sharding.clock()
         self._ms, self._moved = self._clock.read(), self._sent()
         self._on_disk: dict[str, float] = {}
         self._file: Any = None
         self._board: Any = None
-        if parts.group.rank == 0:
+        if sharding.group.rank == 0:
             self._board = None if writer is None or tensorboard is None else writer(os.fspath(tensorboard))
             if path is not None:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -61,17 +61,17 @@ class MetricsWriter:
     def write(self, **figures: Any) -> dict[str, Any]:
         """Writes the record of the last step, with `figures` in it, and returns it. Other ranks than 0 write none.
         No collective."""
-        optimizer, parts = self._optimizer, self._optimizer.parts
+        optimizer, sharding = self._optimizer, self._optimizer.sharding
         before, self._ms = self._ms, self._clock.read()
         sent, self._moved = self._moved, self._sent()
         ms = {name: round(now - before.get(name, 0.0), 3) for name, now in by_phase(self._ms).items()}
-        now = measured_bytes(parts)
+        now = measured_bytes(sharding)
         live = {**asdict(now.device), "buckets": now.buckets}
         if now.host.total:
             live |= {f"host_{kind}": amount for kind, amount in asdict(now.host).items()}
-        reading = parts.accelerator.memory()
+        reading = sharding.accelerator.memory()
         record = {
-            "step": parts.window.sync.step,
+            "step": sharding.window.sync.step,
             **figures,
             "norm": optimizer.grad_norm,
             "scale": None if optimizer.loss_scale is None else optimizer.loss_scale.value,
@@ -81,7 +81,7 @@ class MetricsWriter:
             "moved_bytes": {wire: amount - sent[wire] for wire, amount in self._moved.items()},
             "live_bytes": {**live, "allocated": reading.allocated, "peak": reading.peak},
         }
-        if parts.masters.shard.homes.disks:
+        if sharding.masters.shard.homes.disks:
             record["disk"] = self._disk()
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
@@ -93,14 +93,14 @@ class MetricsWriter:
         return record
 
     def _sent(self) -> dict[str, int]:
-        parts = self._optimizer.parts
-        fetched = parts.placer.weights.num_fetched_bytes
-        return {"reduced": parts.window.reducer.inflight.num_bytes, "published": parts.publisher.num_bytes, "fetched": fetched}
+        sharding = self._optimizer.sharding
+        reduced, fetched = sharding.window.reducer.inflight.num_bytes, sharding.placer.weights.num_fetched_bytes
+        return {"reduced": reduced, "published": sharding.publisher.num_bytes, "fetched": fetched}
 
     def _disk(self) -> dict[str, float]:
         """Since the last record: bytes, what training waited for them, and how many came or went in a second of reading and
         writing."""
-        files = [disk.file for disk in self._optimizer.parts.masters.shard.homes.disks.values()]
+        files = [disk.file for disk in self._optimizer.sharding.masters.shard.homes.disks.values()]
         now = {
             "read_bytes": sum(file.num_read for file in files),
             "written_bytes": sum(file.num_written for file in files),

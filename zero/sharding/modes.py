@@ -29,9 +29,9 @@ def give_modes(sharded: Any, inner: torch.optim.Optimizer) -> None:
 def _switch(sharded: weakref.ref[Any], own: Callable[..., Any], inner: torch.optim.Optimizer, mode: str) -> Any:
     """Changes the mode on all ranks, and publishes the weights that the optimizer sets. A collective."""
     found = sharded()
-    if found is None or found._parts.closed:
+    if found is None or found._sharding.closed:
         return own(inner)
-    return switch_mode(found.parts, mode, partial(own, inner))
+    return switch_mode(found.sharding, mode, partial(own, inner))
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(self, model: nn.Module, inner: Any, config: ZeroConfig, group: Any = None) -> None:
         inner = as_one(inner)
         config = with_loss_scale(config, inner)
-        parts = build(model, inner, config, group)
+        sharding = build(model, inner, config, group)
         with skip_dynamo_import():
             super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
@@ -58,89 +58,89 @@ class ShardedOptimizer(torch.optim.Optimizer):
             setattr(self, hooks, getattr(inner, hooks))
         self.inner: torch.optim.Optimizer = inner
         self.model = model
-        self.group = parts.group
-        self._parts = parts
+        self.group = sharding.group
+        self._sharding = sharding
         remember(self)
-        self._release = weakref.finalize(self, parts.release_anywhere, gives_up=True)
+        self._release = weakref.finalize(self, sharding.release_anywhere, gives_up=True)
         self._release.atexit = False
         give_modes(self, inner)
         self.skipped_steps = 0
         self.grad_norm: float | None = None  # of the last window that was judged by its norm
 
     @property
-    def parts(self) -> ShardingState:
+    def sharding(self) -> ShardingState:
         """The parts of this optimizer. Every method reads it, so that a closed optimizer raises in all of them."""
-        if self._parts.closed:
+        if self._sharding.closed:
             raise ValueError(
                 "Cannot use a sharded optimizer that was closed: its model is plain again. Use a plain optimizer, or shard "
                 "again; read its state before close()."
             )
-        return self._parts
+        return self._sharding
 
     # the loop ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Settles the window, decides whether the step is applied, and updates the weights. A collective."""
-        parts = self.parts
-        parts.offloader.check("step")
-        check_original(self, self.inner, parts.params)
+        sharding = self.sharding
+        sharding.offloader.check("step")
+        check_original(self, self.inner, sharding.params)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
-        loss, decision = step_with(parts, closure)
+        loss, decision = step_with(sharding, closure)
         if decision is not None:
             self.grad_norm = decision.grad_norm
             self.skipped_steps += not decision.apply
-            if not decision.apply and parts.loss_scaler.is_stuck:
-                raise parts.updater.nonfinite(math.nan if decision.grad_norm is None else decision.grad_norm)
-        every = parts.config.check_weights_every
-        if every is not None and parts.window.sync.step % every == 0:
+            if not decision.apply and sharding.loss_scaler.is_stuck:
+                raise sharding.updater.nonfinite(math.nan if decision.grad_norm is None else decision.grad_norm)
+        every = sharding.config.check_weights_every
+        if every is not None and sharding.window.sync.step % every == 0:
             self.check()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Ends the window. A collective, unless a step has used it and nothing came since."""
         if not set_to_none:
-            self.parts.offloader.check("zero_grad", "weights", "gradients")
-        self.parts.window.end(to_zeros=not set_to_none)
+            self.sharding.offloader.check("zero_grad", "weights", "gradients")
+        self.sharding.window.end(to_zeros=not set_to_none)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward()`, with the loss scale of fp16 weights where there is one."""
-        parts = self.parts
-        parts.offloader.check("backward", "weights", "gradients")
+        sharding = self.sharding
+        sharding.offloader.check("backward", "weights", "gradients")
         try:
-            with parts.loss_scaler.scaled(loss) as scaled:
+            with sharding.loss_scaler.scaled(loss) as scaled:
                 torch.autograd.backward(scaled, **options)
         except BaseException as error:
-            parts.window.annotate_error(error)
+            sharding.window.annotate_error(error)
             raise
 
     @property
     def config(self) -> ZeroConfig:
         """The effective configuration. No collective."""
-        return self._parts.config
+        return self._sharding.config
 
     @property
     def loss_scale(self) -> LossScale | None:
         """That of fp16 weights; None where there is none. No collective."""
-        return self._parts.loss_scaler.scale
+        return self._sharding.loss_scaler.scale
 
     # windows -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of backwards inside wait on this rank until the window is settled. No collective."""
-        with self.parts.window.policy.no_sync():
+        with self.sharding.window.policy.no_sync():
             yield
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Says whether the backwards to come end the accumulation, until the window ends. No collective."""
-        self.parts.window.policy.override = bool(is_boundary)
+        self.sharding.window.policy.override = bool(is_boundary)
 
     def weight(self, amount: float) -> None:
         """Sets how much the next micro-batch counts, for instance its number of tokens: the gradient becomes the mean over
         the weights of all ranks and micro-batches. It holds for all backwards of that micro-batch. Zero is allowed.
         No collective."""
-        window = self.parts.window
+        window = self.sharding.window
         if not 0 <= amount < float("inf"):
             raise ValueError(
                 f"Cannot use weight({amount}): a weight is a finite number of 0 or more. Pass what the batch counts."
@@ -160,8 +160,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def no_contribution(self) -> None:
         """Says that this rank has no backward in this window. It counts as zeros. No collective."""
-        window = self.parts.window
-        self.parts.offloader.check("no_contribution", "weights", "gradients")
+        window = self.sharding.window
+        self.sharding.offloader.check("no_contribution", "weights", "gradients")
         window.check_cleared()
         window.note()
         window.local.is_none = True
@@ -170,8 +170,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def settle(self) -> None:
         """Makes the gradients of this window final, as the first operation on one does. A collective."""
-        self.parts.offloader.check("settle", "weights", "gradients")
-        self.parts.window.settle("settle")
+        self.sharding.offloader.check("settle", "weights", "gradients")
+        self.sharding.window.settle("settle")
 
     def discard(self) -> None:
         """Throws this window's gradients away. A collective, unless a step has used the window and nothing came since."""
@@ -186,9 +186,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """The global gradient of a parameter, whole on every rank; None where no rank had one. A collective."""
-        window, index = self.parts.window, self._index(param)
-        self.parts.offloader.check("whole_grad", "weights", "gradients")
-        exchange_about(self.group, f"whole_grad of {self.parts.params.names[index]}", b"")
+        window, index = self.sharding.window, self._index(param)
+        self.sharding.offloader.check("whole_grad", "weights", "gradients")
+        exchange_about(self.group, f"whole_grad of {self.sharding.params.names[index]}", b"")
         window.settle("whole_grad")
         if not window.used >> index & 1:
             return None
@@ -197,37 +197,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
         """The optimizer's state of a parameter, whole on every rank. A collective."""
-        self.parts.offloader.check("whole_state", "moments", "weights")
+        self.sharding.offloader.check("whole_state", "moments", "weights")
         index = self._index(param)
-        exchange_about(self.group, f"whole_state of {self.parts.params.names[index]}", b"")
-        return whole_state(self.parts, self.inner, index)
+        exchange_about(self.group, f"whole_state of {self.sharding.params.names[index]}", b"")
+        return whole_state(self.sharding, self.inner, index)
 
     def any_rank(self, flag: bool) -> bool:
         """True where any rank passed True. A collective."""
-        return any(numbers[0] for numbers in self.parts.window.grad_ops.exchange_numbers([float(bool(flag))], "any_rank"))
+        return any(numbers[0] for numbers in self.sharding.window.grad_ops.exchange_numbers([float(bool(flag))], "any_rank"))
 
     def gathered(self, what: Any = None) -> contextlib.AbstractContextManager[None]:
         """Makes the parameters of the model, of a module, or those given ordinary tensors with memory of their own for the
         length of a block. Inside, no gradients are recorded and nothing is stepped. Edits are kept: all ranks make the same.
         No collective."""
-        self.parts.offloader.check("gathered", "weights")
+        self.sharding.offloader.check("gathered", "weights")
         return gathered(params_of(self.model if what is None else what))
 
     def check(self) -> None:
         """Raises, with the name of the first parameter, unless all ranks have the same weights, frozen too. A collective."""
-        self.parts.offloader.check("check", "weights")
-        params = self.parts.params
+        self.sharding.offloader.check("check", "weights")
+        params = self.sharding.params
         named = dict(zip(params.names, params.tensors, strict=True))
         named |= {name: param for name, param in self.model.named_parameters() if not param.requires_grad}
-        check_weights(named, self.parts.group)
+        check_weights(named, self.sharding.group)
 
     def state_dict(self) -> dict[str, Any]:
         """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective."""
-        parts = self.parts
-        parts.offloader.check("state_dict")
+        sharding = self.sharding
+        sharding.offloader.check("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state_dict = {**whole_state_dict(parts, self.inner), "skipped_steps": self.skipped_steps}
+        state_dict = {**whole_state_dict(sharding, self.inner), "skipped_steps": self.skipped_steps}
         if self.loss_scale is not None:
             state_dict["loss_scale"] = self.loss_scale.progress
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -238,25 +238,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned, here or in plain torch; every rank passes the same. The loss scale and the count of
         skipped steps, which plain torch does not save, then stay as they are. No collective."""
-        parts = self.parts
-        parts.offloader.check("load_state_dict")
+        sharding = self.sharding
+        sharding.offloader.check("load_state_dict")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, dict(state_dict))
             state_dict = state_dict if changed is None else changed
-        scale = loaded_scale(self.loss_scale, state_dict, parts.window.needs_sync)
-        load_state(parts, self.inner, state_dict)
-        parts.loss_scaler.scale, self.skipped_steps = scale, state_dict.get("skipped_steps", self.skipped_steps)
+        scale = loaded_scale(self.loss_scale, state_dict, sharding.window.needs_sync)
+        load_state(sharding, self.inner, state_dict)
+        sharding.loss_scaler.scale, self.skipped_steps = scale, state_dict.get("skipped_steps", self.skipped_steps)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of new parameters, as in torch; they get memory when they are first used. All ranks add the same. A
         group that is refused changes nothing."""
-        parts = getattr(self, "parts", None)
-        if parts is None:  # torch's constructor adds the groups that are there
+        sharding = getattr(self, "sharding", None)
+        if sharding is None:  # torch's constructor adds the groups that are there
             super().add_param_group(param_group)
             return
-        parts.add_group(self.model, param_group)
+        sharding.add_group(self.model, param_group)
 
     # between phases ----------------------------------------------------------------------------------------------
 
@@ -270,35 +270,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Edits of the weights are adopted first; what was assigned to `.data` moves along. Forward needs weights; backward and
         settling need weights and gradients; a step needs all. If memory does not suffice, nothing is moved.
         """
-        parts = self.parts
-        what, needed = f"offload_states({'' if include is None else include})", parts.offloader.num_bytes(include, device)
-        parts.memory_guard.check(what, needed)
-        if not parts.offloader.is_away:
-            parts.adopt()
+        sharding = self.sharding
+        what, needed = f"offload_states({'' if include is None else include})", sharding.offloader.num_bytes(include, device)
+        sharding.memory_guard.check(what, needed)
+        if not sharding.offloader.is_away:
+            sharding.adopt()
         try:
-            names = parts.offloader.offload(include, device, pin_memory, non_blocking)
+            names = sharding.offloader.offload(include, device, pin_memory, non_blocking)
         finally:
-            parts.window.sync.tracker.invalidate()
+            sharding.window.sync.tracker.invalidate()
         if "buffers" in names:
-            parts.window.reducer.release_buffers()
+            sharding.window.reducer.release_buffers()
 
     @torch.no_grad()
     def reload_states(self, non_blocking: bool = False) -> None:
         """Moves back what `offload_states` moved. What does not fit the device stays away until another call. No collective."""
         try:
-            self.parts.offloader.reload(non_blocking)
+            self.sharding.offloader.reload(non_blocking)
         finally:
-            self.parts.window.sync.tracker.invalidate()
+            self.sharding.window.sync.tracker.invalidate()
 
     def rebuild(self, group: Any = None) -> None:
         """Goes on after a lost collective, where every rank is still there: over new connections, and over `group` if the
         process group itself is gone. The gradients of the window are thrown away. A collective."""
-        rebuild(self.parts, group)
+        rebuild(self.sharding, group)
 
     def close(self) -> None:
         """Makes the model plain again: no hooks, and memory of its own for every parameter. The optimizer's state is freed:
         take `state_dict()` before, to go on from it. Deleting the optimizer closes it. A collective at stage 3 only."""
-        self._parts.release_anywhere()
+        self._sharding.release_anywhere()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -307,11 +307,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def _index(self, param: nn.Parameter) -> int:
-        index = self.parts.params.index.get(id(param))
+        index = self.sharding.params.index.get(id(param))
         if index is None:
             raise ValueError(
-                f"Cannot find the parameter of shape {tuple(param.shape)}: it is not among the {len(self.parts.params.names)} "
-                "of this optimizer. Pass one of the model's trainable parameters."
+                f"Cannot find the parameter of shape {tuple(param.shape)}: it is not among the "
+                f"{len(self.sharding.params.names)} of this optimizer. Pass one of the model's trainable parameters."
             )
         return index
 

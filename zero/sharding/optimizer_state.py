@@ -29,71 +29,70 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zero")
 
 
-def whole_state(parts: ShardingState, inner: torch.optim.Optimizer, param: int) -> dict[str, Any]:
+def whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: int) -> dict[str, Any]:
     """One parameter's state as plain torch would hold it; a collective. Empty where no rank has any."""
-    return _whole_state(parts, inner, param)[0]
+    return _whole_state(sharding, inner, param)[0]
 
 
-def whole_state_dict(parts: ShardingState, inner: torch.optim.Optimizer) -> dict[str, Any]:
+def whole_state_dict(sharding: ShardingState, inner: torch.optim.Optimizer) -> dict[str, Any]:
     """State by parameter name, which of its keys go with elements, the exact values of rounded weights, and the groups."""
-    parts.adopt_on_all()
+    sharding.adopt_on_all()
     states, elementwise, masters = {}, set(), {}
-    elsewhere = parts.window.sync.tracker.relocated()  # edited there, which `adopt` does not see
-    for param, name in enumerate(parts.params.names):
-        state, keys = _whole_state(parts, inner, param)
+    elsewhere = sharding.window.sync.tracker.relocated()  # edited there, which `adopt` does not see
+    for param, name in enumerate(sharding.params.names):
+        state, keys = _whole_state(sharding, inner, param)
         if state:
             states[name] = state
             elementwise |= keys
-        if _has_copy(parts, param):
-            dtype = sum_dtype(parts.params.tensors[param].dtype)
-            masters[name] = parts.to_home(param, parts.window.grad_ops.whole(param, parts.masters.streams.piece, dtype))
+        if _has_copy(sharding, param):
+            dtype, piece_of = sum_dtype(sharding.params.tensors[param].dtype), sharding.masters.streams.piece
+            masters[name] = sharding.to_home(param, sharding.window.grad_ops.whole(param, piece_of, dtype))
             if param in elsewhere:
-                masters[name] = exact(parts.params.tensors[param].detach().to(masters[name].device), masters[name])
-    index, names = parts.params.index, parts.params.names
+                masters[name] = exact(sharding.params.tensors[param].detach().to(masters[name].device), masters[name])
+    index, names = sharding.params.index, sharding.params.names
     groups = []
     for group in inner.param_groups:
         named = [names[index[id(param)]] for param in group["params"] if id(param) in index]
         groups.append({**group, "params": named})
     found = {"state": states, "elementwise": sorted(elementwise), "masters": masters, "param_groups": groups}
-    return {**found, "kernels": parts.config.kernels}
+    return {**found, "kernels": sharding.config.kernels}
 
 
-def edited(parts: ShardingState, piece: Piece, master: torch.Tensor) -> torch.Tensor:
+def edited(sharding: ShardingState, piece: Piece, master: torch.Tensor) -> torch.Tensor:
     """The exact value of one piece that is in memory, for a parameter that lies elsewhere than it was put."""
-    form = parts.window.grad_ops.formats[piece.param]
-    line = form.flatten(parts.params.tensors[piece.param].detach())[piece.in_param.start : piece.in_param.stop]
+    form = sharding.window.grad_ops.formats[piece.param]
+    line = form.flatten(sharding.params.tensors[piece.param].detach())[piece.in_param.start : piece.in_param.stop]
     return exact(form.shaped_like(master, line).to(master.device), master)
 
 
-def _has_copy(parts: ShardingState, param: int) -> bool:
-    return any(parts.masters.is_copy(bucket) for bucket in parts.layout_ref.layout.buckets_of(param))
+def _has_copy(sharding: ShardingState, param: int) -> bool:
+    return any(sharding.masters.is_copy(bucket) for bucket in sharding.layout_ref.layout.buckets_of(param))
 
 
 @torch.no_grad()
-def load_state(parts: ShardingState, inner: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Loads state by name, or by number as torch's own optimizer saved it. Everything is checked before anything changes.
 
     How the step is computed (`fused`, `foreach`) stays as it is.
     """
     groups = state_dict["param_groups"]
-    parts.updater.check(groups)
+    sharding.updater.check(groups)
     if len(groups) != len(inner.param_groups):
         raise ValueError(
             f"Cannot load the state of {len(groups)} parameter groups: the optimizer has {len(inner.param_groups)}. "
             "Make the same groups."
         )
-    names = _names_in_groups(parts, inner, groups)
+    names = _names_in_groups(sharding, inner, groups)
     states = {names.get(key, key): state for key, state in state_dict["state"].items()}
     masters = state_dict.get("masters", {})
-    unknown = [name for name in (*states, *masters) if name not in parts.params.names]
+    unknown = [name for name in (*states, *masters) if name not in sharding.params.names]
     if unknown:
         raise ValueError(
             f"Cannot load the state of {unknown[0]}: it is not a parameter of this optimizer ({len(unknown)} such names). "
             "Load it into the model that it was saved from."
         )
-    shapes = {
-        name: torch.Size(spec.shape) for name, spec in zip(parts.params.names, parts.layout_ref.layout.params, strict=True)
-    }
+    specs = zip(sharding.params.names, sharding.layout_ref.layout.params, strict=True)
+    shapes = {name: torch.Size(spec.shape) for name, spec in specs}
     elementwise = state_dict.get("elementwise")
     if elementwise is None:
         pairs = [(key, value, shapes[name]) for name, state in states.items() for key, value in state.items()]
@@ -105,30 +104,32 @@ def load_state(parts: ShardingState, inner: torch.optim.Optimizer, state_dict: M
                     f"Cannot load {key} of {name}: its shape is {tuple(state[key].shape)}, and the parameter's "
                     f"{tuple(shapes[name])}. Load it into the model that it was saved from."
                 )
-    kernels = state_dict.get("kernels", parts.config.kernels)
-    if kernels != parts.config.kernels:
-        logger.warning("State of a run with kernels=%r goes on with kernels=%r, as here.", kernels, parts.config.kernels)
+    kernels = state_dict.get("kernels", sharding.config.kernels)
+    if kernels != sharding.config.kernels:
+        logger.warning("State of a run with kernels=%r goes on with kernels=%r, as here.", kernels, sharding.config.kernels)
     take_settings(inner, groups)
-    parts.updater.forget_moments()
-    for param, name in enumerate(parts.params.names):
-        inner.state.pop(parts.params.tensors[param], None)
-        for piece, master in parts.masters.of(param):
-            parts.masters.streams.use(piece.bucket)
+    sharding.updater.forget_moments()
+    for param, name in enumerate(sharding.params.names):
+        inner.state.pop(sharding.params.tensors[param], None)
+        for piece, master in sharding.masters.of(param):
+            sharding.masters.streams.use(piece.bucket)
             inner.state.pop(master, None)
-        if name in states and lies_nowhere(parts, param):
-            inner.state[parts.params.tensors[param]] = copy.deepcopy(dict(states[name]))
+        if name in states and lies_nowhere(sharding, param):
+            inner.state[sharding.params.tensors[param]] = copy.deepcopy(dict(states[name]))
         elif name in states:
-            _give_pieces(parts, inner, param, states[name], set(elementwise))
+            _give_pieces(sharding, inner, param, states[name], set(elementwise))
         if name in masters:
-            line = parts.window.grad_ops.formats[param].flatten(masters[name])
-            for piece, master in parts.masters.of(param):
-                if parts.masters.is_copy(piece.bucket):  # else it is a part of the weights, which are not loaded here
-                    parts.masters.streams.use(piece.bucket)
-                    master.copy_(parts.masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]))
-    parts.updater.order_state()
+            line = sharding.window.grad_ops.formats[param].flatten(masters[name])
+            for piece, master in sharding.masters.of(param):
+                if sharding.masters.is_copy(piece.bucket):  # else it is a part of the weights, which are not loaded here
+                    sharding.masters.streams.use(piece.bucket)
+                    master.copy_(sharding.masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]))
+    sharding.updater.order_state()
 
 
-def _names_in_groups(parts: ShardingState, inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+def _names_in_groups(
+    sharding: ShardingState, inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
+) -> dict[Any, str]:
     """The parameter that each number of a plain optimizer's groups stands for; nothing where they have names."""
     names: dict[Any, str] = {}
     for group, saved in zip(inner.param_groups, groups, strict=True):
@@ -139,8 +140,8 @@ def _names_in_groups(parts: ShardingState, inner: torch.optim.Optimizer, groups:
                 "Make the same groups."
             )
         for number, param in zip(numbers, group["params"], strict=False):
-            if id(param) in parts.params.index:
-                names[number] = parts.params.names[parts.params.index[id(param)]]
+            if id(param) in sharding.params.index:
+                names[number] = sharding.params.names[sharding.params.index[id(param)]]
     if names:
         told = [f"{number} as {name}" for number, name in names.items()]
         logger.warning("State of a plain optimizer is taken by position: %s", ", ".join(told))
@@ -166,59 +167,60 @@ def _setting(now: Any, saved: Any, filled: set[int]) -> Any:
     return saved.to(now.device if isinstance(now, torch.Tensor) else saved.device, copy=True)
 
 
-def adopt_state(parts: ShardingState, inner: torch.optim.Optimizer) -> None:
+def adopt_state(sharding: ShardingState, inner: torch.optim.Optimizer) -> None:
     """Hands the state that an optimizer already has for the parameters to their masters."""
-    for param, tensor in enumerate(parts.params.tensors):
-        if lies_nowhere(parts, param):
+    for param, tensor in enumerate(sharding.params.tensors):
+        if lies_nowhere(sharding, param):
             continue  # it keeps its state itself until it is trained
         state = inner.state.pop(tensor, None)
         if state:
             keys = {key for key, value in state.items() if goes_with_elements(key, value, tensor.shape)}
-            _give_pieces(parts, inner, param, state, keys)
+            _give_pieces(sharding, inner, param, state, keys)
 
 
-def lies_nowhere(parts: ShardingState, param: int) -> bool:
-    return parts.layout_ref.layout.slots[param] is None
+def lies_nowhere(sharding: ShardingState, param: int) -> bool:
+    return sharding.layout_ref.layout.slots[param] is None
 
 
-def plain_entry(parts: ShardingState, inner: torch.optim.Optimizer, param: int, value: Any) -> Any:
+def plain_entry(sharding: ShardingState, inner: torch.optim.Optimizer, param: int, value: Any) -> Any:
     """A copy of what goes with no element, where torch wants it: a number, such as a step count, on the host, and what an
     optimizer of whole tensors has of one more beside its master."""
     if isinstance(value, (list, tuple, dict)):
-        copies = [plain_entry(parts, inner, param, each) for each in (value.values() if isinstance(value, dict) else value)]
+        copies = [plain_entry(sharding, inner, param, each) for each in (value.values() if isinstance(value, dict) else value)]
         return type(value)(zip(value, copies, strict=True) if isinstance(value, dict) else copies)
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    settings = inner.param_groups[parts.layout_ref.layout.params[param].group]
+    settings = inner.param_groups[sharding.layout_ref.layout.params[param].group]
     beside = value.dim() or settings.get("fused") or settings.get("capturable")
-    return value.to(parts.masters.of(param)[0][1].device if beside else value.device, copy=True)
+    return value.to(sharding.masters.of(param)[0][1].device if beside else value.device, copy=True)
 
 
 def _give_pieces(
-    parts: ShardingState, inner: torch.optim.Optimizer, param: int, state: Mapping[str, Any], elementwise: set[str]
+    sharding: ShardingState, inner: torch.optim.Optimizer, param: int, state: Mapping[str, Any], elementwise: set[str]
 ) -> None:
-    form = parts.window.grad_ops.formats[param]
-    for piece, master in parts.masters.of(param):
-        parts.masters.streams.use(piece.bucket)
+    form = sharding.window.grad_ops.formats[param]
+    for piece, master in sharding.masters.of(param):
+        sharding.masters.streams.use(piece.bucket)
         own: dict[str, Any] = {}
         for key, value in state.items():
             if key in elementwise:
                 line = form.flatten(value.to(master.device))
-                own[key] = parts.masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]).clone()
+                own[key] = sharding.masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]).clone()
             else:
-                own[key] = plain_entry(parts, inner, param, value)
+                own[key] = plain_entry(sharding, inner, param, value)
         inner.state[master] = own
 
 
-def _whole_state(parts: ShardingState, inner: torch.optim.Optimizer, param: int) -> tuple[dict[str, Any], set[str]]:
-    if lies_nowhere(parts, param):
-        kept = copy.deepcopy(inner.state.get(parts.params.tensors[param], {}))
-        shape = parts.params.tensors[param].shape
+def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: int) -> tuple[dict[str, Any], set[str]]:
+    if lies_nowhere(sharding, param):
+        kept = copy.deepcopy(inner.state.get(sharding.params.tensors[param], {}))
+        shape = sharding.params.tensors[param].shape
         return kept, {key for key, value in kept.items() if goes_with_elements(key, value, shape)}
-    own = [(master, inner.state[master]) for _, master in parts.masters.of(param) if master in inner.state]
-    name, pieces = parts.params.names[param], [piece for piece, master in parts.masters.of(param) if master in inner.state]
+    stepped = [(piece, master) for piece, master in sharding.masters.of(param) if master in inner.state]
+    own, pieces = [(master, inner.state[master]) for _, master in stepped], [piece for piece, _ in stepped]
+    name = sharding.params.names[param]
     known: dict[str, list[Any]] = {}
-    for text in exchange_texts(parts.group, _described(own)):  # a rank without a piece learns here what the others have
+    for text in exchange_texts(sharding.group, _described(own)):  # a rank without a piece learns here what the others have
         for described in json.loads(text):
             for key, entry in described.items():
                 if json.dumps(known.setdefault(key, entry)) != json.dumps(entry) or entry[0] == "unknown":
@@ -233,11 +235,11 @@ def _whole_state(parts: ShardingState, inner: torch.optim.Optimizer, param: int)
             states = {piece: state for piece, (_, state) in zip(pieces, own, strict=True)}
 
             def entry(piece: Piece, key: str = key, states: Mapping[Any, Any] = states) -> torch.Tensor:
-                parts.masters.streams.use(piece.bucket, writes=False)
+                sharding.masters.streams.use(piece.bucket, writes=False)
                 found: torch.Tensor = states[piece][key]
                 return found
 
-            whole[key] = parts.to_home(param, parts.window.grad_ops.whole(param, entry, getattr(torch, dtype)))
+            whole[key] = sharding.to_home(param, sharding.window.grad_ops.whole(param, entry, getattr(torch, dtype)))
         else:
             whole[key] = values.decode(value)
     return whole, {key for key, (kind, _, _) in known.items() if kind == "elements"}

@@ -10,25 +10,25 @@ from zero.errors import RanksDiffer
 from zero.sharding.state import ShardingState
 
 
-def rebuild(parts: ShardingState, group: Any) -> None:
+def rebuild(sharding: ShardingState, group: Any) -> None:
     """Connects all ranks anew and drops what was on its way. Raises on all of them where some rank had stepped already or is in
     the middle of a step; the new connections then serve to load a checkpoint. A collective."""
-    window, settler = parts.window, parts.window.sync
-    parts.group.reconnect(group)
+    window, settler = sharding.window, sharding.window.sync
+    sharding.group.reconnect(group)
     window.reducer.restart()
-    parts.publisher.abandon()
-    if not parts.mid_update:
-        parts.masters.streams.flush()  # what was written to masters since the last step
-    parts.masters.abandon()
-    parts.placer.weights.reconnect()
+    sharding.publisher.abandon()
+    if not sharding.mid_update:
+        sharding.masters.streams.flush()  # what was written to masters since the last step
+    sharding.masters.abandon()
+    sharding.placer.weights.reconnect()
     window.forget()
     mine = {
         "steps": settler.step,
         "settled": settler.sync_count,
-        "layout": parts.layout_ref.layout.digest,
-        "torn": parts.mid_update,
+        "layout": sharding.layout_ref.layout.digest,
+        "torn": sharding.mid_update,
     }
-    everyone = [json.loads(text) for text in exchange_texts(parts.group, json.dumps(mine))]
+    everyone = [json.loads(text) for text in exchange_texts(sharding.group, json.dumps(mine))]
     settler.sync_count = max(told["settled"] for told in everyone)
     for rank, told in enumerate(everyone):
         found = "in the middle of a step" if told["torn"] else f"after {told['steps']} steps"

@@ -50,16 +50,16 @@ def save(
     about = snapshot_of(target, scheduler)
     if exclude_frozen:
         about.leave_out_frozen()
-    optimizer, parts = about.optimizer, about.parts
+    optimizer, sharding = about.optimizer, about.sharding
     finish_saving(optimizer)
     tag = f"global_step{about.step}" if tag is None else tag
     folder, kept, rest = all_or_none(
-        parts.group, "A save", lambda: _checked(directory, tag, extra, keep_last, about, mid_window)
+        sharding.group, "A save", lambda: _checked(directory, tag, extra, keep_last, about, mid_window)
     )
     flags = {"async_save": bool(async_save), "is_latest": bool(is_latest), "exclude_frozen": bool(exclude_frozen)}
-    require_same_args(parts.group, "A save", tag=tag, keep_last=keep_last, **flags)
-    place = _meet_in(folder, tag, parts.group)
-    writer = Writer(folder, tag, place, parts.group.rank, parts.group.size, parts.config.timeout_s)
+    require_same_args(sharding.group, "A save", tag=tag, keep_last=keep_last, **flags)
+    place = _meet_in(folder, tag, sharding.group)
+    writer = Writer(folder, tag, place, sharding.group.rank, sharding.group.size, sharding.config.timeout_s)
     plan = Plan(about.outlines(), rest, keep_last, is_latest)
 
     def write() -> None:
@@ -74,18 +74,18 @@ def save(
         writer.commit(plan)
 
     try:
-        cargo = all_or_none(parts.group, "A save", lambda: _cargo(about, kept, async_save))
+        cargo = all_or_none(sharding.group, "A save", lambda: _cargo(about, kept, async_save))
         if not async_save:
-            all_or_none(parts.group, "A save", write)
-            parts.masters.streams.flush()
+            all_or_none(sharding.group, "A save", write)
+            sharding.masters.streams.flush()
     except BaseException:
-        _clear(place, parts.group)
+        _clear(place, sharding.group)
         raise
     saving = PendingSave(
-        folder.path / tag, parts.group, write_and_commit if async_save else lambda: writer.commit(plan), async_save
+        folder.path / tag, sharding.group, write_and_commit if async_save else lambda: writer.commit(plan), async_save
     )
     if async_save:
-        parts.pending_save = saving
+        sharding.pending_save = saving
     else:
         saving.wait()
     return saving
@@ -135,7 +135,7 @@ def _checked(
         kept[key] = tensor
         return key
 
-    if about.parts.group.rank:
+    if about.sharding.group.rank:
         return folder, {}, Manifest((), {}, {})
     coded = {}
     for name, value in (("extra", extra), ("training", about.training())):

@@ -58,7 +58,7 @@ def snapshot_of(target: Any, scheduler: Any) -> TrainingSnapshot:
 
 def finish_saving(optimizer: ShardedOptimizer) -> None:
     """Waits for a save in the background, and raises if it failed. A collective, if there is one."""
-    saving, optimizer.parts.pending_save = optimizer.parts.pending_save, None
+    saving, optimizer.sharding.pending_save = optimizer.sharding.pending_save, None
     if saving is not None and not saving.reported:
         saving.wait()
 
@@ -70,22 +70,22 @@ class TrainingSnapshot:
         self.optimizer = optimizer
         self.engine = engine
         self.scheduler = scheduler if scheduler is not None or engine is None else engine.lr_scheduler
-        self.parts: ShardingState = optimizer.parts
+        self.sharding: ShardingState = optimizer.sharding
         self.named = Named.of(optimizer.model)
         own = {id(param): name for name, param in self.named.parameters.items()}
-        params = self.parts.params
+        params = self.sharding.params
         self.managed = [own.get(id(tensor), name) for name, tensor in zip(params.names, params.tensors, strict=True)]
         self.left_out: set[str] = set()  # parameters that are not saved
 
     def leave_out_frozen(self) -> None:
         """Does without parameters that are not trained and have no master."""
-        placed = {name for index, name in enumerate(self.managed) if not lies_nowhere(self.parts, index)}
+        placed = {name for index, name in enumerate(self.managed) if not lies_nowhere(self.sharding, index)}
         frozen = {name for name, param in self.named.parameters.items() if not param.requires_grad}
         self.left_out = frozen - placed
 
     @property
     def step(self) -> int:
-        return self.parts.window.sync.step if self.engine is None else self.engine.global_steps
+        return self.sharding.window.sync.step if self.engine is None else self.engine.global_steps
 
     def unmanaged(self) -> list[tuple[str, nn.Parameter]]:
         others = self.left_out.union(self.managed)
@@ -96,23 +96,23 @@ class TrainingSnapshot:
 
     def check(self, mid_window: bool = False) -> None:
         """Raises where a window is open, since its gradients would be lost, unless the caller allows that."""
-        parts, window = self.parts, self.parts.window
-        parts.offloader.check("save")
-        parts.window.check_cleared()
+        sharding, window = self.sharding, self.sharding.window
+        sharding.offloader.check("save")
+        sharding.window.check_cleared()
         pending = window.needs_sync or (window.scaling.is_settled and window.phase is not Phase.STEPPED)
         if not mid_window and (pending or (self.engine is not None and self.engine.in_window)):
             raise ValueError(
                 "Cannot save in the middle of an accumulation: gradients that no step has used yet are not saved. "
                 "Save after step, or throw them away with discard()."
             )
-        lost = parts.window.sync.tracker.replaced()
+        lost = sharding.window.sync.tracker.replaced()
         gone = [name for index, name in enumerate(self.managed) if lost >> index & 1]
         if gone:
             raise ValueError(f"Cannot save: {gone[0]} was replaced in the model after sharding. Shard it again.")
 
     def groups(self) -> list[dict[str, Any]]:
         """Those of the optimizer, with names for their parameters."""
-        index = self.parts.params.index
+        index = self.sharding.params.index
         return [
             {**group, "params": [self.managed[index[id(param)]] for param in group["params"] if id(param) in index]}
             for group in self.optimizer.inner.param_groups
@@ -120,28 +120,28 @@ class TrainingSnapshot:
 
     def training(self) -> dict[str, Any]:
         """What is no tensor of a parameter."""
-        optimizer, engine, parts = self.optimizer, self.engine, self.parts
+        optimizer, engine, sharding = self.optimizer, self.engine, self.sharding
         return {
             "optimizer": name_of(optimizer.inner),
             "groups": self.groups(),
-            "step": parts.window.sync.step,
+            "step": sharding.window.sync.step,
             "skipped_steps": optimizer.skipped_steps,
             "loss_scale": None if optimizer.loss_scale is None else optimizer.loss_scale.progress,
             "engine": None if engine is None else engine.counters,
             "schedule": None if self.scheduler is None else type(self.scheduler).__name__,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "modules": {name: module.get_extra_state() for name, module in self.named.modules.items()},
-            "config": parts.config.model_dump(),
-            "ranks": parts.group.size,  # whose random numbers are there
+            "config": sharding.config.model_dump(),
+            "ranks": sharding.group.size,  # whose random numbers are there
             "left_out": sorted(self.left_out),
         }
 
     def outlines(self) -> dict[str, Outline]:
         """Every parameter that is saved, as all ranks know it."""
         found = {name: _outline(tensor, None, tensor.dtype) for name, tensor in self.named.parameters.items()}
-        formats = self.parts.window.grad_ops.formats
-        for index, (name, tensor) in enumerate(zip(self.managed, self.parts.params.tensors, strict=True)):
-            value = tensor.dtype if lies_nowhere(self.parts, index) else sum_dtype(tensor.dtype)
+        formats = self.sharding.window.grad_ops.formats
+        for index, (name, tensor) in enumerate(zip(self.managed, self.sharding.params.tensors, strict=True)):
+            value = tensor.dtype if lies_nowhere(self.sharding, index) else sum_dtype(tensor.dtype)
             found[name] = _outline(tensor, formats[index].order, value)
         return {name: outline for name, outline in found.items() if name not in self.left_out}
 
@@ -152,63 +152,64 @@ def _outline(tensor: torch.Tensor, order: tuple[int, ...] | None, value: torch.d
 
 @torch.no_grad()
 def _cargo(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bool) -> ShardPayload:
-    parts, cargo = about.parts, ShardPayload(Part(), {}, {})
-    masters, streams = parts.masters, parts.masters.streams
+    sharding, cargo = about.sharding, ShardPayload(Part(), {}, {})
+    masters, streams = sharding.masters, sharding.masters.streams
     streams.flush()
     if copied and any(key[0] in ("masters", "moments") for key in masters.shard.homes.disks):
         raise ValueError(
             "Cannot save with async_save=True: masters or moments are on disk, and a copy would be in memory. Save "
             "with async_save=False."
         )
-    parts.publisher.follow_edits()
-    formats, states = parts.window.grad_ops.formats, about.optimizer.inner.state
-    elsewhere, coming = set(parts.window.sync.tracker.relocated()), _Coming(parts)
-    for bucket in range(len(parts.layout_ref.layout.buckets)):  # as they come, where they live elsewhere
+    sharding.publisher.follow_edits()
+    formats, states = sharding.window.grad_ops.formats, about.optimizer.inner.state
+    elsewhere, coming = set(sharding.window.sync.tracker.relocated()), _Coming(sharding)
+    for bucket in range(len(sharding.layout_ref.layout.buckets)):  # as they come, where they live elsewhere
         come = partial(coming.use, bucket) if streams.streams(bucket) else None
         if come is None:
-            parts.adopt_bucket(bucket)
-        for piece, master in masters.in_bucket(bucket) if _is_ours(parts, bucket) else ():
-            value = partial(edited, parts, piece, master) if piece.param in elsewhere else partial(torch.Tensor.detach, master)
+            sharding.adopt_bucket(bucket)
+        for piece, master in masters.in_bucket(bucket) if _is_ours(sharding, bucket) else ():
+            is_elsewhere = piece.param in elsewhere
+            value = partial(edited, sharding, piece, master) if is_elsewhere else partial(torch.Tensor.detach, master)
             name, form = about.managed[piece.param], formats[piece.param]
             _add(cargo, name, master, states.get(master, {}), piece.in_param, form, value, come)
     for index, name in enumerate(about.managed):
-        if name not in about.left_out and lies_nowhere(parts, index) and parts.group.rank == 0:
-            tensor = parts.params.tensors[index]
+        if name not in about.left_out and lies_nowhere(sharding, index) and sharding.group.rank == 0:
+            tensor = sharding.params.tensors[index]
             _add(cargo, name, tensor, states.get(tensor, {}), None, formats[index])
     tensors: Any = cargo.tensors
-    if parts.group.rank == 0:
+    if sharding.group.rank == 0:
         for name, tensor in about.unmanaged():
             _add(cargo, name, tensor, {}, None)
         tensors.update({buffer_key(name): buffer for name, buffer in about.named.buffers.items()})
         tensors.update(kept)
-    tensors["random"] = random_bytes(parts.accelerator)
+    tensors["random"] = random_bytes(sharding.accelerator)
     return cargo.copied() if copied else cargo
 
 
 class _Coming:
     """Has buckets that live elsewhere in memory one after the other, with the user's edits, while the next one is read."""
 
-    def __init__(self, parts: ShardingState) -> None:
-        self._parts = parts
+    def __init__(self, sharding: ShardingState) -> None:
+        self._sharding = sharding
         self._now: int | None = None
-        streams, buckets = parts.masters.streams, range(len(parts.layout_ref.layout.buckets))
-        self._next = dict(pairwise(bucket for bucket in buckets if streams.streams(bucket) and _is_ours(parts, bucket)))
+        streams, buckets = sharding.masters.streams, range(len(sharding.layout_ref.layout.buckets))
+        self._next = dict(pairwise(bucket for bucket in buckets if streams.streams(bucket) and _is_ours(sharding, bucket)))
 
     @torch.no_grad()
     def use(self, bucket: int) -> None:
-        streams = self._parts.masters.streams
+        streams = self._sharding.masters.streams
         if bucket != self._now:
             self._now = bucket
-            self._parts.adopt_bucket(bucket)
+            self._sharding.adopt_bucket(bucket)
         streams.use(bucket, writes=False)
         if bucket in self._next:
             streams.prefetch(self._next[bucket])
 
 
-def _is_ours(parts: ShardingState, bucket: int) -> bool:
+def _is_ours(sharding: ShardingState, bucket: int) -> bool:
     """What several ranks have is written by one, and every rank has some of it to write."""
-    num_shares = parts.layout_ref.layout.num_shares
-    return bucket % (parts.group.size // num_shares) == parts.group.rank // num_shares
+    num_shares = sharding.layout_ref.layout.num_shares
+    return bucket % (sharding.group.size // num_shares) == sharding.group.rank // num_shares
 
 
 def _add(

@@ -51,17 +51,17 @@ class UnreadParams:
         """Those that `fill` will give values."""
         return self._before.keys()
 
-    def fill(self, parts: ShardingState) -> None:
+    def fill(self, sharding: ShardingState) -> None:
         """Reads the weights of this rank's shares. A collective, where there are any."""
         if not self._before:
             return
         values: dict[torch.Tensor, Values] = {}
         for param, before in self._before.items():
             its = before.viewed()
-            values[param] = Cast(its, param.dtype) if parts.config.masters == "rounded" else its
-        filled = set(fill(parts, values, _UNCHANGED))
+            values[param] = Cast(its, param.dtype) if sharding.config.masters == "rounded" else its
+        filled = set(fill(sharding, values, _UNCHANGED))
         whole = [param for param in self._before if param not in filled and not isinstance(param, Absent)]
-        run_on_all(parts.group, partial(self._place, whole), partial(failed_on, _UNCHANGED))
+        run_on_all(sharding.group, partial(self._place, whole), partial(failed_on, _UNCHANGED))
         self._before.clear()
 
     def restore(self) -> None:

@@ -17,33 +17,33 @@ from zero.sharding.optimizer_state import lies_nowhere
 @torch.no_grad()
 def whole_master(optimizer: ShardedOptimizer, param: nn.Parameter) -> torch.Tensor:
     """The exact value of a weight, in the dtype of sums; edits of the weight are in it. A collective."""
-    parts, index = optimizer.parts, optimizer._index(param)
-    parts.offloader.check("reading a master")
+    sharding, index = optimizer.sharding, optimizer._index(param)
+    sharding.offloader.check("reading a master")
     dtype = sum_dtype(param.dtype)
-    if lies_nowhere(parts, index) or index in parts.window.sync.tracker.relocated():
+    if lies_nowhere(sharding, index) or index in sharding.window.sync.tracker.relocated():
         return param.detach().to(dtype, copy=True)
-    parts.adopt_on_all()
-    return parts.window.grad_ops.whole(index, parts.masters.streams.piece, dtype)
+    sharding.adopt_on_all()
+    return sharding.window.grad_ops.whole(index, sharding.masters.streams.piece, dtype)
 
 
 @torch.no_grad()
 def set_master(optimizer: ShardedOptimizer, param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets the exact value, and the weight to its rounded value. No collective."""
-    parts, index = optimizer.parts, optimizer._index(param)
-    parts.offloader.check("writing a master")
+    sharding, index = optimizer.sharding, optimizer._index(param)
+    sharding.offloader.check("writing a master")
     _check_shape(param, value, "value")
-    parts.window.sync.tracker.copy_back()  # or what lies elsewhere would be taken in later, over this
+    sharding.window.sync.tracker.copy_back()  # or what lies elsewhere would be taken in later, over this
     param.copy_(value)
-    parts.publisher.follow_edits()
-    if not lies_nowhere(parts, index):
+    sharding.publisher.follow_edits()
+    if not lies_nowhere(sharding, index):
         _fill(optimizer, index, value, lambda _, master: master)
 
 
 @torch.no_grad()
 def set_state(optimizer: ShardedOptimizer, param: nn.Parameter, key: str, value: torch.Tensor) -> None:
     """Sets one moment of a parameter. No collective."""
-    parts, index = optimizer.parts, optimizer._index(param)
-    parts.offloader.check("writing optimizer state", "moments", "weights")
+    sharding, index = optimizer.sharding, optimizer._index(param)
+    sharding.offloader.check("writing optimizer state", "moments", "weights")
     _check_shape(param, value, f"state {key!r}")
     state = optimizer.inner.state
 
@@ -51,8 +51,8 @@ def set_state(optimizer: ShardedOptimizer, param: nn.Parameter, key: str, value:
         found = state.get(master, {}).get(key)
         if not isinstance(found, torch.Tensor) or found.shape != master.shape:
             raise ValueError(
-                f"Cannot set state {key!r} of {parts.params.names[index]}: the optimizer keeps no such moment of it yet. Step "
-                "once before, and use one of its own keys."
+                f"Cannot set state {key!r} of {sharding.params.names[index]}: the optimizer keeps no such moment of it yet. "
+                "Step once before, and use one of its own keys."
             )
         return found
 
@@ -64,7 +64,7 @@ def whole_grad(optimizer: ShardedOptimizer, param: nn.Parameter) -> torch.Tensor
     rounded = optimizer.whole_grad(param)
     if rounded is None or rounded.dtype == sum_dtype(rounded.dtype):
         return rounded
-    grad_ops, index = optimizer.parts.window.grad_ops, optimizer._index(param)
+    grad_ops, index = optimizer.sharding.window.grad_ops, optimizer._index(param)
     return grad_ops.whole(index, grad_ops.shard.piece, sum_dtype(param.dtype))
 
 
@@ -74,7 +74,7 @@ def set_grad(optimizer: ShardedOptimizer, param: nn.Parameter, value: torch.Tens
     optimizer.settle()
     _check_shape(param, value, "gradient")
     if param.grad is None:
-        name = optimizer.parts.params.names[optimizer._index(param)]
+        name = optimizer.sharding.params.names[optimizer._index(param)]
         raise ValueError(f"Cannot set the gradient of {name}: no rank has one. Send a loss backward before.")
     param.grad.copy_(value)
 
@@ -82,11 +82,11 @@ def set_grad(optimizer: ShardedOptimizer, param: nn.Parameter, value: torch.Tens
 def _fill(
     optimizer: ShardedOptimizer, index: int, value: torch.Tensor, target: Callable[[Piece, torch.Tensor], torch.Tensor]
 ) -> None:
-    parts = optimizer.parts
-    form = parts.window.grad_ops.formats[index]
+    sharding = optimizer.sharding
+    form = sharding.window.grad_ops.formats[index]
     line = form.flatten(value.detach())
-    for piece, master in parts.masters.of(index):
-        parts.masters.streams.use(piece.bucket)
+    for piece, master in sharding.masters.of(index):
+        sharding.masters.streams.use(piece.bucket)
         own = target(piece, master)
         own.copy_(form.shaped_like(own, line[piece.in_param.start : piece.in_param.stop]))
 

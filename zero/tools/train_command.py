@@ -117,7 +117,7 @@ def _train(options: Options, text: Text) -> int:
     finally:
         display.close()
     engine = found.engine
-    is_first = engine.optimizer.parts.group.rank == 0
+    is_first = engine.optimizer.sharding.group.rank == 0
     if found.stopped_by is not None:
         if is_first:
             complain(

@@ -95,7 +95,7 @@ def loaded(rank, world, folder, stage, dtype, meta, shared_memory):
     assert same(values(model), values(expected))
     if stage == 3 and world > 1:
         whole = sum(tensor.nbytes for tensor in source.parameters())
-        assert optimizer.parts.placer.weights.exchange.cache.peak_bytes < whole / 2
+        assert optimizer.sharding.placer.weights.exchange.cache.peak_bytes < whole / 2
     beside = shard(plain, 2, **options)
     train(model, optimizer, rank)
     train(plain, beside, rank)

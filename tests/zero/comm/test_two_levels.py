@@ -140,7 +140,7 @@ def rebuilt(rank, world, when):
             nn.init.constant_(parameter, 0.01)
         with mock.patch.object(socket, "gethostname", return_value="aabb"[rank]):
             optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=2, bucket_bytes=512)
-        assert type(optimizer.parts.group).__name__ == "TwoLevelGroup"
+        assert type(optimizer.sharding.group).__name__ == "TwoLevelGroup"
         for step in range(4):
             generator = torch.Generator().manual_seed(10 * step + rank)
             for again in range(1 + (step == when)):
@@ -182,7 +182,7 @@ def trained(rank, world, shared_memory, dtype):
         model(batch).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    group = optimizer.parts.group
+    group = optimizer.sharding.group
     bucket, come = torch.ones(NUMEL, dtype=torch.float32 if dtype is None else torch.bfloat16), []
     for collective in (lambda: group.reduce_scatter(bucket, torch.float32), lambda: group.all_gather(bucket)):
         before = come_from_other_hosts()

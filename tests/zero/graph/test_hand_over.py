@@ -120,7 +120,7 @@ def test_what_is_asked_of_autograd_is_not_collected_and_a_parameters_gradient_is
     (inputs_gradient,) = torch.autograd.grad(model(x).sum(), x)
     assert inputs_gradient.shape == x.shape
     model(x).sum().backward(inputs=[x])
-    assert not optimizer.parts.window.needs_sync
+    assert not optimizer.sharding.window.needs_sync
     assert all(param.grad is None for param in model.parameters())
     with pytest.raises(RuntimeError, match="returns none"):
         torch.autograd.grad(model(x).sum(), list(model.parameters()))
@@ -291,14 +291,14 @@ def test_a_gradient_is_gone_when_the_next_one_comes_and_nothing_is_kept_into_the
     for step in range(3):
         backward(model, step)
         assert not any(ref() is not None for ref in alive)
-        reducer = optimizer.parts.window.reducer
+        reducer = optimizer.sharding.window.reducer
         if step:  # the order in which buckets become full is known, so all have left before the backward ends
             assert not reducer.open_buckets
         optimizer.settle()
         assert not reducer.open_buckets and not len(reducer.inflight)
         optimizer.step()
         optimizer.zero_grad()
-        assert optimizer.parts.window.grad_ops.shard.num_bytes == 0
+        assert optimizer.sharding.window.grad_ops.shard.num_bytes == 0
     assert max(most) <= 8  # of 14: what one operator makes together
 
 
@@ -319,7 +319,7 @@ def test_a_graph_keeps_no_parameter_and_no_optimizer_alive():
     optimizer = shard(model, adamw(model), stage=2)
     zero.compile(model, "aot_eager")
     backward(model)
-    gone = [weakref.ref(optimizer), weakref.ref(optimizer.parts.window), weakref.ref(model.layers[0].weight)]
+    gone = [weakref.ref(optimizer), weakref.ref(optimizer.sharding.window), weakref.ref(model.layers[0].weight)]
     optimizer.close()
     del optimizer, model
     torch.compiler.reset()

@@ -41,7 +41,7 @@ def adapted(folder, out):
         trained = [param for param in each.parameters() if param.requires_grad]
         trainings.append((each, zero.shard(each, torch.optim.AdamW(trained, lr=0.05), stage=stage, gathered_bytes=0)))
     optimizer = trainings[1][1]
-    weights = optimizer.parts.placer.weights
+    weights = optimizer.sharding.placer.weights
     assert len(weights.frozen()) == sum(not param.requires_grad for param in model.parameters())
     for step in range(2):
         for each, its in trainings:

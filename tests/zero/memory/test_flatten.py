@@ -254,7 +254,7 @@ def fill_a_device(rank, world):
             optimizer.zero_grad()
 
         step()
-        before, parts = [parameter.detach().cpu() for parameter in model.parameters()], optimizer.parts
+        before, parts = [parameter.detach().cpu() for parameter in model.parameters()], optimizer.sharding
         model.requires_grad_(True)
         held = torch.empty(num_bytes, dtype=torch.uint8, device="sim:0")
         with contextlib.suppress(torch.OutOfMemoryError):

@@ -55,7 +55,7 @@ def test_a_step_sends_what_the_model_says(stage, num_backwards, dtype, world):
             optimizer.step()
             optimizer.zero_grad()
         entries = [entry for entry in ledger.of("step 1") if not entry.is_message]
-        return sent(entries, world), traffic_of(optimizer.parts.layout_ref.layout, stage, world, num_backwards)
+        return sent(entries, world), traffic_of(optimizer.sharding.layout_ref.layout, stage, world, num_backwards)
 
     for (num_bytes, passes), traffic in run_ranks(world, program):
         assert (traffic.total, traffic.passes) == (num_bytes, passes)
@@ -80,7 +80,7 @@ def test_so_does_one_in_groups_that_replicate_states(stage, num_backwards, dtype
             optimizer.step()
             optimizer.zero_grad()
         entries = [[entry for entry in ledger.of("step 1") if not entry.is_message] for ledger in (inside, across)]
-        return [sent(each, 2) for each in entries], traffic_of(optimizer.parts.layout_ref.layout, stage, 4, num_backwards)
+        return [sent(each, 2) for each in entries], traffic_of(optimizer.sharding.layout_ref.layout, stage, 4, num_backwards)
 
     for ((inside, passes), (across, more)), traffic in run_ranks(4, program):
         assert (traffic.gradients + traffic.weights, traffic.across, traffic.passes) == (inside, across, passes + more)

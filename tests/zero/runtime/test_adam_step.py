@@ -220,7 +220,7 @@ def test_state_that_changed_places_or_form_is_taken_for_what_it_is(kernels):
                 if at != 1 or step > 0:
                     (param * real_numbers(tuple(param.shape), "inputs", at, step)).square().sum().backward()
             if step == 3:
-                exchanged(inner.state, [optimizer.parts.masters.of(at)[0][1] for at in range(4)] if is_sharded else params)
+                exchanged(inner.state, [optimizer.sharding.masters.of(at)[0][1] for at in range(4)] if is_sharded else params)
             if step == 4 and not is_sharded:
                 state = inner.state[params[2]]
                 state["exp_avg_sq"] = state["exp_avg_sq"].view(-1)
@@ -242,12 +242,12 @@ def test_state_that_changed_places_between_buckets_is_read_before_any_of_them_is
         if is_sharded:
             options = {"kernels": kernels, "bucket_bytes": params[0].nbytes}
             optimizer = zero.shard(nn.ParameterList(params), inner, stage=2, group=solo(), **options)
-            assert len(optimizer.parts.layout_ref.layout.buckets) == 4
+            assert len(optimizer.sharding.layout_ref.layout.buckets) == 4
         for step in range(4):
             for at, param in enumerate(params):
                 (param * real_numbers((64,), "inputs", at, step)).square().sum().backward()
             if step == 2:
-                owners = [optimizer.parts.masters.of(at)[0][1] for at in range(4)] if is_sharded else params
+                owners = [optimizer.sharding.masters.of(at)[0][1] for at in range(4)] if is_sharded else params
                 states = [inner.state[owner] for owner in owners]
                 for name in ("exp_avg", "exp_avg_sq"):
                     moved = [state[name] for state in (*states[1:], states[0])]

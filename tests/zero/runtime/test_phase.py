@@ -34,7 +34,7 @@ def test_a_transition_that_is_not_in_the_table_is_refused():
     model = filled(nn.Linear(2, 2))
     optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
     with pytest.raises(AssertionError, match=r"from Phase\.IDLE to Phase\.TORN"):
-        optimizer.parts.window.move_to(Phase.TORN)
+        optimizer.sharding.window.move_to(Phase.TORN)
 
 
 def fail_in_backward(model, optimizer):
@@ -46,7 +46,7 @@ def fail_in_backward(model, optimizer):
 
 
 def fail_in_update(model, optimizer):
-    with mock.patch.object(optimizer.parts.updater, "step", side_effect=Failure):
+    with mock.patch.object(optimizer.sharding.updater, "step", side_effect=Failure):
         optimizer.step()
 
 

@@ -75,8 +75,8 @@ def test_nothing_is_marked_where_nobody_asks():
     model, optimizer = alone()
     with mock.patch.object(Clock, "begin", side_effect=AssertionError("a mark")):
         one_step(model, optimizer)
-    clock = optimizer.parts.clock()
-    assert clock is optimizer.parts.clock()
+    clock = optimizer.sharding.clock()
+    assert clock is optimizer.sharding.clock()
     one_step(model, optimizer, step=1)
     assert set(clock.read()) == set(STOPS)
 
@@ -86,7 +86,7 @@ def time_on_sim(rank, world):
     with place:
         model = real_mlp()
         optimizer = shard(model, adamw(model), stage=2, bucket_bytes=64, timeout_s=20.0)
-        clock = optimizer.parts.clock()
+        clock = optimizer.sharding.clock()
         for step in range(2):
             optimizer.backward(model(torch.ones(3, 4) + step).square().mean())
             optimizer.step()

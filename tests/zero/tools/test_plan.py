@@ -320,12 +320,12 @@ def kept_on_the_host(rank, world):
         optimizer.any_rank(False)  # they keep pace: who is ahead takes other memory than what may still be looked at
     model(torch.ones(2, 1024, dtype=torch.bfloat16)).float().square().mean().backward()
     optimizer.settle()
-    assert not optimizer.parts.window.grad_ops.shard.shares  # they wait for the step as they came
-    kept = [*optimizer.parts.masters.shard.present(), *(v for s in inner.state.values() for v in s.values() if v.dim())]
+    assert not optimizer.sharding.window.grad_ops.shard.shares  # they wait for the step as they came
+    kept = [*optimizer.sharding.masters.shard.present(), *(v for s in inner.state.values() for v in s.values() if v.dim())]
     optimizer.any_rank(False)
     files = shared_bytes() - before
     optimizer.any_rank(False)
-    cost = cost_of(optimizer.parts.layout_ref.layout, 2, world, rank, one_host=True, one_pass=True)
+    cost = cost_of(optimizer.sharding.layout_ref.layout, 2, world, rank, one_host=True, one_pass=True)
     planned = cost.device.gradients, cost.buckets, cost.device.masters + cost.device.moments
     return files, sum(tensor.nbytes for tensor in kept), *planned
 

@@ -60,7 +60,7 @@ def train_here(rank, world, directory, changes, signalled_at=None):
             os.kill(os.getpid(), signal.SIGTERM)
 
     found = train(asked, Text(TEXT, asked.context, asked.seed), show)
-    memory = found.engine.optimizer.parts.group.size
+    memory = found.engine.optimizer.sharding.group.size
     found.engine.close()
     return found.begun_at, found.stopped_by, memory
 

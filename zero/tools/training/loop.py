@@ -138,7 +138,7 @@ def train(options: Options, text: Text, show: Show) -> Run:
     identity = options.identity(text.digest)
     check_same(options, identity)
     engine = build(options, options.stage)
-    group = engine.optimizer.parts.group
+    group = engine.optimizer.sharding.group
     options.check_ranks(group.size)
     torch.manual_seed(options.seed + 1 + group.rank)
     if exchange_texts(group, Folder(options.checkpoints).latest() or "")[0]:
@@ -164,7 +164,7 @@ def train(options: Options, text: Text, show: Show) -> Run:
 
 def _step(engine: Engine, options: Options, text: Text, records: MetricsWriter, wish: Wish) -> tuple[dict[str, Any], str]:
     """Takes one step. Returns its record, and the reason if it is the last one."""
-    began, group = time.perf_counter(), engine.optimizer.parts.group
+    began, group = time.perf_counter(), engine.optimizer.sharding.group
     losses, samples = [], text.samples(engine.global_steps, options.batch)
     num_parts = group.size * options.accumulation
     parts = samples.tensor_split(num_parts)[group.rank * options.accumulation : (group.rank + 1) * options.accumulation]

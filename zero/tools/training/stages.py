@@ -51,7 +51,7 @@ def measure_stages(options: Options) -> Mapping[int, Both]:
 def _measure(options: Options, stage: int) -> Both:
     engine = build(replace(options, compile=False), stage)
     try:
-        parts = engine.optimizer.parts
+        sharding = engine.optimizer.sharding
         sample = torch.zeros(1, 2, dtype=torch.long, device=engine.device)
         gradients = host_gradients = 0
         for _ in range(2):  # the first makes what the optimizer remembers, and learns the order of the gradients
@@ -59,16 +59,16 @@ def _measure(options: Options, stage: int) -> Both:
                 engine.backward(engine(sample))
                 if micro == options.accumulation - 1:
                     engine.settle()
-                now = measured_bytes(parts)
+                now = measured_bytes(sharding)
                 gradients = max(gradients, now.device.gradients)
                 host_gradients = max(host_gradients, now.host.gradients)
                 engine.step()
-        now = measured_bytes(parts)
+        now = measured_bytes(sharding)
         counted = Cost(replace(now.device, gradients=gradients), now.buckets,
                        replace(now.host, gradients=host_gradients))  # fmt: skip
-        moments = num_moments(parts.updater.inner)
-        group = parts.group
-        layout, on_host = parts.layout_ref.layout, parts.accelerator.device().type == "cpu"
+        moments = num_moments(sharding.updater.inner)
+        group = sharding.group
+        layout, on_host = sharding.layout_ref.layout, sharding.accelerator.device().type == "cpu"
         predicted = cost_of(layout, stage, group.size, group.rank, moments, options.accumulation, on_host=on_host)
         return Both(counted, predicted)
     finally:

@@ -204,11 +204,11 @@ class _Pair:
     def __init__(self, plain: PlainRun, sharded: ShardedOptimizer) -> None:
         self._plain = plain
         self._sharded = sharded
-        self.names = sharded.parts.params.names
+        self.names = sharded.sharding.params.names
         params = [param for group in sharded.param_groups for param in group["params"]]
         position = {id(param): number for number, param in enumerate(params)}
         # Both optimizers were copied from one, so their parameters come in the same order.
-        self._plain_number = {i: position[id(param)] for i, param in enumerate(sharded.parts.params.tensors)}
+        self._plain_number = {i: position[id(param)] for i, param in enumerate(sharded.sharding.params.tensors)}
         rounded = [param for member, group in with_members(sharded.inner) if rounds_within(member) for param in group["params"]]
         self._rounded = {position[id(param)] for param in rounded}  # whose step is rounded to bfloat16 on its way
         dtypes = [torch.bfloat16] * bool(rounded) + [param.dtype for param in params]
@@ -216,7 +216,7 @@ class _Pair:
 
     @property
     def tolerance(self) -> tuple[str, ...]:
-        dtypes = sorted({dtype_name(param.dtype) for param in self._sharded.parts.params.tensors})
+        dtypes = sorted({dtype_name(param.dtype) for param in self._sharded.sharding.params.tensors})
         return tuple(self._tolerance_of(dtype) for dtype in dtypes)
 
     def _tolerance_of(self, dtype: str) -> str:
@@ -238,12 +238,12 @@ class _Pair:
                 part = _FIRST_STEP if step == 0 and not by_muon else self._later
                 wrong = _compared(found, expected, moved, part, step + 1)
                 if wrong is not None:
-                    return index, Difference(step, name, what, self._sharded.parts.group.rank, *wrong)
+                    return index, Difference(step, name, what, self._sharded.sharding.group.rank, *wrong)
         return None
 
     def _tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, float]]:
         """What this rank has of a parameter, with what it should be and how far that has moved."""
-        plain, parts = self._plain, self._sharded.parts
+        plain, parts = self._plain, self._sharded.sharding
         number = self._plain_number[index]
         master, moved, form = plain.masters[number], plain.moved[number], parts.window.grad_ops.formats[index]
         state = plain.inner.state.get(master, {})

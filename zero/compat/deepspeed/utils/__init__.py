@@ -42,7 +42,7 @@ def safe_update_full_grad_vectorized(
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The exact value of a weight; None where it is not trained. A collective."""
     optimizer = optimizer_of(param)
-    if optimizer is None or lies_nowhere(optimizer.parts, optimizer.parts.params.index[id(param)]):
+    if optimizer is None or lies_nowhere(optimizer.sharding, optimizer.sharding.params.index[id(param)]):
         return None
     return whole_values.whole_master(optimizer, param)
 
