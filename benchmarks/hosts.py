@@ -2,6 +2,7 @@
 
     python benchmarks/hosts.py                              links of 1 and of 10 Gbit/s, two hosts with a rank each
     python benchmarks/hosts.py --deepspeed PYTHON           and DeepSpeed, in an environment that has it
+    python benchmarks/hosts.py --plot FILE.svg --gbit 1     and what link and processor do in a step of rank 0
     python benchmarks/hosts.py --ranks 2 --systems ours-2 ours-2-host fsdp2 fsdp2-host
                                                             states in shares of all ranks, or of those of a host
 
@@ -25,6 +26,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from peer_models import SIZES, build  # noqa: E402
+from peer_plot import steps  # noqa: E402
 
 from tests import hosts  # noqa: E402
 
@@ -38,7 +40,7 @@ def run(net: hosts.Hosts, system: str, options: argparse.Namespace) -> dict[str,
     python = options.deepspeed if system in THEIRS else sys.executable
     net.port += 1
     with tempfile.TemporaryDirectory() as folder:
-        given = json.dumps({**vars(options), "system": system, "result": folder})
+        given = json.dumps({**vars(options), "system": system, "result": folder, "plot": None, "watch": bool(options.plot)})
         env = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
         command = [python, str(HERE / "peer_systems.py"), given]
         programs = [net.execute(rank // net.ranks, command, env, rank % net.ranks) for rank in range(net.world)]
@@ -50,6 +52,8 @@ def run(net: hosts.Hosts, system: str, options: argparse.Namespace) -> dict[str,
         "step": statistics.median(map(max, zip(*(each["seconds"] for each in found), strict=True))),
         "wire": max(each["sent_bytes"] for each in found),
         "loss": found[0]["losses"][-1],
+        "samples": found[0]["samples"],
+        "marks": found[0]["marks"],
     }
 
 
@@ -67,6 +71,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="timed ones of each round")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--our-bucket", type=int, help="bytes; the default of zero.shard otherwise")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="of the first of the speeds")
     options = parser.parse_args()
     if reason := hosts.reason():
         raise SystemExit(f"Cannot start hosts: {reason}. Run this as root on Linux.")
@@ -85,6 +90,10 @@ def main() -> None:
                 for name in systems:
                     found[name].append(run(net, name, options))
         _print(gbit, found, must)
+        if options.plot and gbit == options.gbit[0]:
+            title = f"A step of rank 0: {numel / 1e6:.1f} M parameters, {options.dtype}, {options.hosts} hosts, {gbit:g} Gbit/s"
+            watched = {name: (runs[-1]["samples"], runs[-1]["marks"]) for name, runs in found.items() if name != "bare"}
+            options.plot.write_text(steps(title, watched, gbit), encoding="utf-8")
 
 
 def _print(gbit: float, found: dict[str, list[dict[str, Any]]], must: float) -> None:

@@ -12,8 +12,9 @@ import json
 import os
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from peer_models import batch, build
 from torch import nn
 
 RATE, CLIP = 1e-4, 1.0
+_EVERY_S = 0.002
 _TCP_INFO_RECEIVED = 128  # where a socket's count of received bytes is
 
 
@@ -206,10 +208,29 @@ def received_bytes() -> int:
     return total
 
 
-def sent_bytes() -> int:
-    """What left this host so far, headers included, but for what it sent to itself."""
-    rows = (line.split(":", 1) for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
-    return sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo")
+def crossed_bytes() -> tuple[int, int]:
+    """What left this host so far and what came, headers included, but for what it sent to itself."""
+    rows = [line.split(":", 1) for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
+    counts = [counts.split() for name, counts in rows if name.strip() != "lo"]
+    return sum(int(each[8]) for each in counts), sum(int(each[0]) for each in counts)
+
+
+@contextlib.contextmanager
+def watched(samples: list[tuple[float, ...]]) -> Iterator[None]:
+    """Every two milliseconds: the time, what left this host and what came, and the processor time of this process."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_EVERY_S):
+            samples.append((time.perf_counter(), *crossed_bytes(), time.process_time()))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def resident() -> tuple[int, int]:
@@ -227,22 +248,30 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
     del model
     number = 0
 
-    def step() -> tuple[float, torch.Tensor]:
+    def step(marks: list[float] | None = None) -> tuple[float, torch.Tensor]:
         nonlocal number
         rows = [batch(options, rank, number + micro) for micro in range(options.accumulation)]
         number += options.accumulation
         begin = time.perf_counter()
         losses = [system.backward(part, micro + 1 == len(rows)) for micro, part in enumerate(rows)]
+        middle = time.perf_counter()
         system.step()
+        if marks is not None:
+            marks += [begin, middle, time.perf_counter()]
         return time.perf_counter() - begin, torch.stack(losses).float().mean()
 
     found = [step() for _ in range(options.warm_up)]
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the mark of the peak begins anew
-    received, sent = received_bytes(), sent_bytes()
+    received, sent = received_bytes(), crossed_bytes()[0]
     found += [step() for _ in range(options.steps)]
-    received, sent = received_bytes() - received, sent_bytes() - sent
+    received, sent = received_bytes() - received, crossed_bytes()[0] - sent
     peak, shared = resident()
+    samples: list[tuple[float, ...]] = []
+    marks: list[float] = []
+    if getattr(options, "watch", False):
+        with watched(samples):
+            step(), step(marks), step()  # in the middle of others, as what is sent last may come when a step has ended
     losses = torch.stack([loss for _, loss in found])
     dist.all_reduce(losses)
     return {
@@ -254,6 +283,8 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
         "shared_bytes": shared,
         "received_bytes": received / options.steps,
         "sent_bytes": sent / options.steps,
+        "samples": samples,
+        "marks": marks,  # where the watched step began, where its backward ended, and where it ended
         "torch": torch.__version__,
     }
 

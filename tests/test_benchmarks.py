@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import hosts
 from tests.devices import needs_sim
 
 ROOT = Path(__file__).parent.parent
@@ -106,6 +107,18 @@ def test_a_training_is_timed_beside_others_whose_losses_agree(tmp_path):
     assert rows["ours-2"]["received_bytes"] < rows["ours-2-gloo"]["received_bytes"] / 10
     assert rows["ours-2"]["last_loss"] == rows["ours-2-gloo"]["last_loss"]
     assert all(name in plot.read_text() and name in found.stdout for name in rows)
+
+
+@pytest.mark.skipif(bool(hosts.reason()), reason=hosts.reason())
+def test_a_training_on_two_hosts_is_timed_and_what_link_and_processor_do_is_drawn(tmp_path):
+    plot = tmp_path / "step.svg"
+    found = run("hosts", "cpu", "--size", "2M", "--gbit", "10", "--rounds", "1", "--steps", "1", "--systems", "bare", "ours-2",
+                "--plot", str(plot))  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert {"bare", "ours-2"} <= {line.partition(" ")[0] for line in found.stdout.splitlines()}
+    for what in ("sent", "came", "processor"):
+        assert f">ours-2, {what}<" in plot.read_text()
+    assert plot.read_text().count("<polygon") == 3
 
 
 def test_on_the_host_there_is_no_training_on_an_accelerator_to_time():
