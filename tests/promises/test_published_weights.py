@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
 from tests import ranks
@@ -350,3 +351,33 @@ def test_a_beginning_that_breaks_off_leaves_each_rank_weights_of_its_own(dtype):
     assert "not today" in said and broken == "not today"
     assert one.dtype == other.dtype == dtype
     assert torch.equal(one + 1.0, other)
+
+
+class CopiesOntoThemselves(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.numels = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default and args[0].data_ptr() == args[1].data_ptr() and args[0].numel():
+            self.numels.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def copies_of_a_step(rank, world, points):
+    found = []
+    for options in points:
+        model, optimizer = begun(rank, **options)
+        send(model, rank, 1)
+        with CopiesOntoThemselves() as copies:
+            optimizer.step()
+        found.append(copies.numels)
+        optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_copies_no_weight_onto_itself(world):
+    points = [{"stage": stage, "kernels": kernels} for stage in (1, 2, 3) for kernels in ("torch", "fused")]
+    for found in ranks.run(world, copies_of_a_step, points):
+        assert found == [[]] * len(points)

@@ -47,7 +47,7 @@ class Masters:
         self._rounded_at_start = rounded
         self._weights = weights
         self._fetched: dict[int, tuple[Transfer, torch.Tensor]] = {}  # weights in their masters' home, or on their way to it
-        self._rounded: dict[int, torch.Tensor] = {}  # new weights there, by bucket, while its blocks are stepped
+        self._rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # weights of a bucket, and where new ones are written
         self._sent: dict[MemoryHome, deque[tuple[Transfer, torch.Tensor]]] = {}  # new weights on their way to the device
 
     def adopt_source(self, bucket: int, source: torch.Tensor, given: bool = False) -> bool:
@@ -155,14 +155,15 @@ class Masters:
             home = self.shard.home_of(block.bucket)
             self._get_back(home, _MOST_ON_THE_WAY - 1)
             # What travels is a copy, even of masters that need no rounding: they may be written again at any time.
-            self._rounded[block.bucket] = home.mirror(self._weights.share(block.bucket, self.rank))
-        return self._rounded[block.bucket][block.span.start : block.span.stop]
+            weights = self._weights.share(block.bucket, self.rank)
+            self._rounded[block.bucket] = weights, home.mirror(weights)
+        return self._rounded[block.bucket][1][block.span.start : block.span.stop]
 
     def written(self, block: Block) -> None:
         """With the last block of a bucket its new weights are sent to the device, and are there for whatever is issued next."""
         if block.is_last:
-            home, rounded = self.shard.home_of(block.bucket), self._rounded.pop(block.bucket)
-            transfer = home.read(rounded, self._weights.share(block.bucket, self.rank))
+            home, (weights, rounded) = self.shard.home_of(block.bucket), self._rounded.pop(block.bucket)
+            transfer = home.read(rounded, weights)
             if transfer is DONE:
                 home.give_back(rounded)
             else:
@@ -185,7 +186,7 @@ class Masters:
         for bucket, (transfer, mirror) in self._fetched.items():
             transfer.finish()
             self.shard.home_of(bucket).give_back(mirror)
-        for bucket, rounded in self._rounded.items():
+        for bucket, (_, rounded) in self._rounded.items():
             self.shard.home_of(bucket).give_back(rounded)
         for home in self._sent:
             self._get_back(home, 0)
