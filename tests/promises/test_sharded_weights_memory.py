@@ -50,7 +50,9 @@ def train(rank, world, folder, layers, options):
         with torch.device("meta"):
             model = gpt(layers)
         if options["stage"] < 3:
-            begin(model.to_empty(device=place))  # else a master may be what lay there and rounds to the weight that comes
+            with torch.no_grad():  # else a master may be what lay there and rounds to the weight that comes
+                for param in model.to_empty(device=place).parameters():
+                    param.zero_()
         optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), bucket_bytes=BUCKET, **options)
     begin(model)
     losses, peak = [], 0

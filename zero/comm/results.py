@@ -100,8 +100,13 @@ def add_stretch(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: floa
     more, a thread would read what another one wrote, from the cache of another core."""
     is_total = len(rows) == 1 and rows[0].dtype == target.dtype
     is_apart = adds or any(row.data_ptr() == target.data_ptr() for row in rows[1:])
-    total = rows[0] if is_total else (torch.empty_like(target) if is_apart else target).copy_(rows[0])
-    for row in rows[1:]:
+    total = rows[0] if is_total else torch.empty_like(target) if is_apart else target
+    in_one_pass = len(rows) > 1 and rows[0].dtype == rows[1].dtype == target.dtype
+    if in_one_pass:
+        torch.add(rows[0], rows[1], out=total)
+    elif not is_total:
+        total.copy_(rows[0])
+    for row in rows[2 if in_one_pass else 1 :]:
         total.add_(row)
     if adds:
         target.add_(total, alpha=factor)
