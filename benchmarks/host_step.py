@@ -47,16 +47,16 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
     for param in model:  # one ordinary window, so that everything is there
         param.sum().backward()
     optimizer.step()
-    parts, used = optimizer.sharding, optimizer.sharding.window.used
-    reducer, numels = parts.window.reducer, [bucket.span.numel for bucket in parts.layout_ref.layout.buckets]
-    parts.window.grad_ops.clear()
+    sharding, used = optimizer.sharding, optimizer.sharding.window.used
+    reducer, numels = sharding.window.reducer, [bucket.span.numel for bucket in sharding.layout_ref.layout.buckets]
+    sharding.window.grad_ops.clear()
     buffers = [reducer.staging.borrow(numel, torch.bfloat16).normal_() for numel in numels]
     for buffer in buffers:
         reducer.staging.give_back(buffer)
-    parts.window.scaling.loss_scale = 1.0 / SCALE
+    sharding.window.scaling.loss_scale = 1.0 / SCALE
 
     def land() -> None:
-        parts.window.grad_ops.clear()
+        sharding.window.grad_ops.clear()
         for index, numel in enumerate(numels):
             reducer.inflight.send(index, reducer.staging.borrow(numel, torch.bfloat16))  # with what was sent before
         reducer.inflight.retire(keep=True)

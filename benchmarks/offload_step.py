@@ -55,20 +55,20 @@ def ours(device: Accelerator, num_params: int, offload: str | None, kernels: str
     for param in model:  # one ordinary window, so that everything is there
         param.sum().backward()
     optimizer.step()
-    parts, used = optimizer.sharding, optimizer.sharding.window.used
-    shard, layout = parts.window.grad_ops.shard, parts.layout_ref.layout
+    sharding, used = optimizer.sharding, optimizer.sharding.window.used
+    shard, layout = sharding.window.grad_ops.shard, sharding.layout_ref.layout
     arrived = [torch.randn(bucket.span.numel, device=device.device()).bfloat16() for bucket in layout.buckets]
 
     def land() -> None:
         shard.clear()
         for index, values in enumerate(arrived):  # of one rank the sum is its own, in fp32
-            shard.add(index, parts.group.reduce_scatter(values, torch.float32).wait(), SCALE)
+            shard.add(index, sharding.group.reduce_scatter(values, torch.float32).wait(), SCALE)
         shard.present()  # everything has arrived
 
     @torch.no_grad()
     def step(_kept_alive: object = optimizer) -> None:
-        parts.window.phase = Phase.SETTLED
-        update(parts, used, CLIP)
+        sharding.window.phase = Phase.SETTLED
+        update(sharding, used, CLIP)
 
     return partial(_until_done, device, land), partial(_until_done, device, step)
 

@@ -97,8 +97,8 @@ def _loss_scale(scale: DynamicScale | StaticScale | None) -> LossScale:
 
 def masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     """The fp32 copies of weights that are stored in less, whole; a collective."""
-    parts, masters = optimizer.sharding, {}
-    for index, (name, param) in enumerate(zip(parts.params.names, parts.params.tensors, strict=True)):
-        if param.dtype in LOW and parts.layout_ref.layout.slots[index] is not None:
-            masters[name] = parts.window.grad_ops.whole(index, parts.masters.streams.piece, torch.float32).detach().cpu()
+    sharding, masters = optimizer.sharding, {}
+    for index, (name, param) in enumerate(zip(sharding.params.names, sharding.params.tensors, strict=True)):
+        if param.dtype in LOW and sharding.layout_ref.layout.slots[index] is not None:
+            masters[name] = sharding.window.grad_ops.whole(index, sharding.masters.streams.piece, torch.float32).detach().cpu()
     return masters

@@ -108,21 +108,20 @@ def _look(point: Point, optimizer: ShardedOptimizer) -> dict[str, Any]:
 
 def _masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     """What is stored in less than fp32, whole; in one exchange, as some models have a thousand parameters."""
-    parts, own = optimizer.sharding, []
-    narrow = [index for index, param in enumerate(parts.params.tensors) if param.dtype in LOW]
-    laid_out = [index for index in narrow if parts.layout_ref.layout.slots[index] is not None]
+    sharding, own = optimizer.sharding, []
+    narrow = [index for index, param in enumerate(sharding.params.tensors) if param.dtype in LOW]
+    laid_out = [index for index in narrow if sharding.layout_ref.layout.slots[index] is not None]
     for index in laid_out:
-        form = parts.window.grad_ops.formats[index]
-        pieces = [
-            (piece.in_param, form.line_of(parts.masters.streams.piece(piece).clone())) for piece, _ in parts.masters.of(index)
-        ]
+        form = sharding.window.grad_ops.formats[index]
+        masters = [(piece, sharding.masters.streams.piece(piece).clone()) for piece, _ in sharding.masters.of(index)]
+        pieces = [(piece.in_param, form.line_of(master)) for piece, master in masters]
         own += [(index, span, line.cpu().numpy()) for span, line in pieces]
-    lines = {index: torch.zeros(parts.params.tensors[index].numel()) for index in laid_out}
-    for message in _exchange(parts.group, pickle.dumps(own)) if laid_out else ():
+    lines = {index: torch.zeros(sharding.params.tensors[index].numel()) for index in laid_out}
+    for message in _exchange(sharding.group, pickle.dumps(own)) if laid_out else ():
         for index, span, values in pickle.loads(message):
             lines[index][span.start : span.stop] = torch.from_numpy(values)
-    forms = parts.window.grad_ops.formats
-    return {parts.params.names[index]: forms[index].unflatten(line).contiguous() for index, line in lines.items()}
+    forms = sharding.window.grad_ops.formats
+    return {sharding.params.names[index]: forms[index].unflatten(line).contiguous() for index, line in lines.items()}
 
 
 def _exchange(group: Group, message: bytes) -> list[bytes]:

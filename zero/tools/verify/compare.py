@@ -243,12 +243,12 @@ class _Pair:
 
     def _tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, float]]:
         """What this rank has of a parameter, with what it should be and how far that has moved."""
-        plain, parts = self._plain, self._sharded.sharding
+        plain, sharding = self._plain, self._sharded.sharding
         number = self._plain_number[index]
-        master, moved, form = plain.masters[number], plain.moved[number], parts.window.grad_ops.formats[index]
+        master, moved, form = plain.masters[number], plain.moved[number], sharding.window.grad_ops.formats[index]
         state = plain.inner.state.get(master, {})
-        yield "weight", parts.params.tensors[index], plain.weights[number], moved
-        for piece, mine in parts.masters.of(index):
+        yield "weight", sharding.params.tensors[index], plain.weights[number], moved
+        for piece, mine in sharding.masters.of(index):
             here = slice(piece.in_param.start, piece.in_param.stop)
             yield "master", form.line_of(mine), form.flatten(master)[here], moved
             own = self._sharded.inner.state.get(mine, {})
