@@ -90,7 +90,7 @@ def main() -> None:
                 for name in systems:
                     found[name].append(run(net, name, options))
         _print(gbit, found, must)
-        if options.plot and gbit == options.gbit[0]:
+        if options.plot and gbit == options.gbit[0] and set(found) > {"bare"}:
             title = f"A step of rank 0: {numel / 1e6:.1f} M parameters, {options.dtype}, {options.hosts} hosts, {gbit:g} Gbit/s"
             watched = {name: (runs[-1]["samples"], runs[-1]["marks"]) for name, runs in found.items() if name != "bare"}
             options.plot.write_text(steps(title, watched, gbit), encoding="utf-8")

@@ -36,8 +36,8 @@ Watched = tuple[Sequence[Sequence[float]], Sequence[float]]  # samples and marks
 
 
 def steps(title: str, watched: Mapping[str, Watched], gbit: float) -> str:
-    """By system three curves over the time of a step: what leaves the host and what comes, in parts of what the link carries,
-    and how many processors compute. A line stands where backward ends, and one where the step does."""
+    """By system three curves over the time of a step: what leaves the host and what comes, as a fraction of what the link
+    carries, and how many processors compute. A line stands where backward ends, and one where the step does."""
     most = max(marks[2] - marks[0] for _, marks in watched.values())
     room, panel = WIDTH - LABEL - 20, 3 * (CURVE + GAP) + 16
     height = TOP + panel * len(watched) + 24

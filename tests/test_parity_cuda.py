@@ -8,12 +8,12 @@ from tests.devices import CudaAccelerator
 if reason := CudaAccelerator().unavailable_reason():
     pytest.skip(reason, allow_module_level=True)
 
-PARTS = 8
+NUM_PARTS = 8  # which may run beside each other
 
 pytestmark = pytest.mark.cuda
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_a_gpu_equals_the_oracle(part):
-    failures = parity.run(grid.on_cuda()[part::PARTS])
+    failures = parity.run(grid.on_cuda()[part::NUM_PARTS])
     assert not failures, str(failures)

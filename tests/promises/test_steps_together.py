@@ -1,5 +1,7 @@
 """A fused kernel steps many buckets of a device at a time, to the bits of one after the other."""
 
+import tempfile
+from collections import Counter
 from functools import partial
 from unittest import mock
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from accelerators.backends.cuda import CudaAccelerator
-from tests.devices import needs_sim
+from tests.devices import needs_muon, needs_sim
 from tests.promises.offloads import bits, difference, on_device, send
 from zero.optim.lion import Lion
 from zero.runtime.step import updater
@@ -23,6 +25,12 @@ def fused_adamw(model):
 def lion_called_fused(model):
     """The simulated device has no fused kernel. This step takes no notice of the word."""
     optimizer = Lion(model.parameters(), lr=0.02)
+    optimizer.param_groups[0]["fused"] = True
+    return optimizer
+
+
+def fused_muon(model):
+    optimizer = torch.optim.Muon([param for param in model.parameters() if param.dim() == 2], lr=0.02)
     optimizer.param_groups[0]["fused"] = True
     return optimizer
 
@@ -43,18 +51,42 @@ def steps(most, model, optimizer, rank):
     return bits(model, optimizer), numbers
 
 
+DISK = {"home": "disk", "path": tempfile.gettempdir()}
+HOMES = {
+    "on the device": {},
+    "half on the host": {"offload": {"ratio": 0.5}},
+    "moments on the host": {"homes": {"moments": "cpu"}},
+    "moments on disk": {"homes": {"moments": DISK}},
+    "gradients on disk": {"homes": {"gradients": DISK}},
+}
+TOGETHER = ("on the device", "half on the host")  # what comes for its turn alone is not
+
+
 @pytest.mark.parametrize(
     ("device", "make"),
     [pytest.param("sim", lion_called_fused, marks=needs_sim), pytest.param("cuda", fused_adamw, marks=needs_cuda)],
 )
-@pytest.mark.parametrize("offload", [None, {"ratio": 0.5}])
-def test_many_buckets_at_a_time_have_the_bits_of_one_after_the_other(device, make, offload):
+@pytest.mark.parametrize("homes", HOMES)
+def test_many_buckets_at_a_time_have_the_bits_of_one_after_the_other(device, make, homes):
     points = [
-        {"stage": stage, "dtype": dtype, "clip": 0.5, "make": make, "offload": offload}
+        {"stage": stage, "dtype": dtype, "clip": 0.5, "make": make, **HOMES[homes]}
         for stage in (1, 2, 3)
         for dtype in ("bfloat16", None)
     ]
     [one_by_one], [some], [all_] = (on_device(device, 1, partial(steps, most), points) for most in (0, 70, 2**26))
+    calls = Counter()
     for (expected, ones), (of_some, few), (of_all, most) in zip(one_by_one, some, all_, strict=True):
         assert difference(of_some, expected) is None and difference(of_all, expected) is None
-        assert set(ones) == {1} and len(most) <= len(few) <= len(ones) > len(most) and sum(most) == sum(few) == sum(ones)
+        assert set(ones) == {1} and sum(most) == sum(few) == sum(ones) > 3 * 3
+        calls += {"all": len(most), "some": len(few), "one": len(ones)}
+    if homes in TOGETHER:
+        assert calls["all"] <= calls["some"] < calls["one"]
+    else:
+        assert calls["all"] == calls["some"] == calls["one"]
+
+
+@needs_sim
+@needs_muon
+def test_a_kernel_that_takes_memory_steps_one_bucket_at_a_time():
+    [[(_, ones)]] = on_device("sim", 1, partial(steps, 2**26), [{"make": fused_muon}])
+    assert set(ones) == {1}

@@ -47,7 +47,8 @@ class Masters:
         self._rounded_at_start = rounded
         self._weights = weights
         self._fetched: dict[int, tuple[Transfer, torch.Tensor]] = {}  # weights in their masters' home, or on their way to it
-        self._rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # weights of a bucket, and where new ones are written
+        # By bucket, while its blocks are stepped: its weights, and where new ones are written, which on a device is the same.
+        self._rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._sent: dict[MemoryHome, deque[tuple[Transfer, torch.Tensor]]] = {}  # new weights on their way to the device
 
     def adopt_source(self, bucket: int, source: torch.Tensor, given: bool = False) -> bool:
@@ -217,8 +218,7 @@ class Masters:
 def adopt(weights: torch.Tensor, masters: torch.Tensor) -> bool:
     """Masters become what their weights are, wherever these are not their rounded values. Whether that may be anywhere."""
     changed = False
-    # A part at a time, since what this needs beside the two is several times the weights. On a device each call costs more, and
-    # a half needs less than the optimizer does afterwards.
+    # A part at a time, since what this needs beside the two is several times the weights. On a device each call costs more.
     numel = max(2**18, masters.numel() // 16) if masters.is_cpu else max(2**16, masters.numel() // 2)
     for weight, master in zip(torch.split(weights, numel), torch.split(masters, numel), strict=True):
         if master.is_cpu and same_bits(weight, master.to(weight.dtype, copy=True)):

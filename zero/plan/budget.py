@@ -117,7 +117,9 @@ def budget_of(
     kept, staged = _staging_of(layout, rounds, int(are_others), repeats, all_at_once)
     kept = staged if one_host and are_others else kept  # memory that ranks share keeps its pages
     latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)
-    stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0) if any(remembered) else 0
+    stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0)
+    if not any(remembered):  # and then what comparing a half of it with its weights takes is the most
+        stepped = 0 if on_host else stepped * 5 // 8 * any(round_.narrow for round_ in rounds)
     near = [round_.share for round_ in rounds if not (round_.offloaded or round_.on_disk or (stays and round_.narrow))]
     streams = stream_bytes(layout, rank, num_moments)
     if not shards_weights:

@@ -13,8 +13,9 @@ from torch import nn
 
 from zero.errors import NonFinite
 from zero.memory.masters import Masters
+from zero.optim.several import members_of
 from zero.optim.steps import has_step_of_its_own, step_without_hooks
-from zero.optim.traits import steps_by_blocks
+from zero.optim.traits import known_kind, steps_by_blocks
 from zero.plan.layout import Block
 from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.runtime.kernels.adam_step import FusedStep, Gradient, Member
@@ -22,7 +23,7 @@ from zero.runtime.params.table import Params
 from zero.runtime.profiling import Timed, stop
 
 _MOST_NAMES = 5  # of parameters in an error
-_MOST_TOGETHER = 2**26  # elements that one call of a fused kernel steps: some milliseconds, in which nothing is sent
+_MOST_TOGETHER = 2**26  # elements that one call of a fused kernel steps: some milliseconds, in which no new weights are sent
 
 
 @dataclass(frozen=True)
@@ -110,23 +111,28 @@ class Updater(Timed):
         self._places = {index[param]: place for place, param in held if param in index}
         if not steps_by_blocks(self._inner):
             return [blocks]
-        is_fused = all(group.get("fused") for group in groups)
+        is_fused = all(group.get("fused") for group in groups) and all(map(known_kind, members_of(self._inner)))
         return self._together(blocks) if is_fused else [(block,) for block in blocks]
 
     def _together(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
-        """What a fused kernel steps at a time: on a device many blocks, as it needs no memory for them and each call costs."""
+        """What a fused kernel steps at a time: many blocks that stay on a device, as it needs no memory for them."""
         batches: list[list[Block]] = []
-        room, homes = 0, self._masters.shard.homes
+        room = -1  # for more elements in the last of them
         for block in blocks:
-            numel, home = block.span.numel, self._masters.shard.home_of(block.bucket)
-            is_on_device = home is homes.device and home is not homes.host
-            if is_on_device and numel <= room:
+            numel, stays = block.span.numel, self._stays_on_device(block.bucket)
+            if stays and numel <= room:
                 batches[-1].append(block)
                 room -= numel
             else:
                 batches.append([block])
-                room = _MOST_TOGETHER - numel if is_on_device else 0
+                room = _MOST_TOGETHER - numel if stays else -1
         return [*batches]
+
+    def _stays_on_device(self, bucket: int) -> bool:
+        """Whether all that is stepped of a bucket is on a device beside the host, and not only for its turn."""
+        home, homes = self._masters.shard.home_of(bucket), self._masters.shard.homes
+        streams = self._masters.streams.streams(bucket) or self._grad_ops.shard.stream.has(bucket)
+        return home is homes.device and home is not homes.host and not streams
 
     @stop("step")
     def begin(self, batches: Iterable[Sequence[Block]], used: int) -> None:
