@@ -256,12 +256,12 @@ def main() -> int:
         )
         return 1
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
-    failed: dict[str, None] = {}
+    failed = set[str]()
     for _ in range(options.rounds):
         for way in options.ways:
             answer = None if way in failed else run(way, options)
             if answer is None:
-                failed[way] = None
+                failed.add(way)
             else:
                 print(f"{way}: {answer['seconds'] * 1e3:.2f} ms", file=sys.stderr, flush=True)
                 found[way].append(answer)

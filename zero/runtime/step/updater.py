@@ -54,10 +54,11 @@ class Updater(Timed):
     """Steps on this rank's shares.
 
     [Note: blocks]
-    An optimizer that is known to treat every element by itself is given one block after the other, each while it is in
-    the processor's cache: its edits adopted, its gradients clipped, stepped, and cast. One that is known to treat every
-    tensor by itself is given one bucket of whole tensors after the other, which are on their way to the other ranks while
-    the next is stepped. Any other steps on all at once.
+    An optimizer that is known to treat every element by itself is given one block after the other, each while it is in the
+    processor's cache: its edits adopted, its gradients clipped, stepped, and cast. On a device its fused kernel, where it has
+    one, is given many at a time, as there each call costs. One that is known to treat every tensor by itself is given one
+    bucket of whole tensors after the other, which are on their way to the other ranks while the next is stepped. Any other
+    steps on all at once.
     """
 
     def __init__(
