@@ -4,6 +4,7 @@
     python -m tests.mutants NAME...           those whose name contains one of the words
     python -m tests.mutants --points-only     without the tests
     python -m tests.mutants --tests PATH...   with other tests than TESTS
+    python -m tests.mutants --folder PATH     go on where the run before in this folder ended
 
 Those of tests.mutant_list are single faults of the kinds that sharded training is known for. Others are made mechanically,
 over the modules of FLOORS. Each is tried on points of the parity grid over loopback first, as that is cheap; a survivor
@@ -18,6 +19,7 @@ import argparse
 import ast
 import functools
 import hashlib
+import json
 import os
 import pickle
 import random
@@ -117,8 +119,10 @@ class Trial:
     def __init__(self, folder: Path, tests: Sequence[str], mutants: Sequence[Mutant]) -> None:
         self.folder = folder
         self._answers = folder / "answers of the oracle"
+        self._tried = folder / "tried"
         # In a process of its own: whoever has run a backward cannot be forked.
-        self._checked("oracle", _in_child(self._ask_the_oracle, folder / "said", 600.0))
+        if not self._answers.exists():
+            self._checked("oracle", _in_child(self._ask_the_oracle, folder / "said", 600.0))
         self.points_most_s = 600.0
         home = self._home_of(None)
         started = time.monotonic()
@@ -126,9 +130,12 @@ class Trial:
         self.points_most_s = max(LEAST_S, TIMES_AS_LONG * (time.monotonic() - started))
         self._reach: Reach | None = None
         if tests:
-            reach.watch(home, {mutant.path for mutant in mutants})
-            noted = Path(tempfile.mkdtemp(dir=folder))
-            self._checked("tests", self._meet_tests(home, tests, 3600.0, "-p", "tests.reach", REACH=str(noted)))
+            noted = folder / "noted"
+            if not noted.exists():
+                reach.watch(home, {mutant.path for mutant in mutants})
+                noting = Path(tempfile.mkdtemp(dir=folder))
+                self._checked("tests", self._meet_tests(home, tests, 3600.0, "-p", "tests.reach", REACH=str(noting)))
+                noting.rename(noted)
             self._reach = Reach.read(noted)
         shutil.rmtree(home)
 
@@ -137,7 +144,16 @@ class Trial:
             raise RuntimeError(f"The unchanged library fails ({what}): {problem}. There is nothing to compare mutants with.")
 
     def kill(self, mutant: Mutant) -> str | None:
-        """By what it was killed; None for a survivor."""
+        """By what it was killed, here or in the run before; None for a survivor."""
+        before = dict(map(json.loads, self._tried.read_text(encoding="utf-8").splitlines())) if self._tried.exists() else {}
+        if mutant.name in before:
+            return before[mutant.name]
+        by = self._killed(mutant)
+        with self._tried.open("a", encoding="utf-8") as tried:
+            print(json.dumps([mutant.name, by]), file=tried)
+        return by
+
+    def _killed(self, mutant: Mutant) -> str | None:
         home = self._home_of(mutant)
         try:
             trains = mutant not in CHECKPOINTS  # or no point can tell
@@ -241,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="only mutants whose name contains one of these")
     parser.add_argument("--points-only", action="store_true", help="leave out the tests that survivors of the points meet")
     parser.add_argument("--tests", nargs="+", default=TESTS, metavar="PATH", help="these tests instead of the usual ones")
+    parser.add_argument("--folder", type=Path, metavar="PATH", help="keep what is noted and tried there, and go on from there")
     given = parser.parse_args(arguments)
     mutants = [*NAMED, *mechanical()]
     if given.names:
@@ -253,8 +270,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     assert not any(name.split(".")[0] == "zero" for name in sys.modules)
     killers: Counter[str] = Counter()
     survivors = []
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        trial = Trial(Path(folder), () if given.points_only else given.tests, mutants)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as none_given:
+        folder = given.folder or Path(none_given)
+        folder.mkdir(parents=True, exist_ok=True)
+        trial = Trial(folder, () if given.points_only else given.tests, [*NAMED, *mechanical()])
         for mutant in mutants:
             by = trial.kill(mutant)
             print(f"{'SURVIVED' if by is None else 'killed'}  {mutant.name}  {by or ''}", flush=True)
