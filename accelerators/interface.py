@@ -119,8 +119,7 @@ class Accelerator:
     @property
     def is_synchronous(self) -> bool:
         """True where work is done when the call that issued it returns, so that nothing need ever be waited for."""
-        can_wait = hasattr(self.module, "synchronize") or self._is_torch_accelerator()
-        return self._streams is None and not can_wait
+        return self._streams is None and not (hasattr(self.module, "synchronize") or self._is_torch_accelerator())
 
     @property
     def has_streams(self) -> bool:
@@ -233,7 +232,7 @@ class Accelerator:
 
     def forget_answers(self) -> None:
         """Forgets what the device was asked once, so that it is asked again."""
-        for answer in ("can_pin", "communication_backend", "_peaks_reset", "_dtype_answers"):
+        for answer in ("can_pin", "communication_backend", "_peaks_reset", "_dtype_answers", "_streams"):
             vars(self).pop(answer, None)
 
     # how torch is asked ------------------------------------------------------------------------------------------
@@ -282,7 +281,7 @@ class Accelerator:
         current = torch.accelerator.current_accelerator()
         return current is not None and current.type == self.name
 
-    @property
+    @cached_property
     def _streams(self) -> ModuleType | None:
         """Where Stream and Event come from: the device's module, torch itself, or nowhere. One without the other is no use,
         and neither are both where no stream can be made current."""

@@ -132,9 +132,9 @@ def infinities(model, optimizer, rank):
     in_flight = []
     judge = optimizer.sharding.updater.decide
 
-    def note():
+    def note(used):
         in_flight.append(len(optimizer.sharding.memory_guard.homes.host._arriving))
-        return judge()
+        return judge(used)
 
     with mock.patch.object(optimizer.sharding.updater, "decide", note):
         wrong, skipped, scale, after = skips_of(model, optimizer, rank, 2, places)

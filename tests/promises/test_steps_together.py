@@ -1,5 +1,6 @@
 """A fused kernel steps many buckets of a device at a time, to the bits of one after the other."""
 
+import math
 import tempfile
 from collections import Counter
 from functools import partial
@@ -11,7 +12,9 @@ import torch
 from accelerators.backends.cuda import CudaAccelerator
 from tests.devices import needs_muon, needs_sim
 from tests.promises.offloads import bits, difference, on_device, send
+from zero.memory import masters
 from zero.optim.lion import Lion
+from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.runtime.step import updater
 
 _reason = CudaAccelerator().unavailable_reason()
@@ -62,10 +65,13 @@ HOMES = {
 TOGETHER = ("on the device", "half on the host")  # what comes for its turn alone is not
 
 
-@pytest.mark.parametrize(
+on_devices = pytest.mark.parametrize(
     ("device", "make"),
     [pytest.param("sim", lion_called_fused, marks=needs_sim), pytest.param("cuda", fused_adamw, marks=needs_cuda)],
 )
+
+
+@on_devices
 @pytest.mark.parametrize("homes", HOMES)
 def test_many_buckets_at_a_time_have_the_bits_of_one_after_the_other(device, make, homes):
     points = [
@@ -83,6 +89,52 @@ def test_many_buckets_at_a_time_have_the_bits_of_one_after_the_other(device, mak
         assert calls["all"] <= calls["some"] < calls["one"]
     else:
         assert calls["all"] == calls["some"] == calls["one"]
+
+
+def steps_with_edits(ahead, model, optimizer, rank):
+    """Bits after edits before a step, before one that is skipped for what was edited, and after that one; and the places where
+    edits were taken over."""
+    param, places, take_over = next(model.parameters()), [], masters.adopt
+
+    def noted(weights, own):
+        places.append(place)
+        return take_over(weights, own)
+
+    def total_norm(self):
+        nonlocal place
+        place = "after the norm"
+        return norm(self)
+
+    ask = updater.Updater._adopt_on_device if ahead else lambda self, used: set()
+    norm = ShardedGradOps.total_norm
+    with (
+        mock.patch.object(updater.Updater, "_adopt_on_device", ask),
+        mock.patch.object(masters, "adopt", noted),
+        mock.patch.object(ShardedGradOps, "total_norm", total_norm),
+    ):
+        for number, factor in enumerate((2.0, math.inf, 0.0, 1.0)):
+            place = "before the norm"
+            kept = param.detach().clone()
+            param.data.mul_(factor)
+            send(model, optimizer, rank, number)
+            optimizer.step()
+            assert optimizer.skipped_steps == (number >= 1)
+            if factor == math.inf:
+                param.data.copy_(kept)
+            optimizer.zero_grad()
+    return bits(model, optimizer), places
+
+
+@on_devices
+@pytest.mark.parametrize("stage", [1, 3])
+def test_edits_are_taken_over_while_the_host_waits_for_the_norm(device, make, stage):
+    point = {"stage": stage, "dtype": "bfloat16", "clip": 0.5, "on_nonfinite": "skip", "make": make}
+    [[(late, places)]], [[(early, places_early)]] = (
+        on_device(device, 1, partial(steps_with_edits, ahead), [point]) for ahead in (False, True)
+    )
+    assert difference(early, late) is None
+    assert set(places) == {"after the norm"}
+    assert set(places_early) == {"before the norm"} if stage < 3 else places_early == places
 
 
 @needs_sim

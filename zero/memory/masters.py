@@ -117,6 +117,10 @@ class Masters:
         is_beside = home is homes.device or (home is homes.host and self._weights.share(bucket, self.rank).is_cpu)
         return dtype != sum_dtype(dtype) or not is_beside
 
+    def has_whole_weights(self, bucket: int) -> bool:
+        """Whether all weights of a bucket are here, and not this rank's share of them alone."""
+        return self.layout_ref.layout.buckets[bucket].chunk in self._weights.whole_chunks
+
     def fetch(self, bucket: int) -> None:
         """Begins to copy the weights that `adopt` will compare with."""
         if bucket not in self._fetched and self.is_copy(bucket):
@@ -132,12 +136,25 @@ class Masters:
                 self.streams.use(block.bucket)
             self.compared(block)
 
-    def publish(self, block: Block) -> None:
-        """Rounds the masters of a block into this rank's share of the weights."""
-        if self.is_copy(block.bucket):
-            self.streams.use(block.bucket, writes=False)
-            self.rounded_of(block).copy_(self._cut(block))
+    def publish(self, blocks: Sequence[Block]) -> None:
+        """Rounds the masters of blocks into this rank's share of the weights: those that stay on the device all at once."""
+        here: list[Block] = []
+        for block in blocks:
+            if self.is_copy(block.bucket) and self.stays_on_device(block.bucket):
+                here.append(block)
+            elif self.is_copy(block.bucket):
+                self.streams.use(block.bucket, writes=False)
+                self.rounded_of(block).copy_(self._cut(block))
+                self.written(block)
+        if here:
+            torch._foreach_copy_([self.rounded_of(block) for block in here], [self._cut(block) for block in here])
+        for block in here:
             self.written(block)
+
+    def stays_on_device(self, bucket: int) -> bool:
+        """Whether masters are on a device beside the host, and not only for their turn."""
+        home, homes = self.shard.home_of(bucket), self.shard.homes
+        return home is homes.device and home is not homes.host and not self.streams.streams(bucket)
 
     def weights_of(self, block: Block) -> torch.Tensor:
         """The weights of a block as they are, where its masters are; until `compared`."""

@@ -90,8 +90,7 @@ class _Evaluations:
     def _finish(self) -> None:
         """Publishes the present masters as the weights of all ranks."""
         state = self._state
-        for block in self._blocks:
-            state.masters.publish(block)
+        state.masters.publish(self._blocks)
         state.publisher.send(self._blocks)
         state.window.grad_ops.forget_norms()
         state.publisher.wait(sum(1 << param for param in state.masters.pieces))

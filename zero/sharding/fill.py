@@ -140,8 +140,7 @@ def publish(sharding: ShardingState, failure: Failure, write: Callable[[int], No
         try:
             for bucket in range(len(layout.buckets)):
                 write(bucket)
-                for block in waiting[0]:
-                    masters.publish(block)
+                masters.publish(waiting[0])
                 sharding.publisher.send(waiting.popleft())
             masters.streams.flush()
         except BaseException:

@@ -47,8 +47,7 @@ def switch_mode(state: ShardingState, mode: str, act: Callable[[], Any]) -> Any:
     state.adopt_on_all()
     with state.updater.all_masters():
         result = run_on_all(state.group, act)
-    for block in blocks:
-        state.masters.publish(block)
+    state.masters.publish(blocks)
     state.publisher.send(blocks)
     state.publisher.wait(sum(1 << param for param, slot in enumerate(layout.slots) if slot is not None))
     sync.set_phase("before a backward")

@@ -54,7 +54,7 @@ def judge(state: ShardingState) -> StepDecision | None:
     sync.tracker.copy_back()
     if window.used and state.config.on_unused == "raise":
         _check_used(state.params, window.used)
-    return state.updater.decide() if window.used else None
+    return state.updater.decide(window.used) if window.used else None
 
 
 def update(state: ShardingState, used: int, coefficient: float) -> None:

@@ -136,7 +136,7 @@ def test_only_what_was_edited_is_adopted(line, masters):
     index = next(index for index, _ in enumerate(line.layout.buckets) if made.is_copy(index))
     before = made.shard.share(index).clone()
     (block,) = line.layout.blocks(index)
-    made.publish(block)
+    made.publish([block])
     weights.share(index, 1)[3] = 77.0
     made.adopt(block)
     changed = made.shard.share(index) != before
@@ -148,7 +148,7 @@ def test_what_is_published_is_the_rounded_master(line, masters):
     made, weights = masters
     for index, _ in enumerate(line.layout.buckets):
         made.shard.share(index).fill_(257.0)
-        made.publish(*line.layout.blocks(index)) if made.is_copy(index) else None
+        made.publish(line.layout.blocks(index)) if made.is_copy(index) else None
         assert weights.share(index, 1).float().unique().tolist() == [256.0 if made.is_copy(index) else 257.0]
 
 

@@ -157,10 +157,13 @@ class ShardedGradOps:
             squares[bucket] = rows.square(sum_dtype(self._layout_ref.dtype_of(bucket)))
         return sum(squares[bucket] for bucket in sorted(squares))
 
-    def multiply(self, block: Block, factor: float) -> None:
-        """Multiplies all of a block. Norms that were computed before hold no more."""
-        streamed = self.shard.stream.has(block.bucket)  # and told of it when it leaves
-        self.shard.sum_of(block.bucket, writes=not streamed)[block.span.start : block.span.stop].mul_(factor)
+    def multiply(self, blocks: Iterable[Block], factor: float) -> None:
+        """Multiplies all of some blocks. Norms that were computed before hold no more."""
+        lines = []
+        for block in blocks:
+            streamed = self.shard.stream.has(block.bucket)  # and told of it when it leaves
+            lines.append(self.shard.sum_of(block.bucket, writes=not streamed)[block.span.start : block.span.stop])
+        torch._foreach_mul_(lines, factor)
 
     def defer_scale(self, bucket: int, factor: float) -> None:
         """Multiplies all of a bucket when it is next read."""

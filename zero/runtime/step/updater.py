@@ -79,6 +79,7 @@ class Updater(Timed):
         self._fused_step = fused_step
         self._places: dict[int, tuple[int, int]] = {}  # of each parameter in the user's groups, during this step
         self._members: dict[Block, list[Member]] = {}  # of blocks that are stepped in one pass, in their order
+        self._adopted: set[Block] = set()  # whose edits this step has taken over already
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -91,10 +92,11 @@ class Updater(Timed):
             self._fused_step.check(groups)
 
     @stop("settle")
-    def decide(self) -> StepDecision:
+    def decide(self, used: int) -> StepDecision:
         """Decides from the settled sums, with the same answer on every rank: whether the gradients are finite, and how they are
         clipped."""
         self.check(self._inner.param_groups)  # which belong to the user, who may have changed them
+        self._adopted = self._adopt_on_device(used)
         norm = self._grad_ops.total_norm()
         if not math.isfinite(norm) and self.policy.on_nonfinite != "propagate":
             if self.policy.on_nonfinite == "raise":
@@ -104,6 +106,17 @@ class Updater(Timed):
             return StepDecision(True, norm)
         coefficient = self.policy.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does it
         return StepDecision(True, norm, min(1.0, coefficient) if not math.isnan(coefficient) else coefficient)
+
+    def _adopt_on_device(self, used: int) -> set[Block]:
+        """Takes over edits of whole weights that stay on a device: it does so while the host waits for the norm. Shares of
+        weights may still be edited by other ranks."""
+        layout, masters = self._masters.layout_ref.layout, self._masters
+        reached = (bucket for bucket, params in enumerate(layout.params_in) if params & used)
+        buckets = [bucket for bucket in reached if masters.has_whole_weights(bucket) and self._stays_on_device(bucket)]
+        blocks = {block for bucket in buckets for block in layout.blocks(bucket)}
+        for block in blocks:
+            masters.adopt(block)
+        return blocks
 
     def batches(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
         """What is stepped together."""
@@ -131,9 +144,7 @@ class Updater(Timed):
 
     def _stays_on_device(self, bucket: int) -> bool:
         """Whether all that is stepped of a bucket is on a device beside the host, and not only for its turn."""
-        home, homes = self._masters.shard.home_of(bucket), self._masters.shard.homes
-        streams = self._masters.streams.streams(bucket) or self._grad_ops.shard.stream.has(bucket)
-        return home is homes.device and home is not homes.host and not streams
+        return self._masters.stays_on_device(bucket) and not self._grad_ops.shard.stream.has(bucket)
 
     @stop("step")
     def begin(self, batches: Iterable[Sequence[Block]], used: int) -> None:
@@ -166,12 +177,13 @@ class Updater(Timed):
             self._step_fused(self._fused_step, block, coefficient)
         else:
             for block in batch:
-                self._masters.adopt(block)
-                if coefficient != 1.0:
-                    self._grad_ops.multiply(block, coefficient)
+                if block not in self._adopted:
+                    self._masters.adopt(block)
+            self._adopted.difference_update(batch)
+            if coefficient != 1.0:
+                self._grad_ops.multiply(batch, coefficient)
             self._step_inner(batch, used)
-            for block in batch:
-                self._masters.publish(block)
+            self._masters.publish(batch)
         for block in batch:
             if block.is_last:
                 streams.leave(block.bucket)
@@ -240,7 +252,7 @@ class Updater(Timed):
             self._masters.streams.use(block.bucket)
             self._masters.adopt(block)
             if coefficient != 1.0:
-                self._grad_ops.multiply(block, coefficient)
+                self._grad_ops.multiply([block], coefficient)
             for piece, master in self._masters.in_block(block):
                 master.grad = None
                 if used >> piece.param & 1:
