@@ -7,7 +7,7 @@ from pathlib import Path
 from zero.plan.budget import Budget, budget_of
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.plan.stages import STAGES
-from zero.plan.traffic import DEFAULT_BUCKET_BYTES
+from zero.plan.traffic import default_bucket_bytes
 
 FOLDER = Path(__file__).parent / "figures"
 BLUE, ORANGE, GREEN, GREY = "#4878a8", "#d98b3a", "#5a9e6f", "#b8b8b8"
@@ -24,7 +24,8 @@ def toy_layout() -> FlatLayout:
 def budget(stage: int, num_ranks: int) -> Budget:
     """Of one rank that trains the large model with Adam."""
     row = STAGES[stage]
-    layout = FlatLayout.build(LARGE, num_ranks if row.shards_optimizer else 1, DEFAULT_BUCKET_BYTES, 64)
+    bucket_bytes = default_bucket_bytes(sum(2 * spec.numel for spec in LARGE), num_ranks, on_network=False)
+    layout = FlatLayout.build(LARGE, num_ranks if row.shards_optimizer else 1, bucket_bytes, 64)
     return budget_of(layout)
 
 

@@ -204,7 +204,7 @@ class ZeroConfig(ConfigModel):
     cast_inputs: bool = False
     offload: Annotated[Offload | None, BeforeValidator(offload_in_our_words)] = None
     homes: Homes = Homes()  # of kinds of state that have others than `offload` says
-    bucket_bytes: Literal["auto"] | Count = "auto"  # 16 MiB, and less for host tensors that go over a network
+    bucket_bytes: Literal["auto"] | Count = "auto"  # 16 to 64 MiB, and less for host tensors that go over a network
     gathered_bytes: Literal["auto", "all"] | Bytes = "auto"  # of whole weights on a device at stage 3
     keep_whole_numel: Annotated[int, Field(ge=0)] = 0  # elements up to which a parameter is never in shares there
     shard_ranks: Literal["host"] | Count | None = None  # that states are in shares of, and replicated beyond; None: all

@@ -8,7 +8,9 @@ from zero.plan.layout import ITEM_BYTES, FlatLayout
 from zero.plan.stages import stage_of
 
 # Large enough that a collective is worth its latency, small enough that a few in flight do not matter beside the model.
-DEFAULT_BUCKET_BYTES = 16 * 2**20
+USUAL_BUCKET_BYTES = 16 * 2**20  # of a model of a gigabyte or less
+_MOST_BYTES = 64 * 2**20
+_NUM = 64
 _LEAST_ON_NETWORK = 3 * 2**20  # each costs a millisecond or more of two processors
 _LEAST_OF_A_RANK = 2**18  # which a delay of five microseconds is nothing to
 _NUM_ON_NETWORK = 16
@@ -16,11 +18,12 @@ _NUM_ON_NETWORK = 16
 
 def default_bucket_bytes(weight_bytes: int, world: int, on_network: bool) -> int:
     """What `bucket_bytes="auto"` is, for host tensors that go over a network or others. What is sent first waits for a bucket
-    of gradients, and what is sent last for a bucket of the step: over a network buckets are smaller, to hide the rest."""
+    of gradients, and what is sent last for a bucket of the step: over a network buckets are smaller, to hide the rest. Those of
+    large models are larger, as each costs time on the host."""
     if not on_network:
-        return DEFAULT_BUCKET_BYTES
+        return min(_MOST_BYTES, max(USUAL_BUCKET_BYTES, weight_bytes // _NUM))
     least = max(_LEAST_ON_NETWORK, world * _LEAST_OF_A_RANK)
-    return min(DEFAULT_BUCKET_BYTES, max(least, weight_bytes // _NUM_ON_NETWORK))
+    return min(USUAL_BUCKET_BYTES, max(least, weight_bytes // _NUM_ON_NETWORK))
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     # Imported here: torch is not for those who ask for another subcommand.
     from accelerators.memory import format_bytes, parse_bytes
     from zero.plan.layout import ITEM_BYTES, FlatLayout
-    from zero.plan.traffic import DEFAULT_BUCKET_BYTES, default_bucket_bytes
+    from zero.plan.traffic import USUAL_BUCKET_BYTES, default_bucket_bytes
     from zero.tools.planning.owners import Owners, for_muon
     from zero.tools.planning.subject import read_subject
 
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"Cannot plan with --shard-ranks {args.shard_ranks}: {args.ranks} ranks are not a multiple of it. Choose a divisor."
         )
-    bucket_bytes = DEFAULT_BUCKET_BYTES if args.bucket_bytes is None else parse_bytes(args.bucket_bytes)
+    bucket_bytes = USUAL_BUCKET_BYTES if args.bucket_bytes is None else parse_bytes(args.bucket_bytes)
     if bucket_bytes < _LEAST_BUCKET:
         raise ValueError(f"Cannot plan with --bucket-bytes {args.bucket_bytes}: these are too small. Give 64KiB or more.")
     args.gathered_bytes = math.inf if args.gathered_bytes == "all" else parse_bytes(args.gathered_bytes)

@@ -30,11 +30,19 @@ def sent(entries, world):
     return total, passes
 
 
-SIZES = [(2**40, 2, False, 16), (0, 2, False, 16), (2**40, 2, True, 16), (2**27, 2, True, 8), (0, 2, True, 3), (0, 16, True, 4)]
+SIZES = [
+    (0, 2, False, 16),
+    (2**31, 2, False, 32),
+    (2**40, 2, False, 64),
+    (2**40, 2, True, 16),
+    (2**27, 2, True, 8),
+    (0, 2, True, 3),
+    (0, 16, True, 4),
+]
 
 
 @pytest.mark.parametrize(("weight_bytes", "world", "on_network", "mib"), SIZES)
-def test_a_network_has_more_and_smaller_buckets(weight_bytes, world, on_network, mib):
+def test_a_network_has_more_and_smaller_buckets_and_a_large_model_larger_ones(weight_bytes, world, on_network, mib):
     assert default_bucket_bytes(weight_bytes, world, on_network) == mib * 2**20
 
 
