@@ -1,7 +1,7 @@
 """Random trainings at stage 3 whose ranks take branches, stop early, evaluate and generate, each as it likes.
 
-    python -m tests.divergence --runs 100 --world 2 3 --shared yes no
-    python -m tests.divergence --runs 1 --seed 1234 --world 3 --shared no    # one of them again
+    python -m tests.divergence --runs 100 --world 2 3 --by memory messages collectives
+    python -m tests.divergence --runs 1 --seed 1234 --world 3 --by messages    # one of them again
 
 Each read of a weight is, bit by bit, what plain PyTorch has after the same steps on the batches of all ranks: a hook rounds
 gradients so that their sums are exact, in whatever order. The whole program of a rank follows from the seed, so that one
@@ -14,6 +14,7 @@ import argparse
 import random
 import sys
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,12 @@ from torch import nn
 
 import zero
 from tests import ranks
+from zero.comm.torch_group import TorchGroup
 
 STEPS, NUM_BRANCHES, WIDTH = 5, 4, 6
 STEPS_IN_ONE = 4096  # a gradient is rounded to so many parts of one
 LIMIT_S = 30.0
+TRANSPORTS = ("memory", "messages", "collectives")
 
 
 class Model(nn.Module):
@@ -120,7 +123,14 @@ class Reader:
             assert torch.equal(value, expected[name]), f"{name} is {value.tolist()}, and not {expected[name].tolist()}"
 
 
-def run_rank(rank, world, seed, shared_memory):
+def run_rank(rank, world, seed, by):
+    """`by`: how weights come from other ranks, by memory that ranks share, messages, or collectives beside messages."""
+    beside = TorchGroup.beside if by != "collectives" else lambda group: group.part([range(group.size)])
+    with mock.patch.object(TorchGroup, "beside", beside):
+        return train(rank, world, seed, by == "memory")
+
+
+def train(rank, world, seed, shared_memory):
     expected = expected_weights(seed, world)
     model, inner = build(seed)
     options = {"bucket_bytes": 160, "gathered_bytes": random.Random(f"{seed} budget").choice((0, 400, "all"))}
@@ -166,19 +176,19 @@ def main(arguments):
     parser = argparse.ArgumentParser(prog="python -m tests.divergence", description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--world", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--shared", choices=("yes", "no"), nargs="+", default=["yes", "no"])
+    parser.add_argument("--by", choices=TRANSPORTS, nargs="+", default=TRANSPORTS)
     parser.add_argument("--seed", type=int, default=0, help="of the first run; each further one has the next number")
     given = parser.parse_args(arguments)
     num_failed = 0
     for seed in range(given.seed, given.seed + given.runs):
         for world in given.world:
-            for shared in given.shared:
-                found = ranks.outcomes(world, run_rank, seed, shared == "yes", timeout=120.0)
+            for by in given.by:
+                found = ranks.outcomes(world, run_rank, seed, by, timeout=120.0)
                 right = all(outcome.ok for outcome in found)
                 num_failed += not right
                 reads = sum(outcome.value[0] for outcome in found) if right else 0
                 slowest = max(outcome.value[1] for outcome in found) if right else 0.0
-                print(f"--seed {seed} --world {world} --shared {shared}: ", end="")
+                print(f"--seed {seed} --world {world} --by {by}: ", end="")
                 print(f"{reads} reads right, slowest {slowest:.3f} s" if right else ranks.describe(found), flush=True)
     print(f"{num_failed} runs failed")
     return 1 if num_failed else 0

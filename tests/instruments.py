@@ -89,6 +89,9 @@ class Ledger:
     def new_wire(self) -> Any:
         return self.group.new_wire()
 
+    def beside(self) -> Group | None:
+        return self.group.beside()
+
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.group.staging(numel, dtype, device)
 

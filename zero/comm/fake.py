@@ -124,6 +124,9 @@ class FakeGroup:
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         return [message] * self.size
 
+    def beside(self) -> Group | None:
+        return None
+
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 

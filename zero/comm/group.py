@@ -133,6 +133,10 @@ class Group(Protocol):
     def new_wire(self) -> Wire:
         """Makes a wire for messages between two ranks, beside the collectives. A collective."""
 
+    def beside(self) -> Group | None:
+        """Makes another group of the same ranks, whose collectives have an order of their own; None where tensors come from
+        other ranks as fast by messages. A collective."""
+
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that this group can send from without a copy. It may be written again once `is_read` returns True."""
 

@@ -224,6 +224,9 @@ class LoopbackGroup:
         self._num_wires += 1
         return _LoopbackWire(self._num_wires, self.rank, self.size, self._office)
 
+    def beside(self) -> Group | None:
+        return None
+
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 

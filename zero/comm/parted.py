@@ -58,6 +58,9 @@ class PartedGroup:
     def new_wire(self) -> Wire:
         return self._everyone.new_wire()
 
+    def beside(self) -> Group | None:
+        return self._everyone.beside()
+
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._everyone.staging(numel, dtype, device)
 

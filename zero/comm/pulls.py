@@ -22,6 +22,7 @@ _FIRST_ANSWER_TAG, _LAST_ANSWER_TAG = ANYONES + 1, 2**30
 _TURN_S = 0.5  # of waiting
 _LEAVES = -1  # in place of a bucket: the rank requests nothing any more
 _REACHED = -1  # in place of a tag: no request, but the word that this rank requests nothing older
+_ISSUED = -2  # the same: it waits for collectives that others have not issued
 
 Answer = Callable[[torch.Tensor], None]
 # Calls an answer with the share of a bucket as of a step and a number of edits since: now, or when this rank has come there.
@@ -48,6 +49,7 @@ class Pulls:
 
     def __init__(self, wire: Wire, request: Request, reached: Reached) -> None:
         self.num_pulled_bytes = 0
+        self.issue_told: Callable[[int, int], None] = lambda *_: None  # called with what another rank passed to `tell_issued`
         self._wire = wire
         self._request = request
         self._reached = reached
@@ -96,6 +98,12 @@ class Pulls:
         if not is_waiting:
             self._sendings.put(bucket)
 
+    def tell_issued(self, window: int, num_issued: int) -> None:
+        """Tells all others two numbers. It waits for no rank."""
+        message = torch.tensor([self._wire.rank, 0, window, num_issued, _ISSUED], device="cpu")
+        for rank in self._others:
+            self._sendings.put((message, rank, ANYONES))
+
     def close(self) -> None:
         """Ends the requests of this rank. It answers others until they have done the same, and waits for that; but no longer
         than for any message, and not for ranks that are lost."""
@@ -130,6 +138,8 @@ class Pulls:
                 num_left -= 1
             elif tag == _REACHED:
                 self._reached(rank, bucket, step, edits)
+            elif tag == _ISSUED:
+                self.issue_told(step, edits)
             else:
                 self._request(bucket, step, edits, partial(self._answer, rank, tag))
         self._sendings.put(None)

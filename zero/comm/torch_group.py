@@ -221,6 +221,9 @@ class TorchGroup:
         self._message_wires.append(TorchWire(self, self._limits.later_s, found, partial(_free_wires.keep, self._purpose)))
         return self._message_wires[-1]
 
+    def beside(self) -> Group | None:
+        return None if self._host_waits or self.size == 1 else self.part([range(self.size)])
+
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 

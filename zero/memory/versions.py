@@ -93,6 +93,10 @@ class VersionedShares:
     def newest(self, bucket: int) -> torch.Tensor:
         return self._shares[bucket].newest
 
+    def published(self, bucket: int) -> torch.Tensor:
+        """As the last step left it."""
+        return self._shares[bucket].published
+
     def edit(self, bucket: int, span: Span, values: torch.Tensor, is_first: bool = False) -> None:
         """Makes a new version with these values in a span; they may be none. `is_first`: nothing was there that a rank may
         read, and so nothing of it is kept."""

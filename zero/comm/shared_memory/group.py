@@ -155,6 +155,9 @@ class SharedMemoryGroup:
             return lent
         return [self.arenas[0][at : at + size] for at, size in zip(json.loads(told), sizes, strict=True)]
 
+    def beside(self) -> Group | None:
+        return None
+
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
             return self._group.staging(numel, dtype, device)

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,8 +17,10 @@ from zero.errors import GroupLost, RanksDiffer
 from zero.memory.gathered import Arrival, GatheredChunk, GatheredWeights
 from zero.memory.homes.home import MemoryHome, Transfer
 from zero.memory.versions import VersionedShares
+from zero.memory.weak import weakly
 from zero.plan.spans import Span
 from zero.runtime.unshard.edits import EditLog
+from zero.runtime.unshard.schedule import Gather, Part, Schedule, Scheduled
 
 _STEP_ENDED = -2  # in place of a share: nothing but the version, for who waits for a rank to end its step
 
@@ -54,7 +57,7 @@ class ShareExchange:
         self.group = group
         self.versions = VersionedShares(group.inner.size - 1)  # this rank's shares as other ranks get them, in host memory
         self.versions.add(_STEP_ENDED, torch.zeros(1, device="cpu"))
-        self.pulls = self._new_pulls()
+        self.pulls, self._schedule = self._connect()
         self._shares: dict[int, Share] = {}  # by number
         self._removed: set[int] = set()  # but other ranks may still read them
         self._edits = EditLog()
@@ -82,12 +85,28 @@ class ShareExchange:
         """This rank reads the chunk no more. Others may until the next step."""
         del self._shares[share.number]
         self._removed.add(share.number)
+        if self._schedule is not None:
+            self._schedule.forget(share.number)
+
+    @property
+    def num_fetched_bytes(self) -> int:
+        """That other ranks sent to this one."""
+        return self.pulls.num_pulled_bytes + (0 if self._schedule is None else self._schedule.num_bytes)
 
     # between two steps -------------------------------------------------------------------------------------------
 
     def pull(self, share: Share, memory: torch.Tensor) -> Pull:
         """Begins to fill the parts of other ranks in the memory of a bucket, as of this rank's own version."""
         return self.pulls.begin(share.number, memory, *self.versions.version(share.number))
+
+    def gather(self, chunk: Scheduled, memory: torch.Tensor, is_edited: bool) -> Gather | None:
+        """Begins to fill memory with a chunk by a collective; None where it is to be pulled."""
+        return None if self._schedule is None else self._schedule.fetch(chunk, memory, is_edited)
+
+    def published(self, share: Share, in_thread: bool) -> torch.Tensor:
+        """What the last step left in a share. In another thread than the one that edits it is what other ranks read."""
+        is_edited = self.versions.version(share.number).edits > 0
+        return self.versions.published(share.number) if in_thread or is_edited else share.memory
 
     def edit(self, shares: Sequence[Share], written: Span, memory: torch.Tensor, is_first: bool = False) -> None:
         """Takes over what a user wrote to a chunk, of which these are the shares. `is_first`: it had no values there."""
@@ -124,6 +143,7 @@ class ShareExchange:
 
     def begin_step(self) -> None:
         """Begins a step, in which shares are written. A collective."""
+        self.settle()
         self._end_reads()
         rank = self._differing("an update of weights in shares", self._edits.digest())
         if rank is not None:
@@ -146,9 +166,15 @@ class ShareExchange:
     def take_edits(self) -> None:
         """Makes the present values a new version, whether ranks edited alike or not. All ranks call it, and will overwrite what
         differs."""
+        self.settle()
         self._end_reads()
         self._take_over()
         self.end_step(())
+
+    def settle(self) -> None:
+        """Waits for the collectives that ranks have issued, and issues no more until the next version. A collective."""
+        if self._schedule is not None:
+            self._schedule.settle()
 
     def _differing(self, about: str, digest: bytes) -> int | None:
         """Returns the first rank whose digest differs from rank 0's. When it returns no rank asks whether a step has ended, or
@@ -176,6 +202,8 @@ class ShareExchange:
             if not share.is_served:
                 self.versions.newest(share.number).copy_(share.memory)
         self.versions.end_step()
+        if self._schedule is not None:
+            self._schedule.begin_window()
         self._ask_others()
 
     def _ask_others(self) -> None:
@@ -187,18 +215,29 @@ class ShareExchange:
         """Ends the reading of shares of other ranks. A collective."""
         with contextlib.suppress(GroupLost):
             self.wait_for_others()
+        if self._schedule is not None:
+            self._schedule.end()
         self.pulls.close()
+        if self._schedule is not None:
+            self._schedule.close()
 
     def reconnect(self) -> None:
         """Goes on over new connections of the group. A collective."""
         self.cache.free_all()
-        num_pulled_bytes = self.pulls.num_pulled_bytes
-        self.pulls = self._new_pulls()
-        self.pulls.num_pulled_bytes = num_pulled_bytes
+        num_fetched_bytes = self.num_fetched_bytes
+        self.pulls, self._schedule = self._connect()
+        self.pulls.num_pulled_bytes = num_fetched_bytes
         self._ask_others()
 
-    def _new_pulls(self) -> Pulls:
-        return Pulls(self.group.inner.new_wire(), self.versions.request, self.versions.reached)
+    def _connect(self) -> tuple[Pulls, Schedule | None]:
+        inner = self.group.inner
+        pulls = Pulls(inner.new_wire(), self.versions.request, self.versions.reached)
+        beside = inner.beside()
+        if beside is None:
+            return pulls, None
+        schedule = Schedule(inner, beside, self.device, self.host, pulls.tell_issued)
+        pulls.issue_told = weakly(schedule.issue_told)
+        return pulls, schedule
 
 
 class ShardedChunk(GatheredChunk):
@@ -211,6 +250,8 @@ class ShardedChunk(GatheredChunk):
         self._shares = shares
         self.common = common  # the whole chunk, in memory that all ranks see, or of a rank alone
         self._exchange = exchange
+        parts = [Part(share.bucket, share.own, partial(weakly(exchange.published), share)) for share in shares]
+        self._scheduled = Scheduled(self.number, numel, dtype, parts)
 
     @property
     def number(self) -> int:
@@ -226,6 +267,9 @@ class ShardedChunk(GatheredChunk):
         read = self._exchange.host.read
         if seen is not None:
             return read(seen, memory)
+        gather = self._exchange.gather(self._scheduled, memory, any(map(self._exchange.is_edited, self._shares)))
+        if gather is not None:
+            return gather
         landing = memory if memory.is_cpu else torch.empty(memory.shape, dtype=memory.dtype, device="cpu")
         pulls, copies = list[Pull](), list[Transfer]()
         for share in self._shares:

@@ -62,10 +62,11 @@ class ShardedWeights:
 
     @property
     def num_fetched_bytes(self) -> int:
-        return self.exchange.pulls.num_pulled_bytes
+        return self.exchange.num_fetched_bytes
 
     def prepare(self) -> None:
         layout, exchange = self.layout_ref.layout, self.exchange
+        exchange.settle()
         new = [chunk for chunk in range(self.num_chunks, len(layout.chunks)) if not layout.chunks[chunk].is_kept]
         sizes = [layout.chunks[chunk].numel * DTYPES[layout.chunks[chunk].dtype].itemsize for chunk in new]
         shared = exchange.group.inner.shared_host_memory
