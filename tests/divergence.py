@@ -11,10 +11,10 @@ process can replay those of all ranks. Nothing is tried twice.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import time
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import nn
 
 import zero
 from tests import ranks
-from zero.comm.torch_group import TorchGroup
+from tests.instruments import collectives_beside
 
 STEPS, NUM_BRANCHES, WIDTH = 5, 4, 6
 STEPS_IN_ONE = 4096  # a gradient is rounded to so many parts of one
@@ -125,8 +125,7 @@ class Reader:
 
 def run_rank(rank, world, seed, by):
     """`by`: how weights come from other ranks, by memory that ranks share, messages, or collectives beside messages."""
-    beside = TorchGroup.beside if by != "collectives" else lambda group: group.part([range(group.size)])
-    with mock.patch.object(TorchGroup, "beside", beside):
+    with collectives_beside() if by == "collectives" else contextlib.nullcontext():
         return train(rank, world, seed, by == "memory")
 
 

@@ -1,10 +1,10 @@
-"""Gathers by collectives of what all ranks fetched in the last window.
+"""Gathers by collectives of what all ranks fetched in the last two windows.
 
 [Note: schedule]
-Ranks mostly fetch what they fetched in the last window. So what all of them fetched then is gathered by collectives now, in the
-order of the first rank. Who wants the n-th of these issues all before it too, into memory that nobody reads: so collectives
-have one order, whatever each rank does. They carry the weights as the last step left them. A rank that edited a chunk since
-pulls it, and takes part with what was there before. It also pulls what is not in the schedule, and what it comes to late.
+Ranks mostly fetch what they fetched before. So what all of them fetched in the last two windows, in one order, is gathered by
+collectives now. Who wants the n-th of these issues all before it too, into memory that nobody reads: so collectives have one
+order, whatever each rank does. They carry the weights as the last step left them. A rank that edited a chunk since pulls it,
+and takes part with what was there before. It also pulls what is not in the schedule, and what it comes to late.
 
 A rank that branches apart, ends early or sleeps does not come to a collective that others wait for. After a grace time they
 tell it how many they have issued, and its thread that answers requests issues the rest. They say in which window that was: what
@@ -34,6 +34,7 @@ from zero.plan.spans import Span
 _GRACE_S = 0.2  # that another rank is waited for before it is told so
 _TURN_S = 0.05  # between two looks
 _NUMBER_BYTES = 4
+_REACH = 16  # that two orders may be apart
 
 
 class Part(NamedTuple):
@@ -70,23 +71,26 @@ class Gather:
         self._memory, self._pending = None, ()
 
 
+class _Turn(NamedTuple):
+    """One gather of the schedule."""
+
+    chunk: Scheduled
+    number: int  # of times that this rank fetched the chunk before, in the window
+
+
 @dataclass
 class _Window:
     """What is gathered between two steps, and what was."""
 
     number: int
-    order: Sequence[Scheduled] = ()
+    order: Sequence[_Turn] = ()
     num_issued: int = 0  # of these
     num_told: int = 0  # that other ranks were told of
-    fetched: list[Scheduled] = field(default_factory=list)  # however
+    fetched: list[Scheduled] = field(default_factory=list)  # by collectives and otherwise
     num_fetched: Counter[int] = field(default_factory=Counter)  # by number of a chunk
 
     def __post_init__(self) -> None:
-        seen = Counter[int]()
-        self.places: dict[tuple[int, int], int] = {}  # by number, and how often the chunk was fetched before
-        for place, chunk in enumerate(self.order):
-            self.places[chunk.number, seen[chunk.number]] = place
-            seen[chunk.number] += 1
+        self.places = {(turn.chunk.number, turn.number): place for place, turn in enumerate(self.order)}
 
 
 class Schedule:
@@ -102,7 +106,9 @@ class Schedule:
         self._host = host
         self._tell = tell
         self._window = _Window(0)
-        self._next: Sequence[Scheduled] = ()
+        self._next: Sequence[_Turn] = ()
+        self._before: Sequence[Sequence[int]] = ()  # what each rank fetched in the last window
+        self._now: Sequence[Sequence[int]] = ()  # and in this one, once that is settled
         self._told = 0, 0  # the most that another rank has told: a window, and how many it has issued there
         self._outstanding: deque[Gather] = deque()
         self._watcher: threading.Thread | None = None
@@ -125,7 +131,7 @@ class Schedule:
         """A chunk is there no more. All ranks have settled since they read it."""
         with self._lock:
             self._window.fetched = [chunk for chunk in self._window.fetched if chunk.number != number]
-            self._next = [chunk for chunk in self._next if chunk.number != number]
+            self._next = [turn for turn in self._next if turn.chunk.number != number]
 
     def issue_told(self, window: int, num_issued: int) -> None:
         """Another rank waits for what it issued. In the thread that answers."""
@@ -137,7 +143,7 @@ class Schedule:
                 self._issue_before(num_issued, in_thread=True)
 
     def _issue_before(self, place: int, in_thread: bool = False) -> None:
-        for chunk in self._window.order[self._window.num_issued : place]:
+        for chunk, _ in self._window.order[self._window.num_issued : place]:
             with torch.inference_mode(False):
                 memory = torch.empty(chunk.numel, dtype=chunk.dtype, device=self._device)
             self._issue(chunk, memory, in_thread)
@@ -161,7 +167,7 @@ class Schedule:
 
     def _drop_done(self) -> None:
         while self._outstanding and self._outstanding[0].done():
-            self._outstanding.popleft()
+            self._outstanding.popleft().wait()  # for the device's books: its memory may be in use again from now on
 
     def _watch(self) -> None:
         """Tells the others what this rank waits for. Ends when nothing is on its way."""
@@ -193,28 +199,28 @@ class Schedule:
         with self._lock:
             self._issue_before(max(num_issued for num_issued, *_ in everyones))
             outstanding, window.order, window.places = [*self._outstanding], (), {}
-            self._next = self._common([fetched for _, *fetched in everyones])
+            self._now = [fetched for _, *fetched in everyones]
+            self._next = self._turns()
         for gather in outstanding:
             gather.wait()
 
-    def _common(self, everyones: Sequence[Sequence[int]]) -> Sequence[Scheduled]:
-        """What all ranks fetched, in the order of the first."""
-        chunks = {chunk.number: chunk for chunk in self._window.fetched}
-        left = Counter(everyones[0])
-        for theirs in everyones[1:]:
-            left &= Counter(theirs)
-        order = []
-        for number in everyones[0]:
-            if left[number]:
-                left[number] -= 1
-                order.append(chunks[number])
-        return order
+    def _turns(self) -> list[_Turn]:
+        """What all ranks fetched in this window and in the one before."""
+        turns, seen = [], Counter[int]()
+        common = in_common([*self._now, *self._before]) if self._before else []
+        stable = {places[self._group.rank] for places in common}
+        for at, chunk in enumerate(self._window.fetched):
+            if at in stable:
+                turns.append(_Turn(chunk, seen[chunk.number]))
+            seen[chunk.number] += 1
+        return turns
 
     def begin_window(self) -> None:
         """The weights are those of the step, and what was learned is gathered from now on."""
         self._beside.end_warmup()
         with self._lock:
             self._window, self._next = _Window(self._window.number + 1, self._next), ()
+            self._before, self._now = self._now, ()
             if self._told[0] == self._window.number:
                 self._issue_before(self._told[1])
 
@@ -230,3 +236,19 @@ class Schedule:
                 gather.wait()
         self._outstanding.clear()
         self._beside.close()
+
+
+def in_common(lists: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Returns the places, in each of these lists, of what all of them have in one order."""
+    first, *others = lists
+    if all(other == first for other in others):
+        return [(at,) * len(lists) for at in range(len(first))]
+    starts, common = [0] * len(others), []
+    for at, value in enumerate(first):
+        ends = (start + _REACH for start in starts)
+        near = [other[start:end] for other, start, end in zip(others, starts, ends, strict=True)]
+        if all(value in values for values in near):
+            found = [start + values.index(value) for start, values in zip(starts, near, strict=True)]
+            common.append((at, *found))
+            starts = [place + 1 for place in found]
+    return common

@@ -1,0 +1,236 @@
+"""Weights in shares come by collectives that ranks issue in one order, whatever each of them does."""
+
+import collections
+import contextlib
+import os
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero
+from tests import ranks
+from tests.instruments import collectives_beside
+from zero.errors import GroupLost
+from zero.runtime.unshard.exchange import ShareExchange
+from zero.runtime.unshard.schedule import Schedule, in_common
+
+WIDTH = 16
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+class Training:
+    """At stage 3, every layer in a chunk of its own."""
+
+    def __init__(self, rank, gathered_bytes=0, **options):
+        self.rank, self.model = rank, build()
+        options = {"bucket_bytes": 4 * WIDTH * WIDTH, "keep_whole_numel": 0, "gathered_bytes": gathered_bytes, **options}
+        self.optimizer = zero.shard(
+            self.model, torch.optim.SGD(self.model.parameters(), 0.1), stage=3, shared_memory=False, **options
+        )
+        self.exchange = self.optimizer.sharding.placer.weights.exchange
+        self.schedule = self.exchange._schedule
+
+    def window(self, step=0, times=1):
+        for number in range(times):
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * number + self.rank))
+            self.model(x).square().mean().backward()
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, steps, times=1, first=0):
+        for step in range(first, first + steps):
+            self.window(step, times)
+            self.step()
+
+    def bytes(self):
+        """That came by messages, and by collectives."""
+        return self.exchange.pulls.num_pulled_bytes, 0 if self.schedule is None else self.schedule.num_bytes
+
+    def weights(self):
+        return [param.detach().clone() for param in self.model.parameters()]
+
+
+def alike(rank, world, gathered_bytes, times):
+    by_messages = Training(rank, gathered_bytes)
+    assert by_messages.schedule is None
+    by_messages.train(4, times)
+    with collectives_beside():
+        training = Training(rank, gathered_bytes)
+        training.train(2, times)
+        messages, none = training.bytes()
+        assert messages > 0 == none
+        training.train(2, times, first=2)
+        of_two_windows = training.bytes()
+    whole = sum(4 * chunk.numel for chunk in training.optimizer.sharding.layout_ref.layout.chunks)
+    most = 2 * (1 if gathered_bytes == "all" else 2 * times) * whole * (world - 1) / world
+    assert of_two_windows[0] == messages
+    assert most / 2 < of_two_windows[1] <= most  # backward needs no bias, and has the last weight
+    training.optimizer.close()
+    by_messages.optimizer.close()
+    assert all(map(torch.equal, training.weights(), by_messages.weights()))
+
+
+@pytest.mark.promise("S02")
+@pytest.mark.parametrize("gathered_bytes", [0, "all"])
+@pytest.mark.parametrize(("world", "times"), [(2, 1), (3, 2)])
+def test_what_all_ranks_fetched_in_two_windows_comes_by_collectives_in_the_next(world, gathered_bytes, times):
+    ranks.run(world, alike, gathered_bytes, times)
+
+
+def tell(sender, receiver):
+    """One rank waits for another one, in its main thread."""
+    if dist.get_rank() == sender:
+        dist.send(torch.zeros(1), receiver)
+    else:
+        dist.recv(torch.zeros(1), sender)
+
+
+def absent(rank, world):
+    """Rank 1 comes to no weight before rank 0 has read all."""
+    with collectives_beside():
+        training = Training(rank)
+        training.train(4)
+        if rank == 0:
+            pulled = training.bytes()[0]
+            training.window(3)
+            assert training.bytes()[0] == pulled
+        tell(0, 1)
+        if rank == 1:
+            training.window(3)
+        training.step()
+        training.optimizer.close()
+    return training.weights()
+
+
+@pytest.mark.promise("S02")
+def test_a_rank_that_waits_elsewhere_is_no_reason_to_wait():
+    one, other = ranks.run(2, absent)
+    assert all(map(torch.equal, one, other))
+
+
+def ahead(rank, world):
+    """Rank 0 is in the next window, and waits there, before rank 1 has ended its step."""
+    end_step = ShareExchange.end_step
+
+    def late(self, written):
+        time.sleep(0.6)
+        end_step(self, written)
+
+    with collectives_beside():
+        training = Training(rank)
+        training.train(3)
+        training.window(2)
+        with mock.patch.object(ShareExchange, "end_step", late if rank == 1 else end_step):
+            training.step()
+        if rank == 0:
+            training.window(3)
+        tell(0, 1)
+        if rank == 1:
+            training.window(3)
+        training.step()
+        training.optimizer.close()
+    return training.weights()
+
+
+@pytest.mark.promise("S02")
+def test_a_rank_that_is_told_of_the_next_window_issues_it_when_its_step_has_ended():
+    one, other = ranks.run(2, ahead)
+    assert all(map(torch.equal, one, other))
+
+
+@contextlib.contextmanager
+def fetched_by_collectives():
+    """By number of a chunk, of each of its fetches."""
+    found, fetch = collections.defaultdict(list), Schedule.fetch
+
+    def noted(self, chunk, memory, is_edited):
+        gather = fetch(self, chunk, memory, is_edited)
+        found[chunk.number].append(gather is not None)
+        return gather
+
+    with mock.patch.object(Schedule, "fetch", noted):
+        yield found
+
+
+def edited(rank, world, by_collectives):
+    """Rank 1 has edited a weight before rank 0 reads what was there, for the second time in the window."""
+    with collectives_beside() if by_collectives else contextlib.nullcontext():
+        training = Training(rank)
+        training.train(3)
+        weight, other = training.model[2].weight, training.model[0].weight
+        read = []
+        if rank == 1:
+            with torch.no_grad():
+                weight.mul_(0.5)
+        tell(1, 0)
+        if rank == 0:
+            with fetched_by_collectives() as found:
+                for _ in range(2):
+                    read.append(weight.detach().clone())
+                    other.detach().clone()  # nothing else stays gathered
+            if by_collectives:
+                assert found[weight.in_chunk.number] == [False, True]  # the first was issued for the other rank
+            with torch.no_grad():
+                weight.mul_(0.5)
+        tell(0, 1)
+        for step in (3, 4):
+            training.window(step)
+            training.step()
+        training.optimizer.close()
+    return read, training.weights()
+
+
+@pytest.mark.promise("S02")
+def test_a_rank_that_edited_takes_part_with_what_was_there_before():
+    (read, weights), (_, others) = ranks.run(2, edited, True)
+    (wanted, expected), _ = ranks.run(2, edited, False)
+    assert all(map(torch.equal, read, wanted)) and torch.equal(*read)
+    assert all(map(torch.equal, weights, others)) and all(map(torch.equal, weights, expected))
+
+
+def left(rank, world):
+    """Rank 0 ends with weights on their way that rank 1 has not come to."""
+    with collectives_beside():
+        training = Training(rank, "all")
+        training.train(3)
+        if rank == 0:
+            with torch.no_grad():
+                training.model[0](torch.ones(1, WIDTH))  # and ahead of it
+            assert training.schedule._outstanding
+        training.optimizer.close()
+
+
+def test_what_is_on_its_way_at_the_end_is_waited_for():
+    ranks.run(2, left)
+
+
+def killed(rank, world):
+    with collectives_beside():
+        training = Training(rank, timeout_s=5.0)
+        training.train(3)
+        if rank == 1:
+            os._exit(3)
+        with pytest.raises(GroupLost):
+            training.window(2)
+
+
+def test_a_rank_that_is_gone_is_named():
+    outcomes = ranks.outcomes(2, killed)
+    assert outcomes[0].ok, ranks.describe(outcomes)
+
+
+def test_what_lists_have_in_common_keeps_their_order():
+    assert in_common([[3, 1, 2]] * 3) == [(0, 0, 0), (1, 1, 1), (2, 2, 2)]
+    assert in_common([[1, 7, 2, 3, 2], [1, 2, 8, 2, 3], [9, 1, 2, 2]]) == [(0, 0, 1), (2, 1, 2), (4, 3, 3)]
+    assert in_common([[1, 2], [2, 1]]) == [(0, 1)]
+    assert in_common([[1], [0] * 16 + [1]]) == []  # too far
