@@ -23,6 +23,7 @@ from torch import nn
 import zero
 from tests import ranks
 from tests.instruments import collectives_beside
+from tests.promises.offloads import place_of
 
 STEPS, NUM_BRANCHES, WIDTH = 5, 4, 6
 STEPS_IN_ONE = 4096  # a gradient is rounded to so many parts of one
@@ -43,9 +44,9 @@ class Model(nn.Module):
         return self.last(h)
 
 
-def build(seed):
+def build(seed, device):
     torch.manual_seed(seed)
-    model = Model()
+    model = Model().to(device)
     for param in model.parameters():
         param.register_hook(rounded)
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
@@ -73,8 +74,13 @@ def window_of(seed, rank, step):
     return todo
 
 
-def train_on(model, picked, data_seed):
+def batch(data_seed, model):
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(data_seed))
+    return x.to(model.last.bias.device)
+
+
+def train_on(model, picked, data_seed):
+    x = batch(data_seed, model)
     (model(x, picked).square().mean() / 4).backward()
 
 
@@ -90,9 +96,9 @@ def edit(seed, step, model):
             model.first.weight.data.clamp_(-0.5, 0.5)
 
 
-def expected_weights(seed, world):
+def expected_weights(seed, world, device="cpu"):
     """Of plain PyTorch, in each window."""
-    model, optimizer = build(seed)
+    model, optimizer = build(seed, device)
     found = []
     for step in range(STEPS):
         found.append({name: param.detach().clone() for name, param in model.named_parameters()})
@@ -123,15 +129,15 @@ class Reader:
             assert torch.equal(value, expected[name]), f"{name} is {value.tolist()}, and not {expected[name].tolist()}"
 
 
-def run_rank(rank, world, seed, by):
+def run_rank(rank, world, seed, by, device="cpu"):
     """`by`: how weights come from other ranks, by memory that ranks share, messages, or collectives beside messages."""
     with collectives_beside() if by == "collectives" else contextlib.nullcontext():
-        return train(rank, world, seed, by == "memory")
+        return train(rank, world, seed, by == "memory", place_of(rank, device))
 
 
-def train(rank, world, seed, shared_memory):
-    expected = expected_weights(seed, world)
-    model, inner = build(seed)
+def train(rank, world, seed, shared_memory, device):
+    expected = expected_weights(seed, world, device)
+    model, inner = build(seed, device)
     options = {"bucket_bytes": 160, "gathered_bytes": random.Random(f"{seed} budget").choice((0, 400, "all"))}
     limits = {"timeout_s": LIMIT_S, "first_step_timeout_s": 60.0}
     optimizer = zero.shard(model, inner, stage=3, reduce="sum", shared_memory=shared_memory, **options, **limits)
@@ -163,7 +169,7 @@ def train(rank, world, seed, shared_memory):
 
 
 def evaluate(reader, expected, model, picked, data_seed):
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(data_seed))
+    x = batch(data_seed, model)
     with torch.no_grad():
         found = model(x, picked)
         wanted = torch.func.functional_call(model, expected, (x, picked))
@@ -176,13 +182,15 @@ def main(arguments):
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--world", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--by", choices=TRANSPORTS, nargs="+", default=TRANSPORTS)
+    parser.add_argument("--device", default="cpu", help="sim, or one that there is")
     parser.add_argument("--seed", type=int, default=0, help="of the first run; each further one has the next number")
     given = parser.parse_args(arguments)
     num_failed = 0
     for seed in range(given.seed, given.seed + given.runs):
         for world in given.world:
             for by in given.by:
-                found = ranks.outcomes(world, run_rank, seed, by, timeout=120.0)
+                apart = {} if given.device == "cpu" else {"apart": given.device}
+                found = ranks.outcomes(world, run_rank, seed, by, given.device, timeout=120.0, **apart)
                 right = all(outcome.ok for outcome in found)
                 num_failed += not right
                 reads = sum(outcome.value[0] for outcome in found) if right else 0

@@ -8,9 +8,9 @@
 
 Those of tests.mutant_list are single faults of the kinds that sharded training is known for. Others are made mechanically,
 over the modules of FLOORS. Each is tried on points of the parity grid over loopback first, as that is cheap; a survivor
-meets the tests that run the function it is in, the quickest first, until one fails. Before them the unchanged library meets all
-of that: it must survive, it is noted which tests run which functions (tests/reach.py), and how long they take is the measure of
-who never ends.
+meets the tests that run the function it is in until one fails, first those with its words in their names, and the quickest of
+them. Before them the unchanged library meets all of that: it must survive, it is noted which tests run which functions
+(tests/reach.py), and how long they take is the measure of who never ends.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ class Trial:
             found = self._meet_points(home) if trains else None
             if found is not None or self._reach is None:
                 return found
+            words = _words(f"{mutant.name} {mutant.full_name}")
             tests = self._reach.of(mutant.full_name, module_of(ROOT / mutant.path))
+            tests.sort(key=lambda test: -len(words & _words(test)))  # what is named alike comes first
             asked = home / "tests of it"
             asked.write_text("\n".join(tests), encoding="utf-8")
             most_s = max(LEAST_S, TIMES_AS_LONG * sum(map(self._reach.seconds.__getitem__, tests)))
@@ -216,6 +218,11 @@ class Trial:
         if failed is not None:
             return f"tests: {failed[1][:300]}"
         return f"tests: exit status {result.returncode}: {result.stdout[-300:]}" if result.returncode else None
+
+
+def _words(text: str) -> set[str]:
+    """By their beginnings, so that forms of a word count as one."""
+    return {word[:4] for word in re.findall("[a-z]{4,}", text.lower())}
 
 
 def _points() -> list:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import divergence, ranks
+from tests.devices import needs_sim
 
 SEEDS = range(20)
 
@@ -29,4 +30,12 @@ def test_ranks_do_differ_and_weights_change():
 )
 def test_each_read_of_a_weight_is_that_of_plain_pytorch(world, seed, by):
     found = ranks.run(world, divergence.run_rank, seed, by)
+    assert all(num_reads > divergence.STEPS for num_reads, _ in found)
+
+
+@needs_sim
+@pytest.mark.promise("S02")
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in SEEDS[1:])])
+def test_each_read_of_a_weight_on_a_device_is_that_of_plain_pytorch(seed):
+    found = ranks.run(2, divergence.run_rank, seed, "collectives", "sim", apart="sim")
     assert all(num_reads > divergence.STEPS for num_reads, _ in found)
