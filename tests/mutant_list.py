@@ -261,7 +261,7 @@ NAMED = [
     Mutant("watch: a rank that is gone did not come", "RankMonitor._look_for_others", Replace(the(ListComp, "gone.get"), "[]")),
     Mutant("schedule: who is told issues nothing", "Schedule.issue_told", Drop(the(Call, "self._issue_before"))),
     Mutant("schedule: what is told of the next window is lost", "Schedule.begin_window", Drop(the(If))),
-    Mutant("schedule: nobody is told", "Schedule._watch", Drop(the(Call, "self._tell_issued"))),
+    Mutant("schedule: nobody is told", "Gathers._watch", Drop(the(Call, "self._late"))),
     Mutant("schedule: the end tells nobody", "Schedule.end", Drop(the(Call, "self._tell_issued"))),
     Mutant("schedule: what others issued is left out at the step", "Schedule.settle", Drop(the(Call, "self._issue_before"))),
     Mutant("schedule: what was edited is gathered", "ShareExchange.published", Replace(the(Return).value, "share.memory")),

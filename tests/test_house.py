@@ -47,7 +47,7 @@ BROAD_EXCEPTS = {
     "accelerators/contract/ranks.py": "what fails in a rank is shown by the test that waits for it",
     "accelerators/staged/pipeline.py": "what fails on a thread is raised where the collective is waited for",
     "zero/comm/exchange.py": "whatever fails on one rank is said on all of them, which wait for it",
-    "zero/comm/pulls.py": "what fails on the thread that answers is raised where this rank next fetches",
+    "zero/comm/pulls.py": "what fails on the thread that answers ends the group",
     "zero/checkpoint/writer.py": "what fails on a thread is said when somebody next asks",
 }
 

@@ -20,7 +20,7 @@ from torch import nn
 import zero
 from tests import ranks
 from tests.faults import FailingSGD, end_as_the_interpreter_does
-from zero.errors import ZeroError
+from zero.errors import GroupLost, ZeroError
 
 LIMIT_S = 2.0  # the ranks' own
 SLACK_S = 6.0  # that it needs to find out who it is (2.1 at most, on a machine that does little else)
@@ -229,3 +229,34 @@ def test_close_after_a_lost_group_says_what_to_do_each_time_and_deleting_it_ends
     assert "load the last checkpoint in a new process" in first[1]
     assert "Cannot read a weight: its optimizer was closed" in after
     assert "Traceback" not in found[0].output
+
+
+def unable_to_answer(rank, world, folder):
+    """The error of each rank, where the thread of one of them that answers the other fails."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    options = {"bucket_bytes": 64, "gathered_bytes": 0, "shared_memory": False, "first_step_timeout_s": 600.0}
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, **options)
+    file = folder / "fails"
+
+    def request(*_):
+        file.touch()
+        raise ArithmeticError("too much of it")
+
+    if rank == VICTIM:
+        optimizer.sharding.placer.weights.exchange.pulls._request = request
+        wait_for(file)
+    with pytest.raises(GroupLost) as caught:
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with contextlib.suppress(ZeroError):
+        optimizer.close()
+    return str(caught.value)
+
+
+@pytest.mark.promise("S11")
+def test_a_rank_that_cannot_answer_ends_the_group_and_says_why(tmp_path):
+    for said in ranks.run(2, unable_to_answer, tmp_path, timeout=60.0):
+        assert "Cannot answer other ranks: ArithmeticError: too much of it" in said

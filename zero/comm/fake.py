@@ -60,7 +60,7 @@ class _FakeWire:
     def receive_from_any(self, memory: torch.Tensor) -> Message:
         return _Echo(self._sent, memory)
 
-    def fail(self, error: RuntimeError) -> NoReturn:
+    def fail(self, error: RuntimeError, here: bool = False) -> NoReturn:
         raise error
 
     def on_exit(self, end: Callable[[float], bool]) -> None: ...

@@ -72,8 +72,9 @@ class Wire(Protocol):
         """Receives a message with the tag ANYONES from any rank, without a time limit. It stays valid when the group is
         lost."""
 
-    def fail(self, error: RuntimeError) -> NoReturn:
-        """Raises what an error in a thread that cannot raise itself means for the group."""
+    def fail(self, error: RuntimeError, here: bool = False) -> NoReturn:
+        """Raises what an error in a thread that cannot raise itself means for the group. `here`: this rank is the reason, and
+        others, which may wait for it, are told."""
 
     def on_exit(self, end: Callable[[float], bool]) -> None:
         """Has `end` called if the program ends before this is closed, with the seconds within which it must end whatever waits

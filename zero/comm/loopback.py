@@ -154,7 +154,7 @@ class _LoopbackWire:
     def receive_from_any(self, memory: torch.Tensor) -> Message:
         return _Letter(partial(self._office.take, (self._number, self.rank, ANYONES, None), False), memory)
 
-    def fail(self, error: RuntimeError) -> NoReturn:
+    def fail(self, error: RuntimeError, here: bool = False) -> NoReturn:
         raise error
 
     def on_exit(self, end: Callable[[float], bool]) -> None: ...

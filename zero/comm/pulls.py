@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from zero.comm.group import ANYONES, Message, Wire
+from zero.errors import GroupLost
 
 _FIRST_ANSWER_TAG, _LAST_ANSWER_TAG = ANYONES + 1, 2**30
 _TURN_S = 0.5  # of waiting
@@ -58,7 +59,7 @@ class Pulls:
         self._sendings: queue.SimpleQueue[tuple[torch.Tensor, int, int] | int | None] = queue.SimpleQueue()
         self._reached_to_tell: dict[int, tuple[int, int]] = {}  # by bucket, the newest of what others are still to be told
         self._has_left = False
-        self._failure: Exception | None = None  # of a thread that answers
+        self._failure: RuntimeError | None = None  # of a thread that answers
         self._lock = threading.Lock()
         self._others = [rank for rank in range(wire.size) if rank != wire.rank]
         works = (self._take_requests, self._send) if self._others else ()
@@ -69,12 +70,8 @@ class Pulls:
 
     def begin(self, bucket: int, memory: torch.Tensor, step: int, edits: int) -> Pull:
         """Begins to fetch the parts of other ranks into the memory of a bucket, at a version."""
-        if isinstance(self._failure, RuntimeError):  # as where a rank that asked is gone
-            self._wire.fail(self._failure)
         if self._failure is not None:
-            raise RuntimeError(
-                "Cannot fetch weights: the thread that answers other ranks failed, with the error above. Start the ranks again."
-            ) from self._failure
+            self._wire.fail(self._failure)
         parts = memory.view(self._wire.size, -1)
         messages: list[Message] = []
         requests: list[torch.Tensor] = []
@@ -125,7 +122,7 @@ class Pulls:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where this rank next fetches
+        except RuntimeError as error:  # as where a rank that asked is gone
             self._failure = error
 
     def _take_requests(self) -> None:
@@ -136,13 +133,22 @@ class Pulls:
             rank, bucket, step, edits, tag = request.tolist()
             if bucket == _LEAVES:
                 num_left -= 1
-            elif tag == _REACHED:
-                self._reached(rank, bucket, step, edits)
-            elif tag == _ISSUED:
-                self.issue_told(step, edits)
             else:
-                self._request(bucket, step, edits, partial(self._answer, rank, tag))
+                try:
+                    self._take(rank, bucket, step, edits, tag)
+                except GroupLost:
+                    raise
+                except Exception as error:  # noqa: BLE001 - whatever it is, others wait for an answer
+                    self._wire.fail(RuntimeError(f"Cannot answer other ranks: {type(error).__name__}: {error}"), here=True)
         self._sendings.put(None)
+
+    def _take(self, rank: int, bucket: int, step: int, edits: int, tag: int) -> None:
+        if tag == _REACHED:
+            self._reached(rank, bucket, step, edits)
+        elif tag == _ISSUED:
+            self.issue_told(step, edits)
+        else:
+            self._request(bucket, step, edits, partial(self._answer, rank, tag))
 
     def _answer(self, rank: int, tag: int, share: torch.Tensor) -> None:
         self._sendings.put((share, rank, tag))

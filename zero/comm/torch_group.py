@@ -218,7 +218,8 @@ class TorchGroup:
 
     def new_wire(self) -> Wire:
         found = _free_wires.take(self._purpose) or self.guarded(partial(self._new_group, "gloo", _NO_LIMIT_S))
-        self._message_wires.append(TorchWire(self, self._limits.later_s, found, partial(_free_wires.keep, self._purpose)))
+        give_back, report = partial(_free_wires.keep, self._purpose), self._watch.report_exit
+        self._message_wires.append(TorchWire(self, self._limits.later_s, found, give_back, report))
         return self._message_wires[-1]
 
     def beside(self) -> Group | None:

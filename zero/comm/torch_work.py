@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import datetime
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -13,6 +15,8 @@ from zero.comm.group import ANYONES, Message
 from zero.comm.results import UnreducedResult
 
 _FAREWELL_S = 2.0  # for the others to end their programs too
+_NEVER_SENT = 2**31 - 1  # a tag
+_AT_ONCE = datetime.timedelta(milliseconds=1)
 
 
 class Owner(Protocol):
@@ -118,11 +122,19 @@ class _Sending:
 class TorchWire:
     """Messages over a process group of gloo that has no time limit of its own."""
 
-    def __init__(self, owner: WireOwner, limit_s: float, process_group: Any, give_back: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        owner: WireOwner,
+        limit_s: float,
+        process_group: Any,
+        give_back: Callable[[Any], None],
+        report: Callable[[Exception], None],
+    ) -> None:
         self.rank, self.size, self.limit_s = owner.rank, owner.size, limit_s
         self._owner = owner
         self._process_group = process_group
         self._give_back = give_back
+        self._report = report  # to other ranks, what ends this one
         self._end: weakref.WeakMethod[Callable[[float], bool]] | None = None
 
     def on_exit(self, end: Callable[[float], bool]) -> None:
@@ -144,12 +156,21 @@ class TorchWire:
         received: Message = self._process_group.recv_anysource([memory], ANYONES)
         return received
 
-    def fail(self, error: RuntimeError) -> NoReturn:
+    def fail(self, error: RuntimeError, here: bool = False) -> NoReturn:
         def again() -> None:
+            if here:
+                self._report(error)
+                self._break_off()
             raise error
 
         self._owner.guarded(again)
         raise error
+
+    def _break_off(self) -> None:
+        """Ends whatever ranks wait for here: gloo closes all connections where a message does not come in time."""
+        other = int(self.rank == 0)
+        with contextlib.suppress(RuntimeError):
+            self._process_group.recv([torch.empty(1, device="cpu")], other, _NEVER_SENT).wait(_AT_ONCE)
 
     def close(self) -> None:
         self._end = None

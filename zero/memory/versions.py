@@ -70,17 +70,18 @@ class VersionedShares:
         self._num_others = num_others  # ranks that read these shares
         self._step = 0
         self._shares: dict[int, _Share] = {}  # by bucket
+        self._removed: set[int] = set()  # of them
         self._requests: list[_Request] = []  # for versions that are still to come
         self._lock = threading.Lock()
 
     def add(self, bucket: int, share: torch.Tensor) -> None:
         """A bucket that is new; its weights count as of the present step."""
+        self._removed.discard(bucket)
         self._change(lambda: self._shares.update({bucket: _Share(share, share)}))
 
-    def forget(self, bucket: int) -> None:
-        """A bucket that was added last."""
-        with self._lock:
-            self._shares.pop(bucket, None)
+    def remove(self, bucket: int) -> None:
+        """This rank reads a bucket no more. Others may until the next step."""
+        self._removed.add(bucket)
 
     def move(self, bucket: int, share: torch.Tensor) -> None:
         """A copy of the newest values in other memory takes the place of a share that no other rank reads."""
@@ -122,6 +123,8 @@ class VersionedShares:
     def begin_step(self) -> list[int]:
         """No rank reads any more, and all have made the same edits: those are taken over. Returns where there were any."""
         with self._lock:
+            while self._removed:
+                self._shares.pop(self._removed.pop(), None)
             edited = [bucket for bucket, share in self._shares.items() if share.num_edits]
             for share in map(self._shares.__getitem__, edited):
                 if share.newest is not share.published:

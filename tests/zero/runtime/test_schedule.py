@@ -206,7 +206,7 @@ def left(rank, world):
         if rank == 0:
             with torch.no_grad():
                 training.model[0](torch.ones(1, WIDTH))  # and ahead of it
-            assert training.schedule._outstanding
+            assert training.schedule._gathers._outstanding
         training.optimizer.close()
 
 

@@ -20,7 +20,8 @@ from zero.memory.versions import VersionedShares
 from zero.memory.weak import weakly
 from zero.plan.spans import Span
 from zero.runtime.unshard.edits import EditLog
-from zero.runtime.unshard.schedule import Gather, Part, Schedule, Scheduled
+from zero.runtime.unshard.gathers import Gather, Part, Scheduled
+from zero.runtime.unshard.schedule import Schedule
 
 _STEP_ENDED = -2  # in place of a share: nothing but the version, for who waits for a rank to end its step
 
@@ -59,7 +60,6 @@ class ShareExchange:
         self.versions.add(_STEP_ENDED, torch.zeros(1, device="cpu"))
         self.pulls, self._schedule = self._connect()
         self._shares: dict[int, Share] = {}  # by number
-        self._removed: set[int] = set()  # but other ranks may still read them
         self._edits = EditLog()
         self._others: Pull | None = None  # whether they have ended the last step
         self._lock = threading.RLock()  # forward and backward run in threads of their own
@@ -75,7 +75,6 @@ class ShareExchange:
 
     def add(self, number: int, bucket: Span, own: Span, values: torch.Tensor, lives_on: torch.device) -> Share:
         """A share that is new. Other ranks read these values; where the share `lives_on` another device there is a copy."""
-        self._removed.discard(number)
         memory = values.to(lives_on)
         self._shares[number] = share = Share(number, bucket, own, memory, memory is values)
         self.versions.add(number, values)
@@ -84,7 +83,7 @@ class ShareExchange:
     def remove(self, share: Share) -> None:
         """This rank reads the chunk no more. Others may until the next step."""
         del self._shares[share.number]
-        self._removed.add(share.number)
+        self.versions.remove(share.number)
         if self._schedule is not None:
             self._schedule.forget(share.number)
 
@@ -190,8 +189,6 @@ class ShareExchange:
 
     def _take_over(self) -> None:
         self._edits.clear()
-        while self._removed:
-            self.versions.forget(self._removed.pop())
         for number in self.versions.begin_step():
             if self._shares[number].is_served:
                 self._renew(self._shares[number])

@@ -13,62 +13,23 @@ is of an earlier one was issued when that ended, and what is of the next one is 
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import threading
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-import accelerators
 from zero.comm.exchange import exchange_about
-from zero.comm.group import Group, Pending
-from zero.errors import GroupLost
+from zero.comm.group import Group
 from zero.memory.homes.home import MemoryHome
-from zero.plan.spans import Span
+from zero.memory.weak import weakly
+from zero.runtime.unshard.gathers import Gather, Gathers, Scheduled
 
-_GRACE_S = 0.2  # that another rank is waited for before it is told so
-_TURN_S = 0.05  # between two looks
 _NUMBER_BYTES = 4
 _REACH = 16  # that two orders may be apart
-
-
-class Part(NamedTuple):
-    """This rank's share of a bucket."""
-
-    bucket: Span  # in the chunk
-    own: Span  # in the chunk
-    published: Callable[[bool], torch.Tensor]  # what the last step left there; True: for a thread beside the one that edits
-
-
-class Scheduled(NamedTuple):
-    """A chunk that can be gathered."""
-
-    number: int  # the same on all ranks
-    numel: int
-    dtype: torch.dtype
-    parts: Sequence[Part]
-
-
-class Gather:
-    """A chunk on its way from all ranks."""
-
-    def __init__(self, memory: torch.Tensor, pending: Sequence[Pending]) -> None:
-        self.begun = time.monotonic()
-        self._memory: torch.Tensor | None = memory  # kept until it has come
-        self._pending = pending
-
-    def done(self) -> bool:
-        return all(each.done() for each in self._pending)
-
-    def wait(self) -> None:
-        for each in self._pending:
-            each.wait()
-        self._memory, self._pending = None, ()
 
 
 class _Turn(NamedTuple):
@@ -99,21 +60,20 @@ class Schedule:
     def __init__(
         self, group: Group, beside: Group, device: torch.device, host: MemoryHome, tell: Callable[[int, int], None]
     ) -> None:
-        self.num_bytes = 0  # that other ranks sent to this one
         self._group = group
-        self._beside = beside  # whose collectives have an order of their own
-        self._device = device
-        self._host = host
         self._tell = tell
         self._window = _Window(0)
         self._next: Sequence[_Turn] = ()
         self._before: Sequence[Sequence[int]] = ()  # what each rank fetched in the last window
         self._now: Sequence[Sequence[int]] = ()  # and in this one, once that is settled
         self._told = 0, 0  # the most that another rank has told: a window, and how many it has issued there
-        self._outstanding: deque[Gather] = deque()
-        self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
-        beside.all_gather(torch.zeros(beside.size, device=device)).wait()  # or the first one would connect, at any time
+        self._gathers = Gathers(beside, device, host, self._lock, weakly(self._tell_issued))
+
+    @property
+    def num_bytes(self) -> int:
+        """That other ranks sent to this one."""
+        return self._gathers.num_bytes
 
     def fetch(self, chunk: Scheduled, memory: torch.Tensor, is_edited: bool) -> Gather | None:
         """Begins to fill memory with a chunk, or returns None where it is to be pulled. All that is fetched comes here."""
@@ -125,7 +85,8 @@ class Schedule:
             if is_edited or place < window.num_issued:
                 return None
             self._issue_before(place)
-            return self._issue(chunk, memory)
+            window.num_issued += 1
+            return self._gathers.issue(chunk, memory)
 
     def forget(self, number: int) -> None:
         """A chunk is there no more. All ranks have settled since they read it."""
@@ -138,48 +99,12 @@ class Schedule:
         with self._lock:
             self._told = max(self._told, (window, num_issued))
             if window == self._window.number:
-                if self._device.index is not None:
-                    accelerators.get(self._device.type).set_index(self._device.index)
                 self._issue_before(num_issued, in_thread=True)
 
     def _issue_before(self, place: int, in_thread: bool = False) -> None:
         for chunk, _ in self._window.order[self._window.num_issued : place]:
-            with torch.inference_mode(False):
-                memory = torch.empty(chunk.numel, dtype=chunk.dtype, device=self._device)
-            self._issue(chunk, memory, in_thread)
-
-    def _issue(self, chunk: Scheduled, memory: torch.Tensor, in_thread: bool = False) -> Gather:
-        pending = []
-        for bucket, own, published in chunk.parts:
-            if in_thread:  # whose copies nobody waits for at the step
-                memory[own.start : own.stop] = published(True)
-            else:
-                self._host.read(published(False), memory[own.start : own.stop]).wait()
-            pending.append(self._beside.all_gather(memory[bucket.start : bucket.stop]))
-            self.num_bytes += (bucket.numel - own.numel) * memory.itemsize
-        self._window.num_issued += 1
-        self._drop_done()
-        self._outstanding.append(Gather(memory, pending))
-        if self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, daemon=True, name="zero-schedule")
-            self._watcher.start()
-        return self._outstanding[-1]
-
-    def _drop_done(self) -> None:
-        while self._outstanding and self._outstanding[0].done():
-            self._outstanding.popleft().wait()  # for the device's books: its memory may be in use again from now on
-
-    def _watch(self) -> None:
-        """Tells the others what this rank waits for. Ends when nothing is on its way."""
-        while True:
-            time.sleep(_TURN_S)
-            with self._lock:
-                self._drop_done()
-                if not self._outstanding:
-                    self._watcher = None
-                    return
-                if time.monotonic() - self._outstanding[0].begun > _GRACE_S:
-                    self._tell_issued()
+            self._window.num_issued += 1
+            self._gathers.issue_for_others(chunk, in_thread)
 
     def _tell_issued(self) -> None:
         window = self._window
@@ -198,11 +123,10 @@ class Schedule:
         everyones = [struct.unpack(f"<{len(theirs) // _NUMBER_BYTES}I", theirs) for theirs in told]
         with self._lock:
             self._issue_before(max(num_issued for num_issued, *_ in everyones))
-            outstanding, window.order, window.places = [*self._outstanding], (), {}
+            window.order, window.places = (), {}
             self._now = [fetched for _, *fetched in everyones]
             self._next = self._turns()
-        for gather in outstanding:
-            gather.wait()
+        self._gathers.wait_for_all()
 
     def _turns(self) -> list[_Turn]:
         """What all ranks fetched in this window and in the one before."""
@@ -217,7 +141,7 @@ class Schedule:
 
     def begin_window(self) -> None:
         """The weights are those of the step, and what was learned is gathered from now on."""
-        self._beside.end_warmup()
+        self._gathers.end_warmup()
         with self._lock:
             self._window, self._next = _Window(self._window.number + 1, self._next), ()
             self._before, self._now = self._now, ()
@@ -230,12 +154,8 @@ class Schedule:
             self._tell_issued()
 
     def close(self) -> None:
-        """Waits for what is on its way, when other ranks have been told to end too."""
-        with contextlib.suppress(GroupLost):
-            for gather in [*self._outstanding]:
-                gather.wait()
-        self._outstanding.clear()
-        self._beside.close()
+        """Ends the collectives, when other ranks have been told to end too."""
+        self._gathers.close()
 
 
 def in_common(lists: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
