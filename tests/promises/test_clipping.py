@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.zoo import CASES
 from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, sgd, whole_numbers
 from zero.config.schema import LossScale
 from zero.errors import NonFinite
+from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.sharding.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
@@ -281,6 +283,23 @@ def test_the_norm_that_clip_reports_is_that_of_the_reduced_gradients(stage):
                      lambda: filled(Tied(), real=True), stage=stage, clip=0.5)  # fmt: skip
     assert len(set(found)) == 1
     assert found[0] == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.promise("N05")
+@STAGES
+def test_ranks_whose_processors_add_up_otherwise_clip_alike(stage):
+    square = ShardedGradOps._square
+
+    def other_on_rank_1(self):
+        return square(self) * (1.0 + 0.25 * self._group.rank)
+
+    def program(model, optimizer, group):
+        one_step(model, optimizer, group.rank)
+        return weights(model)
+
+    with mock.patch.object(ShardedGradOps, "_square", other_on_rank_1):
+        one, other = on_ranks(2, program, stage=stage, clip=1e-3)
+    assert same(one, other)
 
 
 @pytest.mark.promise("N06")
