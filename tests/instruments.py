@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from zero.comm.group import Group, Pending, SharedHostMemory
+from zero.comm.group import Group, GroupBeside, Pending, SharedHostMemory
 from zero.comm.torch_group import TorchGroup
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes.home import Transfer
@@ -97,7 +97,7 @@ class Ledger:
     def new_wire(self) -> Any:
         return self.group.new_wire()
 
-    def beside(self) -> Group | None:
+    def beside(self) -> GroupBeside | None:
         return self.group.beside()
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch
 
-from zero.comm.group import ANYONES, Group, Message, Pending, Wire
+from zero.comm.group import ANYONES, Group, GroupBeside, Message, Pending, Wire
 from zero.comm.hybrid import replicated
 from zero.comm.results import CompletedResult, SingleRankResult, add_rows
 
@@ -124,7 +124,7 @@ class FakeGroup:
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         return [message] * self.size
 
-    def beside(self) -> Group | None:
+    def beside(self) -> GroupBeside | None:
         return None
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -84,6 +84,19 @@ class Wire(Protocol):
         """Closes the wire. Every message was received."""
 
 
+class GroupBeside(Protocol):
+    """The same ranks as those of a group, with collectives in an order of their own, from any thread."""
+
+    size: int
+
+    def gather(self, own: torch.Tensor, into: torch.Tensor) -> Pending:
+        """Fills `into` with what the other ranks have for `own`, in the places of their ranks."""
+
+    def end_warmup(self) -> None: ...
+    def reconnect(self, base: Any) -> None: ...
+    def close(self) -> None: ...
+
+
 class Group(Protocol):
     """The ranks that train together.
 
@@ -134,9 +147,8 @@ class Group(Protocol):
     def new_wire(self) -> Wire:
         """Makes a wire for messages between two ranks, beside the collectives. A collective."""
 
-    def beside(self) -> Group | None:
-        """Makes another group of the same ranks, whose collectives have an order of their own; None where tensors come from
-        other ranks as fast by messages. A collective."""
+    def beside(self) -> GroupBeside | None:
+        """Makes another group of the same ranks; None where tensors come from other ranks as fast by messages. A collective."""
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that this group can send from without a copy. It may be written again once `is_read` returns True."""

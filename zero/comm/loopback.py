@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from zero.comm.group import ANYONES, Group, Message, Pending, Wire
+from zero.comm.group import ANYONES, Group, GroupBeside, Message, Pending, Wire
 from zero.comm.results import CompletedResult, SingleRankResult, sum_in_rank_order
 from zero.errors import GroupLost
 
@@ -224,7 +224,7 @@ class LoopbackGroup:
         self._num_wires += 1
         return _LoopbackWire(self._num_wires, self.rank, self.size, self._office)
 
-    def beside(self) -> Group | None:
+    def beside(self) -> GroupBeside | None:
         return None
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

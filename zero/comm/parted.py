@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero.comm.group import Group, Pending, SharedHostMemory, Wire
+from zero.comm.group import Group, GroupBeside, Pending, SharedHostMemory, Wire
 
 Part = Callable[[Sequence[Sequence[int]]], Group]  # makes groups of parts of the ranks, and returns that of this rank
 
@@ -58,7 +58,7 @@ class PartedGroup:
     def new_wire(self) -> Wire:
         return self._everyone.new_wire()
 
-    def beside(self) -> Group | None:
+    def beside(self) -> GroupBeside | None:
         return self._everyone.beside()
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

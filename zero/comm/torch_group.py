@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from accelerators import Accelerator
 from accelerators.staged.backend import is_staged
-from zero.comm.group import Group, Pending, TimeLimits, Wire
+from zero.comm.group import Group, GroupBeside, Pending, TimeLimits, Wire
 from zero.comm.health import shutdown
 from zero.comm.health.monitor import RankMonitor
 from zero.comm.health.store import StoreClient
@@ -107,7 +107,7 @@ class TorchGroup:
 
     @property
     def _all_parts(self) -> list[list[int]]:
-        return [[self._whole._ranks[number] for number in part] for part in self._parts] or [self._ranks]
+        return [[self._of._ranks[number] for number in part] for part in self._parts] if self._of else [self._ranks]
 
     def part(self, parts: Parts) -> TorchGroup:
         """Makes a group of each of these parts, and returns the one that this rank is in. A collective."""
@@ -164,11 +164,11 @@ class TorchGroup:
 
     @property
     def _whole(self) -> TorchGroup:
-        return self._of or self
+        return self if self._of is None else self._of._whole
 
     @property
     def _is_local(self) -> bool:
-        return self._whole.size < dist.get_world_size()
+        return (self._of or self).size < dist.get_world_size()
 
     @property
     def inner(self) -> Group:
@@ -201,15 +201,14 @@ class TorchGroup:
         return CollectiveWork(self, [self._start(dist.all_reduce, total)], lambda: total)
 
     def all_gather(self, bucket: torch.Tensor) -> Pending:
-        if self.size == 1:
-            return CompletedResult(bucket)
-        numel = bucket.numel() // self.size
+        return CompletedResult(bucket) if self.size == 1 else self.gather(bucket.view(self.size, -1)[self.rank], bucket)
+
+    def gather(self, own: torch.Tensor, into: torch.Tensor) -> Pending:
         if self._backend == "nccl":
-            mine = bucket[self.rank * numel : (self.rank + 1) * numel]
-            return CollectiveWork(self, [self._start(_gather_into, bucket, mine)], lambda: bucket)
-        parts = zip(bucket.view(self.size, numel), self._ranks, strict=True)
-        works = [self._start(dist.broadcast, bits(part), src=src, back=at % 2 == 1) for at, (part, src) in enumerate(parts)]
-        return CollectiveWork(self, works, lambda: bucket)
+            return CollectiveWork(self, [self._start(_gather_into, into, own)], lambda: into)
+        rows = [own if rank == self.rank else row for rank, row in enumerate(into.view(self.size, -1))]
+        works = [self._start(dist.broadcast, bits(row), src=self._ranks[at], back=at % 2 == 1) for at, row in enumerate(rows)]
+        return CollectiveWork(self, works, lambda: into)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         if self.size == 1:
@@ -222,7 +221,7 @@ class TorchGroup:
         self._message_wires.append(TorchWire(self, self._limits.later_s, found, give_back, report))
         return self._message_wires[-1]
 
-    def beside(self) -> Group | None:
+    def beside(self) -> GroupBeside | None:
         return None if self._host_waits or self.size == 1 else self.part([range(self.size)])
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -326,13 +325,15 @@ class TorchGroup:
         return not dist.is_initialized() or self._world is not dist.group.WORLD
 
     def close(self) -> None:
-        self._watch.close()
+        if self._of is None:
+            self._watch.close()
         if not self._watch.is_of_this_process:  # but of the one that this was forked from, and so are the threads of the wires
             return
-        is_kept = not self._is_over and self._is_local and self._lost is None
+        was_lost = self._lost is not None or self._whole._lost is not None
+        is_kept = not (self._is_over or was_lost) and self._is_local
         if is_kept:
             _kept.keep(self._purpose, (self._patient, self._prompt))
-        was_lost, end_wires = self._lost is not None, self._give_up("it was closed")
+        end_wires = self._give_up("it was closed")
         if was_lost:
             shutdown.close_within_limit([end_wires])
         elif not is_kept:

@@ -135,6 +135,12 @@ class GatheredWeights:
                 assert not chunk.num_users, "a chunk is in use"
                 self._free(chunk)
 
+    def abandon(self) -> None:
+        """Frees everything, and waits for nothing that was on its way over lost connections, which may still be written to."""
+        with self._lock:
+            for chunk in list(self._gathered):
+                self._drop(chunk)
+
     def release_memory(self) -> None:
         """The same, and memory that was kept for the next chunk goes too."""
         self.free_all()

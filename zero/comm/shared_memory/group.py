@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zero.comm.group import Group, Pending, SharedHostMemory, Wire
+from zero.comm.group import Group, GroupBeside, Pending, SharedHostMemory, Wire
 from zero.comm.results import CompletedResult, SideBySide, UnreducedResult
 from zero.comm.shared_memory.arena import INTRODUCTION_BYTES, LINES, SharedArena, counts_of, map_peer
 from zero.comm.shared_memory.control import Messages, Numbers
@@ -155,7 +155,7 @@ class SharedMemoryGroup:
             return lent
         return [self.arenas[0][at : at + size] for at, size in zip(json.loads(told), sizes, strict=True)]
 
-    def beside(self) -> Group | None:
+    def beside(self) -> GroupBeside | None:
         return None
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from zero.comm.exchange import exchange_about
-from zero.comm.group import Group
+from zero.comm.group import Group, GroupBeside
 from zero.comm.pulls import Pull, Pulls
 from zero.errors import GroupLost, RanksDiffer
 from zero.memory.gathered import Arrival, GatheredChunk, GatheredWeights
@@ -58,7 +58,7 @@ class ShareExchange:
         self.group = group
         self.versions = VersionedShares(group.inner.size - 1)  # this rank's shares as other ranks get them, in host memory
         self.versions.add(_STEP_ENDED, torch.zeros(1, device="cpu"))
-        self.pulls, self._schedule = self._connect()
+        self.pulls, self._schedule = self._connect(group.inner.beside())
         self._shares: dict[int, Share] = {}  # by number
         self._edits = EditLog()
         self._others: Pull | None = None  # whether they have ended the last step
@@ -102,10 +102,13 @@ class ShareExchange:
         """Begins to fill memory with a chunk by a collective; None where it is to be pulled."""
         return None if self._schedule is None else self._schedule.fetch(chunk, memory, is_edited)
 
-    def published(self, share: Share, in_thread: bool) -> torch.Tensor:
-        """What the last step left in a share. In another thread than the one that edits it is what other ranks read."""
-        is_edited = self.versions.version(share.number).edits > 0
-        return self.versions.published(share.number) if in_thread or is_edited else share.memory
+    def present(self, share: Share) -> torch.Tensor:
+        """What the last step left in a share, for the thread that edits it."""
+        return self.published(share) if self.versions.version(share.number).edits else share.memory
+
+    def published(self, share: Share) -> torch.Tensor:
+        """The same as other ranks read it, for any thread."""
+        return self.versions.published(share.number)
 
     def edit(self, shares: Sequence[Share], written: Span, memory: torch.Tensor, is_first: bool = False) -> None:
         """Takes over what a user wrote to a chunk, of which these are the shares. `is_first`: it had no values there."""
@@ -220,20 +223,22 @@ class ShareExchange:
 
     def reconnect(self) -> None:
         """Goes on over new connections of the group. A collective."""
-        self.cache.free_all()
-        num_fetched_bytes = self.num_fetched_bytes
-        self.pulls, self._schedule = self._connect()
+        self.cache.abandon()
+        num_fetched_bytes, beside = self.num_fetched_bytes, None
+        if self._schedule is not None:
+            beside = self._schedule.abandon()
+            beside.reconnect(None)
+        self.pulls, self._schedule = self._connect(beside)
         self.pulls.num_pulled_bytes = num_fetched_bytes
         self._ask_others()
 
-    def _connect(self) -> tuple[Pulls, Schedule | None]:
+    def _connect(self, beside: GroupBeside | None) -> tuple[Pulls, Schedule | None]:
         inner = self.group.inner
         pulls = Pulls(inner.new_wire(), self.versions.request, self.versions.reached)
-        beside = inner.beside()
         if beside is None:
             return pulls, None
         schedule = Schedule(inner, beside, self.device, self.host, pulls.tell_issued)
-        pulls.issue_told = weakly(schedule.issue_told)
+        pulls.issue_told = schedule.issue_told
         return pulls, schedule
 
 
@@ -247,7 +252,8 @@ class ShardedChunk(GatheredChunk):
         self._shares = shares
         self.common = common  # the whole chunk, in memory that all ranks see, or of a rank alone
         self._exchange = exchange
-        parts = [Part(share.bucket, share.own, partial(weakly(exchange.published), share)) for share in shares]
+        present, published = weakly(exchange.present), weakly(exchange.published)
+        parts = [Part(each.bucket, each.own, partial(present, each), partial(published, each)) for each in shares]
         self._scheduled = Scheduled(self.number, numel, dtype, parts)
 
     @property

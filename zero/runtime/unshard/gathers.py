@@ -6,18 +6,20 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 import accelerators
-from zero.comm.group import Group, Pending
+from accelerators.streams import Stream
+from zero.comm.group import GroupBeside, Pending
 from zero.errors import GroupLost
 from zero.memory.homes.home import MemoryHome
 from zero.plan.spans import Span
 
 _GRACE_S = 0.2  # that another rank is waited for before it is told so
+_SHORT_GRACE_S = 0.01  # the same, while it had to be told of the one before
 _TURN_S = 0.05  # between two looks
 
 
@@ -26,7 +28,8 @@ class Part(NamedTuple):
 
     bucket: Span  # in the chunk
     own: Span  # in the chunk
-    published: Callable[[bool], torch.Tensor]  # what the last step left there; True: for a thread beside the one that edits
+    present: Callable[[], torch.Tensor]  # what the last step left there, for the thread that edits weights
+    published: Callable[[], torch.Tensor]  # the same in host memory, for any thread
 
 
 class Scheduled(NamedTuple):
@@ -38,12 +41,20 @@ class Scheduled(NamedTuple):
     parts: Sequence[Part]
 
 
+class Turn(NamedTuple):
+    """When a gather is issued."""
+
+    window: int
+    place: int  # in the order of the window
+
+
 class Gather:
     """A chunk on its way."""
 
-    def __init__(self, memory: torch.Tensor, pending: Sequence[Pending]) -> None:
-        self.begun = time.monotonic()
-        self._memory: torch.Tensor | None = memory  # kept until it has come
+    def __init__(self, turn: Turn, memory: Sequence[torch.Tensor], pending: Sequence[Pending]) -> None:
+        self.turn = turn
+        self.was_told = False  # to ranks that did not come
+        self._memory = memory  # kept until it has come
         self._pending = pending
 
     def done(self) -> bool:
@@ -52,80 +63,131 @@ class Gather:
     def wait(self) -> None:
         for each in self._pending:
             each.wait()
-        self._memory, self._pending = None, ()
+        self._memory, self._pending = (), ()
 
 
 class Gathers:
-    """Issues collectives, and looks after those that are on their way. `lock` is held by who calls a method that issues;
-    `late` is called with it where one has been on its way for longer than a grace time."""
+    """Issues collectives, and looks after those that are on their way. Who issues holds `lock`. `late` is called with it held,
+    and with the turn that other ranks have not come to within a grace time.
+
+    What this rank does not need itself is gathered into one memory, whatever is written there at one time.
+    """
 
     def __init__(
-        self, beside: Group, device: torch.device, host: MemoryHome, lock: threading.Lock, late: Callable[[], None]
+        self, beside: GroupBeside, device: torch.device, host: MemoryHome, lock: threading.Lock, late: Callable[[Turn], None]
     ) -> None:
         self.num_bytes = 0  # that other ranks sent to this one
-        self._beside = beside  # whose collectives have an order of their own
+        self._beside = beside
         self._device = device
         self._host = host
         self._lock = lock
         self._late = late
         self._outstanding: deque[Gather] = deque()
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
+        self._stream: Stream | None = None  # of the thread that answers
         self._watcher: threading.Thread | None = None
-        beside.all_gather(torch.zeros(beside.size, device=device)).wait()  # or the first one would connect, at any time
+        self._broken: BaseException | None = None  # a part of a chunk was issued, and not the rest
+        beside.gather(torch.zeros(1, device=device), torch.zeros(beside.size, device=device)).wait()  # so all are connected
 
-    def issue(self, chunk: Scheduled, memory: torch.Tensor) -> Gather:
+    def issue(self, turn: Turn, chunk: Scheduled, memory: torch.Tensor) -> Gather:
         """Begins to fill memory."""
-        return self._issue(chunk, memory, in_thread=False)
+        owns = [memory[part.own.start : part.own.stop] for part in chunk.parts]
+        for own, part in zip(owns, chunk.parts, strict=True):
+            self._host.read(part.present(), own).wait()
+        return self._issue(turn, chunk, owns, memory)
 
-    def issue_for_others(self, chunk: Scheduled, in_thread: bool) -> None:
-        """Takes part in what this rank does not need. `in_thread`: in another one than those that read and edit weights."""
-        if in_thread and self._device.index is not None:
-            accelerators.get(self._device.type).set_index(self._device.index)
-        with torch.inference_mode(False):
-            memory = torch.empty(chunk.numel, dtype=chunk.dtype, device=self._device)
-        self._issue(chunk, memory, in_thread)
+    def issue_for_others(self, turn: Turn, chunk: Scheduled) -> None:
+        """Takes part in what this rank does not need."""
+        owns = [part.present().to(self._device, copy=True) for part in chunk.parts]  # which may be edited meanwhile
+        self._issue(turn, chunk, owns, self._room(chunk))
 
-    def _issue(self, chunk: Scheduled, memory: torch.Tensor, in_thread: bool) -> Gather:
+    def issue_in_thread(self, turn: Turn, chunk: Scheduled) -> None:
+        """The same, in a thread beside those that read and edit weights. It does not wait for what they gave the device."""
+        with self._on_stream():
+            owns = [part.published().to(self._device, copy=True) for part in chunk.parts]
+            self._issue(turn, chunk, owns, self._room(chunk))
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        accelerator = accelerators.get(self._device.type)
+        if self._device.index is not None:
+            accelerator.set_index(self._device.index)
+        if self._stream is None:
+            self._stream = accelerator.new_stream()
+        with accelerator.in_stream(self._stream):
+            yield
+
+    def _room(self, chunk: Scheduled) -> torch.Tensor:
+        if self._scratch.nbytes < chunk.numel * chunk.dtype.itemsize:
+            with torch.inference_mode(False):
+                self._scratch = torch.empty(chunk.numel * chunk.dtype.itemsize, dtype=torch.uint8, device=self._device)
+        return self._scratch[: chunk.numel * chunk.dtype.itemsize].view(chunk.dtype)
+
+    def _issue(self, turn: Turn, chunk: Scheduled, owns: Sequence[torch.Tensor], memory: torch.Tensor) -> Gather:
+        """Nothing can fail here, unless the group is lost: all that takes memory was made."""
+        if self._broken is not None:
+            raise GroupLost("Cannot gather weights: a gather broke off before. Start the ranks again.") from self._broken
         pending = []
-        for bucket, own, published in chunk.parts:
-            if in_thread:  # whose copies nobody waits for at the step
-                memory[own.start : own.stop] = published(True)
-            else:
-                self._host.read(published(False), memory[own.start : own.stop]).wait()
-            pending.append(self._beside.all_gather(memory[bucket.start : bucket.stop]))
-            self.num_bytes += (bucket.numel - own.numel) * memory.itemsize
+        try:
+            for part, own in zip(chunk.parts, owns, strict=True):
+                pending.append(self._beside.gather(own, memory[part.bucket.start : part.bucket.stop]))
+                self.num_bytes += (part.bucket.numel - part.own.numel) * memory.itemsize
+        except BaseException as error:
+            self._broken = error
+            raise
         self._drop_done()
-        self._outstanding.append(Gather(memory, pending))
+        self._outstanding.append(Gather(turn, [memory, *owns], pending))
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, daemon=True, name="zero-gathers")
             self._watcher.start()
         return self._outstanding[-1]
 
-    def _drop_done(self) -> None:
+    def _drop_done(self) -> bool:
+        """Returns whether there was any that other ranks came to by themselves."""
+        found = False
         while self._outstanding and self._outstanding[0].done():
-            self._outstanding.popleft().wait()  # for the device's books: its memory may be in use again from now on
+            gather = self._outstanding.popleft()
+            gather.wait()  # for the device's books: its memory may be in use again from now on
+            found |= not gather.was_told
+        return found
 
     def _watch(self) -> None:
-        """Ends when nothing is on its way."""
+        """Ends when nothing is on its way, or never will be."""
+        grace_s, oldest, since = _GRACE_S, None, 0.0
         while True:
-            time.sleep(_TURN_S)
+            time.sleep(min(_TURN_S, grace_s))
             with self._lock:
-                self._drop_done()
+                try:
+                    grace_s = _GRACE_S if self._drop_done() else grace_s
+                except GroupLost:
+                    self._outstanding.clear()
                 if not self._outstanding:
                     self._watcher = None
                     return
-                if time.monotonic() - self._outstanding[0].begun > _GRACE_S:
-                    self._late()
+                if self._outstanding[0] is not oldest:
+                    oldest, since = self._outstanding[0], time.monotonic()
+                elif time.monotonic() - since > grace_s and not oldest.was_told:
+                    oldest.was_told = True
+                    self._late(oldest.turn)
+                    grace_s = _SHORT_GRACE_S
 
     def wait_for_all(self) -> None:
-        for gather in [*self._outstanding]:
+        with self._lock:
+            outstanding = [*self._outstanding]
+        for gather in outstanding:
             gather.wait()
 
     def end_warmup(self) -> None:
         self._beside.end_warmup()
 
+    def abandon(self) -> GroupBeside:
+        """Forgets what is on its way over lost connections, and returns the group that had them."""
+        with self._lock:
+            self._outstanding.clear()
+        return self._beside
+
     def close(self) -> None:
         """Waits for what is on its way, which all ranks have issued."""
         with contextlib.suppress(GroupLost):
             self.wait_for_all()
-        self._outstanding.clear()
-        self._beside.close()
+        self.abandon().close()

@@ -23,17 +23,17 @@ from typing import NamedTuple
 import torch
 
 from zero.comm.exchange import exchange_about
-from zero.comm.group import Group
+from zero.comm.group import Group, GroupBeside
 from zero.memory.homes.home import MemoryHome
-from zero.memory.weak import weakly
-from zero.runtime.unshard.gathers import Gather, Gathers, Scheduled
+from zero.runtime.unshard.gathers import Gather, Gathers, Scheduled, Turn
 
 _NUMBER_BYTES = 4
 _REACH = 16  # that two orders may be apart
+_MORE = 4  # gathers that a rank is told of at one time
 
 
-class _Turn(NamedTuple):
-    """One gather of the schedule."""
+class _Fetch(NamedTuple):
+    """One of a rank's fetches."""
 
     chunk: Scheduled
     number: int  # of times that this rank fetched the chunk before, in the window
@@ -44,31 +44,30 @@ class _Window:
     """What is gathered between two steps, and what was."""
 
     number: int
-    order: Sequence[_Turn] = ()
+    order: Sequence[_Fetch] = ()
     num_issued: int = 0  # of these
-    num_told: int = 0  # that other ranks were told of
     fetched: list[Scheduled] = field(default_factory=list)  # by collectives and otherwise
     num_fetched: Counter[int] = field(default_factory=Counter)  # by number of a chunk
 
     def __post_init__(self) -> None:
-        self.places = {(turn.chunk.number, turn.number): place for place, turn in enumerate(self.order)}
+        self.places = {(fetch.chunk.number, fetch.number): place for place, fetch in enumerate(self.order)}
 
 
 class Schedule:
     """The collectives of a window; see [Note: schedule]. `tell` tells all other ranks what they pass to `issue_told`."""
 
     def __init__(
-        self, group: Group, beside: Group, device: torch.device, host: MemoryHome, tell: Callable[[int, int], None]
+        self, group: Group, beside: GroupBeside, device: torch.device, host: MemoryHome, tell: Callable[[int, int], None]
     ) -> None:
         self._group = group
         self._tell = tell
         self._window = _Window(0)
-        self._next: Sequence[_Turn] = ()
+        self._next: Sequence[_Fetch] = ()  # the order of the next window, once this one is settled
         self._before: Sequence[Sequence[int]] = ()  # what each rank fetched in the last window
         self._now: Sequence[Sequence[int]] = ()  # and in this one, once that is settled
-        self._told = 0, 0  # the most that another rank has told: a window, and how many it has issued there
+        self._told = 0, 0  # the most that another rank has told: a window, and how many are to be issued there
         self._lock = threading.Lock()
-        self._gathers = Gathers(beside, device, host, self._lock, weakly(self._tell_issued))
+        self._gathers = Gathers(beside, device, host, self._lock, self._tell_late)
 
     @property
     def num_bytes(self) -> int:
@@ -81,36 +80,37 @@ class Schedule:
             window, key = self._window, (chunk.number, self._window.num_fetched[chunk.number])
             window.fetched.append(chunk)
             window.num_fetched[chunk.number] += 1
-            place = window.places.get(key, -1)
-            if is_edited or place < window.num_issued:
+            place = window.places.get(key)
+            if is_edited or place is None or place < window.num_issued:
                 return None
             self._issue_before(place)
+            gather = self._gathers.issue(Turn(window.number, place), chunk, memory)
             window.num_issued += 1
-            return self._gathers.issue(chunk, memory)
+            return gather
 
     def forget(self, number: int) -> None:
         """A chunk is there no more. All ranks have settled since they read it."""
         with self._lock:
             self._window.fetched = [chunk for chunk in self._window.fetched if chunk.number != number]
-            self._next = [turn for turn in self._next if turn.chunk.number != number]
+            self._next = [fetch for fetch in self._next if fetch.chunk.number != number]
 
     def issue_told(self, window: int, num_issued: int) -> None:
         """Another rank waits for what it issued. In the thread that answers."""
         with self._lock:
             self._told = max(self._told, (window, num_issued))
             if window == self._window.number:
-                self._issue_before(num_issued, in_thread=True)
+                self._issue_before(num_issued, self._gathers.issue_in_thread)
 
-    def _issue_before(self, place: int, in_thread: bool = False) -> None:
-        for chunk, _ in self._window.order[self._window.num_issued : place]:
-            self._window.num_issued += 1
-            self._gathers.issue_for_others(chunk, in_thread)
-
-    def _tell_issued(self) -> None:
+    def _issue_before(self, place: int, issue: Callable[[Turn, Scheduled], None] | None = None) -> None:
         window = self._window
-        if window.num_told < window.num_issued:
-            window.num_told = window.num_issued
-            self._tell(window.number, window.num_issued)
+        for chunk, _ in window.order[window.num_issued : place]:
+            (issue or self._gathers.issue_for_others)(Turn(window.number, window.num_issued), chunk)
+            window.num_issued += 1
+
+    def _tell_late(self, turn: Turn) -> None:
+        window = self._window
+        if turn.window == window.number:  # else all ranks have issued it
+            self._tell(window.number, min(turn.place + _MORE, window.num_issued))
 
     # a step ------------------------------------------------------------------------------------------------------
 
@@ -125,19 +125,19 @@ class Schedule:
             self._issue_before(max(num_issued for num_issued, *_ in everyones))
             window.order, window.places = (), {}
             self._now = [fetched for _, *fetched in everyones]
-            self._next = self._turns()
+            self._next = self._common()
         self._gathers.wait_for_all()
 
-    def _turns(self) -> list[_Turn]:
+    def _common(self) -> list[_Fetch]:
         """What all ranks fetched in this window and in the one before."""
-        turns, seen = [], Counter[int]()
+        fetches, seen = [], Counter[int]()
         common = in_common([*self._now, *self._before]) if self._before else []
         stable = {places[self._group.rank] for places in common}
         for at, chunk in enumerate(self._window.fetched):
             if at in stable:
-                turns.append(_Turn(chunk, seen[chunk.number]))
+                fetches.append(_Fetch(chunk, seen[chunk.number]))
             seen[chunk.number] += 1
-        return turns
+        return fetches
 
     def begin_window(self) -> None:
         """The weights are those of the step, and what was learned is gathered from now on."""
@@ -151,7 +151,11 @@ class Schedule:
     def end(self) -> None:
         """Has other ranks issue what this one has. Nothing is fetched any more."""
         with self._lock:
-            self._tell_issued()
+            self._tell(self._window.number, self._window.num_issued)
+
+    def abandon(self) -> GroupBeside:
+        """Forgets what is on its way over lost connections, and returns the group that had them."""
+        return self._gathers.abandon()
 
     def close(self) -> None:
         """Ends the collectives, when other ranks have been told to end too."""
