@@ -256,7 +256,6 @@ def unable_to_answer(rank, world, folder):
     return str(caught.value)
 
 
-@pytest.mark.promise("S11")
 def test_a_rank_that_cannot_answer_ends_the_group_and_says_why(tmp_path):
     for said in ranks.run(2, unable_to_answer, tmp_path, timeout=60.0):
         assert "Cannot answer other ranks: ArithmeticError: too much of it" in said

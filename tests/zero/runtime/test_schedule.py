@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import os
+import signal
 import time
 from unittest import mock
 
@@ -16,6 +17,7 @@ from tests import ranks
 from tests.instruments import collectives_beside
 from zero.errors import GroupLost
 from zero.runtime.unshard.exchange import ShareExchange
+from zero.runtime.unshard.gathers import Gathers
 from zero.runtime.unshard.schedule import Schedule, in_common
 
 WIDTH = 16
@@ -214,19 +216,69 @@ def test_what_is_on_its_way_at_the_end_is_waited_for():
     ranks.run(2, left)
 
 
-def killed(rank, world):
+def short_of_memory(rank, world):
+    """Rank 0 has no memory for a moment, for what it does not need itself, and reads again."""
     with collectives_beside():
-        training = Training(rank, timeout_s=5.0)
+        training = Training(rank)
         training.train(3)
-        if rank == 1:
+        weights = [layer.weight for layer in training.model]
+        failing = mock.patch.object(Gathers, "_room", side_effect=torch.OutOfMemoryError("none"))
+        with failing if rank == 0 else contextlib.nullcontext(), contextlib.suppress(torch.OutOfMemoryError):
+            weights[3].detach().clone()
+            assert rank == 1, "there was room"
+        read = [weight.detach().clone() for weight in weights]
+        training.window(3)
+        training.step()
+        training.optimizer.close()
+    return read, training.weights()
+
+
+@pytest.mark.promise("S02")
+def test_a_gather_that_found_no_memory_shifts_no_other():
+    (read, weights), (other_read, others) = ranks.run(2, short_of_memory)
+    assert all(map(torch.equal, read, other_read)) and all(map(torch.equal, weights, others))
+
+
+def killed(rank, world, shard_ranks):
+    with collectives_beside():
+        training = Training(rank, timeout_s=5.0, shard_ranks=shard_ranks)
+        training.train(3)
+        if rank == world - 1:
             os._exit(3)
-        with pytest.raises(GroupLost):
-            training.window(2)
+        if rank == world - 2:
+            with pytest.raises(GroupLost, match=f"rank {world - 1} was last seen .*, and is gone"):
+                training.window(2)
 
 
-def test_a_rank_that_is_gone_is_named():
-    outcomes = ranks.outcomes(2, killed)
-    assert outcomes[0].ok, ranks.describe(outcomes)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_rank_that_is_gone_is_named(world):
+    outcomes = ranks.outcomes(world, killed, 2)
+    assert outcomes[world - 2].ok, ranks.describe(outcomes)
+
+
+def rebuilt(rank, world, by_collectives):
+    """Rank 1 is stopped until rank 0 has given it up, with weights on their way."""
+    with collectives_beside() if by_collectives else contextlib.nullcontext():
+        training = Training(rank, "all", timeout_s=2.0)
+        training.train(3)
+        processes = [None] * world
+        dist.all_gather_object(processes, os.getpid())
+        if rank == 0:
+            os.kill(processes[1], signal.SIGSTOP)
+            with pytest.raises(GroupLost):
+                training.window(3)
+            os.kill(processes[1], signal.SIGCONT)
+        training.optimizer.rebuild()
+        training.optimizer.zero_grad()
+        training.train(3, first=3)
+        training.optimizer.close()
+    return training.weights()
+
+
+@pytest.mark.parametrize("by_collectives", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_ranks_go_on_after_one_was_given_up_with_weights_on_their_way(by_collectives):
+    one, other = ranks.run(2, rebuilt, by_collectives)
+    assert all(map(torch.equal, one, other))
 
 
 def test_what_lists_have_in_common_keeps_their_order():
