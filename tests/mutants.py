@@ -162,7 +162,8 @@ class Trial:
                 return found
             words = _words(f"{mutant.name} {mutant.full_name}")
             tests = self._reach.of(mutant.full_name, module_of(ROOT / mutant.path))
-            tests.sort(key=lambda test: -len(words & _words(test)))  # what is named alike comes first
+            common = Counter(word for test in tests for word in _words(test))
+            tests.sort(key=lambda test: -sum(1 / common[word] for word in words & _words(test)))  # what is named alike first
             asked = home / "tests of it"
             asked.write_text("\n".join(tests), encoding="utf-8")
             most_s = max(LEAST_S, TIMES_AS_LONG * sum(map(self._reach.seconds.__getitem__, tests)))
