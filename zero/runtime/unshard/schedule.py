@@ -7,8 +7,9 @@ order, whatever each rank does. They carry the weights as the last step left the
 and takes part with what was there before. It also pulls what is not in the schedule, and what it comes to late.
 
 A rank that branches apart, ends early or sleeps does not come to a collective that others wait for. After a grace time they
-tell it how many they have issued, and its thread that answers requests issues the rest. They say in which window that was: what
-is of an earlier one was issued when that ended, and what is of the next one is issued when this rank has ended its step.
+tell it so, and its thread that answers requests issues all up to that one, and a few more that they have issued. They say in
+which window that is: what is of an earlier one was issued when that ended, and what is of the next one is issued when this rank
+has ended its step.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Schedule:
             self._next = [fetch for fetch in self._next if fetch.chunk.number != number]
 
     def issue_told(self, window: int, num_issued: int) -> None:
-        """Another rank waits for what it issued. In the thread that answers."""
+        """Another rank waits for so many. In the thread that answers."""
         with self._lock:
             self._told = max(self._told, (window, num_issued))
             if window == self._window.number:
