@@ -97,56 +97,41 @@ def tell(sender, receiver):
         dist.recv(torch.zeros(1), sender)
 
 
-def absent(rank, world):
-    """Rank 1 comes to no weight before rank 0 has read all."""
-    with collectives_beside():
-        training = Training(rank)
-        training.train(4)
-        if rank == 0:
-            pulled = training.bytes()[0]
-            training.window(3)
-            assert training.bytes()[0] == pulled
-        tell(0, 1)
-        if rank == 1:
-            training.window(3)
-        training.step()
-        training.optimizer.close()
-    return training.weights()
+def one_after_the_other(training):
+    """Rank 1 comes to no weight before rank 0 has read all, by collectives alone."""
+    if training.rank == 0:
+        pulled = training.bytes()[0]
+        training.window(4)
+        assert training.bytes()[0] == pulled
+    tell(0, 1)
+    if training.rank == 1:
+        training.window(4)
+    training.step()
 
 
-@pytest.mark.promise("S02")
-def test_a_rank_that_waits_elsewhere_is_no_reason_to_wait():
-    one, other = ranks.run(2, absent)
-    assert all(map(torch.equal, one, other))
-
-
-def ahead(rank, world):
-    """Rank 0 is in the next window, and waits there, before rank 1 has ended its step."""
+def apart(rank, world, wait_s):
+    """`wait_s`: for so long rank 1 has not ended its step when rank 0 is in the next window, and waits there."""
     end_step = ShareExchange.end_step
 
     def late(self, written):
-        time.sleep(0.6)
+        time.sleep(wait_s * rank)
         end_step(self, written)
 
     with collectives_beside():
         training = Training(rank)
         training.train(3)
-        training.window(2)
-        with mock.patch.object(ShareExchange, "end_step", late if rank == 1 else end_step):
+        training.window(3)
+        with mock.patch.object(ShareExchange, "end_step", late):
             training.step()
-        if rank == 0:
-            training.window(3)
-        tell(0, 1)
-        if rank == 1:
-            training.window(3)
-        training.step()
+        one_after_the_other(training)
         training.optimizer.close()
     return training.weights()
 
 
 @pytest.mark.promise("S02")
-def test_a_rank_that_is_told_of_the_next_window_issues_it_when_its_step_has_ended():
-    one, other = ranks.run(2, ahead)
+@pytest.mark.parametrize("wait_s", [0.0, 0.6], ids=["in the same window", "before the step has ended"])
+def test_a_rank_that_waits_elsewhere_is_no_reason_to_wait(wait_s):
+    one, other = ranks.run(2, apart, wait_s)
     assert all(map(torch.equal, one, other))
 
 
