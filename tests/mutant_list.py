@@ -293,6 +293,7 @@ NAMED = [
 
 # Survivors, by name, and why they change nothing.
 HARMLESS: dict[str, str] = {
+    "discarded rounds are kept": "The sums are cleared some lines below. Not keeping them saves the work of adding them up.",
     "off by one in Counts, Constant 14": (
         "A default that the library never uses: whoever makes Counts there says what was used."
     ),
