@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from accelerators.backends.cuda import CudaAccelerator
 from tests import divergence, ranks
 from tests.devices import needs_sim
 
@@ -38,4 +39,13 @@ def test_each_read_of_a_weight_is_that_of_plain_pytorch(world, seed, by):
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in SEEDS[1:])])
 def test_each_read_of_a_weight_on_a_device_is_that_of_plain_pytorch(seed):
     found = ranks.run(2, divergence.run_rank, seed, "collectives", "sim", apart="sim")
+    assert all(num_reads > divergence.STEPS for num_reads, _ in found)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(CudaAccelerator().device_count() < 2, reason="two ranks need two of cuda")
+@pytest.mark.promise("S02")
+@pytest.mark.parametrize("seed", SEEDS[:5])
+def test_each_read_of_a_weight_that_nccl_gathered_is_that_of_plain_pytorch(seed):
+    found = ranks.run(2, divergence.run_rank, seed, "collectives", "cuda", apart="cuda")
     assert all(num_reads > divergence.STEPS for num_reads, _ in found)
