@@ -108,12 +108,13 @@ class Updater(Timed):
         return StepDecision(True, norm, min(1.0, coefficient) if not math.isnan(coefficient) else coefficient)
 
     def _adopt_on_device(self, used: int) -> set[Block]:
-        """Takes over edits of whole weights that stay on a device: it does so while the host waits for the norm. Shares of
-        weights may still be edited by other ranks."""
+        """Takes over edits of whole weights where all is on a device: it does so while the host waits for the norm. Shares of
+        weights may still be edited by other ranks, and what is on its way to a home elsewhere still takes memory."""
         layout, masters = self._masters.layout_ref.layout, self._masters
+        if not all(map(self._stays_on_device, range(len(layout.buckets)))):
+            return set()
         reached = (bucket for bucket, params in enumerate(layout.params_in) if params & used)
-        buckets = [bucket for bucket in reached if masters.has_whole_weights(bucket) and self._stays_on_device(bucket)]
-        blocks = {block for bucket in buckets for block in layout.blocks(bucket)}
+        blocks = {block for bucket in reached if masters.has_whole_weights(bucket) for block in layout.blocks(bucket)}
         for block in blocks:
             masters.adopt(block)
         return blocks
