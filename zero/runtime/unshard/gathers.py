@@ -159,7 +159,7 @@ class Gathers:
             with self._lock:
                 try:
                     grace_s = _GRACE_S if self._drop_done() else grace_s
-                except GroupLost:
+                except RuntimeError:  # the group is lost, and who waits for it is told
                     self._outstanding.clear()
                 if not self._outstanding:
                     self._watcher = None
