@@ -16,6 +16,7 @@ import zero
 from tests import ranks
 from tests.instruments import collectives_beside
 from zero.errors import GroupLost
+from zero.runtime.unshard import schedule
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.gathers import Gathers
 from zero.runtime.unshard.schedule import Schedule, in_common
@@ -149,16 +150,21 @@ def fetched_by_collectives():
         yield found
 
 
-def edited(rank, world, by_collectives):
-    """Rank 1 has edited a weight before rank 0 reads what was there, for the second time in the window."""
+def edited(rank, world, by_collectives, in_main_thread=False):
+    """Rank 1 has edited a weight before rank 0 reads what was there, for the second time in the window; and has issued its part
+    `in_main_thread`, or not yet."""
     with collectives_beside() if by_collectives else contextlib.nullcontext():
         training = Training(rank)
         training.train(3)
         weight, other = training.model[2].weight, training.model[0].weight
         read = []
         if rank == 1:
+            before = weight.detach().clone()
             with torch.no_grad():
                 weight.mul_(0.5)
+            if by_collectives and in_main_thread:
+                with training.schedule._lock:  # as if it used a weight that comes last
+                    training.schedule._issue_before(len(training.schedule._window.order))
         tell(1, 0)
         if rank == 0:
             with fetched_by_collectives() as found:
@@ -169,6 +175,9 @@ def edited(rank, world, by_collectives):
                 assert found[weight.in_chunk.number] == [False, True]  # the first was issued for the other rank
             with torch.no_grad():
                 weight.mul_(0.5)
+        else:
+            other.detach().clone()
+            assert torch.equal(weight.detach(), 0.5 * before)
         tell(0, 1)
         for step in (3, 4):
             training.window(step)
@@ -178,27 +187,32 @@ def edited(rank, world, by_collectives):
 
 
 @pytest.mark.promise("S02")
-def test_a_rank_that_edited_takes_part_with_what_was_there_before():
-    (read, weights), (_, others) = ranks.run(2, edited, True)
+@pytest.mark.parametrize("in_main_thread", [True, False])
+def test_a_rank_that_edited_takes_part_with_what_was_there_before(in_main_thread):
+    (read, weights), (_, others) = ranks.run(2, edited, True, in_main_thread)
     (wanted, expected), _ = ranks.run(2, edited, False)
     assert all(map(torch.equal, read, wanted)) and torch.equal(*read)
     assert all(map(torch.equal, weights, others)) and all(map(torch.equal, weights, expected))
 
 
-def left(rank, world):
-    """Rank 0 ends with weights on their way that rank 1 has not come to."""
-    with collectives_beside():
-        training = Training(rank, "all")
+def left(rank, world, steps):
+    """Rank 0 comes to a step, or to the end, with weights on their way that rank 1 has not come to."""
+    with collectives_beside(), mock.patch.object(schedule, "_MORE", 1):
+        training = Training(rank, "all", timeout_s=10.0)
         training.train(3)
         if rank == 0:
-            with torch.no_grad():
-                training.model[0](torch.ones(1, WIDTH))  # and ahead of it
+            training.model[0](torch.ones(1, WIDTH)).square().mean().backward()  # the next weights come meanwhile
             assert training.schedule._gathers._outstanding
+        elif steps:
+            training.optimizer.no_contribution()
+        if steps:
+            training.step()
         training.optimizer.close()
 
 
-def test_what_is_on_its_way_at_the_end_is_waited_for():
-    ranks.run(2, left)
+@pytest.mark.parametrize("steps", [True, False])
+def test_what_is_on_its_way_at_a_step_or_at_the_end_is_waited_for(steps):
+    ranks.run(2, left, steps)
 
 
 def short_of_memory(rank, world):
