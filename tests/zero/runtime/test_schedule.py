@@ -258,7 +258,7 @@ def test_a_rank_that_is_gone_is_named(world):
 def rebuilt(rank, world, by_collectives):
     """Rank 1 is stopped until rank 0 has given it up, with weights on their way."""
     with collectives_beside() if by_collectives else contextlib.nullcontext():
-        training = Training(rank, "all", timeout_s=2.0)
+        training = Training(rank, "all", timeout_s=4.0)
         training.train(3)
         processes = [None] * world
         dist.all_gather_object(processes, os.getpid())
