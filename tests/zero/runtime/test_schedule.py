@@ -207,7 +207,9 @@ def left(rank, world, steps):
             training.optimizer.no_contribution()
         if steps:
             training.step()
+        beside = training.schedule._gathers._beside
         training.optimizer.close()
+        assert beside._lost == "it was closed"  # and not before
 
 
 @pytest.mark.parametrize("steps", [True, False])
