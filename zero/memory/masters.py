@@ -140,9 +140,11 @@ class Masters:
         """Rounds the masters of blocks into this rank's share of the weights: those that stay on the device all at once."""
         here: list[Block] = []
         for block in blocks:
-            if self.is_copy(block.bucket) and self.stays_on_device(block.bucket):
+            if not self.is_copy(block.bucket):
+                continue
+            if self.stays_on_device(block.bucket):
                 here.append(block)
-            elif self.is_copy(block.bucket):
+            else:
                 self.streams.use(block.bucket, writes=False)
                 self.rounded_of(block).copy_(self._cut(block))
                 self.written(block)
