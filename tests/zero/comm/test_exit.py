@@ -10,6 +10,7 @@ import pytest
 from zero.comm.health import limits, shutdown
 from zero.comm.health.limits import at_once
 from zero.comm.health.store import StoreClient
+from zero.comm.torch_work import exit_all
 
 
 @pytest.fixture
@@ -65,6 +66,17 @@ def test_a_process_that_was_forked_has_no_threads_of_the_reserve(no_new_threads)
     if child == 0:
         os._exit(0 if at_once([lambda: None], limit_s=0.0) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_threads_of_wires_end_before_their_connections():
+    done = []
+
+    class Wire:
+        def exit(self):
+            done.append("thread")
+
+    exit_all([Wire(), Wire()], lambda: done.append("connections"))
+    assert done == ["thread", "thread", "connections"]
 
 
 class Silent:

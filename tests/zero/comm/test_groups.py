@@ -43,6 +43,7 @@ def collectives(group):
     buckets = [numbers(group.rank + 10 * index, 2 * group.size, torch.float32) for index in range(5)]
     pending = [group.reduce_scatter(bucket, torch.float32) for bucket in buckets]
     found += [one.wait().clone() for one in pending]
+    found += [group.all_to_all(numbers(group.rank, 8 * group.size, dtype)).wait().clone() for dtype in DTYPES]
     found.append(group.all_gather_bytes(bytes([group.rank]) * (group.rank + 1)))
     found.append(exchange_texts(group, "x" * 10 * group.rank))
     return found
@@ -52,8 +53,11 @@ def collectives_of_processes(rank, world, shared):
     return collectives(connect(accelerators.get("cpu"), None, TimeLimits(30.0, 30.0), shared_memory=shared))
 
 
-@both_wires
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+IN_A_DAY = [(1, False), (2, False), (2, True), (3, False), (3, True)]
+AT_NIGHT = [pytest.param(4, shared, marks=pytest.mark.full) for shared in (False, True)]
+
+
+@pytest.mark.parametrize("world, shared", IN_A_DAY + AT_NIGHT)
 def test_threads_and_processes_give_the_same(world, shared):
     threads = run_ranks(world, collectives, 30.0)
     processes = ranks.run(world, collectives_of_processes, shared)

@@ -141,6 +141,17 @@ def test_all_meet_and_who_is_late_or_ended_before_is_named():
         first.wait_for_start(600.0, lambda rank: f"raised it, before it sharded{'!' * (rank != 1)}")
 
 
+def test_a_rank_that_waits_for_others_to_start_asks_the_store_now_and_then():
+    first, second = watches(2)
+    asked, ask = [], first._store.ask
+    first._store.ask = lambda call: asked.append(call) or ask(call)
+    late = threading.Timer(0.5, second.note, args=("there",))
+    late.start()
+    first.wait_for_start(20.0, nobody)
+    late.join()
+    assert 2 < len(asked) < 50  # pauses of up to 50 ms; a loop without them asks thousands of times
+
+
 def test_waiting_for_a_rank_that_is_late_prints_no_warning_of_the_store(capfd):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, second = (RankMonitor(StoreClient(store), rank, 2, True) for rank in range(2))

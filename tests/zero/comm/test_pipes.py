@@ -12,6 +12,7 @@ import pytest
 from tests.devices import needs_linux
 from zero.comm.shared_memory.control import ByPipes
 from zero.comm.shared_memory.pipes import MOST_BYTES, Pipes, _write
+from zero.errors import GroupLost
 
 pytestmark = needs_linux
 
@@ -191,12 +192,33 @@ class Connection:
         work.wait()
 
 
-def test_messages_over_a_connection_that_was_only_begun_are_refused():
-    groups = [Connection(rank, 2) for rank in range(2)]
+def messages_of(groups):
     messages = [ByPipes(group) for group in groups]
     told = [each.handshake() for each in messages]
     for each in messages:
         each.meet(told)
+    return messages
+
+
+def test_a_rank_whose_group_is_lost_ends_what_others_wait_for(monkeypatch):
+    def lose(work):
+        raise GroupLost("time is up")
+
+    groups = [Connection(rank, 2) for rank in range(2)]
+    first, second = messages_of(groups)
+    mine, theirs = first.tell(7), second.tell(8)
+    assert theirs.wait() == [7, 8]
+    monkeypatch.setattr(groups[1], "wait_for", lose)
+    with pytest.raises(GroupLost, match="time is up"):
+        second.exchange(b"never whole")
+    assert mine.wait() == [7, 8]  # which it had sent before
+    with pytest.raises(RuntimeError, match="connection closed by rank 1"):
+        first.exchange(b"")
+
+
+def test_messages_over_a_connection_that_was_only_begun_are_refused():
+    groups = [Connection(rank, 2) for rank in range(2)]
+    messages = messages_of(groups)
     numbers = [each.tell(7 + rank) for rank, each in enumerate(messages)]
     assert [each.wait() for each in numbers] == [[7, 8], [7, 8]]
     messages[1].tell(3)  # stale

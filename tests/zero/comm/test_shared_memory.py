@@ -238,11 +238,13 @@ def test_what_rank_0_shows_is_seen_where_it_lies_and_not_lent_again_before_all_h
         if group.rank == 1:
             with shared.rank0_view(memory) as seen:
                 found = seen.data_ptr() - shared.arenas[0].data_ptr(), seen.unique().tolist()
+                shared.all_gather_bytes(b"both look")
                 shared.all_gather_bytes(b"rank 0 has left, and looked")
             shared.all_gather_bytes(b"this rank has left")
             return found
         with shared.rank0_view(memory) as seen:
             place = shared._arena.offset(memory)
+            shared.all_gather_bytes(b"both look")
         del memory, seen
         assert shared._arena.offset(lend()) != place
         shared.all_gather_bytes(b"rank 0 has left, and looked")
