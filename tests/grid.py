@@ -169,7 +169,7 @@ def without_group(full: bool = False) -> list[Point]:
 
 
 def sharded_weights(full: bool = False) -> list[Point]:
-    """Points at stage 3 on the host, where ranks see each other's memory and where they do not: in the day one of each second
+    """Points at stage 3 on the host, where ranks see each other's memory and where they do not: in the day one of each fourth
     case."""
     points = [
         Point(3, world, dtype, bucket, "plain", device, case)
@@ -185,11 +185,11 @@ def sharded_weights(full: bool = False) -> list[Point]:
     for point in points:
         by_case.setdefault(point.case, []).append(point)
     few = [[point for point in those if point.world < 3] or those for those in by_case.values()]
-    return [those[7 * index % len(those)] for index, those in enumerate(few)][::2]
+    return [those[7 * index % len(those)] for index, those in enumerate(few)][::4]
 
 
 def replicated(full: bool = False) -> list[Point]:
-    """Points on the host whose states are in shares of a part of the ranks: in the day one of each fourth case."""
+    """Points on the host whose states are in shares of a part of the ranks: in the day one of each eighth case."""
     points = [
         Point(stage, world, dtype, bucket, entry, "cpu", case, shard_ranks=world // 2 if world > 2 else 1)
         for case in CASES
@@ -203,7 +203,7 @@ def replicated(full: bool = False) -> list[Point]:
     by_case: dict[str, list[Point]] = {}
     for point in points:
         by_case.setdefault(point.case, []).append(point)
-    return [those[7 * index % len(those)] for index, those in enumerate(by_case.values())][::4]
+    return [those[7 * index % len(those)] for index, those in enumerate(by_case.values())][::8]
 
 
 def simulated_replicas(every: int = 101) -> list[Point]:
@@ -238,7 +238,7 @@ def on_cuda(every: int = 31) -> list[Point]:
 
 
 def on_disk(full: bool = False) -> list[Point]:
-    """Points on the host whose masters, moments and gradients are on disk, all or half of them: in the day one of each fourth
+    """Points on the host whose masters, moments and gradients are on disk, all or half of them: in the day one of each eighth
     case whose optimizer steps one parameter after the other."""
     points = [
         Point(stage, world, dtype, bucket, "plain", "cpu", case)
@@ -254,7 +254,7 @@ def on_disk(full: bool = False) -> list[Point]:
     for point in points:
         if point.dtype != "fp32" and point.world < 3:
             by_case.setdefault(point.case, []).append(point)
-    return [those[7 * at % len(those)] for at, those in enumerate(by_case.values())][::4]
+    return [those[7 * at % len(those)] for at, those in enumerate(by_case.values())][::8]
 
 
 @cache

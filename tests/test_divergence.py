@@ -27,7 +27,7 @@ def test_ranks_do_differ_and_weights_change():
 @pytest.mark.parametrize("by", divergence.TRANSPORTS)
 @pytest.mark.parametrize(
     ("world", "seed"),
-    [(2, 0), (3, 1), *(pytest.param(world, seed, marks=pytest.mark.full) for seed in SEEDS[2:] for world in (2, 3))],
+    [(2, 0), *(pytest.param(world, seed, marks=pytest.mark.full) for seed in SEEDS[1:] for world in (2, 3))],
 )
 def test_each_read_of_a_weight_is_that_of_plain_pytorch(world, seed, by):
     found = ranks.run(world, divergence.run_rank, seed, by)

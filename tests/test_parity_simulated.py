@@ -7,16 +7,18 @@ from tests.devices import needs_sim
 
 pytestmark = needs_sim
 
+NUM_PARTS = 24
+
 
 @pytest.fixture(scope="module")
 def points():
     return grid.covering()
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 12))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, NUM_PARTS))])
 @pytest.mark.parametrize("device", grid.DEVICES[1:])
 def test_simulated_devices_equal_the_oracle(points, device, part):
-    failures = parity.run([point for point in points if point.device == device][part::12])
+    failures = parity.run([point for point in points if point.device == device][part::NUM_PARTS])
     assert not failures, str(failures)
 
 
@@ -32,13 +34,13 @@ def test_a_device_without_a_group_of_its_own_equals_the_oracle_whatever_else_it_
     assert not failures, str(failures)
 
 
-@pytest.mark.parametrize("every", [1987, pytest.param(7, marks=pytest.mark.full)])  # `python -m tests.parity` runs all
+@pytest.mark.parametrize("every", [3989, pytest.param(7, marks=pytest.mark.full)])  # `python -m tests.parity` runs all
 def test_sharded_weights_on_the_simulated_device_equal_the_oracle(every):
     failures = parity.run(grid.simulated_sharded_weights(every))
     assert not failures, str(failures)
 
 
-@pytest.mark.parametrize("every", [1499, pytest.param(61, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [2999, pytest.param(61, marks=pytest.mark.full)])
 def test_replicated_states_on_the_simulated_device_equal_the_oracle(every):
     failures = parity.run(grid.simulated_replicas(every))
     assert not failures, str(failures)

@@ -114,7 +114,7 @@ def near(found):
 
 
 @pytest.mark.promise("N20")
-@pytest.mark.parametrize(("stage", "shared"), [(2, True), (2, False), (3, True)])
+@pytest.mark.parametrize(("stage", "shared"), [pytest.param(2, True, marks=pytest.mark.full), (2, False), (3, True)])
 def test_so_they_do_over_gloo_and_shared_memory_with_the_same_bits(stage, shared):
     found = near(ranks.run(2, on_processes, "cpu", stage, shared))
     assert [losses for losses, _ in found[0]] == [losses for losses, _ in ranks.run(2, on_processes, "cpu", stage, shared)[0]]

@@ -26,6 +26,7 @@ from zero.sharding.optimizer import shard
 LIMIT_S = 0.5
 TIMES = 4
 WAYS = ("construction", "forward", "backward", "update", "collective")
+DAILY = ("construction", "update")
 
 
 class Trouble(Exception):
@@ -142,7 +143,7 @@ def fail_often(rank, world, device, way, options):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="this system does not list what a process holds")
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.full), pytest.param("sim", marks=needs_sim)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way if way in DAILY else pytest.param(way, marks=pytest.mark.full) for way in WAYS])
 def test_after_a_failure_in_any_phase_nothing_of_ours_is_left_in_the_process(way, device):
     options = {"stage": 2} if device == "cpu" else {"stage": 2, "offload": {"pinned": True}}
     told = ranks.run(2, fail_often, device, way, options, apart=device, timeout=60.0)

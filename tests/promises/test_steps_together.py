@@ -62,6 +62,7 @@ HOMES = {
     "moments on disk": {"homes": {"moments": DISK}},
     "gradients on disk": {"homes": {"gradients": DISK}},
 }
+DAILY = ("half on the host", "moments on disk")
 TOGETHER = ("on the device", "half on the host")  # what comes for its turn alone is not
 
 
@@ -72,7 +73,7 @@ on_devices = pytest.mark.parametrize(
 
 
 @on_devices
-@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("homes", [name if name in DAILY else pytest.param(name, marks=pytest.mark.full) for name in HOMES])
 def test_many_buckets_at_a_time_have_the_bits_of_one_after_the_other(device, make, homes):
     points = [
         {"stage": stage, "dtype": dtype, "clip": 0.5, "make": make, **HOMES[homes]}
