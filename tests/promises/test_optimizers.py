@@ -639,7 +639,6 @@ class Undeclared(OPTIM.SGD):
 
 
 REFUSED = {
-    "LBFGS": (OPTIM.LBFGS, {"elementwise": True}, r"Cannot shard LBFGS: it searches along one line through all parameters"),
     "Prodigy": (Prodigy, {"elementwise": True}, r"Cannot shard Prodigy: it finds its rate from sums over all parameters"),
     "a norm of all": (LambOfAll, {"elementwise": True}, r"Cannot shard LambOfAll: it divides by .* with max_grad_norm=1.0"),
     "whole ones declared element-wise": (OPTIM.Adafactor, {"elementwise": True}, r"Adafactor looks at whole tensors"),

@@ -177,7 +177,7 @@ def test_the_first_difference_is_named_with_both_values():
         (lambda: ZeroConfig(stage=1, predivide=2.0, reduce="sum"), "Leave predivide out"),
         (lambda: ZeroConfig(stage=1, kernels="fused", optimizer=OptimizerSpec.of("Lion")), "Use kernels='torch'"),
         (lambda: ZeroConfig(stage=1, accumulation=3, batch=Batch.of(micro_samples=1)), "Give one of the two"),
-        (lambda: OptimizerSpec.of("LBFGS"), "searches along one line"),
+        (lambda: OptimizerSpec.of("LBFGS"), "evaluates the loss several times a step"),
         (lambda: OptimizerSpec.of("onebitadam"), "compressed communication"),
         (lambda: OptimizerSpec.of("AdamX"), "Did you mean 'Adam"),
         (lambda: OptimizerSpec.of(3), "it is not a name"),

@@ -487,7 +487,7 @@ def test_an_engine_can_be_made_of_what_shard_gave():
     assert engine.global_steps == 2
 
 
-def test_an_optimizer_of_all_tensors_together_is_refused_for_that_at_once():
+def test_an_optimizer_that_evaluates_the_loss_itself_is_refused_as_an_engine_has_no_closure():
     model = mlp()
-    with pytest.raises(ValueError, match="Cannot shard LBFGS: it searches along one line through all parameters"):
+    with pytest.raises(ValueError, match="Cannot make an engine with LBFGS: it evaluates the loss several times a step"):
         zero.initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=written())

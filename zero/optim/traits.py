@@ -147,7 +147,9 @@ def is_quantised_in_blocks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def of_all_tensors(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns why it must see all parameters to step one, or None."""
+    """Returns why it must see all parameters to step one, or None. torch's LBFGS is given sums over all ranks."""
+    if evaluates(optimizer):
+        return None
     found = next((OF_ALL_TENSORS[base.__name__] for base in type(optimizer).__mro__ if base.__name__ in OF_ALL_TENSORS), None)
     settings = [name for name in _OVER_ALL if any(group.get(name) for group in optimizer.param_groups)]
     if found is None and known_whole(optimizer) is not None and settings:

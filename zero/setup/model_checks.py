@@ -85,7 +85,7 @@ def _check_kind(optimizer: torch.optim.Optimizer, config: ZeroConfig, is_alone: 
             f"Cannot shard {kind.__name__}: it {why}, and each rank would have its own part of them alone. Use stage=0, where "
             "every rank has all, or an optimizer that steps one tensor at a time, such as AdamW or Muon, and clip with clip=."
         )
-    if why is not None:
+    if why is not None or evaluates(optimizer):
         return
     said = [group.get("whole") for group in optimizer.param_groups]
     if whole is not None and ((elementwise and is_alone) or False in said):

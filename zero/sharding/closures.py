@@ -1,23 +1,25 @@
 """Steps with a closure: it is called once, or as often as the optimizer needs a loss and its gradients.
 
-[Note: evaluations] LBFGS calls its closure several times a step, each time with other weights. Every rank has all masters then
-and computes the same from the same gradients and the same loss, which is that of all ranks together. So all ranks call their
-closures equally often, and tell each other before each call. Between two calls the weights are what the masters are, as after a
-step.
+[Note: evaluations] LBFGS calls its closure several times a step, each time with other weights. Each rank steps its own
+masters, from the loss and from sums that are those of all ranks together; see [Note: LBFGS in shares]. So all ranks call their
+closures equally often, and tell each other before each call. Between two calls the weights are what the masters are, as after
+a step.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from zero.comm.exchange import exchange_texts
 from zero.errors import RanksDiffer
 from zero.optim.traits import evaluates
 from zero.plan.layout import Block
 from zero.runtime.grads.phase import Phase
-from zero.runtime.step.updater import JOINED, StepDecision
+from zero.runtime.step.updater import StepDecision
 from zero.sharding.build import reduction
 from zero.sharding.state import ShardingState
 from zero.sharding.step import judge, step
@@ -43,11 +45,10 @@ class _Evaluations:
                 f"Cannot step {type(state.updater.inner).__name__} without a closure: it evaluates the loss several times. "
                 "Call step(closure) with a function that clears gradients, sends a loss backward and returns it."
             )
-        layout = state.layout_ref.layout
         self._state = state
         self._closure = closure
-        self._blocks: list[Block] = [block for bucket in range(len(layout.buckets)) for block in layout.blocks(bucket)]
-        self._num_masters = len(state.masters.pieces)
+        self._layout = state.layout_ref.layout
+        self._blocks: list[Block] = []
         self._losses: list[Any] = []
         self._decision: StepDecision | None = None
 
@@ -55,7 +56,12 @@ class _Evaluations:
         state = self._state
         state.window.sync.step += 1
         try:
-            state.updater.step_by_evaluations(self._evaluate)
+            self._call()  # LBFGS begins with it, and it finds out what is trained from this step on
+            self._layout = state.layout_ref.layout
+            buckets = range(len(self._layout.buckets))
+            self._blocks = [block for bucket in buckets for block in self._layout.blocks(bucket)]
+            over_ranks = self._over_ranks if self._layout.num_shares > 1 else None
+            state.updater.step_by_evaluations(self._evaluate, self._agreed, over_ranks)
             self._agree(goes_on=False)
             self._finish()
         except BaseException as error:
@@ -69,23 +75,30 @@ class _Evaluations:
 
     def _evaluate(self) -> Any:
         state = self._state
-        self._agree(goes_on=True)
-        if self._losses:
+        if state.window.phase is Phase.STEPPING:
+            self._agree(goes_on=True)
             self._finish()
-        with torch.enable_grad():
-            loss = self._closure()
-        self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        self._decision = judge(state)
+            self._call()
+            if state.layout_ref.layout is not self._layout:
+                raise ValueError(
+                    "Cannot evaluate: a parameter became trainable in the middle of a step of LBFGS. Set requires_grad before "
+                    "step(closure)."
+                )
         coefficient = 1.0 if self._decision is None else self._decision.coefficient
-        if state.window.phase is not Phase.SETTLED:
-            raise ValueError("Cannot evaluate: the closure sent no loss backward. Call backward() in it, on every rank.")
-        if len(state.masters.pieces) != self._num_masters:
-            raise ValueError(JOINED)
         state.publisher.begin()
         state.window.move_to(Phase.STEPPING)
         state.mid_update = True
         state.updater.take_gradients(self._blocks, state.window.used, coefficient)
         return self._of_all_ranks(float(self._losses[-1]))
+
+    def _call(self) -> None:
+        state = self._state
+        with torch.enable_grad():
+            loss = self._closure()
+        self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        self._decision = judge(state)
+        if state.window.phase is not Phase.SETTLED:
+            raise ValueError("Cannot evaluate: the closure sent no loss backward. Call backward() in it, on every rank.")
 
     def _finish(self) -> None:
         """Publishes the present masters as the weights of all ranks."""
@@ -93,7 +106,7 @@ class _Evaluations:
         state.masters.publish(self._blocks)
         state.publisher.send(self._blocks)
         state.window.grad_ops.forget_norms()
-        state.publisher.wait(sum(1 << param for param in state.masters.pieces))
+        state.publisher.wait(sum(1 << slot.param for slot in self._layout.slots if slot is not None))
         state.publisher.end()
         state.mid_update = False
         state.window.move_to(Phase.STEPPED)
@@ -102,6 +115,15 @@ class _Evaluations:
         """Reduces a loss over the ranks as gradients are reduced."""
         numbers = state_numbers(self._state, loss, "the loss of an evaluation")
         return sum(numbers) * reduction(self._state.config, len(numbers))
+
+    def _over_ranks(self, number: float) -> list[float]:
+        """What each of those that share the states has."""
+        return state_numbers(self._state, number, "a sum over all parameters")[: self._layout.num_shares]
+
+    def _agreed(self, outline: dict[str, Any]) -> dict[str, Any]:
+        """What one remembers that has masters."""
+        told = map(json.loads, exchange_texts(self._state.group, json.dumps(outline)))
+        return next(filter(None, told), {})
 
     def _agree(self, goes_on: bool) -> None:
         if len(set(state_numbers(self._state, float(goes_on), "another evaluation"))) != 1:

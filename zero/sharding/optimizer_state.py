@@ -20,7 +20,8 @@ from zero.comm.exchange import exchange_texts
 from zero.errors import ZeroError
 from zero.memory.formats import dtype_name, goes_with_elements, sum_dtype
 from zero.memory.masters import exact
-from zero.optim.traits import KERNELS
+from zero.optim import lbfgs
+from zero.optim.traits import KERNELS, evaluates
 
 if TYPE_CHECKING:
     from zero.plan.layout import Piece
@@ -84,6 +85,10 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
         )
     names = _names_in_groups(sharding, inner, groups)
     states = {names.get(key, key): state for key, state in state_dict["state"].items()}
+    if evaluates(inner):
+        params = inner.param_groups[0]["params"]
+        in_order = [sharding.params.names[sharding.params.index[id(param)]] for param in params]
+        lbfgs.cut(states, in_order, [param.shape for param in params])
     masters = state_dict.get("masters", {})
     unknown = [name for name in (*states, *masters) if name not in sharding.params.names]
     if unknown:
@@ -169,6 +174,9 @@ def _setting(now: Any, saved: Any, filled: set[int]) -> Any:
 
 def adopt_state(sharding: ShardingState, inner: torch.optim.Optimizer) -> None:
     """Hands the state that an optimizer already has for the parameters to their masters."""
+    if evaluates(inner):
+        params = inner.param_groups[0]["params"]
+        lbfgs.cut(inner.state, params, [param.shape for param in params])
     for param, tensor in enumerate(sharding.params.tensors):
         if lies_nowhere(sharding, param):
             continue  # it keeps its state itself until it is trained

@@ -13,6 +13,7 @@ from torch import nn
 
 from zero.errors import NonFinite
 from zero.memory.masters import Masters
+from zero.optim.lbfgs import OverRanks, in_one, outline_of
 from zero.optim.several import members_of
 from zero.optim.steps import has_step_of_its_own, step_without_hooks
 from zero.optim.traits import known_kind, steps_by_blocks
@@ -42,12 +43,6 @@ class StepPolicy:
 
     clip: float | None = None
     on_nonfinite: str = "propagate"  # or "skip", "raise"
-
-
-JOINED = (
-    "Cannot step LBFGS: a parameter became trainable after its first step, and it knows all of them as one vector. Train those "
-    "from the beginning, or shard again with a new one."
-)
 
 
 class Updater(Timed):
@@ -227,25 +222,27 @@ class Updater(Timed):
             for _, master in fed:
                 master.grad = None
 
-    def step_by_evaluations(self, evaluate: Callable[[], Any]) -> None:
-        """LBFGS, with all masters for its parameters; `evaluate` gives these gradients and returns the loss."""
+    def step_by_evaluations(
+        self,
+        evaluate: Callable[[], Any],
+        agree: Callable[[dict[str, Any]], Mapping[str, Any]],
+        over_ranks: OverRanks | None,
+    ) -> None:
+        """LBFGS, with all masters for its parameters; `evaluate` gives these gradients and returns the loss. `agree` returns
+        what it remembers beside vectors, as a rank without masters does not."""
         inner: Any = self._inner
         with self.all_masters():
             masters = [master for group in inner.param_groups for master in group["params"]]
-        if any(direction.numel() != sum(master.numel() for master in masters) for direction in self._directions()):
-            raise ValueError(JOINED)
-        params, inner._params, inner._numel_cache = inner._params, masters, None
+        known: Mapping[str, Any] = next((inner.state[master] for master in masters if master in inner.state), {})
+        held = masters or [torch.empty(0, device="cpu")]
         try:
-            type(inner).step.__wrapped__(inner, evaluate)
+            with in_one(inner, held, agree(outline_of(known)), over_ranks):
+                type(inner).step.__wrapped__(inner, evaluate)
         finally:
-            inner._params, inner._numel_cache = params, None
             for master in masters:
                 master.grad = None
-
-    def _directions(self) -> list[torch.Tensor]:
-        """What LBFGS remembers that is as long as all of its parameters."""
-        found = (entry.get("d") for entry in self._inner.state.values())
-        return [direction for direction in found if isinstance(direction, torch.Tensor)]
+            if not masters:
+                inner.state.pop(held[0], None)
 
     def take_gradients(self, blocks: Sequence[Block], used: int, coefficient: float) -> None:
         """The masters' gradients are those of the window, and their values the weights'."""
@@ -278,12 +275,13 @@ class Updater(Timed):
         """The user's groups hold the masters of all parameters, for what looks at each of them outside of a step."""
         self.batches([])
         held = [
-            (self._places[piece.param], master)
+            ((self._places[piece.param], piece.in_param.start), master)
             for pieces in self._masters.pieces.values()
             for piece, master in pieces
             if piece.param in self._places
         ]
-        with self._in_groups(sorted(held, key=lambda member: member[0])):
+        held.sort(key=lambda member: member[0])
+        with self._in_groups([(place, master) for (place, _), master in held]):
             yield
 
     def forget_moments(self) -> None:
