@@ -7,11 +7,12 @@ from torch import nn
 import accelerators
 import zero
 from tests import ranks
-from tests.devices import needs_sim
+from tests.devices import needs_compiler, needs_sim
 from tests.instruments import Ledger
 from tests.promises.offloads import place_of
 from zero.comm.eight_bits import BLOCK, num_bytes_of
 from zero.comm.loopback import run_ranks
+from zero.config.schema import LossScale
 from zero.sharding.optimizer import shard
 from zero.tools.training.model import Gpt
 from zero.tools.training.text import Text, read_text
@@ -179,6 +180,116 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_all_and_forgotten(value):
         return unchanged, all(bool(value.isfinite().all()) for value in weights(model))
 
     assert run_ranks(2, program) == [(True, True)] * 2
+
+
+class Scaled(nn.Module):
+    """Its gradients do not depend on its weights, and are 0 for those of `idle`."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(700, generator=generator))
+        self.idle = nn.Parameter(torch.randn(90, generator=generator))
+
+    def forward(self, factors):
+        return (self.weight * factors).sum()
+
+
+def steps(model, optimizer, first, last):
+    for step in range(first, last):
+        factors = torch.randn(700, generator=torch.Generator().manual_seed(step)).to(model.weight.dtype)
+        model(factors).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def masters_of(optimizer):
+    return {name: value.clone() for name, value in optimizer.state_dict()["masters"].items()}
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused", pytest.param("compiled", marks=needs_compiler)])
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}, {"stage": 2, "offload": "cpu"}], ids=str)
+def test_masters_are_those_of_a_training_whose_weights_travel_as_they_are(options, kernels, tmp_path):
+    """With steps much smaller than those of the 8 bits; an edit of a weight is its master, and what nothing steps stays."""
+
+    def program(group, gather):
+        model = Scaled()
+        fused = {"fused": True} if kernels == "fused" else {}
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, **fused)
+        options_now = {**options, "kernels": kernels, "dtype": "bfloat16", "gather_dtype": gather}
+        optimizer = shard(model, inner, group=group, **options_now)
+        start = masters_of(optimizer)
+        steps(model, optimizer, 0, 10)
+        with torch.no_grad():
+            model.weight[5] = 3.0
+            model.weight[600] = -3.0
+        steps(model, optimizer, 10, 20)
+        model.idle.data = model.idle.data.clone()
+        if gather is not None:  # from that the exact ones follow
+            zero.save(tmp_path / f"{group.size}", optimizer, "there")
+            zero.load(tmp_path / f"{group.size}", optimizer)
+        steps(model, optimizer, 20, 30)
+        found = masters_of(optimizer)
+        step = start["idle"].abs().max().item() / 127
+        assert torch.equal(found["idle"], start["idle"]) and not torch.equal(found["weight"], start["weight"])
+        assert (model.idle.float() - start["idle"]).abs().max() < 2 * step
+        optimizer.close()
+        return found
+
+    for world in (2, 3):
+        exact, inexact = (run_ranks(world, lambda group, gather=gather: program(group, gather)) for gather in (None, "int8"))
+        for one, other in zip(exact, inexact, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("way", ["zero_grad", "model", "skipped", "load"])
+def test_nothing_of_gradients_that_were_thrown_away_comes_with_the_next_ones(way, tmp_path):
+    def program(group):
+        model = Scaled()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = shard(model, inner, stage=2, group=group, on_nonfinite="skip", reduce_dtype="int8")
+        if way == "load":
+            zero.save(tmp_path, optimizer, "start")
+        for step in range(3):
+            factors = 1e6 * torch.randn(700, generator=torch.Generator().manual_seed(10 * step + group.rank))
+            if way == "skipped" and group.rank:
+                factors[3] = float("inf")
+            model(factors).backward()
+            if way == "zero_grad":
+                optimizer.zero_grad()
+            elif way == "model":
+                model.zero_grad()
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+        if way == "load":
+            zero.load(tmp_path, optimizer)
+        model(torch.zeros(700)).backward()
+        optimizer.step()
+        norm, narrowing = optimizer.grad_norm, optimizer.sharding.window.reducer.inflight._narrowing
+        optimizer.close()
+        return norm, narrowing._missing
+
+    assert run_ranks(2, program) == [(0.0, {})] * 2
+
+
+def test_finite_halves_stay_finite_with_what_the_rounding_took_away():
+    def program(group):
+        model = Scaled()
+        inner = torch.optim.SGD(model.parameters(), lr=0.0)
+        scale = {"loss_scale": LossScale(dynamic=False, initial=1.0)}
+        optimizer = shard(model, inner, stage=2, group=group, dtype="float16", reduce_dtype="int8", **scale)
+        norms = []
+        for step in range(6):
+            generator = torch.Generator().manual_seed(step)
+            model((65_000 + 500 * torch.rand(700, generator=generator)).half()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            norms.append(optimizer.grad_norm)
+        return norms
+
+    for norms in run_ranks(2, program):
+        assert all(norm == pytest.approx(65_250 * 700**0.5, rel=0.02) for norm in norms)
 
 
 @pytest.mark.parametrize(

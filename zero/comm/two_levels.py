@@ -5,7 +5,8 @@ their hosts are a column, with a group of its own over the network. A bucket is 
 rank adds up what the ranks of its host have for each rank of its column. These H sums are reduced and scattered in the column.
 New weights go the other way: each rank gathers the shares of its column, and then ranks of a host copy those of each other. So
 a host sends each other one the weights once and not L times; and gradients once, in the dtype of sums: of bf16 gradients L / 2
-times less, which is as much for two ranks a host, and of fp32 ones L times.
+times less, which is as much for two ranks a host, and of fp32 ones L times. Messages that are no numbers, as gradients in 8
+bits, go from each rank to each, and so do weights that ranks fetch for themselves.
 
 The ranks of each host are added up first, and then the hosts, in their order. Where ranks of a host do not share memory, all
 ranks send each other their pieces and add them in that same order, so that the bits do not depend on the way.

@@ -271,7 +271,7 @@ class ZeroConfig(ConfigModel):
             (self.predivide != 1.0 and self.reduce == "sum",
              "Cannot use predivide: reduce='sum' divides nothing. Leave predivide out, or reduce by mean"),
             (self.reduce_dtype == "int8" and self.stage == 0,
-             "Cannot use reduce_dtype='int8' at stage 0: its sums are taken by the backend. Use stage 1 or 2"),
+             "Cannot use reduce_dtype='int8' at stage 0: its sums are taken by the backend. Use stage 1, 2 or 3"),
             (self.gather_dtype is not None and self.stage == 3,
              "Cannot use gather_dtype at stage 3: weights are fetched when they are needed. Use stage 1 or 2, or leave it out"),
             (self.kernels == "fused" and self.optimizer is not None and self.optimizer.kind not in FUSED_IN_TORCH,

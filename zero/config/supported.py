@@ -48,6 +48,8 @@ def _without_effect(config: ZeroConfig) -> list[str]:
         told.append("predivide has no effect: sums are taken in float32, so nothing overflows before it is divided")
     if config.reduce_dtype == "int8":
         told.append("gradients travel in 8 bits: sharded training is near to plain training, and not equal to it")
+        if config.shard_ranks is not None:
+            told.append("they do so inside each group of shard_ranks; across groups their sums are float32")
     elif config.reduce_dtype is not None:
         told.append(f"gradients wider than {config.reduce_dtype} are rounded to it and travel so; all are added in float32")
     if config.gather_dtype is not None:

@@ -241,7 +241,7 @@ class _Loading:
         """Changes what every rank writes alike: parameters that are not trained, and buffers. From here on nothing is expected
         to fail."""
         about, sharding = self._about, self._about.sharding
-        sharding.window.sync.tracker.copy_back()  # what lies elsewhere is overwritten like the rest
+        sharding.begin_load()
         late = [index for index, name in enumerate(about.managed) if lies_nowhere(sharding, index) and self._had_master(name)]
         if late:
             sharding.window.place_params(late)  # or the exact value would be rounded

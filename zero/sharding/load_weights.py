@@ -62,6 +62,7 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
         for optimizer in optimizers:
             optimizer.zero_grad()
             optimizer.sharding.publisher.take_edits()
+            optimizer.sharding.window.reducer.inflight.forget_errors()
         rest = {tensor: files.tensors[key] for tensor, key in match.keys.items()}
         for sharding in sharded:
             _place_late(sharding, rest)

@@ -46,10 +46,13 @@ def whole_state_dict(sharding: ShardingState, inner: torch.optim.Optimizer) -> d
             states[name] = state
             elementwise |= keys
         if _has_copy(sharding, param):
-            dtype, piece_of = sum_dtype(sharding.params.tensors[param].dtype), sharding.masters.streams.piece
-            masters[name] = sharding.to_home(param, sharding.window.grad_ops.whole(param, piece_of, dtype))
-            if param in elsewhere:
-                masters[name] = exact(sharding.params.tensors[param].detach().to(masters[name].device), masters[name])
+            dtype = sum_dtype(sharding.params.tensors[param].dtype)
+
+            def value(piece: Piece, is_elsewhere: bool = param in elsewhere) -> torch.Tensor:
+                master = sharding.masters.streams.piece(piece)
+                return edited(sharding, piece, master) if is_elsewhere else master
+
+            masters[name] = sharding.to_home(param, sharding.window.grad_ops.whole(param, value, dtype))
     index, names = sharding.params.index, sharding.params.names
     groups = []
     for group in inner.param_groups:
@@ -63,6 +66,7 @@ def edited(sharding: ShardingState, piece: Piece, master: torch.Tensor) -> torch
     """The exact value of one piece that is in memory, for a parameter that lies elsewhere than it was put."""
     form = sharding.window.grad_ops.formats[piece.param]
     line = form.flatten(sharding.params.tensors[piece.param].detach())[piece.in_param.start : piece.in_param.stop]
+    line = sharding.masters.as_published(piece.bucket, line, piece.in_share)
     return exact(form.shaped_like(master, line).to(master.device), master)
 
 

@@ -143,6 +143,11 @@ class ShardingState:
         else:
             self.adopt()
 
+    def begin_load(self) -> None:
+        """What lies elsewhere is overwritten like the rest, and no error of an earlier gradient is made up for."""
+        self.window.sync.tracker.copy_back()
+        self.window.reducer.inflight.forget_errors()
+
     def adopt_bucket(self, bucket: int) -> None:
         """Takes edits of weights of a bucket over, once `follow_edits` was called."""
         for block in self.layout_ref.layout.blocks(bucket):

@@ -136,8 +136,9 @@ def _in_eight_bits(written: Written, key: str, stages: Collection[int], stage: i
     if not written.flag(f"zero_optimization.{key}"):
         return None
     if stage not in stages:
-        raise ValueError(f"Cannot use zero_optimization.{key} at stage {stage}: there is nothing that could travel in 8 bits. "
-                         f"Use stage {min(stages)} or {max(stages)}, or turn it off.")
+        why = "weights are fetched as they are" if stage == 3 else "its sums are taken by the backend"
+        raise ValueError(f"Cannot use zero_optimization.{key} at stage {stage}: {why}. Use stage {min(stages)} or {max(stages)}"
+                         ", or turn it off.")
     return "int8"
 
 

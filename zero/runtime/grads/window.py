@@ -329,9 +329,9 @@ class Window(Timed):
         self.grads.begin()
         self.in_backward, self.params.reached = False, None
         self.clears = clears
+        self.reducer.inflight.begin_window(is_used=self.phase in (Phase.IDLE, Phase.STEPPED))
         self.move_to(Phase.COLLECTING if clears else Phase.IDLE)
         self.reducer.drop()
-        self.reducer.inflight.forget_nonfinite()
         self.grad_ops.clear()
         self.used = 0
         self.scaling.weight, self.scaling.is_settled = None, False

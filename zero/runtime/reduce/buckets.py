@@ -207,6 +207,8 @@ class Reducer(Timed):
             self._send_next(keep)
             self.inflight.retire(keep, most=1)  # others send them too, so what is received takes no more memory than it must
         self.inflight.retire(keep)
+        if not keep:
+            self.inflight.forget_errors()
 
     def flush(self, buckets: Sequence[int], wide: int) -> None:
         """One more round for every bucket that needs it on some rank; of these, some in the dtype of sums. Then sums are those

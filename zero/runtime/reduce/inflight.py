@@ -88,7 +88,7 @@ class InflightReductions(Timed):
         self._staging = staging
         self.shard = shard
         self.checks_finite = checks_finite
-        self._greatest: torch.Tensor | None = None  # magnitude that was sent since the last `forget`, NaN included
+        self._greatest: torch.Tensor | None = None  # magnitude that was sent in this window, NaN included
         self._narrowing = narrowing or AsItIs(layout_ref, group)
         self.sums = sums or SumsByTorch()
         self._ranks = group.inner.rank, group.inner.size
@@ -174,11 +174,18 @@ class InflightReductions(Timed):
 
     @property
     def is_finite(self) -> bool:
-        """Whether everything that this rank sent since the last `forget_nonfinite` was finite."""
+        """Whether everything that this rank sent in this window was finite."""
         return self._greatest is None or bool(self._greatest.isfinite())
 
-    def forget_nonfinite(self) -> None:
+    def begin_window(self, is_used: bool) -> None:
+        """`is_used`: whether a step has used what was sent before."""
         self._greatest = None
+        if not is_used:
+            self.forget_errors()
+
+    def forget_errors(self) -> None:
+        """What rounding took away from what was sent is not added to what will be, as that was thrown away."""
+        self._narrowing.forget_errors()
 
     def retire(self, keep: bool, most: int = 0) -> None:
         """Waits for other ranks, until no more than so many rounds are on their way."""
@@ -208,6 +215,7 @@ class InflightReductions(Timed):
             self._let_go(waiting.mirror, waiting.transfer)
         self._in_flight.clear()
         self._waiting.clear()
+        self.forget_errors()
         if self._across is not None:
             self._across.abandon()
 

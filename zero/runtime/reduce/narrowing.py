@@ -24,6 +24,9 @@ class Narrowing(Protocol):
     def reduce(self, bucket: int, sent: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         """The sum over the ranks of the inner group, of this rank's share; or where there is one share, of all ranks."""
 
+    def forget_errors(self) -> None:
+        """Gradients that were narrowed are thrown away, or lost."""
+
 
 def in_shares(layout_ref: LayoutRef, group: Group) -> bool:
     """Whether each rank wants its share of a sum, and not all of it."""
@@ -41,6 +44,9 @@ class AsItIs:
 
     def reduce(self, bucket: int, sent: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         return self._reduce(sent, sum_dtype)
+
+    def forget_errors(self) -> None:
+        """There are none to be made up for."""
 
 
 class RoundedTo(AsItIs):
@@ -72,20 +78,22 @@ class InEightBits:
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
         num_shares, scale = self._layout_ref.layout.num_shares, self._scaling.loss_scale
         missing, before = self._missing.pop(bucket, (None, scale))
-        if missing is not None and missing.numel() == buffer.numel():
-            buffer.add_(missing, alpha=scale / before)
-        rows = buffer.view(num_shares, -1)
+        if missing is None or missing.numel() != buffer.numel():
+            missing = torch.zeros_like(buffer)
+        rows = torch.add(buffer.float(), missing, alpha=scale / before).view(num_shares, -1)  # two halves may not fit in one
         size = num_bytes_of(rows.shape[1])
         message = staging.borrow(num_shares * size, torch.uint8)
         encode(rows, message.view(num_shares, size), self._noise)
-        missing = torch.empty_like(buffer) if missing is None or missing.numel() != buffer.numel() else missing
-        torch.sub(rows, decode(message.view(num_shares, size), rows.shape[1]), out=missing.view_as(rows))
+        missing.copy_(rows.sub_(decode(message.view(num_shares, size), rows.shape[1])).view(-1))
         self._missing[bucket] = missing.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0), scale
         staging.give_back(buffer)
         return message
 
     def reduce(self, bucket: int, sent: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         return _InNumbers(self._group.all_to_all(sent), self._group.size, self._layout_ref.layout.buckets[bucket].share_numel)
+
+    def forget_errors(self) -> None:
+        self._missing.clear()
 
 
 class _InNumbers:

@@ -71,11 +71,12 @@ class WeightPublisher(Timed):
         for bucket in (block.bucket for block in batch if block.is_last):
             new = self._weights.to_publish(bucket)
             if new is not None:
-                self._in_flight.append(self._gather(new))
+                self._in_flight.append(self._gather(bucket, new))
 
-    def _gather(self, new: torch.Tensor) -> Pending:
+    def _gather(self, bucket: int, new: torch.Tensor) -> Pending:
         if self._in_eight_bits and new.dtype.itemsize == 2:
             pending, num_bytes = eight_bits.all_gather(self._group, new)
+            pending = _Inexact(pending, self._masters, bucket, new.view(self._group.size, -1)[self._group.rank].clone())
         else:
             pending, num_bytes = self._group.all_gather(new), new.nbytes // self._group.size
         self.num_bytes += num_bytes
@@ -95,3 +96,20 @@ class WeightPublisher(Timed):
         # Those beside them keep their values, and their graphs.
         for param in set_bits(params):
             torch.autograd.graph.increment_version(self._params.tensors[param])
+
+
+class _Inexact:
+    """A gathering from which the weights come out other than they went in."""
+
+    def __init__(self, gathering: Pending, masters: Masters, bucket: int, published: torch.Tensor) -> None:
+        self._gathering = gathering
+        self._masters = masters
+        self._own = bucket, published
+
+    def done(self) -> bool:
+        return self._gathering.done()
+
+    def wait(self) -> torch.Tensor:
+        weights = self._gathering.wait()
+        self._masters.note_inexact(*self._own)
+        return weights
