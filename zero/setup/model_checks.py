@@ -15,8 +15,8 @@ from zero.optim.traits import ELEMENTWISE, evaluates, is_elementwise, known_whol
 from zero.plan.stages import stage_of
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuses what is not a module, and a model that another library distributes already."""
+def check_model(model: nn.Module, stage: int = 0) -> None:
+    """Refuses what is not a module, a model that another library distributes already, and at stage 3 what is scripted."""
     if not isinstance(model, nn.Module):
         found = type(model).__name__
         raise TypeError(f"Cannot shard a {found}: it is not a model. Pass an nn.Module, then its optimizer.")
@@ -28,6 +28,11 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(
                 f"Cannot shard {type(model).__name__}: {where} is a {path}, which distributes gradients itself. "
                 "Pass the plain model."
+            )
+        if isinstance(module, torch.jit.ScriptModule) and stage_of(stage).shards_weights:
+            raise ValueError(
+                f"Cannot shard at stage 3: {name or 'the model'} is a ScriptModule, which holds parameters of its own, and not "
+                "those in shares. Use stage 2, or script it after it was sharded."
             )
         lazy = [param for param, tensor in module.named_parameters(name, recurse=False) if nn.parameter.is_lazy(tensor)]
         if lazy:

@@ -52,7 +52,7 @@ class ShardingPlan:
 def select_params(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> ManagedParams:
     """Refuses models and optimizers that cannot be sharded; returns the parameters to manage."""
     check_optimizer(optimizer, config)
-    check_model(model)
+    check_model(model, config.stage)
     check_groups(optimizer, model)
     return choose(model, optimizer, config)
 

@@ -45,6 +45,7 @@ def collectives(group):
     found += [one.wait().clone() for one in pending]
     found += [group.all_to_all(numbers(group.rank, 8 * group.size, dtype)).wait().clone() for dtype in DTYPES]
     found.append(group.all_gather_bytes(bytes([group.rank]) * (group.rank + 1)))
+    found.append(group.all_gather_bytes(bytes(torch_group._FRAME_BYTES - 8)))  # no more and no less than is sent first
     found.append(exchange_texts(group, "x" * 10 * group.rank))
     return found
 

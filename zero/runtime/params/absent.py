@@ -22,21 +22,23 @@ from torch import nn
 
 from zero.memory.gathered import GatheredChunk
 from zero.plan.spans import Span
-from zero.runtime.params.operators import Kind, operator_of
+from zero.runtime.params.operators import Kind, is_in_place_view, operator_of
 
 _A_CLONE = "Use a clone of it, or optimizer.gathered() around the call."
 _A_SAVE = f"{_A_CLONE} zero.export and zero.integrations.transformers.save_pretrained write a model."
 _CLOSE = "Call close() on the optimizer first."
+_A_VIEW = "Use the operator without the underscore, which returns a view."
 
 
 class Shadow:
     """Where a tensor lies in its chunk."""
 
-    __slots__ = ("geometry", "tensor", "views")
+    __slots__ = ("geometry", "is_conj", "is_neg", "tensor", "views")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()  # elements are conjugated, or negated, when they are read
         self.views: dict[Any, Any] = {}  # shadows of its views, by what made them
 
 
@@ -71,8 +73,8 @@ class Absent(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        with torch.no_grad():
-            return self.detach()
+        with torch.inference_mode(False):
+            return _view_at(self.shadow, self)  # what is written to it is nothing to autograd, as with .data of any tensor
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
@@ -81,7 +83,14 @@ class Absent(torch.Tensor):
         if (values.shape, values.dtype) != (self.shape, self.dtype):
             raise self.refusal(f"assign {tuple(values.shape)} {values.dtype} to .data of", _CLOSE)
         with torch.no_grad():
-            self.detach().copy_(values)
+            self.detach().copy_(values.whole() if isinstance(values, Absent) else values)
+
+    def set_(self, *args: Any, **options: Any) -> Any:
+        """As torch's parametrizations give a parameter its values. torch's own would take the node of the parameter away."""
+        fits = len(args) == 1 and isinstance(args[0], torch.Tensor) and not options
+        if not fits or (args[0].shape, args[0].dtype) != (self.shape, self.dtype):
+            raise self.refusal("run set_ on", _CLOSE)
+        return self.copy_(args[0])
 
     def numpy(self, *, force: bool = False) -> Any:
         array = self.whole().numpy(force=force)
@@ -167,6 +176,10 @@ def _without_memory(
         cls, size, strides=stride, storage_offset=offset, dtype=shadow.tensor.dtype, device=device, requires_grad=requires_grad
     )
     torch._C._set_throw_on_mutable_data_ptr(made)  # C++ code that takes its pointer is told, and would crash otherwise
+    if shadow.is_conj:
+        torch._C._set_conj(made, True)
+    if shadow.is_neg:
+        torch._C._set_neg(made, True)
     made.in_chunk, made.label, made.shadow = in_chunk, label, shadow
     return made
 
@@ -180,7 +193,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return _view(func, args, kwargs)
     absent = _absent_in((*args, *kwargs.values()) if kwargs else args)
     if kind is Kind.REFUSED:
-        return _set(func, absent[0], args)
+        raise absent[0].refusal(f"run {func} on", _A_VIEW if is_in_place_view(func) else _CLOSE)
     if kind is Kind.READ and all(tensor.in_chunk.stays for tensor in absent):  # the common case, and a quick one
         return _run(func, args, kwargs, absent)
     targets = _absent_in([kwargs.get(name) if position >= len(args) else args[position] for name, position in written])
@@ -200,16 +213,6 @@ def _run(
     for tensor in targets:
         tensor.in_chunk.edited(tensor.extent)
     return _apart(result, absent, given)
-
-
-def _set(func: Any, tensor: Absent, args: Sequence[Any]) -> Any:
-    """`set_` to a tensor that fits, as torch's parametrizations do it, writes its values; it has no memory to be exchanged."""
-    source = args[1] if func is torch.ops.aten.set_.source_Tensor else None
-    if args[0] is not tensor or source is None or (source.shape, source.dtype) != (tensor.shape, tensor.dtype):
-        raise tensor.refusal(f"run {func} on", _CLOSE)
-    if source is not tensor:
-        _dispatch(torch.ops.aten.copy_.default, (tensor, source), {})
-    return tensor
 
 
 def _absent_in(values: Sequence[Any]) -> list[Absent]:
@@ -245,6 +248,8 @@ def _plain_of(value: Any, given: dict[int, Absent]) -> Any:
         memory = memory if memory.dtype == shadow.tensor.dtype else memory.view(shadow.tensor.dtype)
         size, stride, offset = shadow.geometry
         plain = memory.as_strided(size, stride, memory.storage_offset() + offset)  # its storage may have more than this chunk
+        plain = plain.conj() if shadow.is_conj else plain
+        plain = torch._neg_view(plain) if shadow.is_neg else plain
         views[shadow] = plain
     given[id(plain)] = value
     return plain

@@ -6,6 +6,8 @@ from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
+
 
 class Kind(Enum):
     """What an operator does with its arguments."""
@@ -13,7 +15,7 @@ class Kind(Enum):
     VIEW = "its results are views of its argument"
     READ = "reads"
     WRITE = "writes to some arguments"
-    REFUSED = "exchanges the memory of its argument"
+    REFUSED = "exchanges the memory of its argument, or its shape"
 
 
 class Operator(NamedTuple):
@@ -24,12 +26,18 @@ class Operator(NamedTuple):
 
 
 _EXCHANGES_MEMORY = {"set_", "resize_", "resize_as_", "swap_"}
+_OF_TANGENTS = {"_make_dual", "_new_zeros_with_same_feature_meta"}  # which are as large as all memory of what they belong to
+
+
+def is_in_place_view(func: Any) -> bool:
+    """Whether it changes the shape of its argument, and not its elements."""
+    return torch.Tag.inplace_view in func.tags and func.overloadpacket.__name__ not in (*_EXCHANGES_MEMORY, "detach_")
 
 
 @cache
 def operator_of(func: Any) -> Operator:
     """The kind of an operator, and what it writes to."""
-    if func.overloadpacket.__name__ in _EXCHANGES_MEMORY:
+    if func.overloadpacket.__name__ in (*_EXCHANGES_MEMORY, *_OF_TANGENTS) or is_in_place_view(func):
         return Operator(Kind.REFUSED)
     arguments, results = func._schema.arguments, func._schema.returns
     written = tuple(

@@ -272,6 +272,7 @@ class ShardedWeights:
         return empty
 
     def check_written(self) -> None:
+        self._check_absent()
         chunks = [*(self._frozen.chunks.values() if self._frozen is not None else ()), *self.chunks.values()]
         names = [name for chunk in reversed(chunks) for name in reversed(chunk.unwritten)]
         names += [*self._plain_unwritten(), *self._unwritten_buffers()]
@@ -280,6 +281,19 @@ class ShardedWeights:
                 f"Cannot step: nobody has written to {', '.join(names[:5])} ({len(names)} such parameters and buffers), which "
                 "were on the meta device. Initialise them, as with reset_parameters, or load them."
             )
+
+    def _check_absent(self) -> None:
+        """Refuses parameters that are tensors of their own by now: their values would not be trained."""
+        layout, params = self.layout_ref.layout, self._params
+        if self.exchange.cache.num_plain:
+            return  # within gathered(), which looks after them itself
+        for slot in layout.slots:
+            if slot is not None and slot.chunk in self.chunks and not isinstance(params.tensors[slot.param], Absent):
+                raise RuntimeError(
+                    f"Cannot step: {params.names[slot.param]} was exchanged for a tensor of its own, as by "
+                    "torch.utils.swap_tensors, and its weights are in shares. Write to it in place or by .data, or close() the "
+                    "optimizer first."
+                )
 
     def to_publish(self, bucket: int) -> torch.Tensor | None:
         return None if bucket in self._shares else self._kept.to_publish(bucket)
