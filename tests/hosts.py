@@ -93,11 +93,13 @@ def started(count: int, ranks: int = 1, bits_per_s: float | None = None) -> Iter
 class Hosts:
     def __init__(self, count: int, ranks: int) -> None:
         self.count, self.ranks, self.world, self.port = count, ranks, count * ranks, MASTER_PORT
-        context = start_context()
-        self._switch = _Process(context, _switch, ())
-        self.hosts = [_Host(context, host, ranks) for host in range(count)]
+        self._context = start_context()
+        self._switch = _Process(self._context, _switch, ())
+        self.hosts: list[_Host] = []
 
     def connect(self) -> None:
+        for host in range(self.count):  # one after the other, so that `close` ends those that began where one does not
+            self.hosts.append(_Host(self._context, host, self.ranks))
         switch = self._switch.receive()
         pids = [host.process.receive() for host in self.hosts]
         commands = ["link set lo up", "link add br0 type bridge", "link set br0 up"]
