@@ -63,7 +63,8 @@ def in_one(
     has parts."""
     members = {} if over_ranks is None else {"over_ranks": staticmethod(over_ranks)}
     kind = type("SharedVector", (SharedVector,), members) if members else torch.Tensor
-    gather, before = optimizer._gather_flat_grad, dict(vars(optimizer))
+    gather, own = optimizer._gather_flat_grad, vars(optimizer)
+    before = {name: own[name] for name in ("_params", "_numel_cache", "_gather_flat_grad") if name in own}
     optimizer._params, optimizer._numel_cache = params, None
     optimizer._gather_flat_grad = lambda: gather().as_subclass(kind)
     optimizer.state[params[0]] = _put_together(optimizer.state, params, outline, kind)
@@ -71,7 +72,7 @@ def in_one(
         yield
     finally:
         del optimizer._gather_flat_grad
-        vars(optimizer).update(before)
+        own.update(before)
         cut(optimizer.state, params, [param.shape for param in params])
 
 

@@ -216,6 +216,18 @@ def test_a_rank_whose_group_is_lost_ends_what_others_wait_for(monkeypatch):
         first.exchange(b"")
 
 
+def test_what_was_sent_over_any_earlier_connection_counts_no_more(monkeypatch):
+    groups = [Connection(rank, 2) for rank in range(2)]
+    first, second = messages_of(groups)
+    for number in range(3):
+        for group, each in zip(groups, (first, second), strict=True):
+            monkeypatch.setattr(group, "all_gather_bytes", lambda message: [message] * 2, raising=False)
+            each.reconnect()
+        second.tell(100 + number)  # which rank 0 does not read before the next connection
+    numbers = first.tell(7), first.tell(8), second.tell(9)
+    assert [each.wait() for each in numbers] == [[7, 102], [8, 9], [8, 9]]
+
+
 def test_messages_over_a_connection_that_was_only_begun_are_refused():
     groups = [Connection(rank, 2) for rank in range(2)]
     messages = messages_of(groups)
