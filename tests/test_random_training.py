@@ -58,6 +58,7 @@ def test_fresh_seeds_follow_from_their_base():
     assert found == fresh_seeds(8, base=7) != fresh_seeds(8, base=8)
 
 
+@pytest.mark.of_tests
 def test_a_training_that_amplifies_roundings_judges_nobody():
     assert amplifies(1809212327)  # momentum over five windows, which grows differences of 6e-8 to 1e-6
     assert amplifies(1456464198)  # the same on two ranks, with a norm in between

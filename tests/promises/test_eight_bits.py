@@ -208,7 +208,7 @@ def masters_of(optimizer):
 
 
 @pytest.mark.parametrize("kernels", ["torch", "fused", pytest.param("compiled", marks=needs_compiler)])
-@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}, {"stage": 2, "offload": "cpu"}], ids=str)
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2, "offload": "cpu"}], ids=str)
 def test_masters_are_those_of_a_training_whose_weights_travel_as_they_are(options, kernels, tmp_path):
     """With steps much smaller than those of the 8 bits; an edit of a weight is its master, and what nothing steps stays."""
 
