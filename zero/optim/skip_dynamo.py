@@ -1,4 +1,4 @@
-"""Makes optimizers without loading torch's compiler.
+"""Leaves torch's compiler out: optimizers are made without loading it, and functions are not compiled.
 
 [Note: no compiler] Making an optimizer loads torch's compiler, 70 MiB and a second or two in every process, because torch tells
 it to leave `add_param_group` alone. If the compiler is not loaded there is nothing to tell, so the method is called as it is;
@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -33,3 +34,11 @@ def skip_dynamo_import() -> Iterator[None]:
         with contextlib.suppress(AttributeError):  # where another thread was faster
             if getattr(method, _TOLD, None) is method:
                 delattr(method, _TOLD)
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Has the compiler leave a function alone, and what it calls. Its own decorators would load the compiler."""
+    with contextlib.suppress(ImportError):  # a torch that has no such names compiles both, which only takes time
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

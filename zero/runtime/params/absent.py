@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from zero.memory.gathered import GatheredChunk
+from zero.optim.skip_dynamo import never_compile
 from zero.plan.spans import Span
 from zero.runtime.params.operators import Kind, is_in_place_view, operator_of
 
@@ -155,6 +156,7 @@ class AbsentView(Absent):
     """A view of an absent parameter."""
 
 
+never_compile(vars(Absent)["__torch_dispatch__"].__func__)  # it runs within graphs that were broken off, operator by operator
 _ABSENT = frozenset((AbsentParameter, AbsentView))
 _MAY_HAVE = _ABSENT | {list, tuple}  # types of arguments that are absent tensors or may have some
 _MOST_VIEWS = 64  # that a shadow keeps
