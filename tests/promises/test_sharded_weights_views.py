@@ -203,3 +203,16 @@ def test_forward_derivatives_of_a_weight_are_refused_by_name():
         of_input = model(forward_ad.make_dual(torch.ones(1, 4), torch.ones(1, 4)))
         assert torch.equal(forward_ad.unpack_dual(of_input).tangent, torch.ones(1, 4) @ model.weight.detach().t())
     optimizer.close()
+
+
+def test_what_gathered_cannot_take_back_is_named_and_the_others_are_taken_back():
+    model = nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    with pytest.raises(RuntimeError, match=r"Cannot take back weight from gathered\(\): it is \(3, 3\) torch.float32 by now"):
+        with torch.no_grad(), optimizer.gathered(model):
+            model.weight.data = torch.ones(3, 3)
+            model.bias.fill_(7.0)
+    assert torch.equal(model.weight.detach().clone(), before) and model.bias.tolist() == [7.0] * 4
+    trained(model, optimizer)
+    optimizer.close()

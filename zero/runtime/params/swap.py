@@ -58,10 +58,15 @@ def params_of(what: Any) -> list[nn.Parameter]:
 def _return(param: nn.Parameter, absent: Any, chunk: GatheredChunk) -> None:
     chunk.cache.num_plain -= 1
     if not chunk.is_dropped:  # else its optimizer was closed meanwhile
-        values = param.data
+        values, label = param.data, absent.label
         become_absent(param, absent)
         if absent.requires_grad:  # by now it has the memory that goes
             absent.register_hook(_refuse)
+        if (values.shape, values.dtype) != (param.shape, param.dtype):
+            raise RuntimeError(
+                f"Cannot take back {label} from gathered(): it is {tuple(values.shape)} {values.dtype} by now, and its "
+                f"weights are {tuple(param.shape)} {param.dtype}, which stay what they were. Assign such ones."
+            )
         if not torch.equal(_bits(values), _bits(param.data.clone(memory_format=torch.preserve_format))):
             param.data.copy_(values)
 
