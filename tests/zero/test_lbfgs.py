@@ -10,8 +10,10 @@ import zero
 from tests.parity import hybrid
 from tests.promises.loops import same, weights
 from tests.zoo.case import filled
-from zero.comm.loopback import run_ranks
+from zero.comm.loopback import run_ranks, solo
 from zero.errors import RanksDiffer
+from zero.optim.traits import num_moments
+from zero.sharding.memory_usage import measured_bytes
 
 OPTIM = torch.optim
 WAYS = [{}, {"line_search_fn": "strong_wolfe"}, {"history_size": 2, "max_eval": 4}]
@@ -162,6 +164,17 @@ def test_a_rank_without_any_element_takes_part():
         models = [Two() for _ in range(4)]
         for now in run_ranks(4, lambda group, stage=stage: one(group, stage), 20.0):
             torch.testing.assert_close(now["weight"], expected["weight"], rtol=1e-9, atol=0)
+
+
+def test_its_vectors_are_counted_as_moments():
+    model = net().double()
+    inner = OPTIM.LBFGS(model.parameters(), lr=0.5, max_iter=6, history_size=3)
+    assert num_moments(inner) == [2 + 2 * 3]
+    optimizer = zero.shard(model, inner, stage=2, group=solo())
+    train(model, optimizer, range(3))
+    held = measured_bytes(optimizer.sharding).device
+    assert held.moments == 8 * sum(param.numel() * 8 for param in model.parameters()), held
+    optimizer.close()
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -92,6 +92,8 @@ def num_moments(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def _num_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    if evaluates(optimizer):
+        return 2 + 2 * int(group["history_size"])
     known = next((number for kind, number in _MOMENTS.items() if isinstance(optimizer, kind)), 2)
     return known + (0 if isinstance(optimizer, MUON) else sum(bool(group.get(setting)) for setting in _MORE))
 
