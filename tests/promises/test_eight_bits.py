@@ -197,7 +197,7 @@ class Scaled(nn.Module):
 
 def steps(model, optimizer, first, last):
     for step in range(first, last):
-        factors = torch.randn(700, generator=torch.Generator().manual_seed(step)).to(model.weight.dtype)
+        factors = torch.randn(700, generator=torch.Generator().manual_seed(step)).to(model.weight)
         model(factors).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -240,6 +240,28 @@ def test_masters_are_those_of_a_training_whose_weights_travel_as_they_are(option
         exact, inexact = (run_ranks(world, lambda group, gather=gather: program(group, gather)) for gather in (None, "int8"))
         for one, other in zip(exact, inexact, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def on_a_device(rank, world, offload):
+    place, found = place_of(rank, "sim"), []
+    for gather in (None, "int8"):
+        model = Scaled().to(place)
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+        options = {"dtype": "bfloat16", "gather_dtype": gather, "offload": offload, "bucket_bytes": 512}
+        optimizer = zero.shard(model, inner, stage=2, **options)
+        steps(model, optimizer, 0, 5)
+        with torch.no_grad():
+            model.weight[5] = 3.0
+        steps(model, optimizer, 5, 10)
+        found.append({name: value.cpu() for name, value in masters_of(optimizer).items()})
+        optimizer.close()
+    return [torch.equal(found[0][name], found[1][name]) for name in found[0]]
+
+
+@needs_sim
+@pytest.mark.parametrize("offload", [None, pytest.param({"ratio": 0.5}, marks=pytest.mark.full), "cpu"], ids=str)
+def test_they_are_so_on_a_device_with_late_copies(offload):
+    assert ranks.run(2, on_a_device, offload, apart="sim") == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("way", ["zero_grad", "model", "skipped", "load"])

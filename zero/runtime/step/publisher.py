@@ -61,7 +61,8 @@ class WeightPublisher(Timed):
     def prefetch(self, batch: Sequence[Block]) -> None:
         """Begins to copy weights that `adopt` will compare, and that are in other memory than their masters."""
         for block in batch:
-            self._masters.fetch(block.bucket)
+            if not self._masters.stays_on_device(block.bucket):  # what does may have been compared already
+                self._masters.fetch(block.bucket)
 
     @stop("publish")
     def send(self, batch: Sequence[Block]) -> None:
