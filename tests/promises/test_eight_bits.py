@@ -9,10 +9,12 @@ import zero
 from tests import ranks
 from tests.devices import needs_compiler, needs_sim
 from tests.instruments import Ledger
+from tests.parity import by_host
 from tests.promises.offloads import place_of
 from zero.comm.eight_bits import BLOCK, num_bytes_of
 from zero.comm.loopback import run_ranks
 from zero.config.schema import LossScale
+from zero.runtime.reduce.narrowing import InEightBits, InEightBitsAcross
 from zero.sharding.optimizer import shard
 from zero.tools.training.model import Gpt
 from zero.tools.training.text import Text, read_text
@@ -68,16 +70,21 @@ def test_they_travel_in_a_half_and_a_quarter_of_the_bytes_and_all_ranks_have_the
 
 
 @pytest.mark.promise("N20")
+@pytest.mark.parametrize("num_local", [None, 2], ids=["one level", "two hosts of two"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_the_rounding_took_away_comes_with_the_next_gradient(stage):
+def test_what_the_rounding_took_away_comes_with_the_next_gradient(stage, num_local):
     """With a step of plain SGD and the same gradient each time, what is missing after any number of steps is one rounding."""
-    gradients = [torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    world = 2 if num_local is None else 4
+    gradients = [torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(rank)) for rank in range(world)]
 
     def program(group):
+        group = group if num_local is None else by_host(group, num_local)
         model = nn.Linear(3 * BLOCK, 1, bias=False)
         nn.init.zeros_(model.weight)
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         optimizer = shard(model, inner, stage=stage, reduce="sum", group=group, reduce_dtype="int8")
+        narrowing = optimizer.sharding.window.reducer.inflight._narrowing
+        assert isinstance(narrowing, InEightBits if num_local is None else InEightBitsAcross)
         errors = []
         for step in range(1, 51):
             model(gradients[group.rank].view(1, -1)).sum().backward()
@@ -87,7 +94,7 @@ def test_what_the_rounding_took_away_comes_with_the_next_gradient(stage):
         return errors
 
     largest = sum(gradient.abs().max().item() / 127 for gradient in gradients)  # a step of each rank's largest block
-    for errors in run_ranks(2, program):
+    for errors in run_ranks(world, program):
         assert 0 < max(errors) < 2 * largest and max(errors[40:]) < 2 * max(errors[:10])
 
 
@@ -290,7 +297,7 @@ def test_nothing_of_gradients_that_were_thrown_away_comes_with_the_next_ones(way
         optimizer.step()
         norm, narrowing = optimizer.grad_norm, optimizer.sharding.window.reducer.inflight._narrowing
         optimizer.close()
-        return norm, narrowing._missing
+        return norm, narrowing._coder.missing
 
     assert run_ranks(2, program) == [(0.0, {})] * 2
 

@@ -5,8 +5,8 @@ their hosts are a column, with a group of its own over the network. A bucket is 
 rank adds up what the ranks of its host have for each rank of its column. These H sums are reduced and scattered in the column.
 New weights go the other way: each rank gathers the shares of its column, and then ranks of a host copy those of each other. So
 a host sends each other one the weights once and not L times; and gradients once, in the dtype of sums: of bf16 gradients L / 2
-times less, which is as much for two ranks a host, and of fp32 ones L times. Messages that are no numbers, as gradients in 8
-bits, go from each rank to each, and so do weights that ranks fetch for themselves.
+times less, which is as much for two ranks a host, and of fp32 ones L times. Weights that ranks fetch for themselves go from
+each rank to each.
 
 The ranks of each host are added up first, and then the hosts, in their order. Where ranks of a host do not share memory, all
 ranks send each other their pieces and add them in that same order, so that the bits do not depend on the way.
@@ -49,6 +49,16 @@ class TwoLevelGroup(PartedGroup):
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if not self._parts:
             return _SumByHost(self._everyone.all_to_all(bucket), self.size, self._num_local, sum_dtype)
+        return self.reduce_by_hosts(bucket, sum_dtype, lambda sums, across: across.reduce_scatter(sums, sum_dtype))
+
+    @property
+    def is_in_two_levels(self) -> bool:
+        return bool(self._parts)
+
+    def reduce_by_hosts(
+        self, bucket: torch.Tensor, sum_dtype: torch.dtype, reduce_across: Callable[[torch.Tensor, Group], Pending]
+    ) -> Pending:
+        """Adds up inside the host, and does with the sums what it is told, in the column that goes across."""
         inside, across = self._parts
         self._complete(but=_Sum)
         sums = [inside.reduce_scatter(pieces, sum_dtype) for pieces in bucket.view(across.size, -1)]
@@ -57,7 +67,7 @@ class TwoLevelGroup(PartedGroup):
             added = torch.empty(bucket.numel() // inside.size, dtype=sum_dtype, device=bucket.device)
             for pending, row in zip(sums, added.view(across.size, -1), strict=True):
                 wait_into(pending, row, 1.0, False)
-            return across.reduce_scatter(added, sum_dtype)
+            return reduce_across(added, across)
 
         return self._begin(_Sum(self._advance, sums, begin_across))
 

@@ -192,18 +192,39 @@ def trained(rank, world, shared_memory, dtype):
     return type(group).__name__, come, [parameter.detach().view(torch.uint8).tolist() for parameter in model.parameters()]
 
 
+def in_eight_bits(rank, world):
+    """Bytes that come to this rank for a gradient in 8 bits, and the gradients' numbers."""
+    model = nn.Linear(2048, 1024)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = zero.shard(model, inner, stage=2, bucket_bytes=2**20, reduce_dtype="int8")
+    come = []
+    for _ in range(2):  # the second one knows the order
+        before = come_from_other_hosts()
+        optimizer.any_rank(False)  # nobody begins before all have looked
+        model(torch.ones(1, 2048)).sum().backward()
+        optimizer.settle()
+        optimizer.any_rank(False)
+        come.append(come_from_other_hosts() - before)
+        optimizer.zero_grad()
+    optimizer.close()
+    return come[-1], sum(param.numel() for param in model.parameters())
+
+
 @on_hosts
 @pytest.mark.promise("N18")
 @pytest.mark.parametrize(("dtype", "num_sum"), [pytest.param(None, 0.5, marks=pytest.mark.full), ("bfloat16", 1.0)])
 def test_two_hosts_of_two_ranks_send_less_and_have_the_bits_of_one_level(dtype, num_sum):
     """In one level both ranks of a host send the other one its half of a sum, and weights cross as gloo's broadcasts happen to;
-    in two a half of each leaves either host once, sums as fp32."""
+    in two a half of each leaves either host once, sums as fp32, or in 8 bits."""
     with hosts.started(2, 2) as net:
         two, one = (net.run(trained, shared_memory, dtype) for shared_memory in (True, False))
+        coded = net.run(in_eight_bits)
     (sums, weights), (sums_of_one, weights_of_one) = (
         [sum(each) for each in zip(*(come for _, come, _ in found), strict=True)] for found in (two, one)
     )
     assert [sums, weights, sums_of_one] == pytest.approx([2 * num_sum, 1.0, 2.0], rel=0.01)
     assert weights_of_one > 1.5
+    (first, num), (second, _) = coded[:2]
+    assert first + second == pytest.approx(num / 2 * (1 + 4 / 256), rel=0.03), "a byte a number, of a half of the host's sums"
     assert {kind for kind, *_ in (*two, *one)} == {"TwoLevelGroup"}
     assert [bits for *_, bits in two] == [bits for *_, bits in one]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from zero.comm.eight_bits import EIGHT_BITS, Noise, decode, encode, num_bytes_of
 from zero.comm.group import Group, Pending
 from zero.comm.results import sum_in_rank_order
+from zero.comm.two_levels import TwoLevelGroup
 from zero.memory.formats import DTYPES
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
@@ -64,28 +67,42 @@ class RoundedTo(AsItIs):
         return narrow
 
 
+class _Coder:
+    """Codes the numbers of a bucket in 8 bits, see zero/comm/eight_bits.py. The error of the rounding is added to those that
+    are coded next, so it keeps as many numbers."""
+
+    def __init__(self, scaling: Scaling, seed: int) -> None:
+        self._scaling = scaling
+        self._noise = Noise(seed)
+        self.missing: dict[int, tuple[torch.Tensor, float]] = {}  # by bucket, and the loss scale that it carries
+
+    def encode(
+        self, bucket: int, values: torch.Tensor, num_rows: int, allocate: Callable[[int, torch.dtype], torch.Tensor]
+    ) -> torch.Tensor:
+        """The message of each of so many equal parts, one after the other."""
+        scale = self._scaling.loss_scale
+        missing, before = self.missing.pop(bucket, (None, scale))
+        if missing is None or missing.numel() != values.numel():
+            missing = torch.zeros_like(values)
+        rows = torch.add(values.float(), missing, alpha=scale / before).view(num_rows, -1)  # two halves may not fit in one
+        size = num_bytes_of(rows.shape[1])
+        message = allocate(num_rows * size, torch.uint8)
+        encode(rows, message.view(num_rows, size), self._noise)
+        missing.copy_(rows.sub_(decode(message.view(num_rows, size), rows.shape[1])).view(-1))
+        self.missing[bucket] = missing.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0), scale
+        return message
+
+
 class InEightBits:
-    """Sends 8 bits a number, see zero/comm/eight_bits.py. The error of the rounding is added to the next gradient of the
-    bucket, so a rank keeps as many numbers as it has gradients. The sum over ranks is taken in float32."""
+    """Sends 8 bits a number. The sum over ranks is taken in float32."""
 
     def __init__(self, layout_ref: LayoutRef, group: Group, scaling: Scaling) -> None:
         self._layout_ref = layout_ref
         self._group = group.inner
-        self._scaling = scaling
-        self._noise = Noise(group.rank)
-        self._missing: dict[int, tuple[torch.Tensor, float]] = {}  # by bucket, and the loss scale that it carries
+        self._coder = _Coder(scaling, group.rank)
 
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
-        num_shares, scale = self._layout_ref.layout.num_shares, self._scaling.loss_scale
-        missing, before = self._missing.pop(bucket, (None, scale))
-        if missing is None or missing.numel() != buffer.numel():
-            missing = torch.zeros_like(buffer)
-        rows = torch.add(buffer.float(), missing, alpha=scale / before).view(num_shares, -1)  # two halves may not fit in one
-        size = num_bytes_of(rows.shape[1])
-        message = staging.borrow(num_shares * size, torch.uint8)
-        encode(rows, message.view(num_shares, size), self._noise)
-        missing.copy_(rows.sub_(decode(message.view(num_shares, size), rows.shape[1])).view(-1))
-        self._missing[bucket] = missing.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0), scale
+        message = self._coder.encode(bucket, buffer, self._layout_ref.layout.num_shares, staging.borrow)
         staging.give_back(buffer)
         return message
 
@@ -93,7 +110,29 @@ class InEightBits:
         return _InNumbers(self._group.all_to_all(sent), self._group.size, self._layout_ref.layout.buckets[bucket].share_numel)
 
     def forget_errors(self) -> None:
-        self._missing.clear()
+        self._coder.missing.clear()
+
+
+class InEightBitsAcross:
+    """Adds up inside a host as it is, and sends the sums of the host in 8 bits to the others, whose sum is taken in float32."""
+
+    def __init__(self, group: TwoLevelGroup, scaling: Scaling) -> None:
+        self._group = group
+        self._coder = _Coder(scaling, group.rank)
+
+    def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
+        return buffer
+
+    def reduce(self, bucket: int, sent: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        return self._group.reduce_by_hosts(sent, torch.float32, partial(self._send, bucket))
+
+    def _send(self, bucket: int, sums: torch.Tensor, across: Group) -> Pending:
+        allocate = partial(torch.empty, device=sums.device)
+        message = self._coder.encode(bucket, sums, across.size, lambda numel, dtype: allocate(numel, dtype=dtype))
+        return _InNumbers(across.all_to_all(message), across.size, sums.numel() // across.size)
+
+    def forget_errors(self) -> None:
+        self._coder.missing.clear()
 
 
 class _InNumbers:
@@ -114,6 +153,10 @@ class _InNumbers:
 
 def narrowing_of(dtype: str | None, group: Group, layout_ref: LayoutRef, scaling: Scaling) -> Narrowing:
     """What `reduce_dtype` means. On one rank nothing travels in 8 bits."""
+    if dtype == EIGHT_BITS and group.inner.size > 1:
+        if isinstance(group.inner, TwoLevelGroup) and group.inner.is_in_two_levels:
+            return InEightBitsAcross(group.inner, scaling)
+        return InEightBits(layout_ref, group, scaling)
     if dtype == EIGHT_BITS:
-        return AsItIs(layout_ref, group) if group.inner.size == 1 else InEightBits(layout_ref, group, scaling)
+        return AsItIs(layout_ref, group)
     return AsItIs(layout_ref, group) if dtype is None else RoundedTo(layout_ref, group, DTYPES[dtype])
