@@ -1,5 +1,7 @@
 """Gradients and new weights that travel in 8 bits: fewer bytes, the same bits on all ranks, and as good a training."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -89,7 +91,8 @@ def test_what_the_rounding_took_away_comes_with_the_next_gradient(stage, num_loc
         for step in range(1, 51):
             model(gradients[group.rank].view(1, -1)).sum().backward()
             optimizer.step()
-            optimizer.zero_grad()
+            model.zero_grad()
+            optimizer.zero_grad()  # once more, which throws nothing away
             errors.append((model.weight.detach().view(-1) + step * sum(gradients)).abs().max().item())
         return errors
 
@@ -269,6 +272,47 @@ def on_a_device(rank, world, offload):
 @pytest.mark.parametrize("offload", [None, pytest.param({"ratio": 0.5}, marks=pytest.mark.full), "cpu"], ids=str)
 def test_they_are_so_on_a_device_with_late_copies(offload):
     assert ranks.run(2, on_a_device, offload, apart="sim") == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_masters_are_exact_after_state_dicts_were_loaded(model_first):
+    def sharded(group, model):
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+        return shard(model, inner, stage=2, group=group, dtype="bfloat16", gather_dtype="int8", bucket_bytes=600)
+
+    def program(group):
+        model, again = Scaled(), Scaled()
+        optimizer, other = sharded(group, model), sharded(group, again)
+        steps(model, optimizer, 0, 5)
+        weights, state = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+        if model_first:
+            again.load_state_dict(weights)
+        other.load_state_dict(state)
+        again.load_state_dict(weights)
+        before = masters_of(other)
+        for each, its in ((model, optimizer), (again, other)):
+            steps(each, its, 5, 10)
+        return state["masters"], before, masters_of(optimizer), masters_of(other)
+
+    for saved, before, straight, loaded in run_ranks(2, program):
+        assert all(torch.equal(before[name], saved[name]) for name in saved)
+        assert all(torch.equal(loaded[name], straight[name]) for name in saved)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_takes_no_other_masters_with_it(value):
+    def program(group):
+        model = Scaled()
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+        optimizer = shard(model, inner, stage=2, group=group, dtype="bfloat16", gather_dtype="int8")
+        for written in (value, 0.25):
+            with torch.no_grad():
+                model.weight[3] = written
+            steps(model, optimizer, 0, 2)
+        return masters_of(optimizer)["weight"], model.weight.detach().clone()
+
+    for masters, weight in run_ranks(2, program):
+        assert masters.isfinite().all() and weight.isfinite().all()
 
 
 @pytest.mark.parametrize("way", ["zero_grad", "model", "skipped", "load"])

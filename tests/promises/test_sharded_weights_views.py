@@ -145,8 +145,29 @@ def transposed(model):
     model[0].weight.data = model[0].weight.data.t()
 
 
+def set_to_itself(model):
+    with torch.no_grad():
+        model[0].weight.set_(model[0].weight.t())
+
+
+@pytest.mark.promise("S12")
+def test_an_alias_cannot_be_set_to_other_memory():
+    model = nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    for alias in (model.weight.data, model.weight.detach()):
+        with pytest.raises(RuntimeError, match=r"Cannot run aten.set_.* on weight"):
+            alias.set_(torch.ones(4, 4))
+    with pytest.raises(RuntimeError, match="Cannot run set_ on weight"):
+        model.weight.set_(torch._neg_view(torch.ones(4, 4)))
+    assert torch.equal(model.weight.detach().clone(), before)
+    optimizer.close()
+
+
 @pytest.mark.promise("S03")
-@pytest.mark.parametrize(("edit", "rtol"), [(set_to_ones, 0.0), (transposed, 1e-6)])  # which plain PyTorch lays out otherwise
+@pytest.mark.parametrize(
+    ("edit", "rtol"), [(set_to_ones, 0.0), (transposed, 1e-6), (set_to_itself, 1e-6)]
+)  # the last two plain PyTorch lays out otherwise
 def test_values_that_are_set_or_come_from_the_weight_itself_train_on(edit, rtol):
     def build():
         torch.manual_seed(0)

@@ -276,6 +276,9 @@ def test_what_it_cannot_do_is_said():
     ):
         with pytest.raises(ValueError, match=message):
             zero.shard(model, lbfgs(model, {}), **options)
+    mixed = nn.ModuleList([net(), net().double()])
+    with pytest.raises(ValueError, match=r"Cannot shard LBFGS with parameters of .* it takes all of them for one vector"):
+        zero.shard(mixed, lbfgs(mixed, {}), stage=1)
     more = OPTIM.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     with pytest.raises(ValueError, match="Cannot shard LBFGS beside others"):
         zero.shard(model, [lbfgs(model, {}), more], stage=0)
@@ -284,6 +287,7 @@ def test_what_it_cannot_do_is_said():
         optimizer.step()
     with pytest.raises(ValueError, match="Cannot evaluate: the closure sent no loss backward"):
         optimizer.step(lambda: torch.tensor(1.0))
+    assert optimizer.sharding.window.sync.step == 0
     optimizer.close()
 
 

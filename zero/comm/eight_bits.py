@@ -61,6 +61,13 @@ def decode(messages: torch.Tensor, numel: int) -> torch.Tensor:
     return messages[:, :numel].view(torch.int8).float() * sizes.repeat_interleave(BLOCK, dim=1)[:, :numel]
 
 
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """A row of numbers as it comes out of 8 bits."""
+    message = torch.empty(1, num_bytes_of(values.numel()), dtype=torch.uint8, device=values.device)
+    encode(values.view(1, -1), message)
+    return decode(message, values.numel()).view(-1).to(values.dtype)
+
+
 def _num_blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 

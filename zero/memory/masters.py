@@ -131,17 +131,19 @@ class Masters:
             mirror = home.mirror(weights)
             self._fetched[bucket] = home.write(weights, mirror), mirror
 
-    def note_inexact(self, bucket: int, published: torch.Tensor) -> None:
+    def note_inexact(self, bucket: int, published: torch.Tensor, seen: torch.Tensor) -> None:
         """The weights of this rank's share are not what it published any more, as that was coarse on its way."""
-        self._inexact[bucket] = published, self._weights.share(bucket, self.rank).clone()
+        self._inexact[bucket] = published, seen
 
     def as_published(self, bucket: int, weights: torch.Tensor, span: Span | None = None) -> torch.Tensor:
         """Weights of this rank's share, of all of it or a stretch, as they were published, where nobody has edited them since.
         See `note_inexact`."""
         if bucket not in self._inexact:
             return weights
-        published, seen = (each if span is None else each[span.start : span.stop] for each in self._inexact[bucket])
-        return torch.where(weights == seen.to(weights.device), published.to(weights.device), weights)
+        cut = slice(None) if span is None else slice(span.start, span.stop)
+        published, seen = (each[cut].to(weights.device) for each in self._inexact[bucket])
+        is_seen = (weights == seen) | (weights.isnan() & seen.isnan())  # a block of what is not finite is NaN
+        return torch.where(is_seen, published, weights)
 
     def adopt(self, block: Block) -> None:
         """Takes over what was changed in the weights: wherever a weight is not its master's rounded value."""

@@ -63,11 +63,14 @@ def in_one(
     has parts."""
     members = {} if over_ranks is None else {"over_ranks": staticmethod(over_ranks)}
     kind = type("SharedVector", (SharedVector,), members) if members else torch.Tensor
+    whole = _put_together(optimizer.state, params, outline, kind)
     gather, own = optimizer._gather_flat_grad, vars(optimizer)
     before = {name: own[name] for name in ("_params", "_numel_cache", "_gather_flat_grad") if name in own}
     optimizer._params, optimizer._numel_cache = params, None
     optimizer._gather_flat_grad = lambda: gather().as_subclass(kind)
-    optimizer.state[params[0]] = _put_together(optimizer.state, params, outline, kind)
+    for param in params:
+        optimizer.state.pop(param, None)
+    optimizer.state[params[0]] = whole
     try:
         yield
     finally:
@@ -82,16 +85,16 @@ def outline_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _put_together(
-    state: MutableMapping[Any, Any], params: Sequence[torch.Tensor], outline: Mapping[str, Any], kind: type[torch.Tensor]
+    state: Mapping[Any, Any], params: Sequence[torch.Tensor], outline: Mapping[str, Any], kind: type[torch.Tensor]
 ) -> dict[str, Any]:
     """Of a parameter without state, as it was not trained so far, all vectors are zeros, as torch has them."""
-    entries = [state.pop(param, {}) for param in params]
+    entries = [state.get(param, {}) for param in params]
     names = [name for name, value in outline.items() if value is None]
     whole: dict[str, Any] = {name: value for name, value in outline.items() if value is not None}
     if names:
         whole |= {name: [] for name in _HISTORIES}
     for name in sorted(names, key=lambda name: (len(name), name)):  # of a history the first one first
-        parts = [entry.pop(name, None) for entry in entries]
+        parts = [entry.get(name) for entry in entries]
         parts = [torch.zeros_like(param) if part is None else part for part, param in zip(parts, params, strict=True)]
         vector = torch.cat([part.reshape(-1) for part in parts]).as_subclass(kind)
         of, dot, _ = name.partition(".")

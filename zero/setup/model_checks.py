@@ -9,7 +9,7 @@ from torch import nn
 
 from accelerators import Accelerator
 from zero.config.schema import ZeroConfig
-from zero.memory.formats import DTYPES, overlapping
+from zero.memory.formats import DTYPES, overlapping, sum_dtype
 from zero.optim.several import members_of, name_of
 from zero.optim.traits import ELEMENTWISE, evaluates, is_elementwise, known_whole, of_all_tensors
 from zero.plan.stages import stage_of
@@ -67,6 +67,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Non
 
 
 def _check_evaluating(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> None:
+    dtypes = {sum_dtype(param.dtype) for group in optimizer.param_groups for param in group["params"]}
+    if len(dtypes) > 1 and config.dtype is None and stage_of(config.stage).shards_optimizer:
+        raise ValueError(
+            f"Cannot shard LBFGS with parameters of {' and '.join(sorted(map(str, dtypes)))}: it takes all of them for one "
+            "vector, and some ranks would have one dtype alone. Use one dtype, or stage=0."
+        )
     if len(members_of(optimizer)) > 1:
         raise ValueError("Cannot shard LBFGS beside others: it calls the closure of a step itself. Shard it alone.")
     if config.on_nonfinite == "skip" or config.dtype == "float16":

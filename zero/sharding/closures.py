@@ -54,9 +54,9 @@ class _Evaluations:
 
     def step(self) -> tuple[Any, StepDecision | None]:
         state = self._state
-        state.window.sync.step += 1
         try:
             self._call()  # LBFGS begins with it, and it finds out what is trained from this step on
+            state.window.sync.step += 1
             self._layout = state.layout_ref.layout
             buckets = range(len(self._layout.buckets))
             self._blocks = [block for bucket in buckets for block in self._layout.blocks(bucket)]

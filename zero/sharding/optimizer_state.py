@@ -133,6 +133,7 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
                 if sharding.masters.is_copy(piece.bucket):  # else it is a part of the weights, which are not loaded here
                     sharding.masters.streams.use(piece.bucket)
                     master.copy_(sharding.masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]))
+    sharding.publisher.note_loaded()
     sharding.updater.order_state()
 
 

@@ -31,7 +31,8 @@ def step(state: ShardingState) -> StepDecision | None:
         update(state, window.used, decision.coefficient)
     else:
         window.move_to(Phase.STEPPED)
-        window.reducer.inflight.forget_errors()
+        if decision is not None:
+            window.reducer.inflight.forget_errors()
         _log_skip(state, decision)
     sync.set_phase("before a backward")
     return decision

@@ -84,14 +84,7 @@ class Absent(torch.Tensor):
         if (values.shape, values.dtype) != (self.shape, self.dtype):
             raise self.refusal(f"assign {tuple(values.shape)} {values.dtype} to .data of", _CLOSE)
         with torch.no_grad():
-            self.detach().copy_(values.whole() if isinstance(values, Absent) else values)
-
-    def set_(self, *args: Any, **options: Any) -> Any:
-        """As torch's parametrizations give a parameter its values. torch's own would take the node of the parameter away."""
-        fits = len(args) == 1 and isinstance(args[0], torch.Tensor) and not options
-        if not fits or (args[0].shape, args[0].dtype) != (self.shape, self.dtype):
-            raise self.refusal("run set_ on", _CLOSE)
-        return self.copy_(args[0])
+            self.data.copy_(_own(values))
 
     def numpy(self, *, force: bool = False) -> Any:
         array = self.whole().numpy(force=force)
@@ -150,6 +143,13 @@ class AbsentParameter(Absent, nn.Parameter):
 
     def _plain(self) -> torch.Tensor:
         return nn.Parameter(self.whole(), self.requires_grad)
+
+    def set_(self, *args: Any, **options: Any) -> Any:
+        """As torch's parametrizations give a parameter its values. torch's own would take the node of the parameter away."""
+        source = args[0] if len(args) == 1 and not options and isinstance(args[0], torch.Tensor) else None
+        if source is None or (source.shape, source.dtype) != (self.shape, self.dtype) or source.is_neg() or source.is_conj():
+            raise self.refusal("run set_ on", _CLOSE)
+        return self.copy_(_own(source))
 
 
 class AbsentView(Absent):
@@ -299,6 +299,11 @@ def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if isinstance(made, Shadow):
         return _view_at(made, of)
     return type(made)([_view_at(one, of) for one in made])
+
+
+def _own(values: torch.Tensor) -> torch.Tensor:
+    """What is copied to a weight, and may be read from the memory that it is copied to."""
+    return values.whole() if isinstance(values, Absent) else values
 
 
 def _hashable(value: Any) -> Any:

@@ -207,7 +207,7 @@ class Reducer(Timed):
             self._send_next(keep)
             self.inflight.retire(keep, most=1)  # others send them too, so what is received takes no more memory than it must
         self.inflight.retire(keep)
-        if not keep:
+        if rounds and not keep:
             self.inflight.forget_errors()
 
     def flush(self, buckets: Sequence[int], wide: int) -> None:

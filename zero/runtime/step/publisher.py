@@ -75,13 +75,26 @@ class WeightPublisher(Timed):
                 self._in_flight.append(self._gather(bucket, new))
 
     def _gather(self, bucket: int, new: torch.Tensor) -> Pending:
-        if self._in_eight_bits and new.dtype.itemsize == 2:
+        if self._is_inexact(new):
             pending, num_bytes = eight_bits.all_gather(self._group, new)
-            pending = _Inexact(pending, self._masters, bucket, new.view(self._group.size, -1)[self._group.rank].clone())
+            pending = _Inexact(pending, self._masters, bucket, new.view(self._group.size, -1)[self._group.rank])
         else:
             pending, num_bytes = self._group.all_gather(new), new.nbytes // self._group.size
         self.num_bytes += num_bytes
         return pending
+
+    def _is_inexact(self, new: torch.Tensor) -> bool:
+        return self._in_eight_bits and new.dtype.itemsize == 2
+
+    @torch.no_grad()
+    def note_loaded(self) -> None:
+        """Masters were loaded that go with weights as they were published, which the user loads."""
+        for bucket in range(len(self._layout_ref.layout.buckets)):
+            new = self._weights.to_publish(bucket)
+            if new is not None and self._is_inexact(new):
+                self._masters.streams.use(bucket, writes=False)
+                published = self._masters.shard.share(bucket).to(new.device, new.dtype, copy=True)
+                self._masters.note_inexact(bucket, published, eight_bits.rounded(published))
 
     def abandon(self) -> None:
         """Forgets what was being sent over connections that are lost."""
@@ -102,15 +115,17 @@ class WeightPublisher(Timed):
 class _Inexact:
     """A gathering from which the weights come out other than they went in."""
 
-    def __init__(self, gathering: Pending, masters: Masters, bucket: int, published: torch.Tensor) -> None:
+    def __init__(self, gathering: Pending, masters: Masters, bucket: int, own: torch.Tensor) -> None:
         self._gathering = gathering
         self._masters = masters
-        self._own = bucket, published
+        self._bucket = bucket
+        self._own = own
+        self._published = own.clone()
 
     def done(self) -> bool:
         return self._gathering.done()
 
     def wait(self) -> torch.Tensor:
         weights = self._gathering.wait()
-        self._masters.note_inexact(*self._own)
+        self._masters.note_inexact(self._bucket, self._published, self._own.clone())
         return weights
