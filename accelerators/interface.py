@@ -119,11 +119,12 @@ class Accelerator:
     @property
     def is_synchronous(self) -> bool:
         """True where work is done when the call that issued it returns, so that nothing need ever be waited for."""
-        return self._streams is None and not (hasattr(self.module, "synchronize") or self._is_torch_accelerator())
+        return not self.has_streams and not (hasattr(self.module, "synchronize") or self._is_torch_accelerator())
 
     @property
     def has_streams(self) -> bool:
-        """True where streams and events order the device's work; elsewhere one queue does."""
+        """True where streams and events order the device's work; elsewhere one queue does. False in a subclass: the device has
+        none, or none that can wait for another."""
         return self._streams is not None
 
     def synchronize(self, index: int | None = None) -> None:
@@ -131,19 +132,19 @@ class Accelerator:
         self._ask("synchronize", self._index(index))
 
     def new_stream(self, index: int | None = None) -> Stream:
-        if self._streams is None:
+        if self._streams is None or not self.has_streams:
             return self._in_order_stream(self._index(index))
         stream: Stream = self._streams.Stream(device=self.device(index))
         return stream
 
     def current_stream(self, index: int | None = None) -> Stream:
-        if self._streams is None:
+        if self._streams is None or not self.has_streams:
             return self._in_order_stream(self._index(index))
         stream: Stream = self._ask("current_stream", self._index(index))
         return stream
 
     def new_event(self, timing: bool = False) -> Event:
-        if self._streams is None:
+        if self._streams is None or not self.has_streams:
             return InOrderEvent(self.synchronize)
         of_device = {"device": self.device()} if self._streams is torch else {}
         event: Event = self._streams.Event(enable_timing=timing, **of_device)

@@ -197,7 +197,7 @@ class AcceleratorContract:
 
     # order -------------------------------------------------------------------------------------------------------
 
-    @override("new_stream", "new_event", "in_stream", "synchronize")
+    @override("has_streams", "new_stream", "new_event", "in_stream", "synchronize")
     def test_work_in_a_stream_is_there_after_waiting_for_it_in_every_way(self, it: Accelerator) -> None:
         def by_event(stream: Any) -> None:
             event = it.new_event()
@@ -335,7 +335,7 @@ class AcceleratorContract:
             assert seen["gathered"] == [0.0, 1.0, 1.0]
             assert seen["exchanged"] == [2.0 * rank, 2.0 * rank + 1, 2.0 * rank + 10, 2.0 * rank + 11]
 
-    @override("communication_backend", "new_stream", "current_stream", "in_stream", "new_event")
+    @override("communication_backend", "has_streams", "new_stream", "current_stream", "in_stream", "new_event")
     def test_a_collective_comes_between_what_it_reads_and_what_reads_its_result(self, request: pytest.FixtureRequest) -> None:
         assert [seen["ordered"] for seen in request.getfixturevalue("two_ranks")] == [6.0, 6.0]
 

@@ -20,7 +20,7 @@ class CpuAccelerator(Accelerator):
     compile_backend = "inductor"
     is_synchronous = True
     can_pin = False  # every page of it is host memory already
-    _streams = None
+    has_streams = False
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)

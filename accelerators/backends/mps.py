@@ -14,7 +14,7 @@ class MpsAccelerator(Accelerator):
     name = "mps"
     compile_backend = "inductor"
     is_synchronous = False  # its queue runs while the host goes on
-    _streams = None  # there is only that one queue
+    has_streams = False  # there is only that one queue
 
     def unavailable_reason(self) -> str | None:
         if not torch.backends.mps.is_built():

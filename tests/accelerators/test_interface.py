@@ -143,6 +143,16 @@ def test_without_streams_or_without_events_everything_is_in_order(give):
             pass
 
 
+@pytest.mark.promise("X14")
+def test_streams_that_a_subclass_says_are_none_are_not_used(give, monkeypatch):
+    functions = {"Stream": object, "Event": object, "current_stream": lambda index: object(), "stream": object}
+    it = give(fake_device_module(1, **functions, synchronize=print))
+    assert it.has_streams and type(it.current_stream()) is object
+    monkeypatch.setattr(type(it), "has_streams", False)
+    assert not it.has_streams and type(it.new_stream()) is type(it.current_stream()) is InOrderStream
+    assert type(it.new_event()) is InOrderEvent and it.is_synchronous is False
+
+
 MEMBERS = {
     "is_available": lambda: True,
     "current_device": lambda: 0,

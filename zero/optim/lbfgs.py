@@ -61,8 +61,9 @@ def in_one(
 ) -> Iterator[None]:
     """LBFGS steps these parameters, with state that is one for all of them and is cut at the end. `over_ranks`: where each rank
     has parts."""
-    members = {} if over_ranks is None else {"over_ranks": staticmethod(over_ranks)}
-    kind = type("SharedVector", (SharedVector,), members) if members else torch.Tensor
+    kind: type[torch.Tensor] = torch.Tensor
+    if over_ranks is not None:
+        kind = type("SharedVector", (SharedVector,), {"over_ranks": staticmethod(over_ranks)})
     whole = _put_together(optimizer.state, params, outline, kind)
     gather, own = optimizer._gather_flat_grad, vars(optimizer)
     before = {name: own[name] for name in ("_params", "_numel_cache", "_gather_flat_grad") if name in own}
