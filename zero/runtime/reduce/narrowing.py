@@ -76,17 +76,15 @@ class _Coder:
         self._noise = Noise(seed)
         self.missing: dict[int, tuple[torch.Tensor, float]] = {}  # by bucket, and the loss scale that it carries
 
-    def encode(
-        self, bucket: int, values: torch.Tensor, num_rows: int, allocate: Callable[[int, torch.dtype], torch.Tensor]
-    ) -> torch.Tensor:
-        """The message of each of so many equal parts, one after the other."""
+    def encode(self, bucket: int, values: torch.Tensor, num_rows: int, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """The message of each of so many equal parts, one after the other, in memory for so many bytes."""
         scale = self._scaling.loss_scale
         missing, before = self.missing.pop(bucket, (None, scale))
         if missing is None or missing.numel() != values.numel():
             missing = torch.zeros_like(values)
         rows = torch.add(values.float(), missing, alpha=scale / before).view(num_rows, -1)  # two halves may not fit in one
         size = num_bytes_of(rows.shape[1])
-        message = allocate(num_rows * size, torch.uint8)
+        message = allocate(num_rows * size)
         encode(rows, message.view(num_rows, size), self._noise)
         missing.copy_(rows.sub_(decode(message.view(num_rows, size), rows.shape[1])).view(-1))
         self.missing[bucket] = missing.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0), scale
@@ -102,7 +100,8 @@ class InEightBits:
         self._coder = _Coder(scaling, group.rank)
 
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
-        message = self._coder.encode(bucket, buffer, self._layout_ref.layout.num_shares, staging.borrow)
+        allocate = partial(staging.borrow, dtype=torch.uint8)
+        message = self._coder.encode(bucket, buffer, self._layout_ref.layout.num_shares, allocate)
         staging.give_back(buffer)
         return message
 
@@ -127,8 +126,8 @@ class InEightBitsAcross:
         return self._group.reduce_by_hosts(sent, torch.float32, partial(self._send, bucket))
 
     def _send(self, bucket: int, sums: torch.Tensor, across: Group) -> Pending:
-        allocate = partial(torch.empty, device=sums.device)
-        message = self._coder.encode(bucket, sums, across.size, lambda numel, dtype: allocate(numel, dtype=dtype))
+        allocate = partial(torch.empty, dtype=torch.uint8, device=sums.device)
+        message = self._coder.encode(bucket, sums, across.size, allocate)
         return _InNumbers(across.all_to_all(message), across.size, sums.numel() // across.size)
 
     def forget_errors(self) -> None:
