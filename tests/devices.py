@@ -15,6 +15,9 @@ from accelerators.staged import backend as staged
 _lacking = SimulatedAccelerator().unavailable_reason()
 needs_sim = pytest.mark.skipif(_lacking is not None, reason=str(_lacking))
 
+_lacking = CudaAccelerator().unavailable_reason()
+needs_cuda = (pytest.mark.cuda, pytest.mark.skipif(_lacking is not None, reason=str(_lacking)))
+
 _has_compiler = any(map(shutil.which, ("g++", "clang++", "c++")))
 needs_compiler = pytest.mark.skipif(not _has_compiler, reason="there is no C++ compiler here, which the compiled step needs")
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files and a table of a process's pages")

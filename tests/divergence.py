@@ -182,7 +182,7 @@ def main(arguments):
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--world", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--by", choices=TRANSPORTS, nargs="+", default=TRANSPORTS)
-    parser.add_argument("--device", default="cpu", help="sim, or one that there is")
+    parser.add_argument("--device", default="cpu", help="sim, or one that there is; cuda:staged: ranks share a GPU")
     parser.add_argument("--seed", type=int, default=0, help="of the first run; each further one has the next number")
     given = parser.parse_args(arguments)
     num_failed = 0

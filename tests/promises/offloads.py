@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import accelerators
+from accelerators.backends.cuda import CudaAccelerator
 from tests import ranks
+from tests.devices import CudaThroughHost
 from tests.promises.loops import weights
 from tests.traces import copied
 from tests.zoo.case import backward, draw, real_loss, real_mlp
@@ -60,7 +62,9 @@ def place_of(rank: int, device: str, order: str = "late") -> torch.device:
         simulated.bring_up()
         simulated.configure(order=order)
         return torch.device("sim:0")
-    accelerator = accelerators.get(device)
+    if device == "cuda:staged":  # ranks share a GPU, and their processes are for that alone
+        CudaAccelerator.communication_backend = CudaThroughHost.communication_backend
+    accelerator = accelerators.get(device.partition(":")[0])
     if device != "cpu":
         accelerator.set_index(rank % accelerator.device_count())
     return accelerator.device()

@@ -9,7 +9,7 @@ from torch import nn
 import accelerators
 import zero
 from tests import ranks
-from tests.devices import needs_compiler, needs_sim
+from tests.devices import needs_compiler, needs_cuda, needs_sim
 from tests.instruments import Ledger
 from tests.parity import by_host
 from tests.promises.offloads import place_of
@@ -102,7 +102,7 @@ def test_what_the_rounding_took_away_comes_with_the_next_gradient(stage, num_loc
 
 
 def on_processes(rank, world, device, stage, shared):
-    place = place_of(rank, device) if device == "sim" else torch.device("cpu")
+    place = place_of(rank, device)
     options = {"stage": stage, "dtype": "bfloat16", "shared_memory": shared, "bucket_bytes": 1024, "reduce_dtype": "int8"}
     found = []
     for gather in ("int8", None):
@@ -131,11 +131,13 @@ def test_so_they_do_over_gloo_and_shared_memory_with_the_same_bits(stage, shared
     assert [losses for losses, _ in found[0]] == [losses for losses, _ in ranks.run(2, on_processes, "cpu", stage, shared)[0]]
 
 
-@pytest.mark.full
-@needs_sim
-@pytest.mark.parametrize("stage", [1, 2])
-def test_so_they_do_on_a_device_with_late_copies(stage):
-    near(ranks.run(2, on_processes, "sim", stage, True, apart="sim"))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("sim", marks=(needs_sim, pytest.mark.full)), pytest.param("cuda:staged", marks=needs_cuda)],
+)
+def test_so_they_do_on_a_device_with_late_copies(device, stage):
+    near(ranks.run(2, on_processes, device, stage, True, apart=device))
     assert accelerators.current().name != "sim"
 
 

@@ -9,16 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
-from accelerators.backends.cuda import CudaAccelerator
-from tests.devices import needs_muon, needs_sim
+from tests.devices import needs_cuda, needs_muon, needs_sim
 from tests.promises.offloads import bits, difference, on_device, send
 from zero.memory import masters
 from zero.optim.lion import Lion
 from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.runtime.step import updater
-
-_reason = CudaAccelerator().unavailable_reason()
-needs_cuda = (pytest.mark.cuda, pytest.mark.skipif(_reason is not None, reason=str(_reason)))
 
 
 def fused_adamw(model):
