@@ -140,7 +140,8 @@ class Accelerator:
     def current_stream(self, index: int | None = None) -> Stream:
         if self._streams is None or not self.has_streams:
             return self._in_order_stream(self._index(index))
-        stream: Stream = self._ask("current_stream", self._index(index))
+        # of the current device without its number, as this is asked with every gradient
+        stream: Stream = self._ask("current_stream", *([] if index is None else [self._check_index(index)]))
         return stream
 
     def new_event(self, timing: bool = False) -> Event:

@@ -145,7 +145,7 @@ def test_without_streams_or_without_events_everything_is_in_order(give):
 
 @pytest.mark.promise("X14")
 def test_streams_that_a_subclass_says_are_none_are_not_used(give, monkeypatch):
-    functions = {"Stream": object, "Event": object, "current_stream": lambda index: object(), "stream": object}
+    functions = {"Stream": object, "Event": object, "current_stream": lambda index=None: object(), "stream": object}
     it = give(fake_device_module(1, **functions, synchronize=print))
     assert it.has_streams and type(it.current_stream()) is object
     monkeypatch.setattr(type(it), "has_streams", False)
@@ -166,7 +166,7 @@ MEMBERS = {
     "empty_cache": lambda: None,
     "Stream": lambda device: InOrderStream(lambda: None),
     "Event": lambda enable_timing: InOrderEvent(lambda: None),
-    "current_stream": lambda index: InOrderStream(lambda: None),
+    "current_stream": lambda index=None: InOrderStream(lambda: None),
     "stream": contextlib.nullcontext,
     "manual_seed_all": lambda seed: None,
     "get_rng_state": lambda index: torch.zeros(1),

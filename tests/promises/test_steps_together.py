@@ -89,28 +89,31 @@ def test_many_buckets_at_a_time_have_the_bits_of_one_after_the_other(device, mak
 
 
 def steps_with_edits(ahead, model, optimizer, rank):
-    """Bits after edits before a step, before one that is skipped for what was edited, and after that one; and the places where
-    edits were taken over."""
-    param, places, take_over = next(model.parameters()), [], masters.adopt
-
-    def noted(weights, own):
-        places.append(place)
-        return take_over(weights, own)
+    """Bits after edits before a step, before one that is skipped for what was edited, and after that one; and in the order of
+    what was done how many blocks were compared, that the norm was read, and that edits of a block were taken over."""
+    param, order = next(model.parameters()), []
+    compare, norm, take_over = masters.Masters.are_edited, ShardedGradOps.total_norm, masters.adopt
 
     def total_norm(self):
-        nonlocal place
-        place = "after the norm"
+        order.append("norm")
         return norm(self)
 
-    ask = updater.Updater._adopt_on_device if ahead else lambda self, used: set()
-    norm = ShardedGradOps.total_norm
+    def are_edited(self, blocks):
+        order.append(len(blocks))
+        return compare(self, blocks)
+
+    def adopt(weights, own):
+        order.append("adopt")
+        return take_over(weights, own)
+
+    look_at = updater.Updater._stay_on_device if ahead else lambda self, used: []
     with (
-        mock.patch.object(updater.Updater, "_adopt_on_device", ask),
-        mock.patch.object(masters, "adopt", noted),
+        mock.patch.object(updater.Updater, "_stay_on_device", look_at),
+        mock.patch.object(masters.Masters, "are_edited", are_edited),
         mock.patch.object(ShardedGradOps, "total_norm", total_norm),
+        mock.patch.object(masters, "adopt", adopt),
     ):
         for number, factor in enumerate((2.0, math.inf, 0.0, 1.0)):
-            place = "before the norm"
             kept = param.detach().clone()
             param.data.mul_(factor)
             send(model, optimizer, rank, number)
@@ -119,19 +122,25 @@ def steps_with_edits(ahead, model, optimizer, rank):
             if factor == math.inf:
                 param.data.copy_(kept)
             optimizer.zero_grad()
-    return bits(model, optimizer), places
+    return bits(model, optimizer), order
 
 
 @on_devices
 @pytest.mark.parametrize("stage", [1, 3])
-def test_edits_are_taken_over_while_the_host_waits_for_the_norm(device, make, stage):
+def test_edits_are_looked_for_while_the_host_waits_for_the_norm(device, make, stage):
     point = {"stage": stage, "dtype": "bfloat16", "clip": 0.5, "on_nonfinite": "skip", "make": make}
-    [[(late, places)]], [[(early, places_early)]] = (
+    [[(late, order)]], [[(early, order_early)]] = (
         on_device(device, 1, partial(steps_with_edits, ahead), [point]) for ahead in (False, True)
     )
     assert difference(early, late) is None
-    assert set(places) == {"after the norm"}
-    assert set(places_early) == {"before the norm"} if stage < 3 else places_early == places
+    all_ = order[2 : order.index(0, 2)]
+    assert set(all_) == {"adopt"} and len(all_) > 3
+    assert order == [0, "norm", *all_, 0, "norm", 0, "norm", *all_, 0, "norm", *all_]  # nothing before what is skipped
+    if stage == 3:
+        assert order_early == order
+    else:
+        edited = [len(all_), "norm", "adopt"]
+        assert order_early == [*edited, *edited, *edited, *edited[:-1]]
 
 
 @needs_sim

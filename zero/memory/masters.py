@@ -153,6 +153,15 @@ class Masters:
                 self.streams.use(block.bucket)
             self.compared(block)
 
+    def are_edited(self, blocks: Sequence[Block]) -> torch.Tensor:
+        """For each of some blocks that stay on the device whether `adopt` would change anything, without waiting for it."""
+        found = []
+        for block in blocks:
+            weights = self.weights_of(block)
+            found.append((weights != self._cut(block).to(weights.dtype)).any().view(1))
+            self.compared(block)
+        return torch.cat(found) if found else torch.empty(0, device="cpu")
+
     def publish(self, blocks: Sequence[Block]) -> None:
         """Rounds the masters of blocks into this rank's share of the weights: those that stay on the device all at once."""
         here: list[Block] = []

@@ -21,22 +21,27 @@ def squares_of(tensors: Sequence[torch.Tensor]) -> list[float]:
 def squares_of_pieces(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
     """Returns for each tensor the squares of the norms of short pieces. torch adds millions of squares one after the other,
     which is wrong in the third digit."""
-    return [[norm * norm for norm in norms] for norms in _on_host([_norms_of_pieces(tensor) for tensor in tensors])]
+    ends = [tensor.numel() - tensor.numel() % PIECE for tensor in tensors]
+    pieces = [
+        torch.linalg.vector_norm(tensor[:end].view(-1, PIECE), dim=1) for tensor, end in zip(tensors, ends, strict=True)
+    ]
+    rests = _norms([tensor[end:] for tensor, end in zip(tensors, ends, strict=True)], 2.0)
+    norms = _on_host([*pieces, *rests])
+    return [[norm * norm for norm in (*norms[at], *norms[len(tensors) + at])] for at in range(len(tensors))]
 
 
 def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
     """Norms as numbers of the host."""
+    return [norm for [norm] in _on_host(_norms(tensors, order))]
+
+
+def _norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """Norms where their tensors are, a call for each device."""
     norms = [torch.empty(0)] * len(tensors)
     for indices in by_device(tensors):
         for index, norm in zip(indices, torch._foreach_norm([tensors[index] for index in indices], order), strict=True):
             norms[index] = norm.view(1)
-    return [norm for [norm] in _on_host(norms)]
-
-
-def _norms_of_pieces(line: torch.Tensor) -> torch.Tensor:
-    whole = line.numel() - line.numel() % PIECE
-    norms = torch.linalg.vector_norm(line[:whole].view(-1, PIECE), dim=1)
-    return norms if whole == line.numel() else torch.cat([norms, torch.linalg.vector_norm(line[whole:]).view(1)])
+    return norms
 
 
 def _on_host(norms: Sequence[torch.Tensor]) -> list[list[float]]:

@@ -171,9 +171,12 @@ class Reducer(Timed):
                     for at, part, _ in self.layout_ref.layout.parts(param):
                         if at == index:
                             round_.buffer[part.start : part.stop].zero_()
-        for stream in round_.producers:
+        if round_.producers:
             # Hooks of one backward may run on several streams; the collective starts on this one and must see what all wrote.
-            self._accelerator.current_stream().wait_stream(stream)
+            current = self._accelerator.current_stream()
+            for stream in round_.producers:
+                if stream != current:
+                    current.wait_stream(stream)
         return round_.buffer
 
     # settling ----------------------------------------------------------------------------------------------------

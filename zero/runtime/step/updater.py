@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,8 +92,12 @@ class Updater(Timed):
         """Decides from the settled sums, with the same answer on every rank: whether the gradients are finite, and how they are
         clipped."""
         self.check(self._inner.param_groups)  # which belong to the user, who may have changed them
-        self._adopted = self._adopt_on_device(used)
+        compared = self._stay_on_device(used)
+        are_edited = self._masters.are_edited(compared)  # which the device finds out while the host waits for the norm
         norm = self._grad_ops.total_norm()
+        for block in itertools.compress(compared, are_edited.tolist()):
+            self._masters.adopt(block)
+        self._adopted = set(compared)
         if not math.isfinite(norm) and self.policy.on_nonfinite != "propagate":
             if self.policy.on_nonfinite == "raise":
                 raise self.nonfinite(norm)
@@ -102,17 +107,14 @@ class Updater(Timed):
         coefficient = self.policy.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does it
         return StepDecision(True, norm, min(1.0, coefficient) if not math.isnan(coefficient) else coefficient)
 
-    def _adopt_on_device(self, used: int) -> set[Block]:
-        """Takes over edits of whole weights where all is on a device: it does so while the host waits for the norm. Shares of
-        weights may still be edited by other ranks, and what is on its way to a home elsewhere still takes memory."""
+    def _stay_on_device(self, used: int) -> list[Block]:
+        """Blocks whose edits are looked for before the step, where all is on a device. Shares of weights may still be edited
+        by other ranks, and what is on its way to a home elsewhere still takes memory."""
         layout, masters = self._masters.layout_ref.layout, self._masters
         if not all(map(self._stays_on_device, range(len(layout.buckets)))):
-            return set()
-        reached = (bucket for bucket, params in enumerate(layout.params_in) if params & used)
-        blocks = {block for bucket in reached if masters.has_whole_weights(bucket) for block in layout.blocks(bucket)}
-        for block in blocks:
-            masters.adopt(block)
-        return blocks
+            return []
+        reached = (bucket for bucket, params in enumerate(layout.params_in) if params & used and masters.is_copy(bucket))
+        return [block for bucket in reached if masters.has_whole_weights(bucket) for block in layout.blocks(bucket)]
 
     def batches(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
         """What is stepped together."""
