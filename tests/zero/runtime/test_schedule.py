@@ -197,8 +197,8 @@ def test_a_rank_that_edited_takes_part_with_what_was_there_before(in_main_thread
 
 def left(rank, world, steps):
     """Rank 0 comes to a step, or to the end, with weights on their way that rank 1 has not come to."""
-    with collectives_beside(), mock.patch.object(schedule, "_MORE", 1):
-        training = Training(rank, "all", timeout_s=10.0)
+    with collectives_beside(), mock.patch.object(schedule, "_MORE", 1), mock.patch.object(gathers, "_GRACE_S", 1.0):
+        training = Training(rank, "all", timeout_s=10.0)  # rank 1 is told after a second, or a busy rank 0 is late
         training.train(3)
         if rank == 0:
             training.model[0](torch.ones(1, WIDTH)).square().mean().backward()  # the next weights come meanwhile
