@@ -93,6 +93,17 @@ def test_moved_and_brought_back_at_any_time_everything_has_the_bits_of_never_hav
             )
 
 
+@needs_sim
+@pytest.mark.promise("H09")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_in_shares_that_were_moved_are_what_operators_are_given(dtype):
+    """Of a rank alone too, which gives them as they lie in its share."""
+    for world, stages in ((1, (2, 3)), (2, (3,))):
+        points = [{"stage": stage, "dtype": dtype} for stage in stages]
+        stay, moved = (on_sim(world, partial(train, include=None, move=move), points) for move in (False, True))
+        assert difference(moved, stay) is None
+
+
 def bytes_by_state(model, optimizer, rank):
     device = accelerators.get("sim")
     gc.collect()

@@ -83,8 +83,10 @@ def trajectory(made, optimizer, modes):
     return found
 
 
-@pytest.mark.parametrize("called_on", ["the sharded one", "the one that was sharded"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("stage", "called_on"),
+    [(0, "the sharded one"), (1, "the one that was sharded"), (2, "the sharded one"), (3, "the sharded one")],
+)
 def test_the_weights_of_each_mode_are_published_as_in_plain_torch(stage, called_on):
     def program(group):
         made = models[group.rank]

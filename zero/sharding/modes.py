@@ -44,11 +44,15 @@ def switch_mode(state: ShardingState, mode: str, act: Callable[[], Any]) -> Any:
     blocks = [block for bucket in range(len(layout.buckets)) for block in layout.blocks(bucket)]
     sync.set_phase(f"in {what}")
     sync.tracker.copy_back()
-    state.adopt_on_all()
-    with state.updater.all_masters():
-        result = run_on_all(state.group, act)
-    state.masters.publish(blocks)
-    state.publisher.send(blocks)
-    state.publisher.wait(sum(1 << param for param, slot in enumerate(layout.slots) if slot is not None))
+    state.publisher.begin()
+    try:
+        state.adopt_on_all()
+        with state.updater.all_masters():
+            result = run_on_all(state.group, act)
+        state.masters.publish(blocks)
+        state.publisher.send(blocks)
+        state.publisher.wait(sum(1 << param for param, slot in enumerate(layout.slots) if slot is not None))
+    finally:
+        state.publisher.end()
     sync.set_phase("before a backward")
     return result

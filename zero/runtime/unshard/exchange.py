@@ -261,6 +261,11 @@ class ShardedChunk(GatheredChunk):
         """By which its edits are known, on all ranks."""
         return self._shares[0].number
 
+    def move(self, common: torch.Tensor) -> None:
+        """Has all of its values in other memory from now on."""
+        self.common = common
+        self.views.clear()
+
     def visible(self) -> torch.Tensor | None:
         is_here = self.common is not None and self.common.device.type == self._exchange.device.type
         return self._seen() if is_here else None

@@ -238,7 +238,8 @@ class ShardedWeights:
         self.exchange.cache.release_memory()
         common = self.chunks[chunk].common
         assert common is not None
-        self.chunks[chunk].common = common = moved(common, home)
+        common = moved(common, home)
+        self.chunks[chunk].move(common)
         for index in self.layout_ref.layout.buckets_in(chunk):
             share = self._shares[index]
             share.memory, share.is_renewed = common[share.own.start : share.own.stop], True
