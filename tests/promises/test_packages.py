@@ -1,6 +1,8 @@
 """W01, O11 and O12: optimizers of other packages, in shares as in plain PyTorch (pip install zero-accelerators[optimizers])."""
 
+import copy
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -10,17 +12,17 @@ import zero
 from tests.devices import has_package
 from tests.promises.loops import same, weights
 from tests.zoo.case import filled
-from zero.comm.loopback import run_ranks
+from zero.comm.loopback import run_ranks, solo
 
 FREE, SOAP, BITS, AO = "schedulefree", "pytorch_optimizer", "bitsandbytes.optim", "torchao.optim"
 LR = {"lr": 1e-2}
 KINDS = {
     "AdamWScheduleFree": (FREE, LR), "SGDScheduleFree": (FREE, LR), "RAdamScheduleFree": (FREE, LR),
     "Lion": ("lion_pytorch", LR),
-    "SOAP": (SOAP, LR), "Shampoo": (SOAP, LR), "AdaFactor": (SOAP, LR), "Lamb": (SOAP, {**LR, "max_grad_norm": 0.0}),
+    "Adafactor": ("torch.optim", LR), "SOAP": (SOAP, LR), "Shampoo": (SOAP, LR), "AdaFactor": (SOAP, LR), "Lamb": (SOAP, LR),
     "AdamW8bit": (BITS, LR), "Lion8bit": (BITS, LR), "AdamW4bit": (AO, LR), "Adam8bit": (AO, LR),
 }  # fmt: skip
-OF_ALL = {"Prodigy": ("prodigyopt", {}), "LambOfAll": (SOAP, {**LR, "max_grad_norm": 1.0})}
+OF_ALL = {"Prodigy": ("prodigyopt", {}), "LambOfAll": (SOAP, {**LR, "pre_norm": True})}
 
 
 def made(name, model):
@@ -33,7 +35,9 @@ def made(name, model):
 
 def layers():
     """Large enough for blocks of 256 elements and for what some packages quantise at all, which is 4096 of them."""
-    return filled(nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 32)), real=True)
+    widths = ((64, 96), (96, 64), (64, 1))  # a factor of the last has its shape
+    linear = [nn.Linear(inputs, outputs) for inputs, outputs in widths]
+    return filled(nn.Sequential(linear[0], nn.Tanh(), linear[1], nn.Tanh(), linear[2]), real=True)
 
 
 def train(model, optimizer, steps):
@@ -76,22 +80,52 @@ def test_an_optimizer_of_a_package_trains_in_shares_to_the_bits_of_plain_torch(n
         assert same(found, expected)
 
 
+@pytest.mark.promise("W02")
 @pytest.mark.promise("W03")
-@pytest.mark.parametrize("name", [name for name, (package, _) in KINDS.items() if package == BITS])
-def test_states_of_eight_bits_are_saved_and_go_on_at_another_number_of_ranks(name, tmp_path):
+@pytest.mark.parametrize("name", [name for name, (package, _) in KINDS.items() if package != AO])
+def test_what_is_saved_goes_on_at_another_number_of_ranks(name, tmp_path):
     def first(model, optimizer):
         train(model, optimizer, range(2))
         zero.save(tmp_path, optimizer, "there")
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
-    def second(model, optimizer):
+    def from_files(model, optimizer):
         zero.load(tmp_path, optimizer)
         return train(model, optimizer, range(2, 4))
 
-    model = layers()
-    expected = train(model, made(name, model), range(4))
-    sharded(name, 2, 2, first)
-    for found in sharded(name, 4, 3, second):
-        assert same(found, expected)
+    def from_dicts(model, optimizer, dicts=None):
+        model.load_state_dict(dicts[0])
+        optimizer.load_state_dict(dicts[1])
+        return train(model, optimizer, range(2, 4))
+
+    plain = layers()
+    inner = made(name, plain)
+    train(plain, inner, range(2))
+    of_plain = copy.deepcopy((plain.state_dict(), inner.state_dict()))
+    expected = train(plain, inner, range(2, 4))
+    own, _ = sharded(name, 2, 2, first)
+    for second in (from_files, partial(from_dicts, dicts=own), partial(from_dicts, dicts=of_plain)):
+        for found in sharded(name, 4, 3, second):
+            assert same(found, expected)
+
+
+@pytest.mark.promise("W03")
+@pytest.mark.parametrize("way", ["an embedding", "a word"])
+def test_settings_of_bitsandbytes_for_single_parameters_are_refused(way):
+    optim, modules = (importlib.import_module(f"bitsandbytes.{name}") for name in ("optim", "nn"))
+    manager = optim.GlobalOptimManager.get_instance()
+    try:
+        model = nn.Sequential(modules.StableEmbedding(300, 64) if way == "an embedding" else nn.Embedding(300, 64))
+        manager.register_parameters(model.parameters())
+        if way == "a word":
+            manager.override_config(model[0].weight, "optim_bits", 32)
+        inner = optim.Adam8bit(model.parameters())
+        with pytest.raises(ValueError, match=r"Adam8bit: GlobalOptimManager has settings .* Use stage=0; or"):
+            zero.shard(model, inner, stage=2, group=solo())
+        manager.initialize()
+        zero.shard(model, inner, stage=2, group=solo()).close()
+    finally:
+        manager.initialize()
 
 
 @pytest.mark.promise("O11")

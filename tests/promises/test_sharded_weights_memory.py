@@ -121,7 +121,8 @@ def test_a_rank_alone_has_its_weights_once_on_the_device_and_nothing_of_them_on_
     options = {"gathered_bytes": 0, "dtype": dtype}
     [(losses, *_, peak)], values = trained(tmp_path, 1, 2**26, LAYERS, stage=3, **options)
     [(plain_losses, *_, most)], expected = trained(tmp_path, 1, 2**26, LAYERS, stage=2, dtype=dtype)
-    assert losses == plain_losses and peak <= most
+    assert losses == plain_losses
+    assert peak <= most + BUCKET  # at stage 3 edits are looked for within the step, a part of a bucket at a time
     same(values, expected)
     assert ranks.run(1, moved_alone, dtype, env={"ACCELERATOR": "sim"}, apart="a device") == [[]]
 

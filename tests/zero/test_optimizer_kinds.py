@@ -301,6 +301,8 @@ def of_a_package(name, module):
     [
         ("Lion", "lion_pytorch.lion_pytorch", True),
         ("AdamWScheduleFree", "schedulefree.adamw_schedulefree", True),
+        ("Lion", "lion_pytorch.foreach", True),
+        ("Lion", "lion_pytorch.cautious_lion", False),  # it divides by a mean over the tensor
         ("Lion", "somebody.elses", False),
         ("AdamWScheduleFreeClosure", "schedulefree.adamw_schedulefree_closure", False),
     ],
@@ -315,6 +317,52 @@ def test_element_wise_optimizers_of_other_packages_are_known_by_where_they_are_f
         optimizer = shard(made, kind(made.parameters(), lr=0.1), stage=2, group=solo(), **options)
         assert not any(bucket.is_whole for bucket in optimizer.sharding.layout_ref.layout.buckets)
         optimizer.close()
+
+
+class Shampoo(OPTIM.SGD):
+    """By its name one that looks at whole tensors."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Careful(Shampoo):
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+
+class Changed(Careful):
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] = sum(param.grad.norm() for group in self.param_groups for param in group["params"])
+        return super().step(closure)
+
+
+class SharedOut(Careful):
+    def step(self, closure=None):
+        def share_out(param):
+            torch.distributed.all_gather([torch.empty_like(param)], param)
+
+        for group in self.param_groups:
+            list(map(share_out, group["params"]))
+
+
+def test_what_is_known_by_name_is_known_of_classes_that_change_nothing_of_it():
+    made = model()
+    for options in ({}, {"whole_tensors": True}):
+        optimizer = shard(made, Careful(made.parameters()), stage=2, group=solo(), **options)
+        assert all(bucket.is_whole for bucket in optimizer.sharding.layout_ref.layout.buckets)
+        optimizer.close()
+    with pytest.raises(ValueError, match=r"Changed: it is not known to treat every element by itself"):
+        shard(made, Changed(made.parameters()), stage=2, group=solo())
+    shard(made, Changed(made.parameters()), stage=2, group=solo(), whole_tensors=True).close()
+
+
+def test_one_that_shares_its_work_out_itself_is_refused_where_there_are_shares():
+    made = model()
+    for options in ({}, {"whole_tensors": True}, {"elementwise": True}):
+        with pytest.raises(ValueError, match=r"SharedOut: it calls all_gather itself, .* Use stage=0, or"):
+            shard(made, SharedOut(made.parameters()), stage=1, group=solo(), **options)
+    shard(made, SharedOut(made.parameters()), stage=0, group=solo(), whole_tensors=True).close()
 
 
 WITHOUT_MUON = """

@@ -91,6 +91,9 @@ class _Encoder:
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
         if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
             raise ValueError(f"Cannot save {path}: it is not a dense tensor with values. Make it one.")
+        order = sorted(range(value.dim()), key=value.stride, reverse=True)
+        if not value.is_contiguous() and value.permute(order).is_contiguous():  # as factors of matrices are: bits hang on it
+            return _tagged("permuted", [order, self._tensor(value.permute(order), path)])
         made = [dtype_name(value.dtype), list(value.shape)]
         if self._keep is not None and value.nbytes > _INLINE_BYTES:
             coded = _tagged("tensor in a file", [*made, self._keep(value.detach())])
@@ -156,12 +159,18 @@ def decode(coded: Any, fetch: Fetch | None = None) -> Any:
     if name == "tensor in a file" and fetch is not None:
         dtype, shape, key = value
         return fetch(key, dtype_named(dtype), shape)
+    if name == "permuted":
+        return _leaf(decode(value[1], fetch), [value[0].index(dim) for dim in range(len(value[0]))])
     if name == "wants a gradient":
         return decode(value, fetch).detach().requires_grad_()
     make = _MADE.get(name)
     if make is None:
         raise ValueError(f"Cannot read a value of type {name!r}: the format has no such type. {value!r:.60}")
     return make(value)
+
+
+def _leaf(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    return tensor.detach().permute(order).requires_grad_(tensor.requires_grad)
 
 
 def _tensor_from(value: Any) -> torch.Tensor:

@@ -3,9 +3,11 @@ keep."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+import types
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ ELEMENTWISE = (
 
 # Optimizers of other packages that keep their state in few bits, with a scale for each block of elements.
 _QUANTISED = re.compile(r"(8bit|4bit|Fp8)(\d*)$")
+_OF_ONE_MOMENT = re.compile(r"\b(Lion|SGD|RMSprop|Adagrad|LARS)|1State")
 
 
 # What a class may define and still be its parent: nothing that a step could call.
@@ -46,11 +49,11 @@ KERNELS = ("fused", "foreach")  # what a group says of how its step is computed
 _BY_BLOCKS = (*ELEMENTWISE, *MUON, _OPTIM.Adafactor)
 
 
-# Element-wise ones of other packages, by where they are from. Some count their calls, so they step everything at once.
+# Element-wise ones of other packages. Some count their calls, so they step everything at once.
 ELEMENTWISE_ELSEWHERE = {
-    "schedulefree": {"AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"},
-    "lion_pytorch": {"Lion"},
-}
+    "schedulefree.adamw_schedulefree.AdamWScheduleFree", "schedulefree.sgd_schedulefree.SGDScheduleFree",
+    "schedulefree.radam_schedulefree.RAdamScheduleFree", "lion_pytorch.lion_pytorch.Lion", "lion_pytorch.foreach.Lion",
+}  # fmt: skip
 
 
 # Optimizers that look at a tensor as a whole, and at one at a time. Those in the second line compute with its rows and columns.
@@ -86,14 +89,19 @@ _MOMENTS = {_OPTIM.SGD: 0, _OPTIM.Adagrad: 1, _OPTIM.RMSprop: 1, _OPTIM.ASGD: 1,
 _MORE = ("momentum", "amsgrad", "centered")  # settings of a group that want one more
 
 
-def num_moments(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Values an element of its state, by group; two for an optimizer that we do not know."""
+def num_moments(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Values an element of its state, by group: two for an optimizer that we do not know, and parts of one for few bits."""
     return [_num_moments(member, group) for member, group in with_members(optimizer)]
 
 
-def _num_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+def _num_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
     if evaluates(optimizer):
         return 2 + 2 * int(group["history_size"])
+    if is_quantised_in_blocks(optimizer):
+        names = " ".join(kind.__name__ for kind in type(optimizer).__mro__)
+        bits = 4 if "4bit" in names else 8
+        scales = 32 / float(group.get("block_size", 128 if bits == 4 else 256))
+        return (1 if re.search(_OF_ONE_MOMENT, names) else 2) * (bits + scales) / 32
     known = next((number for kind, number in _MOMENTS.items() if isinstance(optimizer, kind)), 2)
     return known + (0 if isinstance(optimizer, MUON) else sum(bool(group.get(setting)) for setting in _MORE))
 
@@ -120,7 +128,7 @@ def steps_by_blocks(optimizer: torch.optim.Optimizer) -> bool:
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is known to treat every element by itself."""
     kind = type(optimizer)
-    return known_kind(optimizer) is not None or kind.__name__ in ELEMENTWISE_ELSEWHERE.get(kind.__module__.split(".")[0], ())
+    return known_kind(optimizer) is not None or f"{kind.__module__}.{kind.__name__}" in ELEMENTWISE_ELSEWHERE
 
 
 def _changes_nothing(kind: type) -> bool:
@@ -142,10 +150,10 @@ def _bare(step: Any) -> Any:
 
 def is_quantised_in_blocks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether elements of its state share a scale with others, which may lie on another rank."""
-    if any(_QUANTISED.search(kind.__name__) for kind in type(optimizer).__mro__):
-        return True
-    bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)  # as bitsandbytes has it of optimizers with both
-    return isinstance(bits, int) and bits < 16
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)  # as bitsandbytes has it, of 8 and of 32 bits
+    if isinstance(bits, int):
+        return bits < 16
+    return any(_QUANTISED.search(kind.__name__) for kind in type(optimizer).__mro__)
 
 
 def of_all_tensors(optimizer: torch.optim.Optimizer) -> str | None:
@@ -154,9 +162,44 @@ def of_all_tensors(optimizer: torch.optim.Optimizer) -> str | None:
         return None
     found = next((OF_ALL_TENSORS[base.__name__] for base in type(optimizer).__mro__ if base.__name__ in OF_ALL_TENSORS), None)
     settings = [name for name in _OVER_ALL if any(group.get(name) for group in optimizer.param_groups)]
+    if not getattr(optimizer, "pre_norm", True):  # without which that of pytorch_optimizer takes no notice of the rest
+        settings = []
     if found is None and known_whole(optimizer) is not None and settings:
         return f"divides by the norm of all gradients together, with {settings[0]}={optimizer.param_groups[0].get(settings[0])}"
     return found
+
+
+# Functions of torch.distributed, but for those whose names are also those of other functions.
+_COLLECTIVES = frozenset((
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "reduce_scatter", "reduce_scatter_tensor",
+    "all_to_all", "all_to_all_single", "broadcast", "batch_isend_irecv",
+))  # fmt: skip
+
+
+def communicates_by(optimizer: torch.optim.Optimizer) -> str | None:
+    """The collective that its code calls, if any, as that of one which shares its work out among ranks itself."""
+    kinds = type(optimizer).__mro__
+    methods = [value for kind in kinds[: kinds.index(torch.optim.Optimizer)] for value in vars(kind).values()]
+    return next((name for method in methods for name in _names_in(inspect.unwrap(method)) if name in _COLLECTIVES), None)
+
+
+def _names_in(function: Any) -> Iterator[str]:
+    """Names that code uses, that inside it too."""
+    code = getattr(function, "__code__", function)
+    if isinstance(code, types.CodeType):
+        yield from code.co_names
+        for inner in code.co_consts:
+            yield from _names_in(inner)
+
+
+def overridden_by_place(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether bitsandbytes has settings for single parameters, which it finds by their identity or by their places in groups:
+    a step of shares is given other objects at other places."""
+    manager = getattr(optimizer, "mng", None)
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    held = [id(getattr(module, name)) for module, name, _ in getattr(manager, "module_weight_config_triple", ())]
+    by_identity = [*getattr(manager, "pid2config", ()), *held]
+    return not params.isdisjoint(by_identity) or bool(getattr(manager, "index2config", ()))
 
 
 def evaluates(optimizer: torch.optim.Optimizer) -> bool:
@@ -166,9 +209,11 @@ def evaluates(optimizer: torch.optim.Optimizer) -> bool:
 
 def known_whole(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns why it needs whole tensors, or None if that is not known of it."""
-    name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in WHOLE_TENSOR), None)
-    if name is not None:
-        return f"{name} looks at whole tensors"
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in WHOLE_TENSOR:
+            return f"{kind.__name__} looks at whole tensors"
+        if not _changes_nothing(kind):
+            break
     if is_quantised_in_blocks(optimizer):
         return "its state is quantised in blocks, whose elements share a scale"
     return None

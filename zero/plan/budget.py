@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero.plan.disk import stream_bytes
+from zero.plan.disk import lines_of_moments, stream_bytes
 from zero.plan.layout import ITEM_BYTES, Bucket, FlatLayout
 
 _KEPT = 2  # buckets of a dtype that are kept for the next window: one to fill while another is sent
@@ -61,7 +62,7 @@ class Budget:
 def budget_of(
     layout: FlatLayout,
     rank: int = 0,
-    num_moments: int | Sequence[int] = 2,
+    num_moments: float | Sequence[float] = 2,
     num_backwards: int | None = None,
     by_blocks: bool = True,
     num_ranks: int | None = None,
@@ -92,7 +93,7 @@ def budget_of(
     come = 0.0 if one_host else _coming(rank, layout.num_shares)
     goes_on = 1 < layout.num_shares < (num_ranks or 0)  # to replicas, as a sum apart
     rounds = [_Round.of(layout, index, are_others, waits, come, goes_on) for index in range(len(layout.buckets))]
-    remembered = [num_moments] if isinstance(num_moments, int) else num_moments  # by group; the last is that of all others
+    remembered = [num_moments] if isinstance(num_moments, (int, float)) else num_moments  # the last is that of all other groups
     for bucket, round_ in zip(layout.buckets, rounds, strict=True):
         shares[_place(bucket, "gradients")]["gradients"] += round_.share
         is_kept = layout.chunks[bucket.chunk].is_kept
@@ -102,24 +103,21 @@ def budget_of(
             shares[bucket.offloaded and not is_kept]["weights"] += round_.weights * (layout.num_shares if is_kept else 1)
             is_once = bucket.offloaded or on_host or is_kept or layout.num_shares == 1  # no other rank reads it on the host
             shares[True]["weights"] += 0 if is_once else round_.weights
-    lines = Counter[int]()  # by bucket: the most that one of its parameters needs
-    for param, spec in enumerate(layout.params):
-        number = remembered[min(spec.group, len(remembered) - 1)]
-        for piece in layout.pieces(param, rank if layout.num_shares > 1 else 0):
-            lines[piece.bucket] = max(lines[piece.bucket], number)
-            if not in_lines:  # the optimizer sees pieces, never the padding between them
-                item = max(ITEM_BYTES[spec.dtype], ITEM_BYTES["float32"])
-                shares[_place(layout.buckets[piece.bucket], "moments")]["moments"] += number * item * piece.in_param.numel
-    for index, number in lines.items() if in_lines else ():
+    for index, number in lines_of_moments(layout, rank, num_moments).items() if in_lines else ():
         shares[_place(layout.buckets[index], "moments")]["moments"] += number * rounds[index].share
+    for param, spec in enumerate(() if in_lines else layout.params):  # the optimizer sees pieces, never the padding between
+        num_bytes = remembered[min(spec.group, len(remembered) - 1)] * max(ITEM_BYTES[spec.dtype], ITEM_BYTES["float32"])
+        for piece in layout.pieces(param, rank if layout.num_shares > 1 else 0):
+            place = _place(layout.buckets[piece.bucket], "moments")
+            shares[place]["moments"] += math.ceil(num_bytes * piece.in_param.numel)
     repeats = 1 + _ON_THE_WAY if num_backwards is None else num_backwards  # more of them meet no more of each other
     all_at_once = waits and any(round_.narrow for round_ in rounds)
     kept, staged = _staging_of(layout, rounds, int(are_others), repeats, all_at_once)
     kept = staged if one_host and are_others else kept  # memory that ranks share keeps its pages
     latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)
     stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0)
-    if not any(remembered):  # and then what comparing a half of it with its weights takes is the most
-        stepped = 0 if on_host else stepped * 5 // 8 * any(round_.narrow for round_ in rounds)
+    if not any(remembered):  # and then what comparing it with its weights takes is the most
+        stepped = 0 if on_host else stepped * 3 // 4 * any(round_.narrow for round_ in rounds)
     near = [round_.share for round_ in rounds if not (round_.offloaded or round_.on_disk or (stays and round_.narrow))]
     streams = stream_bytes(layout, rank, num_moments)
     if not shards_weights:

@@ -30,7 +30,7 @@ def cost_of(
     stage: int,
     num_ranks: int,
     rank: int = 0,
-    num_moments: int | Sequence[int] = 2,
+    num_moments: float | Sequence[float] = 2,
     accumulation: int = 1,
     one_host: bool = False,
     one_pass: bool = False,

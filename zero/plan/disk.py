@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +16,7 @@ _SUMS = 4  # of gradients in memory while they come: two that are used, and two 
 _READ_SUMS = 2  # in a step: one that is used, and one that comes
 
 
-def disk_bytes(layout: FlatLayout, rank: int = 0, num_moments: int | Sequence[int] = 2) -> Counter[tuple[str, str]]:
+def disk_bytes(layout: FlatLayout, rank: int = 0, num_moments: float | Sequence[float] = 2) -> Counter[tuple[str, str]]:
     """By kind and place: what files take, with an optimizer of so many values an element, by group where they differ."""
     found: Counter[tuple[str, str]] = Counter()
     moments = lines_of_moments(layout, rank, num_moments)
@@ -39,14 +40,14 @@ def line_bytes(layout: FlatLayout, bucket: int) -> int:
     return round_up(own.share_numel * max(ITEM_BYTES[layout.chunks[own.chunk].dtype], ITEM_BYTES["float32"]), _PAGE)
 
 
-def lines_of_moments(layout: FlatLayout, rank: int, num_moments: int | Sequence[int]) -> Counter[int]:
-    """By bucket: the most that one of its parameters needs."""
-    remembered = [num_moments] if isinstance(num_moments, int) else num_moments  # by group; the last is that of all others
+def lines_of_moments(layout: FlatLayout, rank: int, num_moments: float | Sequence[float]) -> Counter[int]:
+    """By bucket: how many lines of a value an element the one of its parameters needs that needs most."""
+    remembered = [num_moments] if isinstance(num_moments, (int, float)) else num_moments  # the last is that of all other groups
     lines: Counter[int] = Counter()
     for param, spec in enumerate(layout.params):
         number = remembered[min(spec.group, len(remembered) - 1)]
         for piece in layout.pieces(param, rank if layout.num_shares > 1 else 0):
-            lines[piece.bucket] = max(lines[piece.bucket], number)
+            lines[piece.bucket] = max(lines[piece.bucket], math.ceil(number))
     return lines
 
 
@@ -57,7 +58,7 @@ class Streamed(NamedTuple):
     stepping: int = 0  # while the optimizer steps: sums, masters and moments
 
 
-def stream_bytes(layout: FlatLayout, rank: int, num_moments: int | Sequence[int]) -> dict[bool, Streamed]:
+def stream_bytes(layout: FlatLayout, rank: int, num_moments: float | Sequence[float]) -> dict[bool, Streamed]:
     """By whether it is on the host beside a device. Lines are of one size."""
     moments, most, buckets = lines_of_moments(layout, rank, num_moments), Counter[bool](), Counter[bool]()
     largest, sums = Counter[bool](), Counter[bool]()
@@ -74,7 +75,7 @@ def stream_bytes(layout: FlatLayout, rank: int, num_moments: int | Sequence[int]
     return {where: Streamed(_SUMS * sums[where], _READ_SUMS * sums[where] + coming[where]) for where in (False, True)}
 
 
-def written_bytes(layout: FlatLayout, rank: int = 0, num_moments: int | Sequence[int] = 2, rounds: int = 1) -> int:
+def written_bytes(layout: FlatLayout, rank: int = 0, num_moments: float | Sequence[float] = 2, rounds: int = 1) -> int:
     """To disks in a step of so many rounds of gradients."""
     files = disk_bytes(layout, rank, num_moments)
     return sum(number * (rounds if kind == "gradients" else 1) for (kind, _), number in files.items())

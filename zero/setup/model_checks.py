@@ -11,7 +11,15 @@ from accelerators import Accelerator
 from zero.config.schema import ZeroConfig
 from zero.memory.formats import DTYPES, overlapping, sum_dtype
 from zero.optim.several import members_of, name_of
-from zero.optim.traits import ELEMENTWISE, evaluates, is_elementwise, known_whole, of_all_tensors
+from zero.optim.traits import (
+    ELEMENTWISE,
+    communicates_by,
+    evaluates,
+    is_elementwise,
+    known_whole,
+    of_all_tensors,
+    overridden_by_place,
+)
 from zero.plan.stages import stage_of
 
 
@@ -98,6 +106,8 @@ def _check_kind(optimizer: torch.optim.Optimizer, config: ZeroConfig, is_alone: 
         )
     if why is not None or evaluates(optimizer):
         return
+    if stage_of(config.stage).shards_optimizer:
+        _check_step(optimizer)
     said = [group.get("whole") for group in optimizer.param_groups]
     if whole is not None and ((elementwise and is_alone) or False in said):
         raise ValueError(
@@ -110,6 +120,22 @@ def _check_kind(optimizer: torch.optim.Optimizer, config: ZeroConfig, is_alone: 
             f"Cannot shard with {kind.__module__}.{kind.__qualname__}: it is not known to treat every element by itself. "
             "Pass elementwise=True if it does, whole_tensors=True if it looks at all of a tensor but at no other one, and try "
             f"that with zero.verify; or use one of {known}."
+        )
+
+
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses one whose step knows of other ranks, or knows its parameters by what a share of them is not."""
+    name, call = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", communicates_by(optimizer)
+    if call is not None:
+        raise ValueError(
+            f"Cannot shard {name}: it calls {call} itself, as if each rank had all gradients. Use stage=0, or an optimizer for "
+            "one device: each tensor is stepped by one rank anyway."
+        )
+    if overridden_by_place(optimizer):
+        raise ValueError(
+            f"Cannot shard {name}: GlobalOptimManager has settings for single parameters, as of a StableEmbedding, and a step "
+            "of shares does not find them. Use stage=0; or pass these parameters to an optimizer of 32 bits and shard both, as "
+            "[optimizer, other], after GlobalOptimManager.get_instance().initialize()."
         )
 
 
@@ -130,9 +156,7 @@ def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
                 name = next((name for name, tensor in model.named_parameters() if tensor is param), "a parameter")
                 before = seen[id(param)]
                 where = f"groups {before} and {index}" if before != index else f"group {index} twice"
-                raise ValueError(
-                    f"Cannot shard: {name} is in {where} of the optimizer. List every parameter once."
-                )
+                raise ValueError(f"Cannot shard: {name} is in {where} of the optimizer. List every parameter once.")
             seen[id(param)] = index
 
 
@@ -172,9 +196,7 @@ def check_params(names: Sequence[str], tensors: Sequence[nn.Parameter], may_be_m
     devices = {tensor.device for tensor in tensors if not (may_be_meta and tensor.is_meta)}
     if len(devices) > 1:
         first = {str(tensor.device): name for name, tensor in reversed(list(zip(names, tensors, strict=True)))}
-        raise ValueError(
-            f"Cannot shard: the parameters are on several devices, {first}. Move the model to one device first."
-        )
+        raise ValueError(f"Cannot shard: the parameters are on several devices, {first}. Move the model to one device first.")
     for name, tensor in zip(names, tensors, strict=True):
         problem = _problem_of(tensor, may_be_meta)
         if problem is not None:
@@ -183,9 +205,7 @@ def check_params(names: Sequence[str], tensors: Sequence[nn.Parameter], may_be_m
     if pair is not None:
         one, other = names[pair[0]], names[pair[1]]
         what = f"{one} overlaps itself" if one == other else f"{one} and {other} share memory without being one parameter"
-        raise ValueError(
-            f"Cannot shard: {what}. Tie parameters by using the same Parameter, or give each its own storage."
-        )
+        raise ValueError(f"Cannot shard: {what}. Tie parameters by using the same Parameter, or give each its own storage.")
 
 
 def check_views(model: nn.Module, names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
@@ -238,6 +258,4 @@ def check_dtypes(accelerator: Accelerator, dtypes: Iterable[torch.dtype]) -> Non
     for dtype in dtypes:
         if not accelerator.supports(dtype):
             works = ", ".join(str(known).removeprefix("torch.") for known in accelerator.supported_dtypes())
-            raise ValueError(
-                f"Cannot use weights in {dtype}: {accelerator.name} does not compute in it. Use one of {works}."
-            )
+            raise ValueError(f"Cannot use weights in {dtype}: {accelerator.name} does not compute in it. Use one of {works}.")

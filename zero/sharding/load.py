@@ -297,8 +297,7 @@ class _Loading:
             return
         before, entries = inner.state.pop(master, {}), {}
         for key, dtype in stored.state.items():
-            wide = dtype_named(dtype)
-            wide = master.dtype if wide.is_floating_point else wide
+            wide = master.dtype if dtype == stored.value_dtype else dtype_named(dtype)
             held = before.get(key)
             entries[key] = held if _fits(held, master, wide) else torch.empty_like(master, dtype=wide)
             self._lines.copy(source, key, form, piece.in_param, form.line_of(entries[key].detach()))

@@ -21,13 +21,16 @@ from zero.errors import ZeroError
 from zero.memory.formats import dtype_name, goes_with_elements, sum_dtype
 from zero.memory.masters import exact
 from zero.optim import lbfgs
-from zero.optim.traits import KERNELS, evaluates
+from zero.optim.several import members_of
+from zero.optim.traits import KERNELS, evaluates, is_elementwise
 
 if TYPE_CHECKING:
     from zero.plan.layout import Piece
     from zero.sharding.state import ShardingState
 
 logger = logging.getLogger("zero")
+
+_OF_BITSANDBYTES = "__bnb_optimizer_quant_state__"  # under which its own dicts have what is quantised
 
 
 def whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: int) -> dict[str, Any]:
@@ -36,15 +39,15 @@ def whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: in
 
 
 def whole_state_dict(sharding: ShardingState, inner: torch.optim.Optimizer) -> dict[str, Any]:
-    """State by parameter name, which of its keys go with elements, the exact values of rounded weights, and the groups."""
+    """State by parameter name, which keys of each go with elements, the exact values of rounded weights, and the groups."""
     sharding.adopt_on_all()
-    states, elementwise, masters = {}, set(), {}
+    states, elementwise, masters = {}, {}, {}
     elsewhere = sharding.window.sync.tracker.relocated()  # edited there, which `adopt` does not see
     for param, name in enumerate(sharding.params.names):
         state, keys = _whole_state(sharding, inner, param)
         if state:
             states[name] = state
-            elementwise |= keys
+            elementwise[name] = sorted(keys)
         if _has_copy(sharding, param):
             dtype = sum_dtype(sharding.params.tensors[param].dtype)
 
@@ -58,7 +61,7 @@ def whole_state_dict(sharding: ShardingState, inner: torch.optim.Optimizer) -> d
     for group in inner.param_groups:
         named = [names[index[id(param)]] for param in group["params"] if id(param) in index]
         groups.append({**group, "params": named})
-    found = {"state": states, "elementwise": sorted(elementwise), "masters": masters, "param_groups": groups}
+    found = {"state": states, "elementwise": elementwise, "masters": masters, "param_groups": groups}
     return {**found, "kernels": sharding.config.kernels}
 
 
@@ -88,7 +91,9 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
             "Make the same groups."
         )
     names = _names_in_groups(sharding, inner, groups)
-    states = {names.get(key, key): state for key, state in state_dict["state"].items()}
+    states = {names.get(key, key): dict(state) for key, state in state_dict["state"].items()}
+    for state in states.values():
+        state.update(state.pop(_OF_BITSANDBYTES, {}))
     if evaluates(inner):
         params = inner.param_groups[0]["params"]
         in_order = [sharding.params.names[sharding.params.index[id(param)]] for param in params]
@@ -102,12 +107,9 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
         )
     specs = zip(sharding.params.names, sharding.layout_ref.layout.params, strict=True)
     shapes = {name: torch.Size(spec.shape) for name, spec in specs}
-    elementwise = state_dict.get("elementwise")
-    if elementwise is None:
-        pairs = [(key, value, shapes[name]) for name, state in states.items() for key, value in state.items()]
-        elementwise = {key for key, value, shape in pairs if goes_with_elements(key, value, shape)}
+    elementwise = _elementwise_keys(inner, state_dict.get("elementwise"), states, shapes)
     for name, state in (*states.items(), *((name, {"master": master}) for name, master in masters.items())):
-        for key in {*elementwise, "master"}.intersection(state):
+        for key in {*elementwise.get(name, ()), "master"}.intersection(state):
             if isinstance(state[key], torch.Tensor) and state[key].shape != shapes[name]:
                 raise ValueError(
                     f"Cannot load {key} of {name}: its shape is {tuple(state[key].shape)}, and the parameter's "
@@ -126,7 +128,7 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
         if name in states and lies_nowhere(sharding, param):
             inner.state[sharding.params.tensors[param]] = copy.deepcopy(dict(states[name]))
         elif name in states:
-            _give_pieces(sharding, inner, param, states[name], set(elementwise))
+            _give_pieces(sharding, inner, param, states[name], elementwise[name])
         if name in masters:
             line = sharding.window.grad_ops.formats[param].flatten(masters[name])
             for piece, master in sharding.masters.of(param):
@@ -135,6 +137,22 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
                     master.copy_(sharding.masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]))
     sharding.publisher.note_loaded()
     sharding.updater.order_state()
+
+
+def _elementwise_keys(
+    inner: torch.optim.Optimizer, told: Any, states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, torch.Size]
+) -> dict[str, set[str]]:
+    """The keys of each parameter's state that go with its elements: as it was saved, by parameter or in older states for all of
+    them; else by shape. An optimizer that treats every element by itself has the same keys for all."""
+    if isinstance(told, Mapping):
+        return {name: set(told.get(name, ())) for name in states}
+    if told is not None:
+        return {name: set(told) for name in states}
+    found = {name: {key for key, value in state.items() if goes_with_elements(key, value, shapes[name])}
+             for name, state in states.items()}  # fmt: skip
+    if all(map(is_elementwise, members_of(inner))):
+        return dict.fromkeys(states, set().union(*found.values()))
+    return found
 
 
 def _names_in_groups(

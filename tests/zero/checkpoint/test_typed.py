@@ -84,6 +84,14 @@ def test_these_come_back_too(value):
         assert repr(list(found)) == repr(list(value))
 
 
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (2, 1, 0)], ids=str)
+def test_a_permuted_tensor_lies_as_it_lay(order):
+    for value in (torch.arange(24.0).view(2, 3, 4), torch.arange(24.0, requires_grad=True).view(2, 3, 4)):
+        found = back(value.permute(order))
+        assert torch.equal(found, value.permute(order)) and found.stride() == value.permute(order).stride()
+        assert found.requires_grad == value.requires_grad and found.is_leaf
+
+
 class Fleeting:
     pass
 
