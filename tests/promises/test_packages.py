@@ -13,6 +13,8 @@ from tests.devices import has_package
 from tests.promises.loops import same, weights
 from tests.zoo.case import filled
 from zero.comm.loopback import run_ranks, solo
+from zero.optim.traits import num_moments
+from zero.sharding.memory_usage import measured_bytes
 
 FREE, SOAP, BITS, AO = "schedulefree", "pytorch_optimizer", "bitsandbytes.optim", "torchao.optim"
 LR = {"lr": 1e-2}
@@ -107,6 +109,29 @@ def test_what_is_saved_goes_on_at_another_number_of_ranks(name, tmp_path):
     for second in (from_files, partial(from_dicts, dicts=own), partial(from_dicts, dicts=of_plain)):
         for found in sharded(name, 4, 3, second):
             assert same(found, expected)
+
+
+@pytest.mark.promise("W03")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[NIGHT] if at == AO else []) for name, (at, _) in KINDS.items()
+                                  if name.endswith("bit")])  # fmt: skip
+def test_states_of_few_bits_are_counted_as_such(name):
+    def program(model, optimizer):
+        train(model, optimizer, range(1))
+        sharding = optimizer.sharding
+        [moments] = num_moments(sharding.updater.inner)
+        large = [tensor for tensor in sharding.params.tensors if tensor.numel() >= 4096]  # they leave others alone
+        planned = sum(4 * moments * tensor.numel() for tensor in large)
+        return planned, measured_bytes(sharding).device.moments - sum(
+            value.nbytes
+            for tensor, state in optimizer.state.items()
+            if tensor.numel() < 4096
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.dim()
+        )
+
+    [(planned, held)] = sharded(name, 1, 2, program)
+    tables = 2 * 1024  # of values that codes stand for, one for each moment
+    assert planned <= held <= planned + 2 * tables
 
 
 @pytest.mark.promise("W03")

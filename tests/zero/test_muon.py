@@ -13,6 +13,8 @@ from tests.zoo.case import draw, filled, real_loss
 from tests.zoo.whole_tensors import matrices_and_others
 from zero.comm.loopback import run_ranks
 from zero.optim.muon import Muon
+from zero.plan.layout import ParamSpec
+from zero.tools.planning.owners import for_muon
 
 OPTIM = torch.optim
 pytestmark = needs_muon
@@ -65,6 +67,19 @@ def trained(world, **options):
         return weights(model)
 
     return one(type("Alone", (), {"rank": 0})) if world == 1 else run_ranks(world, one, 20.0)
+
+
+def test_a_plan_gives_muon_what_the_configuration_gives_it():
+    model = nn.ModuleDict({"wte": nn.Embedding(8, 4), "embed_tokens": nn.Embedding(8, 4), "conv": nn.Conv1d(2, 3, 3)})
+    model["experts"] = nn.ParameterList([nn.Parameter(torch.ones(2, 4, 6)), nn.Parameter(torch.ones(4))])
+    model["lm_head"] = nn.Linear(4, 8)
+    engine, optimizer, *_ = zero.initialize(model=model, config=config())
+    muon = {id(param) for group in optimizer.param_groups if "ns_steps" in group for param in group["params"]}
+    specs = [ParamSpec(name, tuple(param.shape), "float32") for name, param in model.named_parameters()]
+    works = {spec.name: spec.work for spec in for_muon(specs) if spec.work}
+    assert works == {"wte.weight": 8 * 4 * 4, "conv.weight": 3 * 2 * 3 * 2, "experts.0": 2 * 4 * 6 * 4}
+    assert works.keys() == {name for name, param in model.named_parameters() if id(param) in muon}
+    engine.close()
 
 
 def plain():

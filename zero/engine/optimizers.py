@@ -11,7 +11,7 @@ from torch import nn
 from accelerators import Accelerator
 from zero.config.schema import OptimizerSpec, ZeroConfig
 from zero.optim.lion import Lion
-from zero.optim.muon import TORCHS, Muon, is_of_matrices
+from zero.optim.muon import TORCHS, Muon, is_for_muon, is_of_matrices
 from zero.optim.several import as_one, members_of, with_members
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.optim.traits import ELEMENTWISE, evaluates, is_elementwise, known_whole, of_all_tensors
@@ -49,21 +49,19 @@ def own_optimizer(config: ZeroConfig, params: list[Any], model: nn.Module | None
 
 
 _OF_MUON, _OF_ADAM = ("lr", "momentum", "weight_decay"), ("lr", "betas", "eps", "weight_decay")
-_NO_MATRICES = ("embed", "lm_head")  # in the names of parameters that Muon is not for
 
 
 def _muon_and_adamw(settings: Mapping[str, Any], params: list[Any], model: nn.Module | None) -> torch.optim.Optimizer:
     """Muon for matrices and AdamW for the rest, told apart as DeepSpeed does it: by name and shape, or by what a parameter
     says itself with `use_muon`, and with `muon_num_heads`. Settings of a group go before those of the configuration."""
-    no_matrices = {id(param) for name, param in ([] if model is None else model.named_parameters())
-                   if any(word in name.lower() for word in _NO_MATRICES)}  # fmt: skip
+    names = {id(param): name for name, param in ([] if model is None else model.named_parameters())}
     lr = settings["lr"]
     rates = {"muon": (settings["muon_lr"], lr, 0.02), "adam": (settings["adam_lr"], lr, 3e-4)}
     muon, adam = ({**settings, "lr": next(rate for rate in of_it if rate is not None)} for of_it in rates.values())
     halves: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for group in params if any(isinstance(entry, dict) for entry in params) else [{"params": params}]:
         own = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
-        is_matrix = [bool(getattr(p, "use_muon", p.dim() >= 2 and id(p) not in no_matrices)) for p in own]
+        is_matrix = [bool(getattr(p, "use_muon", is_for_muon(names.get(id(p), ""), p.dim()))) for p in own]
         for half, (defaults, keys) in {True: (muon, _OF_MUON), False: (adam, _OF_ADAM)}.items():
             members = [param for param, is_one in zip(own, is_matrix, strict=True) if is_one == half]
             heads = [getattr(param, "muon_num_heads", None) if half else None for param in members]

@@ -21,6 +21,14 @@ _ROWS, _FEWEST = 256, 64  # of a block; one of a few rows is added up in another
 _LEAST_ROWS = 512  # of a matrix that is cut into blocks
 
 
+_NO_MATRICES = ("embed", "lm_head")  # in the names of parameters that Muon is not for
+
+
+def is_for_muon(name: str, num_dims: int) -> bool:
+    """Whether a parameter is a matrix, or several, that Muon steps and not AdamW; told by name as DeepSpeed does."""
+    return num_dims >= 2 and not any(word in name.lower() for word in _NO_MATRICES)
+
+
 DEFAULTS = {
     "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_coefficients": (3.4445, -4.7750, 2.0315),
     "eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": None, "num_heads": 1,

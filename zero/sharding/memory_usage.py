@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.memory.homes.disk import is_absent
 from zero.plan.budget import Shares
@@ -36,7 +37,7 @@ def measured_bytes(sharding: ShardingState) -> MeasuredBytes:
         if is_absent(tensor):
             on_disk[kind] += tensor.nbytes
             return
-        shares[tensor.device != device][kind] += tensor.nbytes
+        shares[tensor.device != device][kind] += _num_bytes(tensor)
 
     for tensor in sharding.placer.weights.memory():
         count("weights", tensor)
@@ -53,3 +54,11 @@ def measured_bytes(sharding: ShardingState) -> MeasuredBytes:
     shares[False]["gradients"] += sharding.window.reducer.num_fp32_bytes
     buckets = sharding.window.reducer.num_staging_bytes
     return MeasuredBytes(Shares(**shares[False]), buckets, Shares(**shares[True]), Shares(**on_disk))
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """Of a class of tensors that is made of others, as one of few bits, what these take."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.nbytes
+    parts, _ = tensor.__tensor_flatten__()
+    return sum(_num_bytes(getattr(tensor, part)) for part in parts)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from accelerators.memory import format_bytes
+from zero.optim.muon import is_for_muon
 from zero.plan.layout import ITEM_BYTES, FlatLayout, ParamSpec
-
-_NO_MATRIX = re.compile(r"embed|lm_head|\bwte\b|\bwpe\b")  # in the names of matrices that Muon is not for
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,11 @@ class Owners:
 
 
 def for_muon(params: Sequence[ParamSpec]) -> list[ParamSpec]:
-    """Puts matrices into a group of their own, with the work of each; except embeddings and the head, which are found by
-    name."""
+    """Puts what `"type": "Muon"` in a configuration gives to Muon into a group of its own, with the work of each."""
     found = []
     for spec in params:
-        is_matrix = len(spec.shape) == 2 and not _NO_MATRIX.search(spec.name)
-        found.append(replace(spec, work=spec.numel * min(spec.shape)) if is_matrix else replace(spec, group=1))
+        is_matrix = is_for_muon(spec.name, len(spec.shape))
+        found.append(replace(spec, work=spec.numel * min(spec.shape[-2:])) if is_matrix else replace(spec, group=1))
     if not any(spec.work for spec in found):
         raise ValueError("Cannot plan for Muon: there is no matrix. Give a model's config.json, or a function that makes it.")
     return found
