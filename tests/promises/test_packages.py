@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import zero
-from tests.devices import has_package
+from tests import ranks
+from tests.devices import has_package, needs_sim
 from tests.promises.loops import same, weights
+from tests.promises.offloads import place_of
 from tests.zoo.case import filled
 from zero.comm.loopback import run_ranks, solo
 from zero.optim.traits import num_moments
@@ -46,19 +48,21 @@ def train(model, optimizer, steps):
     """Every rank has the same batch, so that means over ranks are exact."""
     getattr(optimizer, "train", lambda: None)()  # of those that have modes
     for step in steps:
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).device)
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
 
 
-def sharded(name, world, stage, program):
+def sharded(name, world, stage, program, **options):
     models = [layers() for _ in range(world)]
     inner = [made(name, model) for model in models]
 
     def one(group):
-        optimizer = zero.shard(models[group.rank], inner[group.rank], stage=stage, group=group, bucket_bytes=16 << 10)
+        optimizer = zero.shard(
+            models[group.rank], inner[group.rank], stage=stage, group=group, bucket_bytes=16 << 10, **options
+        )
         return program(models[group.rank], optimizer)
 
     return run_ranks(world, one, 60.0)
@@ -109,6 +113,37 @@ def test_what_is_saved_goes_on_at_another_number_of_ranks(name, tmp_path):
     for second in (from_files, partial(from_dicts, dicts=own), partial(from_dicts, dicts=of_plain)):
         for found in sharded(name, 4, 3, second):
             assert same(found, expected)
+
+
+@pytest.mark.promise("W03")
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=NIGHT)])
+@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "Lion"])
+def test_states_on_disk_have_the_bits_of_those_in_memory(name, world, tmp_path):
+    def program(model, optimizer):
+        found, held = train(model, optimizer, range(4)), measured_bytes(optimizer.sharding)
+        return found, held.disk.moments / (held.disk.moments + held.device.moments)
+
+    homes = dict.fromkeys(("masters", "moments"), f"disk:{tmp_path}")
+    model = layers()
+    expected = train(model, made(name, model), range(4))
+    for found, on_disk in sharded(name, world, 2, program, homes=homes):
+        assert same(found, expected) and on_disk > 0.8  # but for the scales of blocks
+
+
+def on_a_device(rank, world, name):
+    model = layers().to(place_of(rank, "sim"))
+    optimizer = zero.shard(model, made(name, model), stage=3, offload="cpu", bucket_bytes=16 << 10)
+    return {key: value.cpu() for key, value in train(model, optimizer, range(4)).items()}
+
+
+@pytest.mark.promise("W03")
+@needs_sim
+@pytest.mark.parametrize("name", ["AdamW8bit", pytest.param("Lion8bit", marks=NIGHT)])
+def test_states_on_the_host_beside_a_device_have_the_bits_of_plain_torch_there(name):
+    model = layers()
+    expected = train(model, made(name, model), range(4))
+    for found in ranks.run(2, on_a_device, name, apart="sim"):
+        assert same(found, expected)
 
 
 @pytest.mark.promise("W03")

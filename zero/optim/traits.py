@@ -49,6 +49,10 @@ KERNELS = ("fused", "foreach")  # what a group says of how its step is computed
 _BY_BLOCKS = (*ELEMENTWISE, *MUON, _OPTIM.Adafactor)
 
 
+# The same of other packages: all optimizers of a module, or one class.
+_BY_BLOCKS_ELSEWHERE = ("bitsandbytes.optim.", "lion_pytorch.lion_pytorch.Lion")
+
+
 # Element-wise ones of other packages. Some count their calls, so they step everything at once.
 ELEMENTWISE_ELSEWHERE = {
     "schedulefree.adamw_schedulefree.AdamWScheduleFree", "schedulefree.sgd_schedulefree.SGDScheduleFree",
@@ -121,14 +125,17 @@ def known_kind(optimizer: torch.optim.Optimizer, among: Collection[type] = ELEME
 def steps_by_blocks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it may step its parameters in several calls: no code counts its calls or needs all parameters at once."""
     members = members_of(optimizer)
-    known = all(known_kind(member, _BY_BLOCKS) and not has_step_of_its_own(member) for member in members)
-    return known and not has_step_of_its_own(optimizer)
+    known = all(known_kind(member, _BY_BLOCKS) or _full_name(member).startswith(_BY_BLOCKS_ELSEWHERE) for member in members)
+    return known and not any(map(has_step_of_its_own, (*members, optimizer)))
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is known to treat every element by itself."""
-    kind = type(optimizer)
-    return known_kind(optimizer) is not None or f"{kind.__module__}.{kind.__name__}" in ELEMENTWISE_ELSEWHERE
+    return known_kind(optimizer) is not None or _full_name(optimizer) in ELEMENTWISE_ELSEWHERE
+
+
+def _full_name(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__name__}"
 
 
 def _changes_nothing(kind: type) -> bool:
