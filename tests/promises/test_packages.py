@@ -1,7 +1,7 @@
 """W01, O11 and O12: optimizers of other packages, in shares as in plain PyTorch (pip install zero-accelerators[optimizers])."""
 
-import copy
 import importlib
+import io
 from functools import partial
 
 import pytest
@@ -68,6 +68,13 @@ def sharded(name, world, stage, program, **options):
     return run_ranks(world, one, 60.0)
 
 
+def written_and_read(value):
+    """A copy; not all tensors can be cloned."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
 NIGHT = pytest.mark.full  # torchao compiles its step, which takes minutes
 
 
@@ -88,12 +95,12 @@ def test_an_optimizer_of_a_package_trains_in_shares_to_the_bits_of_plain_torch(n
 
 @pytest.mark.promise("W02")
 @pytest.mark.promise("W03")
-@pytest.mark.parametrize("name", [name for name, (package, _) in KINDS.items() if package != AO])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[NIGHT] if at == AO else []) for name, (at, _) in KINDS.items()])
 def test_what_is_saved_goes_on_at_another_number_of_ranks(name, tmp_path):
     def first(model, optimizer):
         train(model, optimizer, range(2))
         zero.save(tmp_path, optimizer, "there")
-        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        return written_and_read((model.state_dict(), optimizer.state_dict()))
 
     def from_files(model, optimizer):
         zero.load(tmp_path, optimizer)
@@ -107,7 +114,7 @@ def test_what_is_saved_goes_on_at_another_number_of_ranks(name, tmp_path):
     plain = layers()
     inner = made(name, plain)
     train(plain, inner, range(2))
-    of_plain = copy.deepcopy((plain.state_dict(), inner.state_dict()))
+    of_plain = written_and_read((plain.state_dict(), inner.state_dict()))
     expected = train(plain, inner, range(2, 4))
     own, _ = sharded(name, 2, 2, first)
     for second in (from_files, partial(from_dicts, dicts=own), partial(from_dicts, dicts=of_plain)):

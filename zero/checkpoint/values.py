@@ -2,8 +2,8 @@
 
 Plain JSON makes a tuple a list and the key 3 the text "3", and has no infinity and no bytes: a schedule with its milestones in
 such a dict would go on with a constant rate. So what JSON does not keep is written as `{"$": its type, "v": its parts}`, and a
-value that cannot be written is refused with the path to it. No name of a class or a function is ever looked up, so reading a
-checkpoint runs no code.
+value that cannot be written is refused with the path to it. Of classes only those of tensors that a package declares safe to
+torch are looked up, and of functions none, so reading a checkpoint runs no code of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.serialization import get_safe_globals
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.memory.formats import bytes_of, dtype_name, dtype_named
 
@@ -60,6 +62,8 @@ class _Encoder:
             return self._container(value, path)
         if kind is torch.Tensor:
             return self._tensor(value, path)
+        if is_traceable_wrapper_subclass(value) and _full_name(kind) in _safe_classes():
+            return self._parts(value, path)
         made = _simple(value)
         if made is None:
             raise ValueError(
@@ -100,6 +104,22 @@ class _Encoder:
         else:
             coded = _tagged("tensor", [*made, base64.b64encode(bytes_of(value)).decode()])
         return _tagged("wants a gradient", coded) if value.requires_grad else coded
+
+    def _parts(self, value: Any, path: str) -> Any:
+        """A tensor that is made of others, as one of few bits."""
+        names, about = value.__tensor_flatten__()
+        parts = {name: self.encode(getattr(value, name), f"{path}.{name}") for name in names}
+        given = [self.encode(about, path), list(value.shape), list(value.stride())]
+        return _tagged("parts", [_full_name(type(value)), parts, *given])
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _safe_classes() -> dict[str, Any]:
+    """Classes of tensors that packages which are imported declare to be safe to read, as to torch.load."""
+    return {_full_name(kind): kind for kind in get_safe_globals() if isinstance(kind, type) and issubclass(kind, torch.Tensor)}
 
 
 def _keeps(value: dict[str, Any]) -> bool:
@@ -159,6 +179,12 @@ def decode(coded: Any, fetch: Fetch | None = None) -> Any:
     if name == "tensor in a file" and fetch is not None:
         dtype, shape, key = value
         return fetch(key, dtype_named(dtype), shape)
+    if name == "parts":
+        kind, parts, about, size, stride = value
+        if kind not in _safe_classes():
+            raise ValueError(f"Cannot read a {kind}: no package that is imported declares it safe. Import the one it is from.")
+        made = {each: decode(part, fetch) for each, part in parts.items()}
+        return _safe_classes()[kind].__tensor_unflatten__(made, decode(about, fetch), size, stride)
     if name == "permuted":
         return _leaf(decode(value[1], fetch), [value[0].index(dim) for dim in range(len(value[0]))])
     if name == "wants a gradient":
