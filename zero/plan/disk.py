@@ -41,7 +41,7 @@ def line_bytes(layout: FlatLayout, bucket: int) -> int:
 
 
 def lines_of_moments(layout: FlatLayout, rank: int, num_moments: float | Sequence[float]) -> Counter[int]:
-    """By bucket: how many lines of a value an element the one of its parameters needs that needs most."""
+    """By bucket: as many lines as its parameter with the most values an element needs."""
     remembered = [num_moments] if isinstance(num_moments, (int, float)) else num_moments  # the last is that of all other groups
     lines: Counter[int] = Counter()
     for param, spec in enumerate(layout.params):
