@@ -70,6 +70,7 @@ def run(tmp_path, source, *options):
     return programs.python("-m", "pytest", *words, cwd=tmp_path).stdout
 
 
+@pytest.mark.full
 def test_a_class_a_function_an_object_or_a_name_serve_and_what_is_absent_is_skipped(tmp_path):
     report = run(tmp_path, HONEST, "-rs")
     assert " failed" not in report and " error" not in report, report

@@ -3,7 +3,7 @@
 [Note: streams] At most three buckets are in memory: one that is read, one that is stepped, and one that is written. Outside of
 a step a bucket also comes when its masters or moments are read or written, and leaves when others come. Meanwhile tensors of
 their shape and dtype without memory stand for them. In memory a line has all values of one kind of a share; a state that the
-optimizer makes anew in a step is copied to a line.
+optimizer makes anew in a step is copied to a line, as is one that the user puts in the place of what is away.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from zero.errors import ZeroError
+from zero.errors import DiskFailed, ZeroError
+from zero.memory.deferred_sum import share_memory
 from zero.memory.formats import goes_with_elements
+from zero.memory.homes.disk import StoredOnDisk
 from zero.memory.homes.home import Home, Stored, Transfer
 from zero.memory.shard import Shard
 from zero.plan.layout import Piece
@@ -36,6 +38,7 @@ class _Stretch:
     arriving: list[Transfer]
     changed: bool = False
     is_cut: bool = False  # whether parameters and states are views of it
+    versions: dict[str, int] = field(default_factory=dict)  # of its lines when it was cut, which tell whether they were edited
 
     def arrive(self) -> None:
         arriving, self.arriving = self.arriving, []
@@ -74,6 +77,7 @@ class Streams:
         self._stored: dict[int, dict[str, Stored]] = {}  # by bucket: lines where they live, by their names
         self._here: OrderedDict[int, _Stretch] = OrderedDict()  # the one that was used last at the end
         self._leaving: deque[tuple[int, list[Transfer]]] = deque()
+        self._stand_ins: dict[tuple[int, str], int] = {}  # versions of what stands for a line on disk
         self._lost: set[int] = set()  # buckets whose values are nowhere, since a write failed or as others will be written
 
     def home_of(self, bucket: int, kind: str) -> Home | None:
@@ -96,10 +100,15 @@ class Streams:
         self._release_memory()
         return stored.values
 
-    def prefetch(self, bucket: int) -> None:
-        """Begins to read a bucket that will be used."""
+    def prefetch(self, bucket: int, renews: bool = False) -> None:
+        """Begins to read a bucket that will be used. `renews`: or gives it memory where its values are lost."""
         if bucket in self._here or not self.streams(bucket):
             return
+        if bucket in self._lost and not renews:
+            raise DiskFailed(
+                "Cannot use masters and moments: an update of them was broken off, or could not be written to disk, and their "
+                "values are lost. Load the last checkpoint."
+            )
         while any(leaving == bucket for leaving, _ in self._leaving):
             self._finish_oldest()
         self._make_room()
@@ -113,10 +122,10 @@ class Streams:
                 stretch.arriving.append(stored.read(line))
         self._lost.discard(bucket)
 
-    def use(self, bucket: int, writes: bool = True) -> None:
-        """Keeps a bucket in memory until others are used. What is written to it is kept if `writes`. Where it cannot be read,
-        it stays where it lives."""
-        self.prefetch(bucket)
+    def use(self, bucket: int, writes: bool = True, renews: bool = False) -> None:
+        """Keeps a bucket in memory until others are used. What is written to it is kept if `writes`, or if it is a moment.
+        Where it cannot be read, it stays where it lives. `renews`: where its values are lost, it is NaN."""
+        self.prefetch(bucket, renews)
         if bucket not in self._here:
             return
         self._here.move_to_end(bucket)
@@ -127,15 +136,17 @@ class Streams:
             except BaseException:
                 self._drop(bucket)
                 raise
+            self._take_edits(bucket, stretch)
             self._point(bucket, stretch.lines)
             stretch.is_cut = True
+            stretch.versions = {name: line._version for name, line in stretch.lines.items()}
         stretch.changed |= writes
 
     def overwrite(self, bucket: int) -> None:
         """Keeps a bucket in memory of which all will be written: it is not read. It is NaN before."""
         if bucket not in self._here and self.streams(bucket):
             self._lost.add(bucket)
-        self.use(bucket)
+        self.use(bucket, renews=True)
 
     def lines(self, bucket: int) -> Mapping[str, torch.Tensor]:
         """The moments of a bucket that is in memory, by their names."""
@@ -152,9 +163,7 @@ class Streams:
         stretch = self._here.get(bucket)
         if stretch is None:
             return
-        if not stretch.changed:
-            with contextlib.suppress(ZeroError):  # of values that nobody used
-                stretch.arrive()
+        if not stretch.changed and not self._was_edited(bucket, stretch):
             self._drop(bucket)
             return
         try:
@@ -172,6 +181,8 @@ class Streams:
     def _drop(self, bucket: int) -> None:
         """Frees the memory of a bucket, whose values are where they live."""
         stretch, stored = self._here.pop(bucket), self._stored.get(bucket, {})
+        with contextlib.suppress(ZeroError):  # of values that nobody used
+            stretch.arrive()
         self._point(bucket, {name: own.values for name, own in stored.items()})
         for name in stretch.lines.keys() & stored.keys():
             stored[name].take_back()
@@ -187,10 +198,9 @@ class Streams:
     def abandon(self) -> None:
         """After a step that failed: what had not reached its home is lost, as is what is in the middle of its step."""
         for bucket, stretch in list(self._here.items()):
-            if stretch.changed:
+            if stretch.changed or self._was_edited(bucket, stretch):
                 self._lost.add(bucket)
-                stretch.changed = False
-            self.leave(bucket)
+            self._drop(bucket)
         while self._leaving:
             with contextlib.suppress(ZeroError):
                 self._finish_oldest()
@@ -245,6 +255,36 @@ class Streams:
         with torch.inference_mode(False):
             return there.allocate(stored.values.numel(), stored.values.dtype)
 
+    def _take_edits(self, bucket: int, stretch: _Stretch) -> None:
+        """What was put in the place of a moment while that was away is its value."""
+        for name, stored in self._stored.get(bucket, {}).items():
+            before, now = self._stand_ins.get((bucket, name), 0), stored.values._version
+            self._stand_ins[bucket, name] = now
+            if isinstance(stored, StoredOnDisk) and name != MASTERS and now != before:  # masters follow the weights anyway
+                raise ValueError(
+                    f"Cannot change {name} in place: it is on disk, and the tensor that was written to only stands for it. The "
+                    "change is dropped. Put another tensor in its place in optimizer.state."
+                )
+        for piece, name, value in self._moments(bucket):
+            line = stretch.lines.get(name)
+            if line is not None and value.dtype == line.dtype and not share_memory(value, self._stored[bucket][name].values):
+                self._own(piece, line).copy_(value)
+                stretch.changed = True
+
+    def _was_edited(self, bucket: int, stretch: _Stretch) -> bool:
+        """Whether moments in memory were written to, or others put in their place."""
+        if not stretch.is_cut:
+            return False
+        lines = {name: line for name, line in stretch.lines.items() if name != MASTERS}
+        return any(line._version != stretch.versions[name] for name, line in lines.items()) or any(
+            name in lines and self._own(piece, lines[name]).data_ptr() != value.data_ptr()
+            for piece, name, value in self._moments(bucket)
+        )
+
+    def _own(self, piece: Piece, line: torch.Tensor) -> torch.Tensor:
+        """A piece of a line, in its form."""
+        return self._shaped(piece, line[piece.in_share.start : piece.in_share.stop])
+
     def _point(self, bucket: int, lines: Mapping[str, torch.Tensor]) -> None:
         """Makes masters and states views of these lines."""
         if MASTERS in lines:
@@ -256,7 +296,7 @@ class Streams:
             for piece, master in self._members(bucket):
                 entries = self._state.get(master, {})
                 if name in entries and (entries[name].shape, entries[name].dtype) == (master.shape, line.dtype):
-                    entries[name] = self._shaped(piece, line[piece.in_share.start : piece.in_share.stop])
+                    entries[name] = self._own(piece, line)
 
     def _gather(self, bucket: int, stretch: _Stretch) -> None:
         """Copies what of the moments is not in its line to there, and sees to it that every line has a home."""
@@ -272,7 +312,7 @@ class Streams:
             if line.dtype != value.dtype:
                 continue  # it stays where it is
             names.add(name)
-            own = self._shaped(piece, line[piece.in_share.start : piece.in_share.stop])
+            own = self._own(piece, line)
             if own.data_ptr() != value.data_ptr():
                 own.copy_(value)
         for name in stored.keys() - names - {MASTERS}:

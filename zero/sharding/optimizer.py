@@ -197,7 +197,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
         """The optimizer's state of a parameter, whole on every rank. A collective."""
-        self.sharding.offloader.check("whole_state", "moments", "weights")
+        self.sharding.offloader.check("whole_state", "masters", "moments", "weights")
         index = self._index(param)
         exchange_about(self.group, f"whole_state of {self.sharding.params.names[index]}", b"")
         return whole_state(self.sharding, self.inner, index)

@@ -123,7 +123,7 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
     for param, name in enumerate(sharding.params.names):
         inner.state.pop(sharding.params.tensors[param], None)
         for piece, master in sharding.masters.of(param):
-            sharding.masters.streams.use(piece.bucket)
+            sharding.masters.streams.use(piece.bucket, renews=True)
             inner.state.pop(master, None)
         if name in states and lies_nowhere(sharding, param):
             inner.state[sharding.params.tensors[param]] = copy.deepcopy(dict(states[name]))

@@ -43,7 +43,7 @@ def set_master(optimizer: ShardedOptimizer, param: nn.Parameter, value: torch.Te
 def set_state(optimizer: ShardedOptimizer, param: nn.Parameter, key: str, value: torch.Tensor) -> None:
     """Sets one moment of a parameter. No collective."""
     sharding, index = optimizer.sharding, optimizer._index(param)
-    sharding.offloader.check("writing optimizer state", "moments", "weights")
+    sharding.offloader.check("writing optimizer state", "masters", "moments", "weights")
     _check_shape(param, value, f"state {key!r}")
     state = optimizer.inner.state
 

@@ -1,6 +1,6 @@
 """The home on a disk: state is computed with on the host, and read to there before.
 
-Meanwhile a tensor of its shape and dtype without memory stands for it. Read by mistake it is NaN, and it cannot be written to.
+Meanwhile a tensor of its shape and dtype without memory stands for it. Read by mistake it is NaN.
 """
 
 from __future__ import annotations

@@ -1,0 +1,116 @@
+"""Moments that are on disk may be edited like those in memory; what was lost on its way there is never used or saved."""
+
+import pytest
+import torch
+
+import zero
+from tests.promises.test_homes import EVERYTHING, edit, fail_to, in_, same, send, sharded, told, train
+
+
+def replaced(optimizer):
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def replaced_in_part(optimizer):
+    [state, *_] = optimizer.state.values()
+    state["exp_avg_sq"] = torch.full(state["exp_avg_sq"].shape, 0.5)
+
+
+def cleared(optimizer):
+    optimizer.state.clear()
+
+
+def in_place_where_it_came_to_memory(optimizer):
+    optimizer.state_dict()
+    for state in optimizer.state.values():
+        if state["exp_avg"].stride() != (0,):  # else it is on disk again
+            state["exp_avg"].mul_(0.5)
+
+
+def replaced_where_it_came_to_memory(optimizer):
+    optimizer.state_dict()
+    replaced(optimizer)
+
+
+EDITS = (replaced, replaced_in_part, cleared, replaced_where_it_came_to_memory)
+
+
+@pytest.mark.promise("H07")
+@pytest.mark.parametrize("edits", EDITS, ids=lambda edits: edits.__name__)
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+def test_what_is_put_in_the_place_of_a_moment_is_its_value(tmp_path, edits, kernels):
+    plain, apart = sharded({}, kernels=kernels), sharded(in_(tmp_path, EVERYTHING), kernels=kernels)
+    for model, optimizer in (plain, apart):
+        train(model, optimizer, steps=range(2))
+        edits(optimizer)
+    assert same(train(*plain, steps=range(2, 4)), train(*apart, steps=range(2, 4)))
+    for _, optimizer in (plain, apart):
+        edits(optimizer)
+    assert same(told(*plain), told(*apart))
+
+
+@pytest.mark.promise("H07")
+def test_what_is_written_in_place_where_it_came_to_memory_is_kept(tmp_path):
+    model, optimizer = sharded(in_(tmp_path, EVERYTHING))
+    train(model, optimizer, steps=range(2))
+    before = optimizer.state_dict()["state"]
+    in_place_where_it_came_to_memory(optimizer)
+    after = optimizer.state_dict()["state"]
+    halved = [name for name in before if torch.equal(after[name]["exp_avg"], 0.5 * before[name]["exp_avg"])]
+    others = [name for name in before if torch.equal(after[name]["exp_avg"], before[name]["exp_avg"])]
+    assert halved and others and sorted((*halved, *others)) == sorted(before)
+
+
+@pytest.mark.promise("H07")
+def test_what_only_stands_for_a_moment_is_not_to_be_written_to(tmp_path):
+    plain, apart = sharded({}), sharded(in_(tmp_path, EVERYTHING))
+    for each in (plain, apart):
+        train(*each, steps=range(2))
+    for state in apart[1].state.values():
+        state["exp_avg"].zero_()
+    with pytest.raises(ValueError, match=r"Cannot change exp_avg in place: it is on disk, .* Put another tensor in its place"):
+        apart[1].state_dict()
+    for _ in range(len(apart[1].sharding.layout_ref.layout.buckets)):  # each is told once
+        try:
+            found = told(*apart)
+        except ValueError:
+            continue
+    assert same(told(*plain), found)
+    assert same(train(*plain, steps=range(2, 4)), train(*apart, steps=range(2, 4)))
+
+
+def saves(optimizer, folder):
+    zero.save(folder, optimizer, tag="next", keep_last=1)
+
+
+LOSES = {
+    "a save": lambda model, optimizer, folder: saves(optimizer, folder),
+    "a state_dict": lambda model, optimizer, folder: optimizer.state_dict(),
+    "a step": lambda model, optimizer, folder: (send(model, 7), optimizer.step()),
+}
+
+
+@pytest.mark.promise("H08")
+@pytest.mark.parametrize("loses", LOSES)
+@pytest.mark.parametrize("kind", ["masters", "moments"])
+def test_what_could_not_be_written_is_never_used_or_saved(tmp_path, loses, kind):
+    plain, (model, optimizer) = sharded({}), sharded(in_(tmp_path, EVERYTHING))
+    for each in (plain, (model, optimizer)):
+        train(*each, steps=range(2))
+    folder = str(tmp_path / "saved")
+    zero.save(folder, optimizer, tag="good", keep_last=1)
+    edit(model)  # so that masters are written anew
+    if kind == "moments":
+        replaced(optimizer)
+    with fail_to("pwritev", kind)(optimizer), pytest.raises(zero.ZeroError, match=rf"Cannot write to .* for {kind}"):
+        LOSES[loses](model, optimizer, folder)
+    optimizer.zero_grad()
+    for act in LOSES.values():
+        with pytest.raises(zero.ZeroError, match=r"(their values are lost\. L|Check the disk, and l)oad the last checkpoint"):
+            act(model, optimizer, folder)
+        optimizer.zero_grad()
+    assert zero.latest(folder) == "good"
+    zero.load(folder, optimizer)
+    assert same(told(*plain), told(model, optimizer))
+    assert same(train(*plain, steps=range(2, 4)), train(model, optimizer, steps=range(2, 4)))
