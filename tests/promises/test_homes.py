@@ -28,6 +28,7 @@ from zero.comm.loopback import solo
 from zero.config.homes import Homes
 from zero.config.schema import ZeroConfig
 from zero.memory.homes.disk import is_absent
+from zero.memory.homes.file import StateFile, page_aligned
 from zero.plan.disk import disk_bytes
 from zero.setup.homes import places_of
 
@@ -526,6 +527,25 @@ def survive_apart_from_steps(rank, world, folder, stage):
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_what_fails_outside_of_a_step_is_named_on_all_ranks_and_may_be_tried_again(tmp_path, stage):
     ranks.run(2, survive_apart_from_steps, str(tmp_path), stage)
+
+
+@pytest.mark.promise("H08")
+def test_pages_that_change_places_are_noticed(tmp_path):
+    file = StateFile(str(tmp_path), "masters")
+    memory, page = (page_aligned(size, lambda wanted: torch.empty(wanted, dtype=torch.uint8)) for size in (2**17, 4096))
+    memory.view(torch.int32).copy_(torch.arange(2**15))
+    region = file.allocate(memory.nbytes)
+    file.write(memory, region).finish()
+    file.read(region, memory).finish()
+    for one, other in ((0, 1), (3, 20)):
+        for at, number in ((one, other), (other, one)):
+            page.view(torch.int32).copy_(torch.arange(1024 * number, 1024 * (number + 1)))
+            os.pwritev(file._file.fileno(), [page.numpy()], region.start + 4096 * at)
+        with pytest.raises(zero.ZeroError, match="the values are not those that were written"):
+            file.read(region, memory).finish()
+        file.write(memory.view(torch.int32).copy_(torch.arange(2**15)).view(torch.uint8), region).finish()
+        file.read(region, memory).finish()
+    file.close()
 
 
 @pytest.mark.promise("H08")

@@ -233,11 +233,11 @@ class FileTransfer:
 
 
 def _sums_of(memory: torch.Tensor) -> torch.Tensor:
-    """Of every so many bytes the sum of their words, which any torn or foreign page changes."""
-    words = memory.view(torch.int64)
-    whole = words.numel() - words.numel() % (_SUMMED // 8)
-    sums = words[:whole].view(-1, _SUMMED // 8).sum(1)
-    return sums if whole == words.numel() else torch.cat([sums, words[whole:].sum().view(1)])
+    """A checksum of every so many bytes, which a torn or foreign page changes, and pages that change places."""
+    pages = memory.view(torch.int64).view(-1, PAGE // 8).sum(1)
+    pages *= torch.arange(1, 2 * len(pages), 2, device="cpu")
+    in_one = _SUMMED // PAGE
+    return torch.nn.functional.pad(pages, (0, -len(pages) % in_one)).view(-1, in_one).sum(1)
 
 
 def probe(directory: str, num_bytes: int = _PROBED) -> Pace:
