@@ -279,7 +279,6 @@ def test_every_used_key_with_one_letter_missing_is_refused():
         ({"zero_optimization": 2}, "is not a block of keys"),
         ({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}, "has to be one of none, cpu, nvme"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "without nvme_path"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "weights are on the host at most"),
         ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}, "Keep zero_optimization"),
         ({"fp16": {"enabled": True, "loss_scale": -1}}, "at least 0"),
         ({"fp16": {"enabled": True, "loss_scale": True}}, "has to be a number"),
@@ -337,8 +336,19 @@ def test_offloaded_weights_are_asked_for_at_stage_3_only(key):
         assert "below stage 3" in notice
     assert "below stage 3" in translate({"zero_optimization": key}).notices[0]
     assert translate({"zero_optimization": {"stage": 3, **key}}).config.homes.weights.home == "host"
+    for optimizer in ({}, {"offload_optimizer": {"device": "none"}}):  # masters are stepped where their weights are
+        config, notices = translate({"zero_optimization": {"stage": 3, **key, **optimizer}})
+        assert config.offload is not None and any("masters and moments are on the host too" in notice for notice in notices)
     half = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
     assert translate({"zero_optimization": {"stage": 3, **key, **half}}).config.homes.weights.ratio == 0.5
+
+
+def test_weights_that_deepspeed_had_on_a_disk_are_on_the_host():
+    disk = {"device": "nvme", "nvme_path": "/fast"}
+    zero = {"stage": 3, "offload_optimizer": disk, "offload_param": {**disk, "buffer_count": 5, "buffer_size": 1e8}}
+    config, notices = translate({"zero_optimization": zero})
+    assert (config.homes.weights.home, config.homes.masters.place) == ("host", "disk:/fast") and config.offload is None
+    assert any("offload_param.device: weights are on the host, as" in notice for notice in notices)
 
 
 def test_a_disk_of_deepspeed_has_masters_and_moments():

@@ -71,7 +71,7 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
         "keep_fp32_buffers": tried(lambda _: written.names("data_types.keep_in_fp32_modules"), None),
         "autocast": autocast,
         "cast_inputs": dtype == "float16" and written.flag("fp16.auto_cast"),
-        "offload": tried(_offload, None),
+        "offload": tried(lambda _: _offload(written, stage), None),
         "homes": tried(lambda _: _homes(written, stage), Homes()),
         "bucket_bytes": _bucket_bytes(written, dtype),
         "gathered_bytes": written.bytes_or("zero_accelerators.gathered_bytes", ("auto", "all")),
@@ -171,11 +171,14 @@ def _loss_scale(written: Written, dtype: str | None, autocast: str | None) -> Lo
     )
 
 
-def _offload(written: Written) -> Offload | None:
+def _offload(written: Written, stage: int) -> Offload | None:
     device, old = "zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload"
     if device in written and old in written:
         raise ValueError(f"Cannot use {old} with {device}: the one replaces the other. Keep {device}.")
     home = written.choice(device, {"none": None, "cpu": "host", "nvme": "disk"}, "host" if written.flag(old) else None)
+    if home is None and stage == 3 and _offloads_weights(written):
+        written.tell(_PARAM_DEVICE, "masters and moments are on the host too, as they are stepped where their weights are")
+        home = "host"
     pin = "zero_optimization.offload_optimizer.pin_memory"
     pinned = written.flag(pin) if pin in written else None
     ratio = written.real("zero_optimization.offload_optimizer.ratio", 1.0)
@@ -186,21 +189,25 @@ def _homes(written: Written, stage: int) -> Homes:
     """A disk for masters and moments, and the host for weights."""
     homes: dict[str, Any] = {}
     ratio = written.real("zero_optimization.offload_optimizer.ratio", 1.0)
-    optimizer, param = "zero_optimization.offload_optimizer", "zero_optimization.offload_param.device"
+    optimizer = "zero_optimization.offload_optimizer"
     if written.choice(f"{optimizer}.device", {"none": False, "cpu": False, "nvme": True}, False):
         path = written.value(f"{optimizer}.nvme_path") if f"{optimizer}.nvme_path" in written else None
         if not isinstance(path, str) or not path:
             raise ValueError(f"Cannot use {optimizer}.device 'nvme' without nvme_path. Write a directory of that disk there.")
         homes = dict.fromkeys(("masters", "moments"), StateHome(home="disk", path=path, ratio=ratio))
-    old = written.flag("zero_optimization.cpu_offload_param")
-    weights = written.choice(param, {"none": None, "cpu": "host", "nvme": "disk"}, "host" if old else None)
-    if weights == "disk":
-        raise ValueError(
-            f"Cannot use {param} 'nvme': weights are on the host at most, as forward and backward read them. Use 'cpu'."
-        )
-    if weights and stage == 3:
+    if stage == 3 and _offloads_weights(written):
         homes["weights"] = StateHome(home="host", ratio=ratio)  # weights are where their masters are stepped
+        if written.choice(_PARAM_DEVICE, {"none": False, "cpu": False, "nvme": True}, False):
+            written.tell(_PARAM_DEVICE, "weights are on the host, as forward and backward read them, and not on a disk")
     return Homes(**homes)
+
+
+_PARAM_DEVICE = "zero_optimization.offload_param.device"
+
+
+def _offloads_weights(written: Written) -> bool:
+    old = written.flag("zero_optimization.cpu_offload_param")
+    return written.choice(_PARAM_DEVICE, {"none": False, "cpu": True, "nvme": True}, old)
 
 
 def _shard_ranks(written: Written) -> int | Literal["host"] | None:

@@ -52,7 +52,7 @@ def read_deepspeed(source: str | os.PathLike[str] | Mapping[str, Any], implied: 
     """The configuration that a DeepSpeed file or dict asks for; one warning of the logger 'zero' names what has no effect."""
     config, notices = translate(source, implied)
     if notices:
-        first = "The DeepSpeed configuration was read. Without effect here:"
+        first = "The DeepSpeed configuration was read. Without effect here, or with another:"
         logging.getLogger("zero").warning("%s", "\n  ".join([first, *notices]))
     return config
 
@@ -66,7 +66,8 @@ def translate(source: str | os.PathLike[str] | Mapping[str, Any], implied: Impli
     notices = [f"{path}: {why}" for path, why in sorted_out.harmless.items()]
     if "gradient_clipping" not in written:
         notices.append("gradient_clipping: not given, so nothing is clipped; DeepSpeed 0.19.8 would clip at 1.0")
-    return Reading(meaning(written, sorted_out.problems), tuple(notices))
+    config = meaning(written, sorted_out.problems)
+    return Reading(config, (*notices, *written.notices))
 
 
 def read_tree(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:

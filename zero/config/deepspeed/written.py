@@ -71,6 +71,7 @@ class Written:
         self._values = {path: value for path, value in values.items() if value is not None}
         self.implied = implied
         self.problems: list[str] = []
+        self.notices: list[str] = []  # for the author of the file
         self.unanswered: dict[str, str | None] = {}
 
     def tried(self, read: Callable[[Written], T], default: T) -> T:
@@ -88,6 +89,10 @@ class Written:
         """Notes a problem."""
         if problem not in self.problems:
             self.problems.append(problem)
+
+    def tell(self, path: str, notice: str) -> None:
+        """Tells the author of the file how a key is taken."""
+        self.notices.append(f"{path}: {notice}")
 
     def check(self) -> None:
         """Raises with all problems that were noted."""
