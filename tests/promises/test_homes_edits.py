@@ -1,5 +1,8 @@
 """Moments that are on disk may be edited like those in memory; what was lost on its way there is never used or saved."""
 
+import gc
+import os
+
 import pytest
 import torch
 
@@ -114,3 +117,56 @@ def test_what_could_not_be_written_is_never_used_or_saved(tmp_path, loses, kind)
     zero.load(folder, optimizer)
     assert same(told(*plain), told(model, optimizer))
     assert same(train(*plain, steps=range(2, 4)), train(model, optimizer, steps=range(2, 4)))
+
+
+@pytest.mark.promise("H09")
+@pytest.mark.parametrize("include", [None, ["moments"]])
+def test_what_cannot_be_read_back_comes_from_a_checkpoint(tmp_path, include):
+    plain, (model, optimizer) = sharded({}), sharded({})
+    for each in (plain, (model, optimizer)):
+        train(*each, steps=range(2))
+    zero.save(str(tmp_path / "saved"), optimizer)
+    optimizer.offload_states(include, device=f"disk:{tmp_path}")
+    with fail_to("preadv", "states")(optimizer):
+        with pytest.raises(zero.ZeroError, match=r"Cannot read from .* for states: .*load the last checkpoint"):
+            optimizer.reload_states()
+        with pytest.raises(ValueError, match="are away since offload_states"):
+            optimizer.load_state_dict({})
+        with pytest.raises(ValueError, match="are away since offload_states"):
+            zero.load(str(tmp_path / "saved"), optimizer, optimizer_states=False)
+        zero.load(str(tmp_path / "saved"), optimizer)
+    assert same(told(*plain), told(model, optimizer))
+    assert same(train(*plain, steps=range(2, 4)), train(model, optimizer, steps=range(2, 4)))
+
+
+@pytest.mark.promise("H09")
+def test_an_optimizer_whose_weights_cannot_be_read_back_can_be_let_go_of(tmp_path):
+    model, optimizer = sharded({})
+    train(model, optimizer, steps=range(1))
+    optimizer.offload_states(device=f"disk:{tmp_path}")
+    before = set(os.listdir("/proc/self/fd"))
+    with fail_to("preadv", "states")(optimizer):
+        with pytest.raises(zero.ZeroError, match=r"Cannot read from .* for states"):
+            optimizer.close()
+        del optimizer
+        gc.collect()
+    assert all(param.isnan().all() for param in model.parameters())
+    assert len(set(os.listdir("/proc/self/fd"))) < len(before)
+
+
+def test_how_disks_are_read_is_said_once_for_all_groups(tmp_path):
+    homes = in_(tmp_path, EVERYTHING)
+
+    def grouped(**more):
+        def make(model):
+            whole, *rest = model.parameters()
+            return torch.optim.AdamW([{"params": [whole], "homes": {**homes, **more}}, {"params": rest}])
+
+        return make
+
+    _, optimizer = sharded({}, grouped())
+    assert isinstance(optimizer.config.homes.threads, int) and isinstance(optimizer.config.homes.piece_bytes, int)
+    with pytest.raises(
+        ValueError, match=r"Cannot set threads or piece_bytes for a group: .* Say them in homes="
+    ):
+        sharded({}, grouped(threads=2))

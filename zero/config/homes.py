@@ -117,8 +117,3 @@ class Homes(ConfigModel):
                 "of weights, gradients, masters, moments."
             )
         return given if given is not None else {}
-
-    @property
-    def directories(self) -> tuple[str, ...]:
-        homes = (self.gradients, self.masters, self.moments)
-        return tuple(dict.fromkeys(home.path for home in homes if home is not None and home.path is not None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ def homes_of(group: Mapping[str, Any], config: ZeroConfig) -> dict[str, StateHom
     else that of the configuration."""
     own = group.get("homes", config.homes)
     homes = own if isinstance(own, Homes) else Homes(**(own or {}))
+    if "homes" in group and (homes.threads, homes.piece_bytes) != ("auto", "auto"):
+        raise ValueError("Cannot set threads or piece_bytes for a group: they hold for all. Say them in homes= of zero.shard.")
     offload = Offload.of(group["offload"]) if "offload" in group else config.offload
     general = None if offload is None else StateHome(home="host", ratio=offload.ratio, pinned=offload.pinned)
     return {kind: getattr(homes, kind) or general for kind in ("weights", "gradients", "masters", "moments")}
@@ -53,14 +55,16 @@ def places_of(group: Mapping[str, Any], config: ZeroConfig, device: torch.device
     return Places(0.0 if steps_here else masters.ratio, tuple(away))
 
 
-def with_pace(config: ZeroConfig, group: Group, numel: int) -> ZeroConfig:
+def with_pace(config: ZeroConfig, group: Group, groups: Sequence[Mapping[str, Any]], numel: int) -> ZeroConfig:
     """Fills in how disks are read and written, where the configuration says "auto": as fast as rank 0 finds by trying, if there
     are enough elements to make that worth while. A collective where states are on a disk."""
     homes = config.homes
-    if not homes.directories or (homes.threads != "auto" and homes.piece_bytes != "auto"):
+    all_homes = (home for own in groups for home in homes_of(own, config).values())
+    places = [home.path for home in all_homes if home is not None and home.path is not None]
+    if not places or (homes.threads != "auto" and homes.piece_bytes != "auto"):
         return config
     tries = group.rank == 0 and numel * _STATE_BYTES // group.inner.size >= _WORTH_A_TRY
-    pace = run_on_all(group, lambda: probe(homes.directories[0]) if tries else Pace())
+    pace = run_on_all(group, lambda: probe(places[0]) if tries else Pace())
     threads, piece_bytes = map(int, exchange_texts(group, f"{pace.threads} {pace.piece_bytes}")[0].split())
     found = {
         "threads": threads if homes.threads == "auto" else homes.threads,

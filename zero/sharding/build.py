@@ -68,7 +68,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
     try:
         unread.begin(group, stage_of(config.stage).shards_weights)
         params = run_on_all(group, lambda: _checked(model, optimizer, config))
-        config = with_pace(config, group, sum(map(torch.Tensor.numel, params.tensors)))
+        config = with_pace(config, group, optimizer.param_groups, sum(map(torch.Tensor.numel, params.tensors)))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
         sharding = _assemble(model, optimizer, config, plan, group, unread)
     except BaseException:

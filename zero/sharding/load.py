@@ -67,11 +67,12 @@ def load_from(
     """Loads as `load` does; returns the path of the checkpoint too."""
     optimizer, group = about.optimizer, about.sharding.group
     finish_saving(optimizer)
-    found, manifest = all_or_none(group, "A load", lambda: _found(directory, tag, about))
+    found, manifest = all_or_none(group, "A load", lambda: _found(directory, tag, about, optimizer_states))
     has_schedule = about.scheduler is not None and bool(scheduler_states)
     flags = {"optimizer_states": bool(optimizer_states), "schedule": has_schedule, "counters": bool(counters)}
     require_same_args(group, "A load", checkpoint=manifest.digest, tag=found.name, **flags)
     all_or_none(group, "A load", lambda: _verify(found, manifest, group.rank, group.size))
+    about.sharding.offloader.give_up()
     with contextlib.closing(Lines(found, manifest)) as lines:
         loading = _Loading(about, manifest, lines, bool(optimizer_states), has_schedule)
         all_or_none(group, "A load", lambda: loading.check(range(group.rank, len(manifest.files), group.size)))
@@ -99,8 +100,8 @@ def latest(directory: str | os.PathLike[str]) -> str | None:
     return Folder.at(directory).latest()
 
 
-def _found(directory: Any, tag: str | None, about: TrainingSnapshot) -> tuple[Path, Manifest]:
-    about.sharding.offloader.check("load")
+def _found(directory: Any, tag: str | None, about: TrainingSnapshot, optimizer_states: bool) -> tuple[Path, Manifest]:
+    about.sharding.offloader.check_load("load", optimizer_states)
     found = Folder.at(directory).find(tag)
     return found, read_manifest(found)
 

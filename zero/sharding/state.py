@@ -76,9 +76,9 @@ class ShardingState:
         it raises and may be tried again; with `gives_up` such parameters are left without values instead."""
         if self.closed:
             return
-        self.offloader.reload(False, ["weights"])  # first of all: it may fail, and be tried again
+        self.offloader.reload(False, ["weights"], gives_up)  # first of all: it may fail, and be tried again
         self.window.forget()
-        self.offloader.reload(False, ["gradients"])  # of which there are none by now
+        self.offloader.reload(False, ["gradients"], gives_up)  # of which there are none by now
         values = []
         try:
             values = self.placer.own_values(elsewhere=self.window.sync.tracker.replaced())

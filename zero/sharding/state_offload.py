@@ -13,6 +13,7 @@ from torch import nn
 
 from accelerators import Accelerator
 from zero.config.schema import NAMES_OF_HOST, name_of_place
+from zero.errors import DiskFailed
 from zero.memory.formats import ParamFormat
 from zero.memory.gradient_shard import NEEDED, GradientShard
 from zero.memory.homes.disk import DiskHome, is_absent
@@ -65,6 +66,8 @@ class StateOffloader:
         self._state = inner.state
         self._homes = gradients.homes
         self._in_transfer: list[Transfer] = []
+        self._cannot_read = False  # what is away on a disk, so that it can only be loaded again
+        self._gives_up = False  # values that cannot be read
         self._guards: list[Any] = []  # on modules and parameters, while something is away that they cannot do without
 
     @property
@@ -110,9 +113,11 @@ class StateOffloader:
         self._finish(non_blocking)
         return names
 
-    def reload(self, non_blocking: bool, names: Iterable[str] = STATES) -> None:
-        """Moves everything that is away to where it was. What does not fit the device stays away until another call."""
+    def reload(self, non_blocking: bool, names: Iterable[str] = STATES, gives_up: bool = False) -> None:
+        """Moves everything that is away to where it was. What does not fit the device stays away until another call, as does
+        what cannot be read from a disk; with `gives_up` that is NaN."""
         self._finish(False)
+        self._gives_up = gives_up
         try:
             for name in names:
                 away = self._homes.away.get(name, [])
@@ -122,8 +127,13 @@ class StateOffloader:
                 self._homes.away.pop(name, None)
             if not self._homes.away:
                 self._homes.close(MOVED)
+        except DiskFailed:
+            self._cannot_read = True
+            raise
         finally:
+            self._gives_up = False
             self._guard()
+        self._cannot_read = False
         self._finish(non_blocking)
 
     def check(self, what: str, *needed: str) -> None:
@@ -132,6 +142,16 @@ class StateOffloader:
         away = [name for name in needed or STATES if name in self._homes.away]
         if away:
             raise ValueError(f"Cannot call {what}(): {_are_away(away)}")
+
+    def check_load(self, what: str, is_whole: bool) -> None:
+        """The same for what loads everything, or not: what cannot be read any more is not needed then."""
+        if not (self._cannot_read and is_whole):
+            self.check(what)
+
+    def give_up(self) -> None:
+        """Brings back as NaN what cannot be read any more, as everything is loaded now."""
+        if self._cannot_read:
+            self.reload(False, gives_up=True)
 
     def _guard(self) -> None:
         """Hooks that refuse what needs a state that is away, whether it is a submodule, a copy, or a graph from before."""
@@ -258,7 +278,7 @@ class StateOffloader:
         return self._moved(tensor, self._homes.host if isinstance(home, DiskHome) else home)
 
     def _moved(self, tensor: torch.Tensor, home: Home) -> torch.Tensor:
-        moved, transfer = self._homes.move(tensor, home)
+        moved, transfer = self._homes.move(tensor, home, self._gives_up)
         self._in_transfer.append(transfer)
         return moved
 

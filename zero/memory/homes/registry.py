@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from accelerators import Accelerator
+from zero.errors import DiskFailed
 from zero.memory.homes.disk import DiskHome, StoredOnDisk
 from zero.memory.homes.file import Pace, StateFile
 from zero.memory.homes.home import DeviceHome, Home, MemoryHome, Transfer
@@ -47,15 +48,20 @@ class Homes:
         for key in [key for key in self.disks if kind in (None, key[0])]:
             self.disks.pop(key).close()
 
-    def move(self, tensor: torch.Tensor, home: Home) -> tuple[torch.Tensor, Transfer]:
+    def move(self, tensor: torch.Tensor, home: Home, gives_up: bool = False) -> tuple[torch.Tensor, Transfer]:
         """Copies a tensor to another home. Returns the copy, or what stands for it, and the transfer of its values. One of the
-        two homes is the device."""
+        two homes is the device. With `gives_up` what cannot be read from a disk is NaN."""
         stored = home.store(tensor.numel(), tensor.dtype)
         copy = stored.values.view(tensor.shape)
         if home is self.device:
             on_disk = self._moved.get(tensor)
             transfer = self.host.read(tensor, copy) if on_disk is None else on_disk.read(copy)
-            transfer.wait()
+            try:
+                transfer.wait()
+            except DiskFailed:
+                if not gives_up:
+                    raise
+                copy.fill_(float("nan") if copy.is_floating_point() else 0)
             self._moved.pop(tensor, None)
         else:
             transfer = stored.write(tensor)
