@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zero.comm.exchange import exchange_about, run_on_all
+from zero.comm.exchange import run_on_all
 from zero.sharding.state import ShardingState
 
 MODES = ("train", "eval")
@@ -39,7 +39,7 @@ def switch_mode(state: ShardingState, mode: str, act: Callable[[], Any]) -> Any:
     """Calls `act`, which writes the masters, and publishes them. Edits of the weights are adopted before. A collective."""
     what = f"optimizer.{mode}"
     state.offloader.check(what)
-    exchange_about(state.group, what, b"")
+    state.even_rounds(what)
     layout, sync = state.layout_ref.layout, state.window.sync
     blocks = [block for bucket in range(len(layout.buckets)) for block in layout.blocks(bucket)]
     sync.set_phase(f"in {what}")

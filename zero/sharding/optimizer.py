@@ -199,7 +199,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The optimizer's state of a parameter, whole on every rank. A collective."""
         self.sharding.offloader.check("whole_state", "masters", "moments", "weights")
         index = self._index(param)
-        exchange_about(self.group, f"whole_state of {self.sharding.params.names[index]}", b"")
+        self.sharding.even_rounds(f"whole_state of {self.sharding.params.names[index]}")
         return whole_state(self.sharding, self.inner, index)
 
     def any_rank(self, flag: bool) -> bool:
@@ -227,6 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sharding.offloader.check("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        sharding.even_rounds("a state_dict")
         state_dict = {**whole_state_dict(sharding, self.inner), "skipped_steps": self.skipped_steps}
         if self.loss_scale is not None:
             state_dict["loss_scale"] = self.loss_scale.progress

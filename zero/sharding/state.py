@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from accelerators import Accelerator
-from zero.comm.exchange import run_on_all
+from zero.comm.exchange import exchange_about, run_on_all
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.errors import GroupLost
@@ -129,6 +129,14 @@ class ShardingState:
                 doer.clock = clock
         assert self.window.clock is not None
         return self.window.clock
+
+    @torch.no_grad()
+    def even_rounds(self, subject: str) -> None:
+        """Sends the rounds of this window that other ranks have sent and this one has not: other collectives of tensors are to
+        come after the same ones on every rank. A collective."""
+        reducer = self.window.reducer
+        told = exchange_about(self.group, subject, str(reducer.sent).encode())
+        reducer.send_missing_rounds(max(map(int, told)), keep=True)
 
     def adopt(self) -> None:
         """Takes all edits of the weights over."""
