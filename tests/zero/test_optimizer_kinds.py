@@ -331,12 +331,6 @@ class Careful(Shampoo):
         super().__init__(params, lr=0.1)
 
 
-class Changed(Careful):
-    def step(self, closure=None):
-        self.param_groups[0]["lr"] = sum(param.grad.norm() for group in self.param_groups for param in group["params"])
-        return super().step(closure)
-
-
 class SharedOut(Careful):
     def step(self, closure=None):
         def share_out(param):
@@ -346,15 +340,32 @@ class SharedOut(Careful):
             list(map(share_out, group["params"]))
 
 
-def test_what_is_known_by_name_is_known_of_classes_that_change_nothing_of_it():
+class OverAll(Careful):
+    def __init__(self, params):
+        super().__init__(params)
+        self.param_groups[0]["max_grad_norm"] = 1.0
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+
+
+class Broadcasts(Careful):
+    """By a function of its own, whose name says nothing."""
+
+    def broadcast(self):
+        return self.broadcast
+
+
+def test_what_is_known_by_name_is_known_of_classes_that_inherit():
     made = model()
-    for options in ({}, {"whole_tensors": True}):
-        optimizer = shard(made, Careful(made.parameters()), stage=2, group=solo(), **options)
+    for kind in (Careful, Broadcasts):
+        optimizer = shard(made, kind(made.parameters()), stage=2, group=solo())
         assert all(bucket.is_whole for bucket in optimizer.sharding.layout_ref.layout.buckets)
         optimizer.close()
-    with pytest.raises(ValueError, match=r"Changed: it is not known to treat every element by itself"):
-        shard(made, Changed(made.parameters()), stage=2, group=solo())
-    shard(made, Changed(made.parameters()), stage=2, group=solo(), whole_tensors=True).close()
+        with pytest.raises(ValueError, match=rf"Cannot shard {kind.__name__} element by element: Shampoo looks at whole"):
+            shard(made, kind(made.parameters()), stage=2, group=solo(), elementwise=True)
+    with pytest.raises(ValueError, match="OverAll: it divides by the norm of all gradients"):
+        shard(made, OverAll(made.parameters()), stage=2, group=solo(), whole_tensors=True)
 
 
 def test_one_that_shares_its_work_out_itself_is_refused_where_there_are_shares():

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from zero.errors import DiskFailed, ZeroError
-from zero.memory.deferred_sum import share_memory
 from zero.memory.formats import goes_with_elements
 from zero.memory.homes.disk import StoredOnDisk
 from zero.memory.homes.home import Home, Stored, Transfer
@@ -26,6 +25,11 @@ from zero.plan.layout import Piece
 
 _MOST = 3  # buckets in memory
 MASTERS = "masters"
+
+_LOST = (
+    "Cannot use masters and moments: an update of them was broken off, or could not be written to disk, and their values are "
+    "lost. Load the last checkpoint, with its optimizer states."
+)
 
 Member = tuple[Piece, torch.nn.Parameter]
 
@@ -55,6 +59,11 @@ def _finish(transfers: Iterable[Transfer]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
+    """Whether it lies in the same memory. What stands for a line has the length of one, and memory for one number."""
+    return tensor.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
 
 
 class Streams:
@@ -105,10 +114,7 @@ class Streams:
         if bucket in self._here or not self.streams(bucket):
             return
         if bucket in self._lost and not renews:
-            raise DiskFailed(
-                "Cannot use masters and moments: an update of them was broken off, or could not be written to disk, and their "
-                "values are lost. Load the last checkpoint."
-            )
+            raise DiskFailed(_LOST)
         while any(leaving == bucket for leaving, _ in self._leaving):
             self._finish_oldest()
         self._make_room()
@@ -138,8 +144,8 @@ class Streams:
                 raise
             self._take_edits(bucket, stretch)
             self._point(bucket, stretch.lines)
-            stretch.is_cut = True
             stretch.versions = {name: line._version for name, line in stretch.lines.items()}
+            stretch.is_cut = True
         stretch.changed |= writes
 
     def overwrite(self, bucket: int) -> None:
@@ -255,19 +261,32 @@ class Streams:
         with torch.inference_mode(False):
             return there.allocate(stored.values.numel(), stored.values.dtype)
 
+    def check(self) -> None:
+        """Raises where values are lost, or where something was written to what stands for a moment on disk."""
+        if self._lost:
+            raise DiskFailed(_LOST)
+        self._check_stand_ins(self._stored)
+
+    def _check_stand_ins(self, buckets: Iterable[int]) -> None:
+        changed = []
+        for bucket in buckets:
+            for name, stored in self._stored.get(bucket, {}).items():
+                before, now = self._stand_ins.get((bucket, name), 0), stored.values._version
+                self._stand_ins[bucket, name] = now
+                if isinstance(stored, StoredOnDisk) and name != MASTERS and now != before:  # masters follow the weights anyway
+                    changed.append(name)
+        if changed:
+            raise ValueError(
+                f"Cannot change {changed[0]} in place: it is on disk, and the tensor that was written to only stands for it. The "
+                "change is dropped. Put another tensor in its place in optimizer.state."
+            )
+
     def _take_edits(self, bucket: int, stretch: _Stretch) -> None:
         """What was put in the place of a moment while that was away is its value."""
-        for name, stored in self._stored.get(bucket, {}).items():
-            before, now = self._stand_ins.get((bucket, name), 0), stored.values._version
-            self._stand_ins[bucket, name] = now
-            if isinstance(stored, StoredOnDisk) and name != MASTERS and now != before:  # masters follow the weights anyway
-                raise ValueError(
-                    f"Cannot change {name} in place: it is on disk, and the tensor that was written to only stands for it. The "
-                    "change is dropped. Put another tensor in its place in optimizer.state."
-                )
+        self._check_stand_ins([bucket])
         for piece, name, value in self._moments(bucket):
             line = stretch.lines.get(name)
-            if line is not None and value.dtype == line.dtype and not share_memory(value, self._stored[bucket][name].values):
+            if line is not None and value.dtype == line.dtype and not _is_view(value, self._stored[bucket][name].values):
                 self._own(piece, line).copy_(value)
                 stretch.changed = True
 

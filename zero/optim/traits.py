@@ -187,7 +187,13 @@ def communicates_by(optimizer: torch.optim.Optimizer) -> str | None:
     """The collective that its code calls, if any, as that of one which shares its work out among ranks itself."""
     kinds = type(optimizer).__mro__
     methods = [value for kind in kinds[: kinds.index(torch.optim.Optimizer)] for value in vars(kind).values()]
-    return next((name for method in methods for name in _names_in(inspect.unwrap(method)) if name in _COLLECTIVES), None)
+    for method in map(inspect.unwrap, methods):
+        names, known = set(_names_in(method)), getattr(method, "__globals__", {})
+        origins = {getattr(known.get(name), place, "") for name in names for place in ("__name__", "__module__")}
+        is_torchs = "distributed" in names or any(str(origin).startswith("torch.distributed") for origin in origins)
+        if is_torchs and not names.isdisjoint(_COLLECTIVES):
+            return min(names & _COLLECTIVES)
+    return None
 
 
 def _names_in(function: Any) -> Iterator[str]:
@@ -216,13 +222,13 @@ def evaluates(optimizer: torch.optim.Optimizer) -> bool:
 
 def known_whole(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns why it needs whole tensors, or None if that is not known of it."""
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in WHOLE_TENSOR:
-            return f"{kind.__name__} looks at whole tensors"
-        if not _changes_nothing(kind):
-            break
+    name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in WHOLE_TENSOR), None)
+    if name is not None:
+        return f"{name} looks at whole tensors"
     if is_quantised_in_blocks(optimizer):
         return "its state is quantised in blocks, whose elements share a scale"
+    if any(base.__module__.startswith("bitsandbytes.optim.") for base in type(optimizer).__mro__):
+        return "optimizers of bitsandbytes can clip and scale by the norm of a whole tensor"
     return None
 
 

@@ -72,13 +72,13 @@ def load_from(
     flags = {"optimizer_states": bool(optimizer_states), "schedule": has_schedule, "counters": bool(counters)}
     require_same_args(group, "A load", checkpoint=manifest.digest, tag=found.name, **flags)
     all_or_none(group, "A load", lambda: _verify(found, manifest, group.rank, group.size))
-    about.sharding.offloader.give_up()
     with contextlib.closing(Lines(found, manifest)) as lines:
         loading = _Loading(about, manifest, lines, bool(optimizer_states), has_schedule)
         all_or_none(group, "A load", lambda: loading.check(range(group.rank, len(manifest.files), group.size)))
         all_or_none(group, "A load", loading.read_plain)
         about.sharding.placer.weights.check_edits(loading.written())
         loading.take_plain()
+        about.sharding.offloader.give_up()
         optimizer.zero_grad()
         about.sharding.publisher.take_edits()
         loading.fill_unshared()
@@ -117,13 +117,11 @@ def _verify(folder: Path, manifest: Manifest, rank: int, size: int) -> None:
 class _Loading:
     """A checkpoint that is being loaded into a training."""
 
-    def __init__(
-        self, about: TrainingSnapshot, manifest: Manifest, lines: Lines, optimizer_states: bool, schedule: bool
-    ) -> None:
+    def __init__(self, about: TrainingSnapshot, manifest: Manifest, lines: Lines, states: bool, schedule: bool) -> None:
         self._about = about
         self._manifest = manifest
         self._lines = lines
-        self._states = optimizer_states
+        self._states = states  # of the optimizer
         self._schedule = schedule
         there = [*manifest.parameters, *manifest.buffers, *manifest.aliases]
         here = [*about.named.parameters, *about.named.buffers, *about.named.aliases]
@@ -132,6 +130,7 @@ class _Loading:
         self.training = values.decode(manifest.training, lines.extra)
         self.extra: Any = None
         self._left_out = set(self.training.get("left_out", ()))
+        self._specs = dict(zip(about.managed, about.sharding.layout_ref.layout.params, strict=True))  # weights may be away
 
     def written(self) -> set[torch.Tensor]:
         """The parameters that get other values."""
@@ -156,7 +155,7 @@ class _Loading:
         wrong = [f"{kind}{name} is not in it" for name in tensors if self._source(name) not in stored]
         wrong += [f"{kind}{name} is in it and not in the model" for name in stored if name not in used]
         for name, tensor in tensors.items():
-            its, mine = stored.get(self._source(name)), tuple(tensor.shape)
+            its, mine = stored.get(self._source(name)), tuple(self._specs.get(name, tensor).shape)
             if its is not None and its.shape != mine:
                 wrong.append(f"{kind}{name} has shape {its.shape} in it and {mine} in the model")
         return wrong

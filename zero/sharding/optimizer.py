@@ -200,6 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.sharding.offloader.check("whole_state", "masters", "moments", "weights")
         index = self._index(param)
         self.sharding.even_rounds(f"whole_state of {self.sharding.params.names[index]}")
+        self.sharding.check_on_disk()
         return whole_state(self.sharding, self.inner, index)
 
     def any_rank(self, flag: bool) -> bool:
@@ -228,6 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         sharding.even_rounds("a state_dict")
+        sharding.check_on_disk()
         state_dict = {**whole_state_dict(sharding, self.inner), "skipped_steps": self.skipped_steps}
         if self.loss_scale is not None:
             state_dict["loss_scale"] = self.loss_scale.progress

@@ -146,12 +146,10 @@ def _elementwise_keys(
     them; else by shape. An optimizer that treats every element by itself has the same keys for all."""
     if isinstance(told, Mapping):
         return {name: set(told.get(name, ())) for name in states}
-    if told is not None:
-        return {name: set(told) for name in states}
     found = {name: {key for key, value in state.items() if goes_with_elements(key, value, shapes[name])}
              for name, state in states.items()}  # fmt: skip
     if all(map(is_elementwise, members_of(inner))):
-        return dict.fromkeys(states, set().union(*found.values()))
+        return dict.fromkeys(states, set().union(*found.values()) if told is None else set(told))
     return found
 
 

@@ -138,6 +138,12 @@ class ShardingState:
         told = exchange_about(self.group, subject, str(reducer.sent).encode())
         reducer.send_missing_rounds(max(map(int, told)), keep=True)
 
+    def check_on_disk(self) -> None:
+        """Raises on all ranks where one has lost what it had on disk, or where that was changed in a way that does not count.
+        A collective where states are on disk."""
+        if self.masters.shard.homes.disks:
+            run_on_all(self.group, self.masters.streams.check, reading_failed)
+
     def adopt(self) -> None:
         """Takes all edits of the weights over."""
         self.publisher.follow_edits()

@@ -144,7 +144,9 @@ class StateOffloader:
             raise ValueError(f"Cannot call {what}(): {_are_away(away)}")
 
     def check_load(self, what: str, is_whole: bool) -> None:
-        """The same for what loads everything, or not: what cannot be read any more is not needed then."""
+        """The same for what loads everything, or not: what cannot be read any more, or is lost, is not needed then."""
+        if not is_whole:
+            self._masters.streams.check()
         if not (self._cannot_read and is_whole):
             self.check(what)
 

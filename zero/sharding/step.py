@@ -50,6 +50,7 @@ def judge(state: ShardingState) -> StepDecision | None:
     """Settles the window and decides what is done with what is in it. A collective."""
     window, sync = state.window, state.window.sync
     state.placer.weights.check_written()
+    state.check_on_disk()
     window.settle("step")
     state.group.end_warmup()
     sync.set_phase("in the update")

@@ -177,7 +177,8 @@ def _offload(written: Written, stage: int) -> Offload | None:
         raise ValueError(f"Cannot use {old} with {device}: the one replaces the other. Keep {device}.")
     home = written.choice(device, {"none": None, "cpu": "host", "nvme": "disk"}, "host" if written.flag(old) else None)
     if home is None and stage == 3 and _offloads_weights(written):
-        written.tell(_PARAM_DEVICE, "masters and moments are on the host too, as they are stepped where their weights are")
+        path = _PARAM_DEVICE if _PARAM_DEVICE in written else "zero_optimization.cpu_offload_param"
+        written.tell(path, "masters and moments are on the host too, as they are stepped where their weights are")
         home = "host"
     pin = "zero_optimization.offload_optimizer.pin_memory"
     pinned = written.flag(pin) if pin in written else None

@@ -86,7 +86,8 @@ class StoredOnDisk:
     def _lend(self) -> torch.Tensor:
         assert self._pages is None, "its memory is lent already"
         self._pages = self._home.lend_pages()
-        self._line = self._pages[: self.values.numel() * self.values.dtype.itemsize].view(self.values.dtype)
+        with torch.inference_mode(False):
+            self._line = self._pages[: self.values.numel() * self.values.dtype.itemsize].view(self.values.dtype)
         return self._line
 
     def take_back(self) -> None:
