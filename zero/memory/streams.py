@@ -277,8 +277,8 @@ class Streams:
                     changed.append(name)
         if changed:
             raise ValueError(
-                f"Cannot change {changed[0]} in place: it is on disk, and the tensor that was written to only stands for it. The "
-                "change is dropped. Put another tensor in its place in optimizer.state."
+                f"Cannot change {changed[0]} in place: it is on disk, and the tensor that was written to only stands for it. "
+                "The change is dropped. Put another tensor in its place in optimizer.state."
             )
 
     def _take_edits(self, bucket: int, stretch: _Stretch) -> None:
