@@ -97,6 +97,25 @@ def test_what_is_read_in_inference_mode_is_trained_on(tmp_path):
     assert same(train(*plain, steps=range(2, 4)), train(*apart, steps=range(2, 4)))
 
 
+@pytest.mark.promise("H07")
+def test_what_was_told_of_one_moment_is_not_told_of_those_that_come_after_it(tmp_path):
+    """As when a setting does without it for a while."""
+    model, optimizer = sharded(
+        in_(tmp_path, EVERYTHING), lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    )
+    train(model, optimizer, steps=range(2))
+    for state in optimizer.state.values():
+        state["momentum_buffer"].zero_()
+    with pytest.raises(ValueError, match="Cannot change momentum_buffer in place"):
+        optimizer.state_dict()
+    for momentum in (0.0, 0.9):
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["momentum"] = momentum
+        train(model, optimizer, steps=range(2))
+    assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+
+
 def write_on_one(rank, world, folder):
     plain, (model, optimizer) = (sharded(homes, group=None) for homes in ({}, in_(folder, EVERYTHING)))
     for each in (plain, (model, optimizer)):

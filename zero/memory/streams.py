@@ -18,7 +18,6 @@ import torch
 
 from zero.errors import DiskFailed, ZeroError
 from zero.memory.formats import goes_with_elements
-from zero.memory.homes.disk import StoredOnDisk
 from zero.memory.homes.home import Home, Stored, Transfer
 from zero.memory.shard import Shard
 from zero.plan.layout import Piece
@@ -86,7 +85,6 @@ class Streams:
         self._stored: dict[int, dict[str, Stored]] = {}  # by bucket: lines where they live, by their names
         self._here: OrderedDict[int, _Stretch] = OrderedDict()  # the one that was used last at the end
         self._leaving: deque[tuple[int, list[Transfer]]] = deque()
-        self._stand_ins: dict[tuple[int, str], int] = {}  # versions of what stands for a line on disk
         self._lost: set[int] = set()  # buckets whose values are nowhere, since a write failed or as others will be written
 
     def home_of(self, bucket: int, kind: str) -> Home | None:
@@ -147,6 +145,12 @@ class Streams:
             stretch.versions = {name: line._version for name, line in stretch.lines.items()}
             stretch.is_cut = True
         stretch.changed |= writes
+
+    def check(self) -> None:
+        """Raises where values are lost, or where something was written to what stands for a moment on disk."""
+        if self._lost:
+            raise DiskFailed(_LOST)
+        self._check_written(self._stored)
 
     def overwrite(self, bucket: int) -> None:
         """Keeps a bucket in memory of which all will be written: it is not read. It is NaN before."""
@@ -261,29 +265,18 @@ class Streams:
         with torch.inference_mode(False):
             return there.allocate(stored.values.numel(), stored.values.dtype)
 
-    def check(self) -> None:
-        """Raises where values are lost, or where something was written to what stands for a moment on disk."""
-        if self._lost:
-            raise DiskFailed(_LOST)
-        self._check_stand_ins(self._stored)
-
-    def _check_stand_ins(self, buckets: Iterable[int]) -> None:
-        changed = []
-        for bucket in buckets:
-            for name, stored in self._stored.get(bucket, {}).items():
-                before, now = self._stand_ins.get((bucket, name), 0), stored.values._version
-                self._stand_ins[bucket, name] = now
-                if isinstance(stored, StoredOnDisk) and name != MASTERS and now != before:  # masters follow the weights anyway
-                    changed.append(name)
-        if changed:
+    def _check_written(self, buckets: Iterable[int]) -> None:
+        entries = [entry for bucket in buckets for entry in self._stored.get(bucket, {}).items()]
+        spoilt = [name for name, stored in entries if stored.is_spoilt() and name != MASTERS]  # these follow the weights anyway
+        if spoilt:
             raise ValueError(
-                f"Cannot change {changed[0]} in place: it is on disk, and the tensor that was written to only stands for it. "
+                f"Cannot change {spoilt[0]} in place: it is on disk, and the tensor that was written to only stands for it. "
                 "The change is dropped. Put another tensor in its place in optimizer.state."
             )
 
     def _take_edits(self, bucket: int, stretch: _Stretch) -> None:
         """What was put in the place of a moment while that was away is its value."""
-        self._check_stand_ins([bucket])
+        self._check_written([bucket])
         for piece, name, value in self._moments(bucket):
             line = stretch.lines.get(name)
             if line is not None and value.dtype == line.dtype and not _is_view(value, self._stored[bucket][name].values):

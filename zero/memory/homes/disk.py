@@ -79,6 +79,7 @@ class StoredOnDisk:
         self._region = region
         self._pages: torch.Tensor | None = None  # that are lent
         self._line: torch.Tensor | None = None  # the part of them that the values take
+        self._version = values._version
 
     def lend(self, device: torch.device) -> torch.Tensor | None:
         return self._lend() if device == self._home.device else None
@@ -113,6 +114,10 @@ class StoredOnDisk:
         line = self._lend()
         arrive = self._home.file.read(self._region, self._lent)
         return _Lent(self, arrive, lambda: self._home.host.read(line.view(target.shape), target).finish())
+
+    def is_spoilt(self) -> bool:
+        before, self._version = self._version, self.values._version
+        return self._version != before
 
     @property
     def _lent(self) -> torch.Tensor:

@@ -54,6 +54,9 @@ class Stored(Protocol):
 
     def read(self, target: torch.Tensor) -> Transfer: ...
 
+    def is_spoilt(self) -> bool:
+        """Whether something was written to `values`, where these only stand for it, since this was asked last."""
+
     def free(self) -> None:
         """Frees its place."""
 
@@ -127,6 +130,9 @@ class StoredInMemory:
 
     def read(self, target: torch.Tensor) -> Transfer:
         return self._home.read(self.values.view(target.shape), target)
+
+    def is_spoilt(self) -> bool:
+        return False
 
     def free(self) -> None: ...
 
