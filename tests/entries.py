@@ -64,6 +64,9 @@ _DISK = {"home": "disk", "path": tempfile.gettempdir()}
 _ON_DISK = {
     "disk": dict.fromkeys(("gradients", "masters", "moments"), _DISK),
     "half on disk": {"masters": {**_DISK, "ratio": 0.5}, "moments": _DISK, "gradients": {**_DISK, "ratio": 0.5}},
+    "parts on disk": {"masters": {**_DISK, "ratio": 0.3}, "moments": {**_DISK, "ratio": 0.7}},
+    "all on disk": dict.fromkeys(("weights", "gradients", "masters", "moments"), _DISK),
+    "weights on disk": {"weights": {**_DISK, "ratio": 0.6}},
 }
 
 

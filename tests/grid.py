@@ -238,8 +238,10 @@ def on_cuda(every: int = 31) -> list[Point]:
 
 
 def on_disk(full: bool = False) -> list[Point]:
-    """Points on the host whose masters, moments and gradients are on disk, all or half of them: in the day one of each eighth
-    case whose optimizer steps one parameter after the other."""
+    """Points on the host whose states are on disk, all or some of them: in the day one of each sixth case whose optimizer steps
+    one parameter after the other."""
+    homes = ("half on disk", "disk", "parts on disk")
+    homes_of_shares = (*homes, "all on disk", "weights on disk")  # where weights are in shares
     points = [
         Point(stage, world, dtype, bucket, "plain", "cpu", case)
         for case in CASES
@@ -247,14 +249,18 @@ def on_disk(full: bool = False) -> list[Point]:
         for stage, world, dtype, bucket in itertools.product((1, 2, 3), (2, 3, 1), ("bf16", "fp32", "fp16"), ("tiny", "huge"))
         if bucket == "huge" or "many" not in CASES[case].tags
     ]
-    points = [replace(point, offload="disk" if at % 3 else "half on disk") for at, point in enumerate(filter(can_be, points))]
+    points = [
+        replace(point, offload=own[at % len(own)])
+        for at, point in enumerate(filter(can_be, points))
+        for own in [homes_of_shares if point.stage == 3 else homes]
+    ]
     if full:
         return points
     by_case: dict[str, list[Point]] = {}
     for point in points:
         if point.dtype != "fp32" and point.world < 3:
             by_case.setdefault(point.case, []).append(point)
-    return [those[7 * at % len(those)] for at, those in enumerate(by_case.values())][::8]
+    return [those[7 * at % len(those)] for at, those in enumerate(list(by_case.values())[::6])]
 
 
 @cache

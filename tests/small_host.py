@@ -93,7 +93,8 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     with torch.device("meta"):
         model = GPT().bfloat16()
-    places = dict.fromkeys(("masters", "moments", "gradients"), f"disk:{folder}" if homes == "disk" else "cpu")
+    kinds = ("masters", "moments", "gradients", *(["weights"] if homes == "disk for all" else []))
+    places = dict.fromkeys(kinds, "cpu" if homes == "cpu" else f"disk:{folder}")
     warm_up(places)
     peak = Peak(world)
     before, began = peak.look(), time.perf_counter()
@@ -135,7 +136,8 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
     told = {
         "rank": rank, "losses": losses, "before": before, "peak": peak.bytes - before, "trained": trained,
         "shared": peak.shared, "plan": budget.peak + budget.host.weights, "times": times,
-        "disk": sum(disk_bytes(layout, rank, moments).values()), "numel": sum(spec.numel for spec in layout.params),
+        "disk": sum(disk_bytes(layout, rank, moments).values()) + budget.disk.weights,
+        "numel": sum(spec.numel for spec in layout.params),
     }  # fmt: skip
     print(json.dumps(told), flush=True)
     optimizer.group.all_gather_bytes(b"")

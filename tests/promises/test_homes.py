@@ -306,7 +306,7 @@ def test_weights_that_are_their_own_masters_go_to_disk_and_come_back(tmp_path, k
         ({"masters": "tape"}, "Cannot keep state in 'tape': homes are 'device', 'cpu' and 'disk:/directory'."),
         ({"masters": "disk"}, "Cannot keep state on disk: no directory is given."),
         ("cpu", "Cannot use homes='cpu': each kind of state has its own."),
-        ({"weights": "disk:/tmp"}, "Cannot keep weights on disk: they are read in forward and backward."),
+        ({"weights": "disk:/tmp"}, "Cannot keep weights on disk: they are whole on the device below stage 3. Use stage=3."),
         ({"weigths": "cpu"}, "Did you mean 'weights'?"),
     ],
 )

@@ -19,13 +19,13 @@ LIMIT = 1536 * 2**20
 
 
 @contextlib.contextmanager
-def memory_group():
+def memory_group(limit=LIMIT):
     """A control group with that much memory, of version 1 or 2; skips where this process may make none."""
     is_first = (GROUPS / "memory").is_dir()
     folder = GROUPS / ("memory" if is_first else "") / f"zero-homes-{os.getpid()}"
     try:
         folder.mkdir()
-        (folder / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(str(LIMIT))
+        (folder / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(str(limit))
     except OSError as error:
         pytest.skip(f"this process may make no memory control group: {error}")
     try:
@@ -79,6 +79,20 @@ def test_300_million_parameters_train_in_a_gibibyte_and_a_half_from_construction
     assert (tmp_path / "model.safetensors").stat().st_size > 2 * 300e6
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "saved"]
     assert TOKENS < 100  # so that what a batch takes is little beside the states
+
+
+@pytest.mark.full
+@pytest.mark.promise("H07")
+@pytest.mark.parametrize("world, limit", [(1, 640 * 2**20), (2, 2**30)])
+def test_with_weights_on_disk_too_there_may_be_less_memory_than_they_take(tmp_path, world, limit):
+    with memory_group(limit) as group:
+        ended = train(world, tmp_path, group, "disk for all")
+        assert kills(group) == 0
+    assert [code for _, _, code in ended] == [0] * world, ended
+    told = [json.loads(out.splitlines()[-1]) for out, _, _ in ended]
+    assert sum(each["disk"] for each in told) > 5.5e9 and told[0]["losses"][1] < told[0]["losses"][0]
+    assert all(each["trained"] < each["plan"] + 40e6 for each in told), told  # for objects and libraries, as above
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "saved"]
 
 
 @pytest.mark.full

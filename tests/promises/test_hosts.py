@@ -199,12 +199,14 @@ def test_a_wrong_rendezvous_address_is_told_with_the_rank_and_its_host():
 NUM_STEPS = 400  # of the example, which else would be done before a host is lost
 
 
-def launched(net, folder, *further):
+def launched(net, folder, *further, shard_ranks=None):
     """The command of README.md on every host, in a folder that has the examples."""
     (folder / "examples").mkdir()
-    program, few = (ROOT / "examples" / "elastic.py").read_text(), "STEPS, SAVE_EVERY, SAMPLES = 12,"
+    program, few, stage = (ROOT / "examples" / "elastic.py").read_text(), "STEPS, SAVE_EVERY, SAMPLES = 12,", "stage=2,"
     assert few in program
-    (folder / "examples" / "elastic.py").write_text(program.replace(few, few.replace("12", str(NUM_STEPS))))
+    assert stage in program
+    program = program.replace(few, few.replace("12", str(NUM_STEPS)))
+    (folder / "examples" / "elastic.py").write_text(program.replace(stage, f"{stage} shard_ranks={shard_ranks!r},"))
     section = (ROOT / "README.md").read_text().partition("## Several machines")[2]
     command = re.search(r"`(torchrun .*?)`", section)[1].split()
     if further:
@@ -223,9 +225,10 @@ def test_the_line_of_the_readme_trains_on_two_hosts(tmp_path):
 
 
 @pytest.mark.full
-def test_torchrun_goes_on_with_two_hosts_when_it_loses_the_third(tmp_path):
+@pytest.mark.parametrize("shard_ranks", [None, "host"])
+def test_torchrun_goes_on_with_two_hosts_when_it_loses_the_third(tmp_path, shard_ranks):
     with hosts.started(3) as net:
-        programs = launched(net, tmp_path, "--nnodes", "2:3", "--max-restarts", "3")
+        programs = launched(net, tmp_path, "--nnodes", "2:3", "--max-restarts", "3", shard_ranks=shard_ranks)
         end = time.monotonic() + 120.0
         while not (tmp_path / "checkpoints").exists():
             assert time.monotonic() < end, programs[0].output

@@ -146,6 +146,9 @@ CHANGES = {
     ),
     "zero_optimization.cpu_offload": ({}, True),
     "zero_optimization.offload_param.device": ({"zero_optimization": {"stage": 3}}, "cpu"),
+    "zero_optimization.offload_param.nvme_path": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/slow"}}}, "/fast",
+    ),
     "zero_optimization.cpu_offload_param": ({"zero_optimization": {"stage": 3}}, True),
     "zero_allow_untested_optimizer": ({}, True),
     "steps_per_print": ({}, 10),
@@ -343,12 +346,17 @@ def test_offloaded_weights_are_asked_for_at_stage_3_only(key):
     assert translate({"zero_optimization": {"stage": 3, **key, **half}}).config.homes.weights.ratio == 0.5
 
 
-def test_weights_that_deepspeed_had_on_a_disk_are_on_the_host():
-    disk = {"device": "nvme", "nvme_path": "/fast"}
-    zero = {"stage": 3, "offload_optimizer": disk, "offload_param": {**disk, "buffer_count": 5, "buffer_size": 1e8}}
-    config, notices = translate({"zero_optimization": zero})
-    assert (config.homes.weights.home, config.homes.masters.place) == ("host", "disk:/fast") and config.offload is None
-    assert any("offload_param.device: weights are on the host, as" in notice for notice in notices)
+def test_a_disk_of_deepspeed_has_weights_too():
+    disk, beside = {"device": "nvme", "nvme_path": "/fast"}, {"buffer_count": 5, "buffer_size": 1e8}
+    zero = {"stage": 3, "offload_optimizer": {**disk, "ratio": 0.5}, "offload_param": {**disk, "nvme_path": "/other", **beside}}
+    config = translate({"zero_optimization": zero}).config
+    assert (config.homes.weights.place, config.homes.masters.place) == ("disk:/other", "disk:/fast") and config.offload is None
+    assert config.homes.weights.ratio == 0.5
+    config, notices = translate({"zero_optimization": {"stage": 3, "offload_param": {**disk, **beside}}})
+    assert config.homes.weights.place == "disk:/fast" and config.homes.masters is None and config.offload is not None
+    assert any("masters and moments are on the host too" in notice for notice in notices)
+    with pytest.raises(ValueError, match=r"offload_param.device 'nvme' without nvme_path"):
+        translate({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
 
 
 def test_a_disk_of_deepspeed_has_masters_and_moments():

@@ -12,6 +12,7 @@ from zero.memory.formats import DTYPES, ParamFormat
 from zero.memory.homes.registry import Move, Moved
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
+from zero.plan.homes import Away
 from zero.plan.spans import Span
 
 
@@ -25,7 +26,11 @@ class Weights(Protocol):
         """That are filled."""
 
     def memory(self) -> Iterable[torch.Tensor]:
-        """What this rank keeps."""
+        """What this rank keeps, but for what is on a disk."""
+
+    @property
+    def num_disk_bytes(self) -> int:
+        """Of this rank's weights on disks."""
 
     def room(self) -> float:
         """Bytes on the device that whole weights may take and do not, now."""
@@ -59,10 +64,11 @@ class Weights(Protocol):
         tensors: Sequence[torch.nn.Parameter],
         place: Place,
         offload: float,
+        away: tuple[Away, ...],
         awaited: Container[torch.nn.Parameter],
     ) -> None:
-        """Frozen parameters, with the same values on all ranks, need not be whole on any, and so much of them not be on the
-        device. Those that are `awaited` get values before anybody reads them. A collective."""
+        """Frozen parameters, with the same values on all ranks, need not be whole on any, so much of them not be on the
+        device, and what is `away` not in memory. Those that are `awaited` get values before they are read. A collective."""
 
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
         """Whether it is one of these, and not trained by now."""
@@ -138,6 +144,10 @@ class FlatBuffer:
     def memory(self) -> Iterable[torch.Tensor]:
         return self.chunks.values()
 
+    @property
+    def num_disk_bytes(self) -> int:
+        return 0
+
     def room(self) -> float:
         return math.inf
 
@@ -173,6 +183,7 @@ class FlatBuffer:
         tensors: Sequence[torch.nn.Parameter],
         place: Place,
         offload: float,
+        away: tuple[Away, ...],
         awaited: Container[torch.nn.Parameter],
     ) -> None: ...
 

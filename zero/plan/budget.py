@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero.plan.disk import lines_of_moments, stream_bytes
+from zero.plan.disk import lines_of_moments, stream_bytes, weights_place
 from zero.plan.layout import ITEM_BYTES, Bucket, FlatLayout
 
 _KEPT = 2  # buckets of a dtype that are kept for the next window: one to fill while another is sent
@@ -100,7 +100,8 @@ def budget_of(
         are_apart = round_.narrow or (bucket.offloaded and (is_kept or not shards_weights))
         shares[_place(bucket, "masters")]["masters"] += round_.share if are_apart else 0
         if shards_weights:
-            shares[bucket.offloaded and not is_kept]["weights"] += round_.weights * (layout.num_shares if is_kept else 1)
+            place = None if weights_place(layout, bucket.chunk) else bucket.offloaded and not is_kept
+            shares[place]["weights"] += round_.weights * (layout.num_shares if is_kept else 1)
             is_once = bucket.offloaded or on_host or is_kept or layout.num_shares == 1  # no other rank reads it on the host
             shares[True]["weights"] += 0 if is_once else round_.weights
     for index, number in lines_of_moments(layout, rank, num_moments).items() if in_lines else ():

@@ -17,14 +17,27 @@ _READ_SUMS = 2  # in a step: one that is used, and one that comes
 
 
 def disk_bytes(layout: FlatLayout, rank: int = 0, num_moments: float | Sequence[float] = 2) -> Counter[tuple[str, str]]:
-    """By kind and place: what files take, with an optimizer of so many values an element, by group where they differ."""
+    """By kind and place: what files of states take, with an optimizer of so many values an element, by group where they
+    differ. Weights are in memory that is a file, and not among them."""
     found: Counter[tuple[str, str]] = Counter()
     moments = lines_of_moments(layout, rank, num_moments)
     for index, bucket in enumerate(layout.buckets):
         for kind, place in bucket.away:
-            if place != "host" and lives(layout, index, kind):
+            if place != "host" and kind != "weights" and lives(layout, index, kind):
                 found[kind, place] += line_bytes(layout, index) * (moments[index] if kind == "moments" else 1)
     return found
+
+
+def weights_place(layout: FlatLayout, chunk: int) -> str | None:
+    """The disk that the weights of a chunk live on; None where they are in memory. Those of a chunk are in one place."""
+    places = {dict(layout.buckets[index].away).get("weights") for index in layout.buckets_in(chunk)}
+    return places.pop() if len(places) == 1 and not layout.chunks[chunk].is_kept else None
+
+
+def weights_bytes(layout: FlatLayout) -> int:
+    """Of a rank's shares of weights on disks."""
+    on_disk = (bucket for bucket in layout.buckets if weights_place(layout, bucket.chunk) is not None)
+    return sum(bucket.share_numel * ITEM_BYTES[layout.chunks[bucket.chunk].dtype] for bucket in on_disk)
 
 
 def lives(layout: FlatLayout, bucket: int, kind: str) -> bool:
@@ -65,7 +78,7 @@ def stream_bytes(layout: FlatLayout, rank: int, num_moments: float | Sequence[fl
     for index, bucket in enumerate(layout.buckets):
         if "gradients" in dict(bucket.away):
             sums[bucket.offloaded] = max(sums[bucket.offloaded], line_bytes(layout, index))
-        kinds = [kind for kind, _ in bucket.away if kind != "gradients" and lives(layout, index, kind)]
+        kinds = [kind for kind, _ in bucket.away if kind in ("masters", "moments") and lives(layout, index, kind)]
         lines = sum(moments[index] if kind == "moments" else 1 for kind in kinds)
         if lines:
             buckets[bucket.offloaded] += 1
@@ -78,4 +91,5 @@ def stream_bytes(layout: FlatLayout, rank: int, num_moments: float | Sequence[fl
 def written_bytes(layout: FlatLayout, rank: int = 0, num_moments: float | Sequence[float] = 2, rounds: int = 1) -> int:
     """To disks in a step of so many rounds of gradients."""
     files = disk_bytes(layout, rank, num_moments)
-    return sum(number * (rounds if kind == "gradients" else 1) for (kind, _), number in files.items())
+    states = sum(number * (rounds if kind == "gradients" else 1) for (kind, _), number in files.items())
+    return states + weights_bytes(layout)

@@ -2,6 +2,7 @@
 
 A bucket is stepped where its masters are: on the device, or *offloaded*, on the host beside it. A kind of its states that is
 kept in another place is *away*, and comes for the step, a bucket at a time: on a disk, or on the host where the device steps.
+Weights on a disk are memory that is a file, and are stepped there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-KINDS = ("gradients", "masters", "moments")
+KINDS = ("gradients", "masters", "moments")  # of states that come for the step
 
 
 class Away(NamedTuple):
@@ -44,4 +45,6 @@ def homes_of(buckets: Sequence[Asked]) -> Iterator[tuple[bool, tuple[tuple[str, 
         [offloaded, *away] = [so_far[each] < each[1] * total[each] for each in bucket.shares]
         for each in bucket.shares:
             so_far[each] += bucket.numel
-        yield offloaded, tuple((each.kind, each.place) for each, is_away in zip(bucket.away, away, strict=True) if is_away)
+        stays = ("weights",) if bucket.offload and not offloaded else ()  # what is stepped on the device is there
+        going = (each for each, is_away in zip(bucket.away, away, strict=True) if is_away and each.kind not in stays)
+        yield offloaded, tuple((each.kind, each.place) for each in going)

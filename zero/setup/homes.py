@@ -17,6 +17,7 @@ from zero.plan.homes import Away
 from zero.plan.stages import stage_of
 
 _DEVICE = StateHome(home="device")
+_AT = {"host": "on the host", "disk": "on disk"}
 _STATE_BYTES = 12  # of an element, about: a master and two moments
 _WORTH_A_TRY = 256 * 2**20  # bytes of states of a rank
 
@@ -47,9 +48,9 @@ def places_of(group: Mapping[str, Any], config: ZeroConfig, device: torch.device
     steps_here = is_host or masters.home == "device" or not masters.ratio
     _check(homes, steps_here, is_host, stage_of(config.stage).shards_weights)
     away = []
-    for kind in ("gradients", "masters", "moments"):
+    for kind in ("weights", "gradients", "masters", "moments"):
         home = homes[kind] or _DEVICE
-        is_apart = home.home == "disk" or (home.home == "host" and steps_here and not is_host)
+        is_apart = home.home == "disk" or (home.home == "host" and steps_here and not is_host and kind != "weights")
         if is_apart and home.ratio:
             away.append(Away(kind, home.place, home.ratio))
     return Places(0.0 if steps_here else masters.ratio, tuple(away))
@@ -59,8 +60,8 @@ def with_pace(config: ZeroConfig, group: Group, groups: Sequence[Mapping[str, An
     """Fills in how disks are read and written, where the configuration says "auto": as fast as rank 0 finds by trying, if there
     are enough elements to make that worth while. A collective where states are on a disk."""
     homes = config.homes
-    all_homes = (home for own in groups for home in homes_of(own, config).values())
-    places = [home.path for home in all_homes if home is not None and home.path is not None]
+    streamed = (home for own in groups for kind, home in homes_of(own, config).items() if kind != "weights")
+    places = [home.path for home in streamed if home is not None and home.path is not None]
     if not places or (homes.threads != "auto" and homes.piece_bytes != "auto"):
         return config
     tries = group.rank == 0 and numel * _STATE_BYTES // group.inner.size >= _WORTH_A_TRY
@@ -75,11 +76,8 @@ def with_pace(config: ZeroConfig, group: Group, groups: Sequence[Mapping[str, An
 
 def _check(homes: Mapping[str, StateHome | None], steps_here: bool, is_host: bool, shards_weights: bool) -> None:
     weights, gradients, moments = homes["weights"], homes["gradients"], homes["moments"]
-    if weights is not None and weights.home == "disk":
-        raise ValueError(
-            "Cannot keep weights on disk: they are read in forward and backward. Keep them on the host with "
-            "'weights': 'cpu', and masters, moments and gradients on disk."
-        )
+    if weights is not None and weights.home == "disk" and not shards_weights:
+        raise ValueError("Cannot keep weights on disk: they are whole on the device below stage 3. Use stage=3.")
     if is_host:
         return
     names = {"gradients": gradients, "moments": moments}
@@ -100,12 +98,18 @@ def _check(homes: Mapping[str, StateHome | None], steps_here: bool, is_host: boo
             f"Cannot keep {home.ratio:.0%} of {name} on the host: {masters.ratio:.0%} of masters are stepped there, and "
             f"{name} are where their masters are stepped. Give both one ratio, or leave {name} out."
         )
-    for name in ("gradients", "weights"):
+    for name, places in (("gradients", ("host",)), ("weights", ("host", "disk"))):
         home = names.get(name)
-        if home is not None and steps_here and home.home == "host" and home.ratio:
+        if home is not None and steps_here and home.home in places and home.ratio:
             raise ValueError(
-                f"Cannot keep {name} on the host: masters are stepped on the device. Give masters the home 'cpu' or a disk too."
+                f"Cannot keep {name} {_AT[home.home]}: masters are stepped on the device. Give masters the home 'cpu' or a "
+                "disk too."
             )
+    if weights is not None and weights.home == "disk" and masters is not None and weights.ratio > masters.ratio:
+        raise ValueError(
+            f"Cannot keep {weights.ratio:.0%} of weights on disk: {masters.ratio:.0%} of masters are stepped on the host, and "
+            "weights on disk are stepped there. Give weights that ratio or less."
+        )
 
 
 def check_streams(optimizer: torch.optim.Optimizer, places: Mapping[int, Places]) -> None:

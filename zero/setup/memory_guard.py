@@ -94,8 +94,8 @@ class MemoryGuard:
         self, homes: Iterable[StateHome | None], layout: FlatLayout, before: FlatLayout | None = None, held: int | None = None
     ) -> None:
         """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for, and reserves space on
-        disks; nothing is allocated yet. `before` is what has its memory already; so have `held` bytes of weights. Where these
-        are given and the device is the host, what stays there has to fit too."""
+        disks, but for weights; nothing is allocated yet. `before` is what has its memory already; so have `held` bytes of
+        weights. Where these are given and the device is the host, what stays there has to fit too."""
         asked = [home for home in homes if home is not None]
         if self._place.is_host and held is not None:
             self._check_host(layout, held)
@@ -130,12 +130,14 @@ class MemoryGuard:
         available = self._place.accelerator.memory().available
         if available is None or needed * self._place.num_ranks <= available:
             return
-        away = self._budget(_all_on_disk(layout), self._shards_weights).peak - held
+        for kinds in (KINDS, ("weights", *KINDS)) if self._shards_weights else (KINDS,):
+            away = self._budget(_on_disk(layout, kinds), self._shards_weights).peak - held
+            if away * self._place.num_ranks <= available:
+                break
         raise MemoryError(
             f"Cannot keep {needed} bytes ({format_bytes(needed)}) on the host for each of {self._place.num_ranks} ranks of "
             f"this machine: {available} bytes ({format_bytes(available)}) are available to all of them. With "
-            "homes={'masters': 'disk:/directory', 'moments': 'disk:/directory', 'gradients': 'disk:/directory'} it would need "
-            f"{away} ({format_bytes(away)})."
+            f"homes={dict.fromkeys(kinds, 'disk:/directory')} it would need {away} ({format_bytes(away)})."
         )
 
     def check(self, asked: str, needed: int) -> None:
@@ -165,8 +167,8 @@ class MemoryGuard:
         return self._place.accelerator.can_pin and self._place.accelerator.pin(piece).is_pinned()
 
 
-def _all_on_disk(layout: FlatLayout) -> FlatLayout:
-    away = tuple(Away(kind, "disk:/directory") for kind in KINDS)
+def _on_disk(layout: FlatLayout, kinds: Iterable[str]) -> FlatLayout:
+    away = tuple(Away(kind, "disk:/directory") for kind in kinds)
     bare = replace(layout, params=tuple(replace(spec, away=away) for spec in layout.params), chunks=(), buckets=())
     slotted = [index for index, slot in enumerate(layout.slots) if slot is not None]
     return replace(bare, slots=(None,) * len(layout.slots)).extended(slotted)

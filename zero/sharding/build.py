@@ -180,7 +180,7 @@ def _assemble(
         sharding = run_on_all(group, wire)
         run_on_all(group, cast)
         frozen = frozen_to_share(model, place.device, config.keep_whole_numel)
-        weights.take_frozen(*frozen, place, places_of({}, config, place.device).offload, unread.awaited)
+        weights.take_frozen(*frozen, place, *places_of({}, config, place.device), unread.awaited)
         run_on_all(group, partial(open_, sharding.window))
         if stage_of(config.stage).shards_weights:
             weights.expect_buffers(MetaBuffers(model, place.device).unwritten)

@@ -41,6 +41,7 @@ def measured_bytes(sharding: ShardingState) -> MeasuredBytes:
 
     for tensor in sharding.placer.weights.memory():
         count("weights", tensor)
+    on_disk["weights"] = sharding.placer.weights.num_disk_bytes
     for bucket, master in sharding.masters.shard.shares.items():
         if sharding.masters.is_copy(bucket):
             count("masters", master)

@@ -19,9 +19,10 @@ _DESCRIPTION = """Predicts the bytes of one rank at each stage, with masters, mo
 says which of them fit, and recommends one. MODEL is a number of parameters (7B), a Hugging Face configuration (config.json), or
 a function that makes the model (module:function, script.py:function).
 
-The peak is that of model states alone: activations come on top, as much as the batch and the model need. With --batch N
-the function is called with N and gives the model and a function that makes a loss of it; then a training is rehearsed on
-the simulated device as one rank of so many, and the peak that was counted, activations included, is what is shown."""
+With --disk they may be on a disk ("disk"), and at stage 3 weights too ("disk+"). The peak is that of model states alone:
+activations come on top, as much as the batch and the model need. With --batch N the function is called with N and gives the
+model and a function that makes a loss of it; then a training is rehearsed on the simulated device as one rank of so many, and
+the peak that was counted, activations included, is what is shown."""
 
 _MOMENTS: dict[str, int | tuple[int, int]] = {
     "adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0,
@@ -30,7 +31,8 @@ _MOMENTS: dict[str, int | tuple[int, int]] = {
 _KERNELS = ("torch", "fused", "compiled")
 _IN_ONE_PASS = ("adamw", "adam")  # by kernels other than torch's
 _LEAST_BUCKET = 64 * 1024
-_WORDS = {"none": "", "cpu": ", offload to the host", "disk": ", states on disk"}
+_WORDS = {"none": "", "cpu": ", offload to the host", "disk": ", states on disk", "disk+": ", states and weights on disk"}
+_ON_DISK: dict[str, tuple[str, ...]] = {"disk": KINDS, "disk+": ("weights", *KINDS)}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -82,7 +84,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--ranks-per-host", type=int, metavar="N", help="that share a host (default: one a device, 8 at most)")
     parser.add_argument("--memory", metavar="SIZE", help="of each device, such as 80GiB (default: what this machine's has)")
     parser.add_argument("--host-memory", "--host", metavar="SIZE", help="of each host (default: what this machine has)")
-    parser.add_argument("--disk", metavar="SIZE", help="of each host, for masters, moments and gradients (default: none)")
+    parser.add_argument("--disk", metavar="SIZE", help="of each host, for states and weights (default: none)")
     parser.add_argument("--step-seconds", type=float, default=10.0, metavar="S", help="for what is written a day (default: 10)")
     parser.add_argument("--suggest", action="store_true", help="say what to pass to zero.shard")
     parser.add_argument("--accelerator", metavar="NAME", help="as ACCELERATOR (default: the best there is)")
@@ -146,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         f"{format_bytes(best.cost.peak)} a rank.", *([] if owners is None else ["", *owners.words()]),
     ]  # fmt: skip
     if any(row.written_bytes for row in rows):
-        written = max(row.written_bytes for row in rows)
+        written = (best and best.written_bytes) or max(row.written_bytes for row in rows)
         day = round(written * 86400 / args.step_seconds)
         lines.append(f"A rank writes at most {format_bytes(written)} to its disk in a step, and {format_bytes(day)} a day "
                      f"where a step takes {args.step_seconds:g} s.")  # fmt: skip
@@ -174,7 +176,8 @@ def recommended(rows: Sequence[Row], ranks: int, accumulation: int) -> Row | Non
 
 def _arguments(row: Row) -> str:
     """Of `zero.shard`."""
-    homes = {"none": "", "cpu": ', offload="cpu"', "disk": ", homes=" + str(dict.fromkeys(KINDS, "disk:/directory"))}
+    on_disk = {name: f", homes={dict.fromkeys(kinds, 'disk:/directory')}" for name, kinds in _ON_DISK.items()}
+    homes = {"none": "", "cpu": ', offload="cpu"', **on_disk}
     return f"stage={row.stage}{homes[row.offload]}"
 
 
@@ -200,17 +203,19 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
     """Returns a row for each stage and place, and how they were counted by rehearsing, if they were."""
     from zero.plan.budget import busiest_rank
     from zero.plan.costs import cost_of
-    from zero.plan.disk import disk_bytes, written_bytes
+    from zero.plan.disk import disk_bytes, weights_bytes, written_bytes
     from zero.plan.layout import FlatLayout
     from zero.plan.stages import STAGES
     from zero.tools.planning.rehearsing import counting_device, rehearse
 
     rows, (device, counted) = [], counting_device() if args.batch else ("", "")
-    for offload in ("none", *(() if space.is_host else ("cpu",)), *(() if space.disk is None else ("disk",))):
-        away = tuple(Away(kind, "disk:/directory") for kind in KINDS) if offload == "disk" else ()
+    for offload in ("none", *(() if space.is_host else ("cpu",)), *(() if space.disk is None else _ON_DISK)):
+        away = tuple(Away(kind, "disk:/directory") for kind in _ON_DISK.get(offload, ()))
         on_host = 0.0 if offload == "none" or space.is_host else 1.0
         params = [replace(spec, offload=on_host, away=away) for spec in subject.params]
         for stage, row in STAGES.items():
+            if offload == "disk+" and not row.shards_weights:
+                continue
             shares = args.shard_ranks if row.shards_optimizer else 1
             layout = FlatLayout.build(params, shares, bucket_bytes)
             one_pass = space.is_host and args.kernels != "torch" and args.optimizer in _IN_ONE_PASS
@@ -229,7 +234,7 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
                            "gathered_bytes": gathered}  # fmt: skip
                 peak = rehearse(subject.build, args.batch, (args.ranks, args.shard_ranks), device, args.accumulation, **options)
                 cost = replace(cost, peak=peak)
-            on_disk = sum(disk_bytes(layout, rank % shares, moments).values())
+            on_disk = sum(disk_bytes(layout, rank % shares, moments).values()) + weights_bytes(layout)
             rounds = 1 if row.accumulates_locally else args.accumulation
             written = written_bytes(layout, rank % shares, moments, rounds)
             rows.append(Row(stage, offload, cost, space.fits(cost, on_disk), on_disk, written))

@@ -56,6 +56,7 @@ USED: dict[str, str] = {
     "zero_optimization.offload_optimizer.nvme_path": "homes.masters.path",
     "zero_optimization.cpu_offload": "offload.home",
     "zero_optimization.offload_param.device": "homes.weights",
+    "zero_optimization.offload_param.nvme_path": "homes.weights.path",
     "zero_optimization.cpu_offload_param": "homes.weights",
     "zero_allow_untested_optimizer": "elementwise",
     "steps_per_print": "report.every_steps",
@@ -89,7 +90,7 @@ AUTO: dict[str, str] = {
 _ONE_WAY = "there is one way to lay out and reduce gradients here, and it needs no switch"
 _STAGE_3 = "what is gathered of sharded weights, and when, is learned while training; gathered_bytes limits it"
 _PERSISTENT = "small weights are in shares like others; zero_accelerators.keep_whole_numel keeps them whole"
-_OFFLOADED_WEIGHTS = "shares of weights on the host go where offload_optimizer has the masters, and need no buffers beside them"
+_OFFLOADED_WEIGHTS = "shares of weights need no buffers beside them; on the host they are pinned where masters are"
 _DISK = "three buckets are in memory, and how a disk is read and written is found out by a short try; homes says it by hand"
 _NO_MONITOR = "nobody is written to but TensorBoard; zero.MetricsWriter writes a line of JSON a step"
 _NO_PROFILER = "nothing is profiled by configuration; use torch.profiler"
@@ -120,7 +121,7 @@ HARMLESS: dict[str, str] = {
             "model_persistence_threshold stage3_model_persistence_threshold", _PERSISTENT),
     **_each("zero_optimization.offload_optimizer", "buffer_count pipeline_read pipeline_write fast_init", _DISK),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "the step on the host has the threads of torch",
-    **_each("zero_optimization.offload_param", "nvme_path buffer_count buffer_size max_in_cpu pin_memory", _OFFLOADED_WEIGHTS),
+    **_each("zero_optimization.offload_param", "buffer_count buffer_size max_in_cpu pin_memory", _OFFLOADED_WEIGHTS),
     "bf16.immediate_grad_update": "every gradient is collected as soon as it is ready",
     "torch_autocast.lower_precision_safe_modules": "gradients are summed in fp32 whatever the module",
     "data_types.grad_accum_dtype": "gradients are always added up in float32, which loses nothing to a narrower type",
@@ -210,7 +211,8 @@ QUIET: dict[str, tuple[object, ...]] = {
 # Used keys that ask for nothing below stage 3, with what is said of them there.
 OF_STAGE_3: dict[str, str] = {
     **dict.fromkeys(
-        ("zero_optimization.offload_param.device", "zero_optimization.cpu_offload_param"),
+        ("zero_optimization.offload_param.device", "zero_optimization.offload_param.nvme_path",
+         "zero_optimization.cpu_offload_param"),
         "weights are not offloaded below stage 3, in DeepSpeed neither",
     ),
     **dict.fromkeys(

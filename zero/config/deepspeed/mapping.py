@@ -187,20 +187,26 @@ def _offload(written: Written, stage: int) -> Offload | None:
 
 
 def _homes(written: Written, stage: int) -> Homes:
-    """A disk for masters and moments, and the host for weights."""
+    """A disk for masters and moments, and the host or a disk for weights."""
     homes: dict[str, Any] = {}
     ratio = written.real("zero_optimization.offload_optimizer.ratio", 1.0)
-    optimizer = "zero_optimization.offload_optimizer"
-    if written.choice(f"{optimizer}.device", {"none": False, "cpu": False, "nvme": True}, False):
-        path = written.value(f"{optimizer}.nvme_path") if f"{optimizer}.nvme_path" in written else None
-        if not isinstance(path, str) or not path:
-            raise ValueError(f"Cannot use {optimizer}.device 'nvme' without nvme_path. Write a directory of that disk there.")
-        homes = dict.fromkeys(("masters", "moments"), StateHome(home="disk", path=path, ratio=ratio))
-    if stage == 3 and _offloads_weights(written):
-        homes["weights"] = StateHome(home="host", ratio=ratio)  # weights are where their masters are stepped
-        if written.choice(_PARAM_DEVICE, {"none": False, "cpu": False, "nvme": True}, False):
-            written.tell(_PARAM_DEVICE, "weights are on the host, as forward and backward read them, and not on a disk")
+    disk = _directory(written, "zero_optimization.offload_optimizer")
+    if disk is not None:
+        homes = dict.fromkeys(("masters", "moments"), StateHome(home="disk", path=disk, ratio=ratio))
+    if stage == 3 and _offloads_weights(written):  # as many of them as of their masters
+        disk = _directory(written, "zero_optimization.offload_param")
+        homes["weights"] = StateHome(home="host" if disk is None else "disk", path=disk, ratio=ratio)
     return Homes(**homes)
+
+
+def _directory(written: Written, block: str) -> str | None:
+    """The directory of a disk, where a block says so."""
+    if not written.choice(f"{block}.device", {"none": False, "cpu": False, "nvme": True}, False):
+        return None
+    path = written.value(f"{block}.nvme_path") if f"{block}.nvme_path" in written else None
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"Cannot use {block}.device 'nvme' without nvme_path. Write a directory of that disk there.")
+    return path
 
 
 _PARAM_DEVICE = "zero_optimization.offload_param.device"

@@ -74,7 +74,7 @@ class StateFile:
         self._file = os.fdopen(self._open(), "r+b", buffering=0)  # which is closed with the last reference
 
     def _open(self) -> int:
-        with self._explained("make a file in"):
+        with self.explained("make a file in"):
             descriptor, path = tempfile.mkstemp(prefix=".zero-", dir=self.directory)
             try:
                 direct = self._open_direct(path)
@@ -110,7 +110,7 @@ class StateFile:
     def reserve(self, num_bytes: int) -> None:
         """Makes sure that the file has space for so many bytes, its present ones included."""
         if num_bytes > self.num_bytes:
-            with self._explained(f"reserve {num_bytes} bytes in"):
+            with self.explained(f"reserve {num_bytes} bytes in"):
                 try:
                     os.posix_fallocate(self._file.fileno(), 0, num_bytes)
                 except OSError as error:
@@ -170,7 +170,7 @@ class StateFile:
         self.busy_s += time.perf_counter() - began
 
     @contextlib.contextmanager
-    def _explained(self, doing: str) -> Iterator[None]:
+    def explained(self, doing: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -11,22 +11,26 @@ import torch
 from zero.comm.exchange import run_on_all
 from zero.memory.flatten import Flattener
 from zero.memory.formats import DTYPES, ParamFormat, dtype_name
-from zero.memory.homes.home import DeviceHome, Home, MemoryHome
+from zero.memory.homes.home import Home
 from zero.memory.homes.registry import Move, Moved
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.memory.weights import FlatBuffer
+from zero.plan.disk import weights_place
+from zero.plan.homes import Away
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.plan.spans import Span
 from zero.runtime.params.absent import Absent, make_absent_param
 from zero.runtime.params.swap import become_absent, become_plain
 from zero.runtime.params.table import Params
 from zero.runtime.unshard.exchange import ShardedChunk, Share, ShareExchange
+from zero.runtime.unshard.memory import ShareMemory
 
 
 class ShardedWeights:
     """The weights of a layout on all ranks: this rank has its share of each bucket, on the host where the bucket is offloaded,
-    and chunks whole that every rank keeps so. Frozen weights have a layout of their own, and neither masters nor gradients."""
+    or on a disk, and chunks whole that every rank keeps so. Frozen weights have a layout of their own, and neither masters nor
+    gradients."""
 
     def __init__(self, layout_ref: LayoutRef, params: Params, exchange: ShareExchange, first_number: int = 0) -> None:
         self.layout_ref = layout_ref
@@ -40,7 +44,7 @@ class ShardedWeights:
         self._unwritten: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # plain tensors, and their first version
         self._unwritten_buffers: Callable[[], list[str]] = list
         self._shares: dict[int, Share] = {}  # by bucket
-        self._common: dict[int, torch.Tensor] = {}  # of chunks to be filled: memory for all of their shares
+        self._memory = ShareMemory(layout_ref, exchange)
 
     # what is kept ------------------------------------------------------------------------------------------------
 
@@ -50,12 +54,21 @@ class ShardedWeights:
 
     def memory(self) -> Iterator[torch.Tensor]:
         yield from self._kept.memory()
-        for share in self._shares.values():
+        for share in (share for bucket, share in self._shares.items() if not self._is_on_disk(bucket)):
             yield share.memory
             if not share.is_served:
                 yield self.exchange.versions.newest(share.number)
         if self._frozen is not None:
             yield from self._frozen.memory()
+
+    @property
+    def num_disk_bytes(self) -> int:
+        own = sum(share.memory.nbytes for bucket, share in self._shares.items() if self._is_on_disk(bucket))
+        return own + (0 if self._frozen is None else self._frozen.num_disk_bytes)
+
+    def _is_on_disk(self, bucket: int) -> bool:
+        layout = self.layout_ref.layout
+        return weights_place(layout, layout.buckets[bucket].chunk) is not None
 
     def room(self) -> float:
         return self.exchange.cache.budget_bytes - self.exchange.cache.num_bytes
@@ -65,42 +78,26 @@ class ShardedWeights:
         return self.exchange.num_fetched_bytes
 
     def prepare(self) -> None:
-        layout, exchange = self.layout_ref.layout, self.exchange
-        exchange.settle()
-        new = [chunk for chunk in range(self.num_chunks, len(layout.chunks)) if not layout.chunks[chunk].is_kept]
-        sizes = [layout.chunks[chunk].numel * DTYPES[layout.chunks[chunk].dtype].itemsize for chunk in new]
-        shared = exchange.group.inner.shared_host_memory
-        if shared is not None:
-            self._common.update(zip(new, shared.common(sizes), strict=True))
-        elif exchange.is_alone:
-            for chunk, size in zip(new, sizes, strict=True):
-                homes = [self._home_of(index) for index in layout.buckets_in(chunk)]
-                if len({home.device for home in homes}) == 1:
-                    self._common[chunk] = homes[0].allocate(size, torch.uint8)
-
-    def _home_of(self, bucket: int) -> MemoryHome:
-        is_on_host = self.layout_ref.layout.buckets[bucket].offloaded
-        return self.exchange.host if is_on_host else DeviceHome(self.exchange.device)  # the host's own is copied faster
+        layout = self.layout_ref.layout
+        self.exchange.settle()
+        coming = range(self.num_chunks, len(layout.chunks))
+        self._memory.prepare([chunk for chunk in coming if not layout.chunks[chunk].is_kept])
 
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
         if self.layout_ref.layout.chunks[chunk].is_kept:
             return self._kept.fill(chunk, source, device, given)
         layout, dtype = self.layout_ref.layout, DTYPES[self.layout_ref.layout.chunks[chunk].dtype]
-        common = self._common.pop(chunk).view(dtype) if chunk in self._common else None
+        whole = self._memory.take_whole(chunk)
         with torch.inference_mode(False):  # steps will change it
             for index in layout.buckets_in(chunk):
                 bucket = layout.buckets[index]
                 own = bucket.share(self.exchange.group.inner.rank)
-                part = source[own.start : own.stop]
-                seen = None if common is None else common[own.start : own.stop]
-                home = self._home_of(index)
-                served_in = home if bucket.offloaded or self.exchange.is_alone else DeviceHome(torch.device("cpu"))
-                values = served_in.allocate(part.numel(), dtype) if seen is None else seen
-                if not part.is_meta:  # else it gets values later
-                    values.copy_(part)
-                self._shares[index] = self.exchange.add(self._first_number + 2 * index, bucket.span, own, values, home.device)
+                values, lives_on = self._memory.take_share(index, whole)
+                if not source.is_meta:  # else it gets values later
+                    values.copy_(source[own.start : own.stop])
+                self._shares[index] = self.exchange.add(self._first_number + 2 * index, bucket.span, own, values, lives_on)
         shares = [self._shares[index] for index in layout.buckets_in(chunk)]
-        self.chunks[chunk] = ShardedChunk(self.exchange, layout.chunks[chunk].numel, dtype, shares, common)
+        self.chunks[chunk] = ShardedChunk(self.exchange, layout.chunks[chunk].numel, dtype, shares, whole)
         return False
 
     def forget(self, chunk: int = 0) -> None:
@@ -108,7 +105,7 @@ class ShardedWeights:
             for index in self.layout_ref.layout.buckets_in(each):
                 if index in self._shares:
                     self.exchange.remove(self._shares.pop(index))
-        self._common = {each: memory for each, memory in self._common.items() if each < chunk}
+        self._memory.forget()
         self.exchange.cache.forget([self.chunks.pop(each) for each in list(self.chunks) if each >= chunk])
         self._kept.forget(chunk)
 
@@ -153,11 +150,12 @@ class ShardedWeights:
         tensors: Sequence[torch.nn.Parameter],
         place: Place,
         offload: float,
+        away: tuple[Away, ...],
         awaited: Container[torch.nn.Parameter],
     ) -> None:
         formats = [ParamFormat.of(tensor) for tensor in tensors]
         shapes, dtypes = [tuple(tensor.shape) for tensor in tensors], [dtype_name(tensor.dtype) for tensor in tensors]
-        specs = [ParamSpec(*each, offload=offload) for each in zip(names, shapes, dtypes, strict=True)]
+        specs = [ParamSpec(*each, offload=offload, away=away) for each in zip(names, shapes, dtypes, strict=True)]
         layout = self.layout_ref.layout
         laid_out = FlatLayout.build(specs, layout.num_shares, layout.bucket_bytes, layout.align_bytes)
         self._frozen = frozen = ShardedWeights(LayoutRef(laid_out), Params(tensors, names), self.exchange, 1)

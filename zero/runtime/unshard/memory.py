@@ -1,0 +1,114 @@
+"""Memory for shares of weights: where they live, and where other ranks read them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from zero.comm.exchange import run_on_all
+from zero.comm.group import Group
+from zero.errors import DiskFailed
+from zero.memory.formats import DTYPES
+from zero.memory.homes.home import DeviceHome, MemoryHome
+from zero.memory.homes.mapped import identity, map_new, map_of
+from zero.memory.homes.registry import DISK
+from zero.memory.shard import LayoutRef
+from zero.plan.disk import weights_place
+from zero.runtime.unshard.exchange import ShareExchange
+
+
+class ShareMemory:
+    """Memory of one layout's chunks, from when they are to be filled until they are."""
+
+    def __init__(self, layout_ref: LayoutRef, exchange: ShareExchange) -> None:
+        self._layout_ref = layout_ref
+        self._exchange = exchange
+        self._whole: dict[int, torch.Tensor] = {}  # by chunk, of all of its shares: all ranks see it, or this one is alone
+        self._on_disk: dict[int, torch.Tensor] = {}  # by bucket, of a share that is sent to other ranks
+
+    def prepare(self, chunks: Sequence[int]) -> None:
+        """Makes what is shared, and what is on a disk. A collective; it fails on all ranks or on none."""
+        places = {chunk: weights_place(self._layout_ref.layout, chunk) for chunk in chunks}
+        for place in sorted({place for place in places.values() if place is not None}):
+            self._map(place.removeprefix(DISK), [chunk for chunk in chunks if places[chunk] == place])
+        others = [chunk for chunk in chunks if places[chunk] is None]
+        shared = self._exchange.group.inner.shared_host_memory
+        if shared is not None:
+            self._whole.update(zip(others, shared.common(list(map(self._num_bytes, others))), strict=True))
+        elif self._exchange.is_alone:
+            for chunk in others:
+                homes = [self._home_of(index) for index in self._layout_ref.layout.buckets_in(chunk)]
+                if len({home.device for home in homes}) == 1:
+                    self._whole[chunk] = homes[0].allocate(self._num_bytes(chunk), torch.uint8)
+
+    def _map(self, directory: str, chunks: Sequence[int]) -> None:
+        layout, exchange = self._layout_ref.layout, self._exchange
+        if exchange.is_alone or exchange.group.inner.shared_host_memory is not None:
+            make = _map_own if exchange.is_alone else _map_common
+            self._whole.update(zip(chunks, make(exchange.group, directory, list(map(self._num_bytes, chunks))), strict=True))
+            return
+        buckets = [index for chunk in chunks for index in layout.buckets_in(chunk)]
+        sizes = [layout.buckets[index].share_numel * self._item(layout.buckets[index].chunk) for index in buckets]
+        self._on_disk.update(zip(buckets, _map_own(exchange.group, directory, sizes), strict=True))
+
+    def _num_bytes(self, chunk: int) -> int:
+        return self._layout_ref.layout.chunks[chunk].numel * self._item(chunk)
+
+    def _item(self, chunk: int) -> int:
+        return DTYPES[self._layout_ref.layout.chunks[chunk].dtype].itemsize
+
+    def _home_of(self, bucket: int) -> MemoryHome:
+        is_on_host = self._layout_ref.layout.buckets[bucket].offloaded
+        return self._exchange.host if is_on_host else DeviceHome(self._exchange.device)  # the host's own is copied faster
+
+    def take_whole(self, chunk: int) -> torch.Tensor | None:
+        """Memory for all of a chunk; None where each share has its own."""
+        whole = self._whole.pop(chunk, None)
+        return None if whole is None else whole.view(DTYPES[self._layout_ref.layout.chunks[chunk].dtype])
+
+    def take_share(self, bucket: int, whole: torch.Tensor | None) -> tuple[torch.Tensor, torch.device]:
+        """Memory where this rank's share is read, a part of the whole where there is one, and the device where the share
+        lives."""
+        found, home = self._layout_ref.layout.buckets[bucket], self._home_of(bucket)
+        own, dtype = found.share(self._exchange.group.inner.rank), DTYPES[self._layout_ref.layout.chunks[found.chunk].dtype]
+        if whole is not None:
+            return whole[own.start : own.stop], home.device
+        if bucket in self._on_disk:
+            return self._on_disk.pop(bucket).view(dtype), home.device
+        read_in = home if found.offloaded or self._exchange.is_alone else DeviceHome(torch.device("cpu"))
+        return read_in.allocate(own.numel, dtype), home.device
+
+    def forget(self) -> None:
+        """Frees what was not taken."""
+        self._whole.clear()
+        self._on_disk.clear()
+
+
+def _map_own(group: Group, directory: str, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Memory of this rank alone, in a file of its own. A collective."""
+    found, descriptor = run_on_all(group, lambda: map_new(directory, sizes))
+    os.close(descriptor)
+    return found
+
+
+def _map_common(group: Group, directory: str, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Memory that all ranks of an inner group see, in a file of its first rank. A collective of all ranks."""
+    inner = group.inner
+    made = run_on_all(group, lambda: map_new(directory, sizes) if inner.rank == 0 else None)
+    told = inner.all_gather_bytes(b"" if made is None else identity(made[1]).encode())[0].decode()
+
+    def reach() -> list[torch.Tensor]:
+        try:
+            return map_of(told, sizes) if made is None else made[0]
+        except OSError as error:
+            raise DiskFailed(
+                f"Cannot map the file in {directory} for weights, which another rank made: {error}. Set shared_memory=False."
+            ) from error
+
+    try:
+        return run_on_all(group, reach)
+    finally:
+        if made is not None:
+            os.close(made[1])
