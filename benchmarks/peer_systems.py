@@ -171,6 +171,17 @@ def ours(
     return driven(engine)._replace(predicted_bytes=cost.peak)
 
 
+class Uncomputed(nn.Module):
+    """The parameters of a model, each of which gets a gradient of zeros."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack([0.0 * param.flatten()[0].float() for param in self.model.parameters()]).sum()
+
+
 SYSTEMS: dict[str, Callable[[nn.Module, argparse.Namespace], System]] = {
     "bare": bare,
     "ddp": ddp,
@@ -186,6 +197,7 @@ SYSTEMS: dict[str, Callable[[nn.Module, argparse.Namespace], System]] = {
     "ours-1": lambda model, options: ours(model, options, 1),
     "ours-2": lambda model, options: ours(model, options, 2),
     "ours-3": lambda model, options: ours(model, options, 3),
+    "ours-2-uncomputed": lambda model, options: ours(Uncomputed(model), options, 2),
     "ours-1-host": lambda model, options: ours(model, options, 1, shard_ranks="host"),
     "ours-2-host": lambda model, options: ours(model, options, 2, shard_ranks="host"),
     "ours-3-host": lambda model, options: ours(model, options, 3, shard_ranks="host"),

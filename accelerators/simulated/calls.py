@@ -14,6 +14,15 @@ from accelerators.simulated.plans import plan_of
 from accelerators.simulated.storage import Block, adopt, block_of, host_view, new_storage, replace_storage, view_of
 
 HOST = torch.device("cpu")
+_NUMBERS = (bool, int, float, complex)
+
+
+
+def _as_tensor(number: complex) -> torch.Tensor:
+    """A number that torch gives in the place of a tensor, in the dtype in which it changes no other's: that of its kind."""
+    dtype = torch.get_default_dtype()
+    kinds = {bool: torch.bool, int: torch.int64, float: dtype, complex: dtype.to_complex()}
+    return torch.scalar_tensor(number, dtype=kinds[type(number)], device="cpu")
 
 
 class Use:
@@ -39,8 +48,11 @@ class Call:
         self.uses: list[Use] = []
         self.on_host: list[torch.Tensor] = []  # scalars and indices there, which are read when the kernel is issued
         self.index = -1
-        writes, names = self.plan.writes, self.plan.writes_names
-        self.positional = [self._lower(value, at in writes) for at, value in enumerate(args)]
+        writes, names, tensors = self.plan.writes, self.plan.writes_names, self.plan.tensors
+        self.positional = [
+            _as_tensor(value) if isinstance(value, _NUMBERS) and at in tensors else self._lower(value, at in writes)
+            for at, value in enumerate(args)
+        ]
         self.keywords = {name: self._lower(value, name in names) for name, value in kwargs.items()}
         if self.index < 0:
             self.index = _device_asked_for(args, kwargs)

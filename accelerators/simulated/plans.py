@@ -22,6 +22,7 @@ class Plan:
     name: str
     writes: frozenset[int]  # positions of arguments that it changes
     writes_names: frozenset[str]  # keyword arguments that it changes
+    tensors: frozenset[int]  # positions of arguments that are one tensor, for which a number may be given
     random: str  # how it takes a generator: "argument", "default" (it has none, and uses the host's), or ""
     waits: bool  # the shape or value of its result depends on data, for which the host must wait
     may_mix: bool
@@ -59,6 +60,7 @@ def _read_plan(op: Any) -> Plan:
         name=op._schema.name,
         writes=frozenset(at for at, argument in changed if not argument.kwarg_only),
         writes_names=frozenset(argument.name for _, argument in changed),
+        tensors=frozenset(at for at, argument in enumerate(arguments) if isinstance(argument.type, torch.TensorType)),
         random="" if not random else "argument" if takes_generator else "default",
         waits=waits,
         may_mix=op._schema.name in _MAY_MIX,

@@ -9,9 +9,11 @@ import mmap
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -481,6 +483,67 @@ def test_what_fails_in_the_middle_of_a_step_is_named_on_all_ranks_and_a_checkpoi
     first, _ = ranks.run(2, survive, str(tmp_path), name)
     assert re.search(f"Cannot complete the step: it failed on rank 1: .*{FAULTS[name][1]}", first, re.DOTALL)
     assert os.listdir(tmp_path) == ["saved"]
+
+
+def train_beside_a_slow_disk(rank, world, folder):
+    """Each piece that rank 1 reads or writes takes its time, all of them together more than ranks wait for each other."""
+    found = []
+    for homes in ({}, in_(folder, EVERYTHING)):
+        model, optimizer = sharded(homes, group=None, timeout_s=2.0)
+        files = {file.fileno() for file in files_of(optimizer).values()}
+        num_slow = 0
+
+        def slow(move, files=files):
+            def act(descriptor, *rest):
+                nonlocal num_slow
+                if descriptor in files:
+                    num_slow += 1
+                    time.sleep(0.01)
+                return move(descriptor, *rest)
+
+            return act
+
+        with mock.patch.multiple(os, preadv=slow(os.preadv), pwritev=slow(os.pwritev)) if rank else contextlib.nullcontext():
+            found.append((train(model, optimizer, rank=rank), told(model, optimizer)))
+        optimizer.close()
+    return same(*found), num_slow
+
+
+@pytest.mark.promise("H08")
+def test_a_disk_that_is_slow_on_one_rank_fails_nothing(tmp_path):
+    (alike, _), (also, num_slow) = ranks.run(2, train_beside_a_slow_disk, str(tmp_path))
+    assert alike and also and num_slow * 0.01 > 2.0
+
+
+_FAIL_IN_BACKWARD = """
+import sys, torch
+from tests.promises.test_homes import EVERYTHING, fail_to, in_, send, sharded
+torch.distributed.init_process_group("gloo")
+model, optimizer = sharded(in_(sys.argv[1], EVERYTHING), group=None, timeout_s=20.0)
+rank = torch.distributed.get_rank()
+send(model, 0, rank)
+if rank:
+    fail_to("pwritev", "gradients")(optimizer).__enter__()
+for step in range(1, 9):
+    send(model, step, rank)
+optimizer.step()
+"""
+
+
+@pytest.mark.promise("H08")
+def test_what_fails_in_a_backward_is_told_to_all_ranks_with_its_reason(tmp_path):
+    root = str(Path(__file__).parents[2])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {**os.environ, "PYTHONPATH": root, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", _FAIL_IN_BACKWARD, str(tmp_path)]
+    begun = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=root, env={**env, "RANK": str(rank)}) for rank in (0, 1)
+    ]
+    first, other = (process.communicate(timeout=100)[1] for process in begun)
+    words = f"Cannot write to {tmp_path} for gradients: .*Input/output error"
+    assert re.search(words, other) and re.search(f"rank 1 .*{words}", first, re.DOTALL), first
 
 
 def survive_apart_from_steps(rank, world, folder, stage):

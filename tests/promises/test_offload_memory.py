@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import accelerators
+import zero
 from tests import ranks
 from tests.devices import needs_sim
 from tests.promises.loops import alone, one_step, same, weights
@@ -478,3 +479,27 @@ def test_moments_of_groups_with_settings_of_their_own_are_predicted(world):
     points = [{**options, "kernels": kernels} for kernels in ("torch", "fused")]
     for of_rank in on_sim(world, host_bytes, points):
         assert [found == predicted for found, predicted in of_rank] == [True, True], of_rank
+
+
+# what crosses ---------------------------------------------------------------------------------------------------------------
+
+
+def crossed(model, optimizer, rank):
+    records, found = zero.MetricsWriter(None, optimizer), []
+    for step in range(3):
+        backward(optimizer, real_loss(model(draw(model, (3, 64), rank, step, real=True))))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(records.write()["link"])
+    return found, sum(param.nbytes for param in model.parameters())
+
+
+@needs_sim
+def test_records_say_what_crossed_between_the_device_and_the_host():
+    options = {"dtype": "bfloat16", "bucket_bytes": 2**12, "offload": "cpu"}
+    [[below, at]] = on_sim(1, crossed, [{"stage": 2, **options}, {"stage": 3, "gathered_bytes": 0, **options}], build=deep)
+    for (steps, whole), sent, (least, most) in ((below, 3, (1.0, 1.0)), (at, 2, (1.5, 2.0))):
+        for link in steps:  # gradients in fp32, and weights to be looked at for edits; new weights, or twice for operators
+            assert link["to_host_bytes"] == sent * whole
+            assert least * whole <= link["to_device_bytes"] <= most * whole
+            assert link["waited_ms"] >= 0.0

@@ -23,7 +23,11 @@ class Arrival(Protocol):
 
 
 class GatheredChunk(ABC):
-    """A chunk of the weights. It is whole while it is gathered, and has no memory otherwise."""
+    """A chunk of the weights. It is whole while it is gathered, and has no memory otherwise.
+
+    [Note: threads] Threads ask without a lock whether a chunk `stays`, and then read `views` and `memory`, in this order. So
+    `memory` is set once `arrival` is, or the values are there; and `views` are another dict once `memory` is another one.
+    """
 
     def __init__(self, cache: GatheredWeights, numel: int, dtype: torch.dtype) -> None:
         self.cache = cache
@@ -154,7 +158,7 @@ class GatheredWeights:
                 self.total_bytes -= chunk.num_bytes
                 if chunk.memory is not None:
                     self._free(chunk)
-                chunk.views.clear()
+                chunk.views = {}
             self.order = UseOrder()
             self._spare.clear()
 
@@ -175,15 +179,15 @@ class GatheredWeights:
             if chunk.is_lent:
                 lent = chunk.memory
                 assert lent is not None
-                self._allocate(chunk).copy_(lent)
+                chunk.memory, chunk.views = self._allocate(chunk).copy_(lent), {}
                 chunk.is_own = True
 
     def _begin(self, chunk: GatheredChunk) -> None:
         if chunk.is_dropped:
             raise RuntimeError("Cannot read a weight: its optimizer was closed. Take a view of the parameter anew.")
-        chunk.memory = chunk.visible()
-        chunk.is_lent = chunk.memory is not None
-        if chunk.memory is not None:
+        visible = chunk.visible()
+        if visible is not None:
+            chunk.memory, chunk.is_lent = visible, True
             self._make_room(0)  # what was written to before is there for nothing
             self._gathered[chunk] = None
         else:
@@ -193,24 +197,25 @@ class GatheredWeights:
             except BaseException:
                 self._drop(chunk)
                 raise
+            chunk.memory, chunk.views = memory, {}
             self.num_fetches += 1
 
     def _allocate(self, chunk: GatheredChunk) -> torch.Tensor:
-        chunk.views.clear()
+        """Memory that is counted as the chunk's, which has it once it is worth to be read."""
         self._make_room(chunk.num_bytes)
         self.num_bytes += chunk.num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         spare = self._spare.get((chunk.numel, chunk.dtype))
         if spare:
-            chunk.memory = spare.pop()
+            memory = spare.pop()
         else:
             if self.num_bytes + sum(each.nbytes for kept in self._spare.values() for each in kept) > self.peak_bytes:
                 self._spare.clear()
             with torch.inference_mode(False):
-                chunk.memory = torch.empty(chunk.numel, dtype=chunk.dtype, device=self.device)
+                memory = torch.empty(chunk.numel, dtype=chunk.dtype, device=self.device)
         self._gathered[chunk] = None
         chunk.is_lent = False
-        return chunk.memory
+        return memory
 
     def _arrive(self, chunk: GatheredChunk) -> None:
         if chunk.arrival is not None:
@@ -257,6 +262,6 @@ class GatheredWeights:
     def _drop(self, chunk: GatheredChunk) -> None:
         if not chunk.is_lent:
             self.num_bytes -= chunk.num_bytes
-            chunk.views.clear()
+            chunk.memory, chunk.views = None, {}
         del self._gathered[chunk]
         chunk.memory, chunk.arrival, chunk.is_lent, chunk.is_own = None, None, False, False

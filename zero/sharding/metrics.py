@@ -28,8 +28,9 @@ class MetricsWriter:
     `records.write(loss=...)` after each step. From then on the stops are timed. `tensorboard` is a folder.
 
     A record has the step, the norm of the gradients before clipping, the loss scale, the learning rate, milliseconds
-    by stop since the last record, bytes moved since then and held now, and whatever is passed to `write`. Without a path
-    they are for TensorBoard alone.
+    by stop since the last record, bytes moved since then and held now, and whatever is passed to `write`; `link` is what
+    crossed between a device and its host, and `disk` what went to disks and came from there. Without a path they are for
+    TensorBoard alone.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class MetricsWriter:
         self._clock = sharding.clock()
         self._ms, self._moved = self._clock.read(), self._sent()
         self._on_disk: dict[str, float] = {}
+        self._crossed: dict[str, float] = self._link()
         self._file: Any = None
         self._board: Any = None
         if sharding.group.rank == 0:
@@ -81,6 +83,9 @@ class MetricsWriter:
             "moved_bytes": {wire: amount - sent[wire] for wire, amount in self._moved.items()},
             "live_bytes": {**live, "allocated": reading.allocated, "peak": reading.peak},
         }
+        if sharding.masters.shard.homes.host.link is not None:
+            crossed, self._crossed = self._crossed, self._link()
+            record["link"] = {name: round(amount - crossed[name], 3) for name, amount in self._crossed.items()}
         if sharding.masters.shard.homes.disks:
             record["disk"] = self._disk()
         if self._file is not None:
@@ -96,6 +101,14 @@ class MetricsWriter:
         sharding = self._optimizer.sharding
         reduced, fetched = sharding.window.reducer.inflight.num_bytes, sharding.placer.weights.num_fetched_bytes
         return {"reduced": reduced, "published": sharding.publisher.num_bytes, "fetched": fetched}
+
+    def _link(self) -> dict[str, float]:
+        """Between the device and the host beside it so far: bytes, and what the host waited for copies."""
+        link = self._optimizer.sharding.masters.shard.homes.host.link
+        if link is None:
+            return {}
+        named = {"to_device_bytes": link.to_device_bytes, "to_host_bytes": link.to_host_bytes}
+        return {**named, "waited_ms": 1000 * link.waited_s}
 
     def _disk(self) -> dict[str, float]:
         """Since the last record: bytes, what training waited for them, and how many came or went in a second of reading and

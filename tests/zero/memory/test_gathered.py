@@ -228,3 +228,29 @@ def test_a_chunk_stays_once_it_has_arrived_where_all_fit(budget, stay):
     weights.forget(weights.chunks[2:])
     use(weights, 0)
     assert chunk.stays  # two fit
+
+
+class Watched(Numbered):
+    """Says whether another thread would take it for whole while its memory is filled."""
+
+    stays_unfilled = False
+
+    def fetch(self, memory):
+        self.stays_unfilled |= self.stays
+        return super().fetch(memory)
+
+
+def test_other_threads_find_memory_only_with_its_values_in_it_and_views_of_that_memory_alone():
+    weights, _ = weights_of([8], math.inf)
+    chunk = weights.chunks[0] = Watched(weights, 8, 0, [])
+    views = chunk.views
+    with weights.using([chunk]):
+        assert not chunk.stays_unfilled and chunk.stays and chunk.views is not views
+    chunk.seen, views = torch.full((8,), 1.0), chunk.views
+    weights.end_window()
+    assert chunk.views is not views, "as a late thread may add one of the memory that it had found"
+    with weights.using([chunk]):
+        views = chunk.views
+        lent = chunk.memory
+        weights.make_own(chunk)
+        assert chunk.memory is not lent and torch.equal(chunk.memory, lent) and chunk.views is not views

@@ -23,6 +23,7 @@ from zero.memory.gathered import GatheredChunk, GatheredWeights
 from zero.runtime.params.absent import Absent, AbsentParameter, make_absent_param
 from zero.runtime.params.swap import become_absent, become_plain, can_swap
 
+SEED = 7  # of inputs; on ranks, of each its own
 BUDGETS = {"least": 0, "two chunks": None, "all": math.inf}
 
 
@@ -49,13 +50,34 @@ class OwnedChunk(GatheredChunk):
         self.line[written.start : written.stop] = self.memory[written.start : written.stop]
 
 
-class OneRank:
+class Plain:
+    """A training of plain parameters, by plain gradient descent."""
+
+    def __init__(self, model):
+        self.params = list(model.parameters())
+
+    def grads(self):
+        return [None if param.grad is None else param.grad.detach().clone() for param in self.params]
+
+    def step(self):
+        with torch.no_grad():
+            for param in self.params:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=0.1)
+        self.clear()
+
+    def clear(self):
+        for param in self.params:
+            param.grad = None
+
+
+class OneRank(Plain):
     """Absent parameters whose shares are whole: the state of one rank of one."""
 
     def __init__(self, model, budget, in_chunk=2):
         self.chunks = []
         named = list(model.named_parameters())
-        self.params = [param for _, param in named]
+        super().__init__(model)
         self.weights = GatheredWeights(torch.device("cpu"))
         self.weights.poison = True
         by_dtype = {}
@@ -82,34 +104,20 @@ class OneRank:
             start += max(1, param.numel())
             become_absent(param, absent)
 
-
-class Plain:
-    """The same calls for plain parameters."""
-
-    def __init__(self, model):
-        self.params = list(model.parameters())
+    def step(self):
+        self.weights.end_window()
+        super().step()
 
 
 def values(tensors):
     return [tensor.whole() if isinstance(tensor, Absent) else tensor.detach().clone() for tensor in tensors]
 
 
-def step(state):
-    """Plain gradient descent; a step ends a window."""
-    if isinstance(state, OneRank):
-        state.weights.end_window()
-    with torch.no_grad():
-        for param in state.params:
-            if param.grad is not None:
-                param.sub_(param.grad, alpha=0.1)
-                param.grad = None
-
-
 # programs: each yields what it computed ---------------------------------------------------------------------------------
 
 
 def inputs(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(7))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(SEED), device="cpu").to(torch.get_default_device())
 
 
 def train(model, state, x=None, steps=3):
@@ -118,8 +126,8 @@ def train(model, state, x=None, steps=3):
         out = model(x)
         out = out[0] if isinstance(out, tuple) else out
         out.square().mean().backward()
-        yield [None if param.grad is None else param.grad.clone() for param in state.params]
-        step(state)
+        yield state.grads()
+        state.step()
     yield values(state.params)
 
 
@@ -293,21 +301,21 @@ def second_order(model, state):
     x = inputs(4, 8).requires_grad_()
     [slope] = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     slope.square().sum().backward()
-    yield values(param.grad for param in state.params if param.grad is not None)
+    yield state.grads()
 
 
 def retained(model, state):
     loss = model(inputs(4, 8)).square().sum()
     loss.backward(retain_graph=True)
     loss.backward()
-    yield values(param.grad for param in state.params)
+    yield state.grads()
     yield values(torch.autograd.grad(model(inputs(4, 8)).sum(), state.params[:2]))
 
 
 def several_forwards(model, state):
     total = sum(model(inputs(4, 8) * number).mean() for number in range(1, 4))
     total.backward()
-    yield values(param.grad for param in state.params)
+    yield state.grads()
 
 
 def evaluation(model, state):
@@ -365,7 +373,7 @@ def read_outside(model, state):
     yield [param.norm().detach().clone() for param in state.params]
     penalty = sum(param.square().sum() for param in model.parameters())
     penalty.backward()
-    yield values(param.grad for param in state.params)
+    yield state.grads()
     yield torch.stack(torch._foreach_norm(list(model.parameters()))).detach()
     yield [model[0].bias.tolist(), model[0].bias[1].item(), float(model[0].bias[2]), model[0].weight.detach().numpy().tolist()]
     yield [(param.shape, param.stride(), param.dtype, param.is_contiguous(), param.requires_grad) for param in state.params]
@@ -373,11 +381,11 @@ def read_outside(model, state):
 
 def casts(model, state):
     for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             loss = model(inputs(4, 8)).float().square().mean() + model(inputs(4, 8)).float().mean()
         loss.backward()
-        yield values(param.grad for param in state.params)
-        step(state)
+        yield state.grads()
+        state.step()
 
 
 def by_functions(model, state):
@@ -403,7 +411,7 @@ def through_the_host(model, state):
     with torch.autograd.graph.save_on_cpu():
         out = model(inputs(4, 8))
     out.square().mean().backward()
-    yield values(param.grad for param in state.params)
+    yield state.grads()
 
 
 def threads(model, state):
@@ -430,8 +438,7 @@ def failures(model, state):
         with pytest.raises(ZeroDivisionError):
             model(inputs(4, 8)).sum().backward()
         handle.remove()
-        for param in state.params:
-            param.grad = None
+        state.clear()
     yield from train(model, state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -61,6 +62,15 @@ class Stored(Protocol):
         """Frees its place."""
 
 
+@dataclass
+class Link:
+    """What crossed between the device and the host beside it so far."""
+
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
+    waited_s: float = 0.0  # that the host waited for copies
+
+
 class Home(Protocol):
     """A place where state lives: shares of gradients, masters, moments, and weights at times."""
 
@@ -75,6 +85,7 @@ class MemoryHome(Home, Protocol):
     the model by `write`, and it reaches that device by `read`. Both are asynchronous, as is `add`."""
 
     pinned: bool | None  # whether its memory is; None: where that works
+    link: Link | None  # between it and the device that computes, where these are two places
 
     @property
     def num_lent_bytes(self) -> int:
@@ -141,6 +152,7 @@ class DeviceHome:
     """The device that computes the model: what lives here needs no transfer."""
 
     pinned: bool | None = None
+    link: Link | None = None
     num_lent_bytes = 0
 
     def __init__(self, device: torch.device) -> None:

@@ -9,6 +9,7 @@ copy is waiting for all work.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 
 from accelerators import Accelerator
 from accelerators.streams import Event, InOrderStream, Stream
-from zero.memory.homes.home import DONE, Stored, StoredInMemory, Transfer
+from zero.memory.homes.home import DONE, Link, Stored, StoredInMemory, Transfer
 
 _MOST_ON_THE_WAY = 2  # sums that travel to the host while the next one is made; each keeps its memory on the device
 
@@ -24,9 +25,10 @@ _MOST_ON_THE_WAY = 2  # sums that travel to the host while the next one is made;
 class HostCopy:
     """A copy between the device and the host."""
 
-    def __init__(self, accelerator: Accelerator, event: Event, *ends: torch.Tensor) -> None:
+    def __init__(self, accelerator: Accelerator, event: Event, link: Link, *ends: torch.Tensor) -> None:
         self._accelerator = accelerator
         self._event: Event | None = event
+        self._link = link
         self._ends = ends
 
     def done(self) -> bool:
@@ -34,7 +36,9 @@ class HostCopy:
 
     def finish(self) -> None:
         if self._event is not None:
+            began = time.perf_counter()
             self._event.synchronize()
+            self._link.waited_s += time.perf_counter() - began
         self._event, self._ends = None, ()
 
     def wait(self) -> None:
@@ -52,6 +56,7 @@ class HostHome:
     def __init__(self, accelerator: Accelerator, pinned: bool | None = None) -> None:
         self.device = torch.device("cpu")
         self.pinned = pinned
+        self.link: Link | None = Link()
         self.num_lent_bytes = 0
         self._accelerator = accelerator
         self._largest = 0  # bytes of the largest mirror so far: every one has as many, so that any serves the next
@@ -89,8 +94,8 @@ class HostHome:
             self._streams["read"].synchronize()
 
     def _copy(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        current = self._accelerator.current_stream()
-        if isinstance(current, InOrderStream) or source.device == target.device:
+        current, link = self._accelerator.current_stream(), self._crossed(source, target)
+        if link is None or isinstance(current, InOrderStream):
             target.copy_(source)
             return DONE
         if direction not in self._streams:
@@ -99,7 +104,18 @@ class HostHome:
         stream.wait_stream(current)  # for what wrote the source, and for what reads the target
         with self._accelerator.in_stream(stream):
             target.copy_(source, non_blocking=True)
-        return HostCopy(self._accelerator, stream.record_event(), source, target)
+        return HostCopy(self._accelerator, stream.record_event(), link, source, target)
+
+    def _crossed(self, source: torch.Tensor, target: torch.Tensor) -> Link | None:
+        """Counts a copy; None where it stays in one place."""
+        if source.device == target.device:
+            return None
+        assert self.link is not None
+        if target.is_cpu:
+            self.link.to_host_bytes += target.nbytes
+        else:
+            self.link.to_device_bytes += target.nbytes
+        return self.link
 
     def add(self, values: torch.Tensor, factor: float, stored: torch.Tensor, fresh: bool) -> Transfer:
         self._add_arrived(most=_MOST_ON_THE_WAY - 1)  # a host that is ahead waits here, for a copy and never for another rank

@@ -264,7 +264,7 @@ class ShardedChunk(GatheredChunk):
     def move(self, common: torch.Tensor) -> None:
         """Has all of its values in other memory from now on."""
         self.common = common
-        self.views.clear()
+        self.views = {}
 
     def visible(self) -> torch.Tensor | None:
         is_here = self.common is not None and self.common.device.type == self._exchange.device.type

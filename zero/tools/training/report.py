@@ -58,7 +58,8 @@ def write_report(path: Path, records: Sequence[Mapping[str, Any]], summary: str,
 def _traffic(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Megabytes a second of each step, on every way that something took."""
     ways = {"gradients": ("moved_bytes", "reduced"), "new weights": ("moved_bytes", "published"),
-            "fetched weights": ("moved_bytes", "fetched"), "disk, read": ("disk", "read_bytes"),
+            "fetched weights": ("moved_bytes", "fetched"), "to the device": ("link", "to_device_bytes"),
+            "to the host": ("link", "to_host_bytes"), "disk, read": ("disk", "read_bytes"),
             "disk, written": ("disk", "written_bytes")}  # fmt: skip
     seconds = [max(1e-9, sum(record["ms"].values()) / 1e3) for record in records]
     bytes_ = {way: [record.get(block, {}).get(name, 0) for record in records] for way, (block, name) in ways.items()}
@@ -81,8 +82,9 @@ def _times(records: Sequence[Mapping[str, Any]]) -> str:
     """The mean of each stop; the first step, which makes things, is left out where there are others."""
     counted = records[1:] or records
     sums = {name: sum(record["ms"].get(name, 0.0) for record in counted) for name in ("forward", "backward", *STOPS)}
-    if any("disk" in record for record in counted):
-        sums["of these, waiting for the disk"] = sum(record.get("disk", {}).get("waited_ms", 0.0) for record in counted)
+    for block, way in (("link", "copies between device and host"), ("disk", "the disk")):
+        if any(block in record for record in counted):
+            sums[f"of these, waiting for {way}"] = sum(record.get(block, {}).get("waited_ms", 0.0) for record in counted)
     return "\n".join(f"{name:10}{total / len(counted):9.2f} ms" for name, total in sums.items())
 
 

@@ -1,0 +1,118 @@
+"""S01: what models and programs of test_absent.py give at stage 3 is, bit by bit, what they give at stage 2.
+
+Ranks, of any number, have inputs of their own. Whole weights may take anything or nothing; what is freed is filled with NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+
+import zero
+from tests import ranks
+from tests.devices import needs_sim
+from tests.promises.offloads import place_of
+from tests.zero.runtime import test_absent
+from tests.zero.runtime.test_absent import INPUTS, MODELS, PROGRAMS, mlp, model_of, same, train
+from zero.memory.gathered import GatheredWeights
+
+BUCKET_BYTES = 768  # a matrix of most of these models, or a few parameters
+BUDGETS = (0, 2 * BUCKET_BYTES, "all")  # no more than must be, two chunks, everything
+RUNS = {**dict.fromkeys(MODELS), **{program.__name__: program for program in PROGRAMS}}
+
+
+class Sharded:
+    """A training of `test_absent`, by a sharded optimizer."""
+
+    def __init__(self, model, **options):
+        self.params = list(model.parameters())
+        trained = [param for param in self.params if param.requires_grad]
+        inner = torch.optim.SGD(trained, lr=0.1)
+        self.optimizer = zero.shard(model, inner, bucket_bytes=BUCKET_BYTES, align_bytes=16, elementwise=True, **options)
+
+    def grads(self):
+        found = [self.optimizer.whole_grad(param) if param.requires_grad else None for param in self.params]
+        return [None if grad is None else grad.detach().cpu().clone() for grad in found]
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def clear(self):
+        self.optimizer.discard()
+
+
+def copied(value):
+    """On the host, as another training has it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    return [copied(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def given_by(name, device, **options):
+    """What a run yields."""
+    torch.manual_seed(5)
+    with torch.device(device) if device != "cpu" else contextlib.nullcontext(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = (model_of(name) if RUNS[name] is None else mlp()).to(device)
+        state = Sharded(model, **options)
+        x = INPUTS.get(name, lambda: test_absent.inputs(4, 8))().to(device)
+        program = RUNS[name] or (lambda model, state: train(model, state, x))
+        found = [copied(each) for each in program(model, state)]
+        state.optimizer.close()
+        return [found, copied(list(model.parameters())), copied(list(model.buffers()))]
+
+
+def run(rank, world, names, device, budgets, shared=True):
+    GatheredWeights.poison = True
+    test_absent.SEED = 7 + rank
+    place = place_of(rank, device, "random:1") if device == "sim" else device
+    wrong, options = {}, {"shared_memory": shared}
+    for name in names:
+        expected = given_by(name, place, stage=2, **options)
+        for budget in budgets:
+            try:
+                same(given_by(name, place, stage=3, gathered_bytes=budget, **options), expected)
+            except AssertionError as error:
+                wrong[name, budget] = str(error)[:500]
+    return wrong
+
+
+@pytest.mark.promise("S01")
+@pytest.mark.parametrize(
+    "world, budgets, shared",
+    [
+        (2, (0,), False),
+        *(
+            pytest.param(world, BUDGETS, shared, marks=pytest.mark.full)
+            for world in (1, 2, 3)
+            for shared in (True, False)
+            if world > 1 or shared
+        ),
+    ],
+)
+def test_every_case_gives_what_stage_2_gives(world, budgets, shared):
+    assert ranks.run(world, run, list(RUNS), "cpu", budgets, shared) == [{}] * world
+
+
+@pytest.mark.promise("S01")
+def test_threads_that_read_the_same_weights_at_one_time_never_see_them_half_there():
+    """What one of them fetches others find when it is there."""
+    assert ranks.run(2, run, ["threads"] * 10, "cpu", ("all",), False) == [{}, {}]
+
+
+# torch gives these to one kernel on any device that is not the host, and the simulated one has it not; or memory is looked at.
+NOT_ON_SIM = {"lstm", "gru", "read_outside"}
+
+
+@needs_sim
+@pytest.mark.promise("S01")
+@pytest.mark.parametrize(
+    "world, budgets", [(2, (0,)), *(pytest.param(world, BUDGETS, marks=pytest.mark.full) for world in (1, 2))]
+)
+def test_every_case_does_so_on_a_device_whose_copies_are_late(world, budgets):
+    names = [name for name in RUNS if name not in NOT_ON_SIM]
+    assert ranks.run(world, run, names, "sim", budgets, apart="sim") == [{}] * world
