@@ -138,6 +138,7 @@ def test_what_is_taken_on_request_only_is_not_tried_in_passing(table, monkeypatc
     assert row["reason"] == "not tried: it is taken on request only, ACCELERATOR=rare"
 
 
+@pytest.mark.full
 def test_the_table_leaves_torch_without_an_accelerator_where_there_was_none():
     program = """
         import torch
@@ -159,6 +160,7 @@ def test_what_was_asked_for_is_shown_with_all_it_has():
     assert [(row["chosen"], row["devices"]) for row in rows if row["name"] == "sim"] == [(True, 2)]
 
 
+@pytest.mark.full
 def test_a_reader_that_has_read_enough_is_no_error(table, monkeypatch):
     monkeypatch.setenv("ACCELERATOR", "cpu")
     command = f"{sys.executable} -m accelerators --json | true; test ${{PIPESTATUS[0]}} = 0"

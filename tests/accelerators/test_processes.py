@@ -46,6 +46,7 @@ def test_two_ranks_with_two_forked_workers_each_load_their_data():
     assert ranks.run(2, load_with_workers, timeout=60) == [expected, expected]
 
 
+@pytest.mark.full
 @pytest.mark.promise("X12")
 @pytest.mark.parametrize("method", [pytest.param("fork", marks=needs_fork), "spawn"])
 def test_a_daemon_child_can_ask_after_its_parent_did(method):

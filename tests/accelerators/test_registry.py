@@ -198,6 +198,7 @@ def test_ctrl_c_while_a_plug_in_loads_is_no_failure_of_the_plug_in():
         _ = candidate(raises(KeyboardInterrupt())).usable
 
 
+@pytest.mark.full
 @pytest.mark.promise("X15")
 def test_sigint_during_the_choice_ends_the_process():
     program = """

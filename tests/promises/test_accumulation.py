@@ -282,6 +282,7 @@ def windows_over_gloo(rank: int, world: int, stage: int) -> bool:
     return True
 
 
+@pytest.mark.full
 @pytest.mark.promise("A06", "A07")
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_window_has_every_bit_over_processes_too(world):

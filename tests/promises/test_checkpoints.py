@@ -313,6 +313,7 @@ def test_a_training_moves_from_the_cpu_to_a_device_with_and_without_offload_and_
     assert new["extra"] == {"last": 4}
 
 
+@pytest.mark.full
 def test_a_compiled_training_goes_on_eagerly_and_the_other_way_round(tmp_path):
     for number, compiled in enumerate((True, False, True)):
         options = {"compiled": compiled, "make": without_dropout}
@@ -1174,6 +1175,7 @@ zero.save(sys.argv[1], optimizer, "last", async_save=True)
 """
 
 
+@pytest.mark.full
 def test_a_program_that_ends_while_it_saves_ends_when_that_is_done(tmp_path):
     env = {**os.environ, "ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-c", SAVES_AND_LEAVES, str(tmp_path)]

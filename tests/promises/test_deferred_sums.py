@@ -163,6 +163,7 @@ def test_they_wait_also_where_ranks_share_no_memory(kernels):
         assert all(waited[""][1:])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kernels", "stage", "world", "shared_memory"),
     [

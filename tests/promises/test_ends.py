@@ -124,6 +124,7 @@ BY_DAY = ("rank 0", "environment", 2, "raise")
 ALL = [(*holder, world, last) for holder in HOLDERS for world in (2, 3) for last in ("raise", "close")]
 
 
+@pytest.mark.full
 @pytest.mark.promise("L01", "X12")
 @needs_proc
 @pytest.mark.parametrize(

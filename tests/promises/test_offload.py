@@ -249,6 +249,7 @@ def fail_in_backward(model, rank):
     real_loss(model[2](hidden)).backward()
 
 
+@pytest.mark.full
 @needs_sim
 @pytest.mark.promise("A12")
 @SHARDED

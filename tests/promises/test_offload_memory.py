@@ -280,6 +280,7 @@ def many_steps(model, optimizer, rank):
     return found
 
 
+@pytest.mark.full
 @needs_sim
 @pytest.mark.promise("M06")
 def test_300_offloaded_steps_leave_as_many_bytes_and_objects_as_there_were():

@@ -95,7 +95,7 @@ def test_moved_and_brought_back_at_any_time_everything_has_the_bits_of_never_hav
 
 @needs_sim
 @pytest.mark.promise("H09")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param(None, marks=pytest.mark.full)])
 def test_weights_in_shares_that_were_moved_are_what_operators_are_given(dtype):
     """Of a rank alone too, which gives them as they lie in its share."""
     for world, stages in ((1, (2, 3)), (2, (3,))):

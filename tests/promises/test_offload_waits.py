@@ -53,6 +53,7 @@ def in_random_orders(model, optimizer, rank, num_orders):
     return found, bits(model, optimizer)
 
 
+@pytest.mark.full
 @needs_sim
 @pytest.mark.promise("H02", "R13")
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ SAID = {
 }
 # What the other rank may be doing when it finds out: an update needs nobody, the next gather does.
 ORDER = (*SEEN, "begin")
-DAY = (("forward", "kill", False), ("backward", "stop", True), ("settling", "connections", False), ("update", "raise", True))
+DAY = (("forward", "kill", False), ("backward", "stop", True))
 EVERY = [(where, how, shared) for where in SEEN for how in SAID for shared in (True, False)]
 POINTS = [point if point in DAY else pytest.param(*point, marks=pytest.mark.full) for point in EVERY]
 

@@ -115,6 +115,7 @@ def test_a_model_whose_states_are_one_and_a_half_times_the_device_trains_without
     same(values, expected)
 
 
+@pytest.mark.full
 @needs_sim
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param(None, marks=pytest.mark.full)])
 def test_a_rank_alone_has_its_weights_once_on_the_device_and_nothing_of_them_on_the_host(tmp_path, dtype):

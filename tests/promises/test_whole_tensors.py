@@ -50,6 +50,7 @@ def test_optimizers_of_whole_tensors_equal_plain_pytorch_on_the_joint_batch(full
     assert parity.run(some, loopback=True) == {}
 
 
+@pytest.mark.full
 @pytest.mark.promise("W01")
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_they_do_so_with_all_or_half_of_what_is_sharded_on_the_host(full):

@@ -393,6 +393,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.full
 def test_a_torch_without_muon_trains_and_says_so_where_muon_is_wanted():
     told = subprocess.run([sys.executable, "-c", WITHOUT_MUON], capture_output=True, text=True, timeout=120)
     assert told.returncode == 0, told.stderr

@@ -199,6 +199,7 @@ def miss_a_collective(rank, world, shared):
     return said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.full)], ids=["sockets", "shared memory"])
 def test_over_gloo_too_and_every_later_call_says_the_first_cause(shared):
     said, _ = ranks.run(2, miss_a_collective, shared, fresh=True)

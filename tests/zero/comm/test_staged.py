@@ -365,5 +365,6 @@ def goes_on_from_a_checkpoint(rank, world, folder):
     return found
 
 
+@pytest.mark.full
 def test_a_training_without_a_group_of_the_device_is_saved_and_goes_on_bit_by_bit(tmp_path):
     assert ranks.run(2, goes_on_from_a_checkpoint, str(tmp_path), apart="sim") == [[True] * 5] * 2

@@ -64,6 +64,7 @@ def engines_from_files(folder):
     engine.destroy()
 
 
+@pytest.mark.full
 @needs_transformers
 def test_an_engine_trains_a_model_in_files_as_the_plain_one(tmp_path):
     tiny("llama").save_pretrained(tmp_path)

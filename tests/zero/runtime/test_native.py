@@ -222,6 +222,7 @@ def said(given):
     return found.stdout + found.stderr
 
 
+@pytest.mark.full
 def test_what_is_built_but_cannot_be_loaded_is_built_with_less(tmp_path):
     """As by a compiler whose OpenMP is not there."""
     wrapper = tmp_path / "compiler"

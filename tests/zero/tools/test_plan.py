@@ -253,6 +253,7 @@ def test_the_peak_is_within_5_percent_of_what_a_rank_of_two_holds(points, batch)
         assert row_of(answer, stage, offload)["peak"] == pytest.approx(peak, rel=0.05), (stage, dtype, offload, accumulation)
 
 
+@pytest.mark.full
 @needs_sim
 @pytest.mark.parametrize(
     "points",
