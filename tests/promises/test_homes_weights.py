@@ -1,6 +1,7 @@
 """H07: weights on a disk, at stage 3: memory that is a file, which operators and other ranks read where it lies."""
 
 import errno
+import gc
 import os
 import re
 from unittest import mock
@@ -28,6 +29,7 @@ from tests.promises.test_homes import (
     train,
 )  # fmt: skip
 from tests.traces import copied
+from zero.comm.loopback import solo
 from zero.config.schema import ZeroConfig
 from zero.memory.homes import mapped
 from zero.setup.homes import places_of
@@ -227,3 +229,92 @@ def test_a_rank_whose_weights_cannot_be_read_is_named_and_a_checkpoint_loads(tmp
     zero.load(tmp_path / "saved", optimizer)
     train(model, optimizer, steps=range(2, 3))
     assert os.listdir(tmp_path) == ["saved"]
+
+
+def descriptors(folder):
+    """Files of that folder that this process has open or mapped."""
+    opened = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _is_there(number)]
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        return sum(path.startswith(folder) for path in opened) + sum(folder in line for line in maps)
+
+
+def _is_there(number):
+    return os.path.lexists(f"/proc/self/fd/{number}")
+
+
+def files_after(rank, world, folder, shared):
+    """How many there are after one that was refused, with one open, and after close(), whose object is still there."""
+    homes, found, kept = in_(folder, disk("weights")), [], []
+    options = {"stage": 3, "homes": homes, "shared_memory": shared, "bucket_bytes": SMALL}
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(os, "posix_fallocate", side_effect=error if rank == 1 - shared else os.posix_fallocate):
+        with pytest.raises(zero.ZeroError):
+            model = build()
+            zero.shard(model, adamw(model), **options)
+    gc.collect()
+    found.append(descriptors(folder))
+    model = build()
+    kept.append(zero.shard(model, adamw(model), **options))
+    found.append(descriptors(folder))
+    kept[0].close()
+    gc.collect()
+    return [*found, descriptors(folder)]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are looked up in /proc, which only Linux has")
+@pytest.mark.promise("H08")
+@pytest.mark.parametrize("shared", [False, True])
+def test_files_go_with_what_is_refused_and_with_what_is_closed(tmp_path, shared):
+    for refused, there, closed in ranks.run(2, files_after, str(tmp_path), shared):
+        assert refused == closed == 0 < there
+
+
+@pytest.mark.promise("H08")
+def test_frozen_parameters_have_their_dtype_again_where_their_file_finds_no_space(tmp_path):
+    model = build()
+    for param in model[0].parameters():
+        param.requires_grad_(False)
+    given = iter([os.posix_fallocate])
+
+    def second_fails(*args):
+        act = next(given, None)
+        if act is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        act(*args)
+
+    homes = in_(tmp_path, disk("weights"))
+    with mock.patch.object(os, "posix_fallocate", second_fails), pytest.raises(zero.ZeroError, match="No space left"):
+        inner = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        zero.shard(model, inner, stage=3, dtype="bfloat16", homes=homes, group=solo(), bucket_bytes=SMALL)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    model(torch.ones(3, 4)).sum().backward()
+
+
+@pytest.mark.promise("H08")
+def test_a_file_system_that_cannot_reserve_space_is_refused(tmp_path):
+    error = OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    with mock.patch.object(os, "posix_fallocate", side_effect=error):
+        with pytest.raises(zero.ZeroError, match=r"Cannot reserve space in .* for weights: its file system cannot"):
+            sharded(in_(tmp_path, disk("weights")), stage=3)
+
+
+def load_into_meta(rank, world, folder, dtype):
+    model = build()
+    optimizer = zero.shard(model, adamw(model), stage=3, dtype=dtype, bucket_bytes=SMALL)
+    train(model, optimizer, range(2), rank)
+    zero.save(f"{folder}/saved", optimizer)
+    train(model, optimizer, range(2, 4), rank)
+    with torch.device("meta"):
+        other = build()
+    again = zero.shard(other, adamw(other), stage=3, dtype=dtype, bucket_bytes=SMALL)
+    zero.load(f"{folder}/saved", again)
+    train(other, again, range(2, 4), rank)
+    assert same(told(model, optimizer), told(other, again))
+    again.close()
+    optimizer.close()
+    return all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("world, dtype", [(1, "bfloat16"), (2, None)])
+def test_a_checkpoint_gives_a_model_on_the_meta_device_its_values(tmp_path, world, dtype):
+    assert all(ranks.run(world, load_into_meta, str(tmp_path), dtype))

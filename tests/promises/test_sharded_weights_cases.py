@@ -116,3 +116,39 @@ NOT_ON_SIM = {"lstm", "gru", "read_outside"}
 def test_every_case_does_so_on_a_device_whose_copies_are_late(world, budgets, every):
     names = [name for name in RUNS if name not in NOT_ON_SIM][::every]
     assert ranks.run(world, run, names, "sim", budgets, apart="sim") == [{}] * world
+
+
+def use_many(state, model, found):
+    """A training and operators of all weights at one time."""
+    model(torch.ones(2, 16)).square().mean().backward()
+    yield
+    found.append(torch.stack(torch._foreach_norm(list(model.parameters()))).detach())
+    yield
+    torch._foreach_mul_([param.detach() for param in model.parameters()], 0.5)
+    yield
+    torch._foreach_lerp_([param.data for param in model.parameters()], [torch.ones(16, 16)] * 8, 0.25)
+    found.append(copied(state.params))
+    yield
+
+
+def foreach_peaks(rank, world, shared):
+    """Bytes of whole weights at most after each of them, at stage 3."""
+    peaks, found = [], []
+    for options in ({"stage": 3, "gathered_bytes": 0}, {"stage": 2}):
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(8)))
+        state = Sharded(model, shared_memory=shared, **options)
+        for _ in use_many(state, model, found):
+            if options["stage"] == 3:
+                peaks.append(state.optimizer.sharding.placer.weights.exchange.cache.peak_bytes)
+        state.optimizer.discard()
+        state.optimizer.close()
+    same(found[:2], found[2:])
+    return peaks
+
+
+@pytest.mark.promise("S04")
+@pytest.mark.parametrize("world, shared", [(1, True), (2, False)])
+def test_operators_of_many_weights_take_them_one_by_one(world, shared):
+    for trained, *others in ranks.run(world, foreach_peaks, shared):
+        assert all(peak <= max(trained, 3 * 16 * 16 * 4) for peak in others), (trained, others)

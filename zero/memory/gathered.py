@@ -25,8 +25,9 @@ class Arrival(Protocol):
 class GatheredChunk(ABC):
     """A chunk of the weights. It is whole while it is gathered, and has no memory otherwise.
 
-    [Note: threads] Threads ask without a lock whether a chunk `stays`, and then read `views` and `memory`, in this order. So
-    `memory` is set once `arrival` is, or the values are there; and `views` are another dict once `memory` is another one.
+    [Note: threads] Threads take `settled` without a lock, memory and the views of it in one, and may use both until the window
+    ends: that memory is the owner's, or is freed at the end of a window only. Others are counted while they use a chunk. What
+    is `own` goes when nobody refers to it, and no other chunk gets it: some may use it who are not counted.
     """
 
     def __init__(self, cache: GatheredWeights, numel: int, dtype: torch.dtype) -> None:
@@ -41,16 +42,12 @@ class GatheredChunk(ABC):
         self.num_users = 0  # operators that run on it
         self.unwritten: dict[str, Span] = {}  # parameters in it that have no values yet
         self.views: dict[Hashable, torch.Tensor] = {}  # what operators were given of its memory, or of what is lent each time
+        self.settled: tuple[torch.Tensor, dict[Hashable, torch.Tensor]] | None = None  # memory that stays, and these
         cache.total_bytes += self.num_bytes
 
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
-
-    @property
-    def stays(self) -> bool:
-        """Whether it is whole, and stays so until the window ends."""
-        return self.memory is not None and self.arrival is None and (self.is_lent or self.cache.fits_all)
 
     @abstractmethod
     def visible(self) -> torch.Tensor | None:
@@ -136,7 +133,11 @@ class GatheredWeights:
         """Waits for what is on its way, and frees everything. No operator may be running."""
         with self._lock:
             for chunk in list(self._gathered):
-                assert not chunk.num_users, "a chunk is in use"
+                if chunk.num_users:
+                    raise RuntimeError(
+                        "Cannot step, load or move weights: another thread is reading some. Take a lock around that and around "
+                        "what other threads read."
+                    )
                 self._free(chunk)
 
     def abandon(self) -> None:
@@ -179,8 +180,10 @@ class GatheredWeights:
             if chunk.is_lent:
                 lent = chunk.memory
                 assert lent is not None
+                chunk.settled = None
                 chunk.memory, chunk.views = self._allocate(chunk).copy_(lent), {}
                 chunk.is_own = True
+                self._settle(chunk)
 
     def _begin(self, chunk: GatheredChunk) -> None:
         if chunk.is_dropped:
@@ -190,6 +193,7 @@ class GatheredWeights:
             chunk.memory, chunk.is_lent = visible, True
             self._make_room(0)  # what was written to before is there for nothing
             self._gathered[chunk] = None
+            self._settle(chunk)
         else:
             memory = self._allocate(chunk)
             try:
@@ -203,19 +207,27 @@ class GatheredWeights:
     def _allocate(self, chunk: GatheredChunk) -> torch.Tensor:
         """Memory that is counted as the chunk's, which has it once it is worth to be read."""
         self._make_room(chunk.num_bytes)
+        memory = self._memory_for(chunk)
         self.num_bytes += chunk.num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-        spare = self._spare.get((chunk.numel, chunk.dtype))
-        if spare:
-            memory = spare.pop()
-        else:
-            if self.num_bytes + sum(each.nbytes for kept in self._spare.values() for each in kept) > self.peak_bytes:
-                self._spare.clear()
-            with torch.inference_mode(False):
-                memory = torch.empty(chunk.numel, dtype=chunk.dtype, device=self.device)
         self._gathered[chunk] = None
         chunk.is_lent = False
         return memory
+
+    def _memory_for(self, chunk: GatheredChunk) -> torch.Tensor:
+        spare = self._spare.get((chunk.numel, chunk.dtype))
+        if spare:
+            return spare.pop()
+        kept_bytes = sum(each.nbytes for kept in self._spare.values() for each in kept)
+        if self.num_bytes + chunk.num_bytes + kept_bytes > max(self.peak_bytes, self.num_bytes + chunk.num_bytes):
+            self._spare.clear()
+        with torch.inference_mode(False):
+            return torch.empty(chunk.numel, dtype=chunk.dtype, device=self.device)
+
+    def _settle(self, chunk: GatheredChunk) -> None:
+        """Where its memory stays until the window ends."""
+        if chunk.memory is not None and (chunk.is_lent or self.fits_all):
+            chunk.settled = chunk.memory, chunk.views
 
     def _arrive(self, chunk: GatheredChunk) -> None:
         if chunk.arrival is not None:
@@ -225,6 +237,7 @@ class GatheredWeights:
                 self._drop(chunk)  # what came of it is not whole, and what is on its way may still be written there
                 raise
             chunk.arrival = None
+            self._settle(chunk)
 
     def _fetch_ahead(self) -> None:
         for number, following in enumerate(self.order.upcoming(_AHEAD)):
@@ -249,17 +262,18 @@ class GatheredWeights:
                 return
 
     def _idle(self) -> list[GatheredChunk]:
-        return [chunk for chunk in self._gathered if not chunk.is_lent and not chunk.num_users]
+        return [chunk for chunk in self._gathered if not (chunk.is_lent or chunk.num_users or chunk.settled)]
 
     def _free(self, chunk: GatheredChunk) -> None:
         self._arrive(chunk)  # memory that a gather still writes must not be another's
-        if self.poison and chunk.memory is not None and not chunk.is_lent:
-            chunk.memory.fill_(float("nan"))
         if chunk.memory is not None and not (chunk.is_lent or chunk.is_own):  # else no gather wants any
+            if self.poison:
+                chunk.memory.fill_(float("nan"))
             self._spare.setdefault((chunk.numel, chunk.dtype), []).append(chunk.memory)
         self._drop(chunk)
 
     def _drop(self, chunk: GatheredChunk) -> None:
+        chunk.settled = None
         if not chunk.is_lent:
             self.num_bytes -= chunk.num_bytes
             chunk.memory, chunk.views = None, {}

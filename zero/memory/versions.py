@@ -83,6 +83,12 @@ class VersionedShares:
         """This rank reads a bucket no more. Others may until the next step."""
         self._removed.add(bucket)
 
+    def clear(self) -> None:
+        """No rank reads any share any more."""
+        with self._lock:
+            self._shares.clear()
+            self._removed.clear()
+
     def move(self, bucket: int, share: torch.Tensor) -> None:
         """A copy of the newest values in other memory takes the place of a share that no other rank reads."""
         assert not self._num_others

@@ -101,8 +101,8 @@ class Weights(Protocol):
     def expect_buffers(self, unwritten: Callable[[], list[str]]) -> None:
         """Notes what names the buffers that were on the meta device and have no values yet."""
 
-    def note_written(self, tensor: torch.nn.Parameter) -> None:
-        """Notes that a parameter has values."""
+    def note_written(self, *tensors: torch.Tensor) -> None:
+        """Notes that these parameters have values."""
 
     def check_written(self) -> None:
         """Raises where a parameter or buffer that was on the meta device has no values yet."""
@@ -221,7 +221,7 @@ class FlatBuffer:
 
     def expect_buffers(self, unwritten: Callable[[], list[str]]) -> None: ...
 
-    def note_written(self, tensor: torch.nn.Parameter) -> None: ...
+    def note_written(self, *tensors: torch.Tensor) -> None: ...
 
     def check_written(self) -> None: ...
 

@@ -91,14 +91,20 @@ class MemoryGuard:
         return max(0, available // self._place.num_ranks + taken - (budget.peak - budget.gathered)) / 2
 
     def reserve(
-        self, homes: Iterable[StateHome | None], layout: FlatLayout, before: FlatLayout | None = None, held: int | None = None
+        self,
+        homes: Iterable[StateHome | None],
+        layout: FlatLayout,
+        before: FlatLayout | None = None,
+        held: int | None = None,
+        frozen: int = 0,
     ) -> None:
         """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for, and reserves space on
         disks, but for weights; nothing is allocated yet. `before` is what has its memory already; so have `held` bytes of
-        weights. Where these are given and the device is the host, what stays there has to fit too."""
+        weights, and `frozen` ones will take memory that is not on a disk. Where these are given and the device is the host,
+        what stays there has to fit too."""
         asked = [home for home in homes if home is not None]
         if self._place.is_host and held is not None:
-            self._check_host(layout, held)
+            self._check_host(layout, held, frozen)
         for (kind, place), num_bytes in disk_bytes(layout, busiest_rank(layout), num_moments(self._optimizer)).items():
             disk = self.homes.at(kind, place)
             assert isinstance(disk, DiskHome)
@@ -124,20 +130,23 @@ class MemoryGuard:
             )
         self.homes.host.pinned = pinned
 
-    def _check_host(self, layout: FlatLayout, held: int) -> None:
+    def _check_host(self, layout: FlatLayout, held: int, frozen: int) -> None:
         """Raises unless everything that is not on disk fits, where the device is the host."""
-        needed = self._budget(layout, self._shards_weights).peak - held
+        needed = self._budget(layout, self._shards_weights).peak - held + frozen
         available = self._place.accelerator.memory().available
         if available is None or needed * self._place.num_ranks <= available:
             return
         for kinds in (KINDS, ("weights", *KINDS)) if self._shards_weights else (KINDS,):
-            away = self._budget(_on_disk(layout, kinds), self._shards_weights).peak - held
+            stays = 0 if "weights" in kinds else frozen
+            away = self._budget(_on_disk(layout, kinds), self._shards_weights).peak - held + stays
             if away * self._place.num_ranks <= available:
+                advice = f"With homes={dict.fromkeys(kinds, 'disk:/directory')} it would need {away} ({format_bytes(away)})."
                 break
+        else:
+            advice = "No homes make that fit: use more ranks, smaller buckets, or a smaller model."
         raise MemoryError(
             f"Cannot keep {needed} bytes ({format_bytes(needed)}) on the host for each of {self._place.num_ranks} ranks of "
-            f"this machine: {available} bytes ({format_bytes(available)}) are available to all of them. With "
-            f"homes={dict.fromkeys(kinds, 'disk:/directory')} it would need {away} ({format_bytes(away)})."
+            f"this machine: {available} bytes ({format_bytes(available)}) are available to all of them. {advice}"
         )
 
     def check(self, asked: str, needed: int) -> None:

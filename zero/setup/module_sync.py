@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -103,8 +104,21 @@ def _lacks_values(buffer: torch.Tensor, first: torch.Tensor | None, version: int
     return buffer is first and buffer._version == version
 
 
+def restorer_of_dtypes(model: nn.Module) -> Callable[[], None]:
+    """Returns what gives frozen parameters and buffers the dtypes that they have now. What was rounded meanwhile stays so."""
+    tensors = [*(param for param in model.parameters() if not param.requires_grad), *model.buffers()]
+    dtypes = [tensor.dtype for tensor in tensors]
+
+    def restore() -> None:
+        for tensor, dtype in zip(tensors, dtypes, strict=True):
+            if tensor.dtype != dtype:
+                tensor.data = tensor.data.to(dtype)
+
+    return restore
+
+
 def cast_frozen(model: nn.Module, config: ZeroConfig) -> None:
-    """Casts frozen parameters like the rest of the model. It comes last, as it cannot be undone."""
+    """Casts frozen parameters like the rest of the model. It comes late, as it rounds."""
     islands = fp32_islands(model, config.keep_fp32)
     for param in model.parameters():
         if config.dtype is not None and _is_wide(param) and id(param) not in islands and not param.requires_grad:

@@ -20,7 +20,7 @@ from zero.plan.layout import ITEM_BYTES, FlatLayout
 from zero.plan.stages import stage_of
 from zero.plan.traffic import default_bucket_bytes
 from zero.setup.consistency import verify_same_setup
-from zero.setup.homes import check_streams, homes_of
+from zero.setup.homes import check_streams, homes_of, places_of
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import (
     check_capturable,
@@ -103,11 +103,21 @@ def prepare(
     try:
         plans_homes = config.homes != Homes() or any("homes" in own for own in groups)
         held = sum(tensor.nbytes for tensor in params.tensors if not tensor.is_meta) if plans_homes else None
-        run_on_all(group, lambda: memory_guard.reserve(homes, filled, held=held))
+        coming = _frozen_to_come(model, config, device, num_shares)
+        run_on_all(group, lambda: memory_guard.reserve(homes, filled, held=held, frozen=coming))
     except BaseException:
         memory_guard.homes.close()  # files that could be made
         raise
     return ShardingPlan(params, layout, place, memory_guard)
+
+
+def _frozen_to_come(model: nn.Module, config: ZeroConfig, device: torch.device, num_shares: int) -> int:
+    """Bytes of memory that frozen parameters on the meta device will take, where they are in shares."""
+    if not stage_of(config.stage).shards_weights or any(away.kind == "weights" for away in places_of({}, config, device).away):
+        return 0
+    empty = [param for param in model.parameters() if param.is_meta and not param.requires_grad]
+    items = [param.element_size() if config.dtype is None else ITEM_BYTES[config.dtype] for param in empty]
+    return sum(param.numel() * item for param, item in zip(empty, items, strict=True)) // num_shares
 
 
 def accelerator_of(optimizer: torch.optim.Optimizer) -> Accelerator:

@@ -45,7 +45,14 @@ from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
 from zero.setup.consistency import settings_of
 from zero.setup.homes import places_of, with_pace
-from zero.setup.module_sync import MetaBuffers, cast_buffers, cast_frozen, frozen_to_share, sync_module_states
+from zero.setup.module_sync import (
+    MetaBuffers,
+    cast_buffers,
+    cast_frozen,
+    frozen_to_share,
+    restorer_of_dtypes,
+    sync_module_states,
+)
 from zero.setup.param_selection import ManagedParams
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
 from zero.sharding.loss_scaler import LossScaler
@@ -178,6 +185,7 @@ def _assemble(
             placer.place([index for index in range(len(chosen.names)) if index not in latent])
         sync_module_states(model, chosen, group)
         sharding = run_on_all(group, wire)
+        on_failure.callback(restorer_of_dtypes(model))
         run_on_all(group, cast)
         frozen = frozen_to_share(model, place.device, config.keep_whole_numel)
         weights.take_frozen(*frozen, place, *places_of({}, config, place.device), unread.awaited)

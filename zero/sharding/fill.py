@@ -55,8 +55,7 @@ def fill(sharding: ShardingState, values: Mapping[torch.Tensor, Values], remedy:
                 publish(sharding, failure)
             finally:
                 sharding.publisher.end()
-    for tensor in its:
-        sharding.placer.weights.note_written(tensor)
+    sharding.placer.weights.note_written(*its)
     return list(its)
 
 

@@ -87,6 +87,7 @@ def load_from(
             loading.fill()
         finally:
             about.sharding.publisher.end()
+        about.sharding.placer.weights.note_written(*loading.written())
         if counters:
             _take_counters(about, loading.training)
             _take_random_numbers(lines, loading.training["ranks"], about)

@@ -44,7 +44,7 @@ class MetricsWriter:
         writer = None if tensorboard is None else board_writer()  # on all ranks: none goes on where it cannot be had
         self._clock = sharding.clock()
         self._ms, self._moved = self._clock.read(), self._sent()
-        self._on_disk: dict[str, float] = {}
+        self._on_disk = self._files()
         self._crossed: dict[str, float] = self._link()
         self._file: Any = None
         self._board: Any = None
@@ -113,18 +113,21 @@ class MetricsWriter:
     def _disk(self) -> dict[str, float]:
         """Since the last record: bytes, what training waited for them, and how many came or went in a second of reading and
         writing."""
+        before, self._on_disk = self._on_disk, self._files()
+        since = {name: value - before[name] for name, value in self._on_disk.items()}
+        busy_s = since.pop("busy_ms") / 1000
+        speed = (since["read_bytes"] + since["written_bytes"]) / busy_s if busy_s else 0.0
+        return {**since, "waited_ms": round(since["waited_ms"], 3), "bytes_per_s": round(speed)}
+
+    def _files(self) -> dict[str, float]:
+        """So far."""
         files = [disk.file for disk in self._optimizer.sharding.masters.shard.homes.disks.values()]
-        now = {
+        return {
             "read_bytes": sum(file.num_read for file in files),
             "written_bytes": sum(file.num_written for file in files),
             "waited_ms": 1000 * sum(file.waited_s for file in files),
             "busy_ms": 1000 * sum(file.busy_s / file.pace.threads for file in files),
         }
-        since = {name: value - self._on_disk.get(name, 0) for name, value in now.items()}
-        self._on_disk = now
-        busy_s = since.pop("busy_ms") / 1000
-        speed = (since["read_bytes"] + since["written_bytes"]) / busy_s if busy_s else 0.0
-        return {**since, "waited_ms": round(since["waited_ms"], 3), "bytes_per_s": round(speed)}
 
     def close(self) -> None:
         """Closes the files. No collective."""

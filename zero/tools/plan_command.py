@@ -224,9 +224,13 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
             rank = rank if args.optimizer != "muon" else busiest_rank(layout)
             cost = cost_of(layout, stage, args.ranks, rank, moments, args.accumulation, one_host, one_pass, space.is_host,
                            args.gathered_bytes)  # fmt: skip
-            other_bytes = subject.buffer_bytes + subject.frozen_bytes // (args.shard_ranks if row.shards_weights else 1)
+            frozen = dict.fromkeys(("device", "host", "disk"), 0)  # where the weights that are trained are
+            frozen[_home_of_frozen(offload, row.shards_weights, space.is_host)] = subject.frozen_bytes // (
+                args.shard_ranks if row.shards_weights else 1
+            )
+            other_bytes = subject.buffer_bytes + frozen["device"]
             on_device = replace(cost.device, weights=cost.device.weights + other_bytes)
-            cost = replace(cost, device=on_device, peak=cost.peak + other_bytes)
+            cost = replace(cost, device=on_device, peak=cost.peak + other_bytes, host_peak=cost.host_peak + frozen["host"])
             if args.batch:
                 assert subject.build is not None
                 gathered = "all" if math.isinf(args.gathered_bytes) else args.gathered_bytes
@@ -234,11 +238,17 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
                            "gathered_bytes": gathered}  # fmt: skip
                 peak = rehearse(subject.build, args.batch, (args.ranks, args.shard_ranks), device, args.accumulation, **options)
                 cost = replace(cost, peak=peak)
-            on_disk = sum(disk_bytes(layout, rank % shares, moments).values()) + weights_bytes(layout)
+            on_disk = sum(disk_bytes(layout, rank % shares, moments).values()) + weights_bytes(layout) + frozen["disk"]
             rounds = 1 if row.accumulates_locally else args.accumulation
             written = written_bytes(layout, rank % shares, moments, rounds)
             rows.append(Row(stage, offload, cost, space.fits(cost, on_disk), on_disk, written))
     return rows, counted
+
+
+def _home_of_frozen(offload: str, shards_weights: bool, is_host: bool) -> str:
+    if not shards_weights or offload == "none":
+        return "device"
+    return "disk" if offload == "disk+" else "device" if is_host else "host"
 
 
 def _table(rows: Sequence[Row], best: Row | None, space: Space) -> str:

@@ -178,7 +178,7 @@ def test_nothing_is_freed_under_an_operator_that_runs_in_another_thread():
         use(weights, 1)
         use(weights, 2)
         assert torch.equal(chunk.memory, torch.zeros(4))
-        with pytest.raises(AssertionError, match="a chunk is in use"):
+        with pytest.raises(RuntimeError, match="another thread is reading some"):
             weights.free_all()
 
 
@@ -212,22 +212,19 @@ def test_a_chunk_stays_once_it_has_arrived_where_all_fit(budget, stay):
     weights, _ = weights_of([4] * 3, budget)
     chunk, seen = weights.chunks[0], weights.chunks[1]
     seen.seen = torch.ones(4)
-    assert not chunk.stays
+    assert chunk.settled is None
     use(weights, 0)
-    assert chunk.stays == stay
-    chunk.arrival = Gather(chunk.memory, 0.0)
-    assert not chunk.stays  # it is on its way
-    chunk.arrival = None
+    assert (chunk.settled is not None) is stay
     weights.acquire([seen])
-    assert seen.stays  # it takes no memory
+    assert seen.settled is not None  # it takes no memory
     weights.make_own(seen)
-    assert seen.stays == stay
+    assert (seen.settled is not None) is stay
     weights.release([seen])
     weights.end_window()
-    assert not chunk.stays and not seen.stays
+    assert chunk.settled is None and seen.settled is None
     weights.forget(weights.chunks[2:])
     use(weights, 0)
-    assert chunk.stays  # two fit
+    assert chunk.settled is not None  # two fit
 
 
 class Watched(Numbered):
@@ -236,7 +233,7 @@ class Watched(Numbered):
     stays_unfilled = False
 
     def fetch(self, memory):
-        self.stays_unfilled |= self.stays
+        self.stays_unfilled |= self.settled is not None
         return super().fetch(memory)
 
 
@@ -245,7 +242,7 @@ def test_other_threads_find_memory_only_with_its_values_in_it_and_views_of_that_
     chunk = weights.chunks[0] = Watched(weights, 8, 0, [])
     views = chunk.views
     with weights.using([chunk]):
-        assert not chunk.stays_unfilled and chunk.stays and chunk.views is not views
+        assert not chunk.stays_unfilled and chunk.settled is not None and chunk.views is not views
     chunk.seen, views = torch.full((8,), 1.0), chunk.views
     weights.end_window()
     assert chunk.views is not views, "as a late thread may add one of the memory that it had found"
@@ -254,3 +251,22 @@ def test_other_threads_find_memory_only_with_its_values_in_it_and_views_of_that_
         lent = chunk.memory
         weights.make_own(chunk)
         assert chunk.memory is not lent and torch.equal(chunk.memory, lent) and chunk.views is not views
+
+
+def test_what_a_thread_found_settled_is_never_another_chunks_however_the_chunk_is_written_to():
+    """Of memory that is shown, of a copy that is written to, and of what is fetched after that one went."""
+    weights, _ = weights_of([4] * 6, 0)
+    chunk = weights.chunks[0]
+    chunk.seen = torch.full((4,), 1.0)
+    weights.release(weights.acquire([chunk]))
+    memory, views = chunk.settled
+    weights.release(weights.acquire([chunk]))
+    with weights.using([chunk]):
+        weights.make_own(chunk)
+        own = chunk.memory
+        assert chunk.settled is None and chunk.views is not views
+    chunk.seen = None
+    use(weights, 1)  # which needs its room
+    use(weights, 2, 3)
+    assert chunk.memory is None and torch.equal(memory, torch.full((4,), 1.0)) and torch.equal(own, memory)
+    assert all(each.data_ptr() != own.data_ptr() for kept in weights._spare.values() for each in kept)

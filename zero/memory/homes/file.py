@@ -65,6 +65,7 @@ class StateFile:
         self.directory = directory
         self.pace = pace or Pace()
         self.num_bytes = 0  # that are reserved
+        self.is_reserved = True  # as far as the file system can
         self.num_read = self.num_written = 0  # bytes, so far
         self.busy_s = self.waited_s = 0.0  # that threads spent in reading and writing, and that the step waited for them
         self._what = what
@@ -117,6 +118,7 @@ class StateFile:
                     if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                         raise
                     os.ftruncate(self._file.fileno(), num_bytes)  # which cannot reserve, and says so when it is full
+                    self.is_reserved = False
             self.num_bytes = num_bytes
 
     def fileno(self) -> int:

@@ -6,7 +6,6 @@ written once a step, in order, which files without a mapping are faster for; see
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import mmap
@@ -19,27 +18,25 @@ from zero.memory.homes.file import PAGE, StateFile
 from zero.plan.spans import round_up
 
 
-def map_new(directory: str, sizes: Sequence[int]) -> tuple[list[torch.Tensor], int]:
-    """Makes a file without a name that has space for tensors of so many bytes. Returns them and a descriptor of the file, by
-    which another process of this host may find it while it is open."""
-    file = StateFile(directory, "weights")
-    try:
-        file.reserve(_whole(sizes))
-        with file.explained("map a file in"):
-            descriptor = os.dup(file.fileno())
-            with contextlib.ExitStack() as on_failure:
-                on_failure.callback(os.close, descriptor)
-                found = _map(descriptor, sizes)
-                on_failure.pop_all()
-            return found, descriptor
-    finally:
-        file.close()
+class MappedFile:
+    """A file without a name, and tensors of so many bytes that lie in it. They keep it once it is closed."""
 
+    def __init__(self, directory: str, sizes: Sequence[int]) -> None:
+        self._file = StateFile(directory, "weights")  # which is closed with the last reference
+        self._file.reserve(_whole(sizes))
+        if not self._file.is_reserved:  # a page that finds no space would end the process
+            raise self._file.failed("reserve space in", "its file system cannot, and weights need that")
+        with self._file.explained("map a file in"):
+            self.tensors = _map(self._file.fileno(), sizes)
 
-def identity(descriptor: int) -> str:
-    """What `map_of` finds the file by."""
-    status = os.fstat(descriptor)
-    return f"{os.getpid()} {descriptor} {status.st_dev} {status.st_ino}"
+    def identity(self) -> str:
+        """What `map_of` finds the file by, while it is open."""
+        number = self._file.fileno()
+        status = os.fstat(number)
+        return f"{os.getpid()} {number} {status.st_dev} {status.st_ino}"
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def map_of(told: str, sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -196,21 +196,38 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     absent = _absent_in((*args, *kwargs.values()) if kwargs else args)
     if kind is Kind.REFUSED:
         raise absent[0].refusal(f"run {func} on", _A_VIEW if is_in_place_view(func) else _CLOSE)
-    if kind is Kind.READ and all(tensor.in_chunk.stays for tensor in absent):  # the common case, and a quick one
-        return _run(func, args, kwargs, absent)
+    if kind is Kind.READ:
+        for tensor in absent:
+            if tensor.in_chunk.settled is None:
+                break
+        else:  # the common case, and a quick one
+            with contextlib.suppress(_Unsettled):
+                return _run(func, args, kwargs, absent)
+    if len(absent) > 1 and func.overloadpacket.__name__.startswith("_foreach_"):
+        return _one_by_one(func, args, kwargs)
     targets = _absent_in([kwargs.get(name) if position >= len(args) else args[position] for name, position in written])
     with _gathered(absent):
         for tensor in targets:
             tensor.in_chunk.cache.make_own(tensor.in_chunk)
-        return _run(func, args, kwargs, absent, targets)
+        return _run(func, args, kwargs, absent, targets, is_held=True)
+
+
+class _Unsettled(Exception):
+    """Another thread wrote to a chunk since it was found to stay."""
 
 
 def _run(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], absent: Sequence[Absent], targets: Sequence[Absent] = ()
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    absent: Sequence[Absent],
+    targets: Sequence[Absent] = (),
+    is_held: bool = False,
 ) -> Any:
+    """`is_held`: the chunks are counted as used; else they have to stay. See [Note: threads]."""
     given: dict[int, Absent] = {}  # by id of the plain tensor that takes its place
-    plain_args = [_plain_of(value, given) if type(value) in _MAY_HAVE else value for value in args]
-    plain_kwargs = {name: _plain_of(value, given) for name, value in kwargs.items()} if kwargs else kwargs
+    plain_args = [_plain_of(value, given, is_held) if type(value) in _MAY_HAVE else value for value in args]
+    plain_kwargs = {name: _plain_of(value, given, is_held) for name, value in kwargs.items()} if kwargs else kwargs
     result = func(*plain_args, **plain_kwargs)
     for tensor in targets:
         tensor.in_chunk.edited(tensor.extent)
@@ -236,16 +253,32 @@ def _gathered(absent: Sequence[Absent]) -> Iterator[None]:
         yield
 
 
-def _plain_of(value: Any, given: dict[int, Absent]) -> Any:
+def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operator of many tensors, for each of them in turn, so that not all have to be whole at one time. Lists go along."""
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    found: list[Any] = []
+    for number in range(len(given[0])):
+        own_args = [[value[number]] if isinstance(value, (list, tuple)) else value for value in args]
+        own_kwargs = {name: [value[number]] if isinstance(value, (list, tuple)) else value for name, value in kwargs.items()}
+        found += func(*own_args, **own_kwargs) or ()
+    return found or None
+
+
+def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:
     """What the operator is given in place of an argument."""
     if type(value) in (list, tuple):
-        return type(value)(_plain_of(member, given) for member in value)
+        return type(value)(_plain_of(member, given, is_held) for member in value)
     if type(value) not in _ABSENT:
         return value
-    shadow, views = value.shadow, value.in_chunk.views
+    shadow, chunk = value.shadow, value.in_chunk
+    views, settled = chunk.views, chunk.settled  # before memory, which others may exchange for a copy
+    if not is_held:
+        if settled is None:
+            raise _Unsettled
+        views = settled[1]
     plain = views.get(shadow)
     if plain is None:
-        memory = value.in_chunk.memory
+        memory = chunk.memory if is_held or settled is None else settled[0]
         assert memory is not None
         memory = memory if memory.dtype == shadow.tensor.dtype else memory.view(shadow.tensor.dtype)
         size, stride, offset = shadow.geometry
@@ -293,7 +326,7 @@ def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if made is None:
         tensors = func(of.shadow.tensor, *args[1:], **kwargs)
         made = Shadow(tensors) if isinstance(tensors, torch.Tensor) else type(tensors)(map(Shadow, tensors))
-        if len(of.shadow.views) == _MOST_VIEWS:  # as those of a slice that moves
+        if len(of.shadow.views) >= _MOST_VIEWS:  # as those of a slice that moves
             of.shadow.views.clear()
         of.shadow.views[key] = made
     if isinstance(made, Shadow):

@@ -137,9 +137,10 @@ class ShareExchange:
 
     def wait_for_others(self) -> None:
         """Waits until every rank has ended the last step, so that the chunks which all ranks see are whole."""
-        if self._others is not None:
-            self._others.wait()
-            self._others = None
+        with self._lock:
+            if self._others is not None:
+                self._others.wait()
+                self._others = None
 
     # a step ------------------------------------------------------------------------------------------------------
 
@@ -220,6 +221,7 @@ class ShareExchange:
         self.pulls.close()
         if self._schedule is not None:
             self._schedule.close()
+        self.versions.clear()
 
     def reconnect(self) -> None:
         """Goes on over new connections of the group. A collective."""
@@ -264,7 +266,7 @@ class ShardedChunk(GatheredChunk):
     def move(self, common: torch.Tensor) -> None:
         """Has all of its values in other memory from now on."""
         self.common = common
-        self.views = {}
+        self.views, self.settled = {}, None
 
     def visible(self) -> torch.Tensor | None:
         is_here = self.common is not None and self.common.device.type == self._exchange.device.type

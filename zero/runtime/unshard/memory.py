@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +12,7 @@ from zero.comm.group import Group
 from zero.errors import DiskFailed
 from zero.memory.formats import DTYPES
 from zero.memory.homes.home import DeviceHome, MemoryHome
-from zero.memory.homes.mapped import identity, map_new, map_of
+from zero.memory.homes.mapped import MappedFile, map_of
 from zero.memory.homes.registry import DISK
 from zero.memory.shard import LayoutRef
 from zero.plan.disk import weights_place
@@ -88,27 +88,32 @@ class ShareMemory:
 
 def _map_own(group: Group, directory: str, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Memory of this rank alone, in a file of its own. A collective."""
-    found, descriptor = run_on_all(group, lambda: map_new(directory, sizes))
-    os.close(descriptor)
-    return found
+    with contextlib.ExitStack() as files:
+
+        def make() -> list[torch.Tensor]:
+            return files.enter_context(contextlib.closing(MappedFile(directory, sizes))).tensors
+
+        return run_on_all(group, make)
 
 
 def _map_common(group: Group, directory: str, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Memory that all ranks of an inner group see, in a file of its first rank. A collective of all ranks."""
-    inner = group.inner
-    made = run_on_all(group, lambda: map_new(directory, sizes) if inner.rank == 0 else None)
-    told = inner.all_gather_bytes(b"" if made is None else identity(made[1]).encode())[0].decode()
+    with contextlib.ExitStack() as files:
 
-    def reach() -> list[torch.Tensor]:
-        try:
-            return map_of(told, sizes) if made is None else made[0]
-        except OSError as error:
-            raise DiskFailed(
-                f"Cannot map the file in {directory} for weights, which another rank made: {error}. Set shared_memory=False."
-            ) from error
+        def make() -> MappedFile | None:
+            first = group.inner.rank == 0
+            return files.enter_context(contextlib.closing(MappedFile(directory, sizes))) if first else None
 
-    try:
+        made = run_on_all(group, make)
+        told = group.inner.all_gather_bytes(b"" if made is None else made.identity().encode())[0].decode()
+
+        def reach() -> list[torch.Tensor]:
+            try:
+                return map_of(told, sizes) if made is None else made.tensors
+            except OSError as error:
+                raise DiskFailed(
+                    f"Cannot map the file in {directory} for weights, which another rank made: {error}. Set "
+                    "shared_memory=False."
+                ) from error
+
         return run_on_all(group, reach)
-    finally:
-        if made is not None:
-            os.close(made[1])

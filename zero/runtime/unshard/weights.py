@@ -257,10 +257,11 @@ class ShardedWeights:
     def expect_buffers(self, unwritten: Callable[[], list[str]]) -> None:
         self._unwritten_buffers = unwritten
 
-    def note_written(self, tensor: torch.nn.Parameter) -> None:
-        if isinstance(tensor, Absent):
-            tensor.in_chunk.unwritten.pop(tensor.label, None)
-        for name, _ in [(name, each) for name, each in self._plain_unwritten().items() if each is tensor]:
+    def note_written(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Absent):
+                tensor.in_chunk.unwritten.pop(tensor.label, None)
+        for name in [name for name, each in self._plain_unwritten().items() if any(each is tensor for tensor in tensors)]:
             del self._unwritten[name]
 
     def _plain_unwritten(self) -> dict[str, torch.Tensor]:
@@ -328,6 +329,7 @@ class ShardedWeights:
         if self._frozen is not None:
             self._frozen.forget()
         self.exchange.close()
+        self.forget()
 
     def reconnect(self) -> None:
         self.exchange.reconnect()
