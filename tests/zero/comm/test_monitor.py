@@ -59,6 +59,14 @@ def test_who_left_word_is_told_with_its_error_and_its_place_before_anybody_is_lo
     assert re.fullmatch(words, said), said
 
 
+def test_a_rank_of_which_a_thread_failed_says_so_itself_whoever_notices_first():
+    """What that thread broke off, the main thread of the same rank may notice before any other rank."""
+    first, second, _ = watches()
+    first.report_exit(error())
+    for who in (first, second):
+        assert who.diagnose("noticed", lambda rank: False).startswith("rank 0 raised LookupError: no such batch")
+
+
 def test_a_place_that_nobody_is_in_any_more_is_not_told():
     first, second = watches(2)
     place = Place()

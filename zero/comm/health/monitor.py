@@ -112,6 +112,9 @@ class RankMonitor:
         store.set("alarm", "1")
 
     def _look_for_others(self, noticed: str, is_gone: Callable[[int], bool]) -> str:
+        own = self._store.line(f"end/{self._rank}")
+        if own:  # a thread of this rank failed, and broke off what the others wait for
+            return f"{self._named(self._rank)} {own}"
         absent = [rank for rank in range(self._size) if rank != self._rank]
         left: dict[int, str] = {}
         gone: dict[int, bool] = {}  # by rank; touched once, since a touch that finds nothing spoils the connection
