@@ -32,6 +32,7 @@ from tests.traces import copied
 from zero.comm.loopback import solo
 from zero.config.schema import ZeroConfig
 from zero.memory.homes import mapped
+from zero.runtime.params.hooks import GradHooks
 from zero.setup.homes import places_of
 
 ALL = {**EVERYTHING, **disk("weights")}
@@ -285,6 +286,19 @@ def test_frozen_parameters_have_their_dtype_again_where_their_file_finds_no_spac
     homes = in_(tmp_path, disk("weights"))
     with mock.patch.object(os, "posix_fallocate", second_fails), pytest.raises(zero.ZeroError, match="No space left"):
         inner = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        zero.shard(model, inner, stage=3, dtype="bfloat16", homes=homes, group=solo(), bucket_bytes=SMALL)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    model(torch.ones(3, 4)).sum().backward()
+
+
+@pytest.mark.promise("H08")
+def test_so_they_have_where_what_comes_after_it_fails(tmp_path):
+    model = build()
+    for param in model[0].parameters():
+        param.requires_grad_(False)
+    failing = mock.patch.object(GradHooks, "attach", side_effect=MemoryError("too much of it"))
+    with failing, pytest.raises(MemoryError, match="too much of it"):
+        inner, homes = torch.optim.SGD(model[2].parameters(), lr=0.1), in_(tmp_path, disk("weights"))
         zero.shard(model, inner, stage=3, dtype="bfloat16", homes=homes, group=solo(), bucket_bytes=SMALL)
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     model(torch.ones(3, 4)).sum().backward()

@@ -177,6 +177,7 @@ def _assemble(
             hooks.attach(index, tensor, window.before_grad, window.grad_ready)
 
     with _restoring(optimizer), contextlib.ExitStack() as on_failure:
+        on_failure.callback(restorer_of_dtypes(model))  # which comes last
         on_failure.callback(placer.release)
         on_failure.callback(weights.return_frozen)
         on_failure.callback(placer.remove, dtypes, layout)
@@ -185,7 +186,6 @@ def _assemble(
             placer.place([index for index in range(len(chosen.names)) if index not in latent])
         sync_module_states(model, chosen, group)
         sharding = run_on_all(group, wire)
-        on_failure.callback(restorer_of_dtypes(model))
         run_on_all(group, cast)
         frozen = frozen_to_share(model, place.device, config.keep_whole_numel)
         weights.take_frozen(*frozen, place, *places_of({}, config, place.device), unread.awaited)

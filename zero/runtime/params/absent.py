@@ -217,12 +217,7 @@ class _Unsettled(Exception):
 
 
 def _run(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    absent: Sequence[Absent],
-    targets: Sequence[Absent] = (),
-    is_held: bool = False,
+    func: Any, args: Any, kwargs: Any, absent: Sequence[Absent], targets: Sequence[Absent] = (), is_held: bool = False
 ) -> Any:
     """`is_held`: the chunks are counted as used; else they have to stay. See [Note: threads]."""
     given: dict[int, Absent] = {}  # by id of the plain tensor that takes its place
@@ -254,13 +249,18 @@ def _gathered(absent: Sequence[Absent]) -> Iterator[None]:
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operator of many tensors, for each of them in turn, so that not all have to be whole at one time. Lists go along."""
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    """An operator of many tensors, for each of them in turn, so that not all have to be whole at one time."""
+
+    def part(value: Any, number: int) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() == 1:  # a number for each
+            return value[number : number + 1]
+        return [value[number]] if isinstance(value, (list, tuple)) else value
+
+    many = next(value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)))
     found: list[Any] = []
-    for number in range(len(given[0])):
-        own_args = [[value[number]] if isinstance(value, (list, tuple)) else value for value in args]
-        own_kwargs = {name: [value[number]] if isinstance(value, (list, tuple)) else value for name, value in kwargs.items()}
-        found += func(*own_args, **own_kwargs) or ()
+    for number in range(len(many)):
+        own = {name: part(value, number) for name, value in kwargs.items()}
+        found += func(*(part(value, number) for value in args), **own) or ()
     return found or None
 
 
@@ -271,14 +271,15 @@ def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:
     if type(value) not in _ABSENT:
         return value
     shadow, chunk = value.shadow, value.in_chunk
-    views, settled = chunk.views, chunk.settled  # before memory, which others may exchange for a copy
-    if not is_held:
-        if settled is None:
-            raise _Unsettled
-        views = settled[1]
+    settled = chunk.settled
+    if is_held:
+        views, memory = chunk.views, chunk.memory  # in this order, as another thread may write to a copy from now on
+    elif settled is not None:
+        memory, views = settled
+    else:
+        raise _Unsettled
     plain = views.get(shadow)
     if plain is None:
-        memory = chunk.memory if is_held or settled is None else settled[0]
         assert memory is not None
         memory = memory if memory.dtype == shadow.tensor.dtype else memory.view(shadow.tensor.dtype)
         size, stride, offset = shadow.geometry
