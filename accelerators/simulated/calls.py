@@ -18,11 +18,11 @@ _NUMBERS = (bool, int, float, complex)
 
 
 
-def _as_tensor(number: complex) -> torch.Tensor:
-    """A number that torch gives in the place of a tensor, in the dtype in which it changes no other's: that of its kind."""
-    dtype = torch.get_default_dtype()
-    kinds = {bool: torch.bool, int: torch.int64, float: dtype, complex: dtype.to_complex()}
-    return torch.scalar_tensor(number, dtype=kinds[type(number)], device="cpu")
+def _as_tensor(number: complex, args: tuple[Any, ...]) -> torch.Tensor:
+    """A number that torch gives in the place of a tensor: in the dtype of the other one, or where that cannot have such
+    numbers, in the one that torch takes for them."""
+    other = next((value.dtype for value in args if isinstance(value, torch.Tensor)), torch.bool)
+    return torch.scalar_tensor(number, dtype=torch.result_type(torch.empty(1, dtype=other, device="cpu"), number), device="cpu")
 
 
 class Use:
@@ -50,7 +50,7 @@ class Call:
         self.index = -1
         writes, names, tensors = self.plan.writes, self.plan.writes_names, self.plan.tensors
         self.positional = [
-            _as_tensor(value) if isinstance(value, _NUMBERS) and at in tensors else self._lower(value, at in writes)
+            _as_tensor(value, args) if isinstance(value, _NUMBERS) and at in tensors else self._lower(value, at in writes)
             for at, value in enumerate(args)
         ]
         self.keywords = {name: self._lower(value, name in names) for name, value in kwargs.items()}

@@ -22,7 +22,7 @@ class Plan:
     name: str
     writes: frozenset[int]  # positions of arguments that it changes
     writes_names: frozenset[str]  # keyword arguments that it changes
-    tensors: frozenset[int]  # positions of arguments that are one tensor, for which a number may be given
+    tensors: frozenset[int]  # positions of arguments that have to be tensors, for which torch may give a number
     random: str  # how it takes a generator: "argument", "default" (it has none, and uses the host's), or ""
     waits: bool  # the shape or value of its result depends on data, for which the host must wait
     may_mix: bool
@@ -46,6 +46,7 @@ def plan_of(op: Any) -> Plan:
 def _read_plan(op: Any) -> Plan:
     arguments = op._schema.arguments
     changed = [(at, argument) for at, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
+    tensors = frozenset(at for at, argument in enumerate(arguments) if isinstance(argument.type, torch.TensorType))
     takes_generator = any(argument.name == "generator" for argument in arguments)
     random = torch.Tag.nondeterministic_seeded in op.tags
     waits = torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
@@ -60,7 +61,7 @@ def _read_plan(op: Any) -> Plan:
         name=op._schema.name,
         writes=frozenset(at for at, argument in changed if not argument.kwarg_only),
         writes_names=frozenset(argument.name for _, argument in changed),
-        tensors=frozenset(at for at, argument in enumerate(arguments) if isinstance(argument.type, torch.TensorType)),
+        tensors=frozenset() if torch_private.takes_numbers(op.name()) else tensors,
         random="" if not random else "argument" if takes_generator else "default",
         waits=waits,
         may_mix=op._schema.name in _MAY_MIX,

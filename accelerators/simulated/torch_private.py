@@ -37,6 +37,7 @@ _NEEDED = (
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._dispatch_tls_set_dispatch_key_included",
     "torch._C._ExcludeDispatchKeyGuard",
+    "torch._C._should_allow_numbers_as_tensors",
     "torch._C._from_dlpack",
     "torch._C._parse_dispatch_key",
     "torch._C._get_privateuse1_backend_name",
@@ -294,6 +295,11 @@ def is_made_of_pieces(operator_name: str) -> bool:
 def is_structured(operator_name: str) -> bool:
     """True for an operator whose result is new and whose shape torch works out apart from its numbers."""
     return bool(_C._dispatch_has_kernel_for_dispatch_key(operator_name, "CompositeExplicitAutogradNonFunctional"))
+
+
+def takes_numbers(operator_name: str) -> bool:
+    """True for an operator that takes Python's numbers in the place of tensors."""
+    return bool(_C._should_allow_numbers_as_tensors(operator_name.removeprefix("aten::").partition(".")[0]))
 
 
 def registered_name(op: torch._ops.OpOverload) -> str:

@@ -131,6 +131,13 @@ def use_many(state, model, found):
     torch._foreach_addcmul_([param.data for param in model.parameters()], ones, ones, numbers)
     torch._foreach_add_([param.data for param in model.parameters()], list(numbers.tolist()))
     found.append([each.clone() for each in torch._foreach_maximum(list(model.parameters()), 0.1)])
+    halves = [param.data for param in model.parameters()]
+    torch._foreach_lerp_(halves[:4], halves[4:], 0.5)  # a target that follows
+    torch._foreach_copy_(halves[4:], torch._foreach_sub(halves[:4], halves[4:]))
+    torch._foreach_mul_(halves[:1], halves[1:2])
+    with pytest.raises(RuntimeError, match=r"same (number|length)|length"):
+        torch._foreach_add_(halves[:3], halves[3:5])
+    found.append(copied(state.params))
     found.append(copied(state.params))
     yield
 
@@ -147,7 +154,7 @@ def foreach_peaks(rank, world, shared):
                 peaks.append(state.optimizer.sharding.placer.weights.exchange.cache.peak_bytes)
         state.optimizer.discard()
         state.optimizer.close()
-    same(found[:3], found[3:])
+    same(found[:4], found[4:])
     return peaks
 
 

@@ -190,8 +190,8 @@ class GatheredWeights:
             raise RuntimeError("Cannot read a weight: its optimizer was closed. Take a view of the parameter anew.")
         visible = chunk.visible()
         if visible is not None:
-            chunk.memory, chunk.is_lent = visible, True
             self._make_room(0)  # what was written to before is there for nothing
+            chunk.memory, chunk.is_lent = visible, True
             self._gathered[chunk] = None
             self._settle(chunk)
         else:

@@ -113,11 +113,13 @@ def prepare(
 
 def _frozen_to_come(model: nn.Module, config: ZeroConfig, device: torch.device, num_shares: int) -> int:
     """Bytes of memory that frozen parameters on the meta device will take, where they are in shares."""
-    if not stage_of(config.stage).shards_weights or any(away.kind == "weights" for away in places_of({}, config, device).away):
+    if not stage_of(config.stage).shards_weights:
         return 0
+    on_disk = sum(away.ratio for away in places_of({}, config, device).away if away.kind == "weights")
     empty = [param for param in model.parameters() if param.is_meta and not param.requires_grad]
-    items = [param.element_size() if config.dtype is None else ITEM_BYTES[config.dtype] for param in empty]
-    return sum(param.numel() * item for param, item in zip(empty, items, strict=True)) // num_shares
+    casts = config.dtype is not None
+    items = [ITEM_BYTES[str(config.dtype)] if casts and param.is_floating_point() else param.element_size() for param in empty]
+    return int((1 - on_disk) * sum(param.numel() * item for param, item in zip(empty, items, strict=True))) // num_shares
 
 
 def accelerator_of(optimizer: torch.optim.Optimizer) -> Accelerator:

@@ -113,3 +113,13 @@ def test_a_capability_that_is_not_there_is_refused_with_the_known_ones(sim):
 def test_the_accelerator_is_short(sim):
     own = {name for name in vars(SimulatedAccelerator) if not name.startswith("__")}
     assert own <= {*vars(Accelerator), "_has_generic_streams"}
+
+
+@pytest.mark.parametrize("number", [3, 2.5, 0.1, True])
+@pytest.mark.parametrize("operator", [torch.remainder, torch.fmod, torch.mul, torch.add, torch.div])
+def test_a_number_in_the_place_of_a_tensor_gives_what_it_gives_on_the_host(operator, number, sim):
+    """In each dtype, and of tensors without dimensions, where a tensor in its place would change it."""
+    for dtype in (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for there in (torch.arange(1, 6).to(dtype), torch.tensor(7).to(dtype)):
+            expected, found = operator(there, number), operator(there.to("sim"), number)
+            assert found.dtype == expected.dtype and torch.equal(found.cpu(), expected), (dtype, there.shape)

@@ -23,6 +23,7 @@ from torch import nn
 from zero.memory.gathered import GatheredChunk
 from zero.optim.skip_dynamo import never_compile
 from zero.plan.spans import Span
+from zero.runtime.params.foreach import num_of_many, one_by_one
 from zero.runtime.params.operators import Kind, is_in_place_view, operator_of
 
 _A_CLONE = "Use a clone of it, or optimizer.gathered() around the call."
@@ -203,8 +204,8 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         else:  # the common case, and a quick one
             with contextlib.suppress(_Unsettled):
                 return _run(func, args, kwargs, absent)
-    if len(absent) > 1 and func.overloadpacket.__name__.startswith("_foreach_"):
-        return _one_by_one(func, args, kwargs)
+    if len(absent) > 1 and (many := num_of_many(func, args, kwargs)) > 1:
+        return one_by_one(func, args, kwargs, many)
     targets = _absent_in([kwargs.get(name) if position >= len(args) else args[position] for name, position in written])
     with _gathered(absent):
         for tensor in targets:
@@ -246,22 +247,6 @@ def _gathered(absent: Sequence[Absent]) -> Iterator[None]:
         for cache in dict.fromkeys(tensor.in_chunk.cache for tensor in absent):
             stack.enter_context(cache.using(tensor.in_chunk for tensor in absent if tensor.in_chunk.cache is cache))
         yield
-
-
-def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operator of many tensors, for each of them in turn, so that not all have to be whole at one time."""
-
-    def part(value: Any, number: int) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() == 1:  # a number for each
-            return value[number : number + 1]
-        return [value[number]] if isinstance(value, (list, tuple)) else value
-
-    many = next(value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)))
-    found: list[Any] = []
-    for number in range(len(many)):
-        own = {name: part(value, number) for name, value in kwargs.items()}
-        found += func(*(part(value, number) for value in args), **own) or ()
-    return found or None
 
 
 def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:

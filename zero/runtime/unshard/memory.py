@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from zero.comm.exchange import run_on_all
-from zero.comm.group import Group
 from zero.errors import DiskFailed
 from zero.memory.formats import DTYPES
 from zero.memory.homes.home import DeviceHome, MemoryHome
@@ -44,14 +43,38 @@ class ShareMemory:
                     self._whole[chunk] = homes[0].allocate(self._num_bytes(chunk), torch.uint8)
 
     def _map(self, directory: str, chunks: Sequence[int]) -> None:
-        layout, exchange = self._layout_ref.layout, self._exchange
-        if exchange.is_alone or exchange.group.inner.shared_host_memory is not None:
-            make = _map_own if exchange.is_alone else _map_common
-            self._whole.update(zip(chunks, make(exchange.group, directory, list(map(self._num_bytes, chunks))), strict=True))
-            return
+        """Of ranks that share memory the first one makes a file for all; others have one each, for what they have. Some inner
+        groups may do the one and some the other: both are as many collectives of all ranks."""
+        layout, group, alone = self._layout_ref.layout, self._exchange.group, self._exchange.is_alone
+        is_common = not alone and group.inner.shared_host_memory is not None
         buckets = [index for chunk in chunks for index in layout.buckets_in(chunk)]
         sizes = [layout.buckets[index].share_numel * self._item(layout.buckets[index].chunk) for index in buckets]
-        self._on_disk.update(zip(buckets, _map_own(exchange.group, directory, sizes), strict=True))
+        sizes = list(map(self._num_bytes, chunks)) if alone or is_common else sizes
+        with contextlib.ExitStack() as files:
+
+            def make() -> MappedFile | None:
+                makes = group.inner.rank == 0 or not is_common
+                return files.enter_context(contextlib.closing(MappedFile(directory, sizes))) if makes else None
+
+            made = run_on_all(group, make)
+            told = b""
+            if is_common:
+                told = group.inner.all_gather_bytes(b"" if made is None else made.identity().encode())[0]
+
+            def reach() -> list[torch.Tensor]:
+                try:
+                    return map_of(told.decode(), sizes) if made is None else made.tensors
+                except OSError as error:
+                    raise DiskFailed(
+                        f"Cannot map the file in {directory} for weights, which another rank made: {error}. Set "
+                        "shared_memory=False."
+                    ) from error
+
+            found = run_on_all(group, reach)
+        if alone or is_common:
+            self._whole.update(zip(chunks, found, strict=True))
+        else:
+            self._on_disk.update(zip(buckets, found, strict=True))
 
     def _num_bytes(self, chunk: int) -> int:
         return self._layout_ref.layout.chunks[chunk].numel * self._item(chunk)
@@ -84,36 +107,3 @@ class ShareMemory:
         """Frees what was not taken."""
         self._whole.clear()
         self._on_disk.clear()
-
-
-def _map_own(group: Group, directory: str, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Memory of this rank alone, in a file of its own. A collective."""
-    with contextlib.ExitStack() as files:
-
-        def make() -> list[torch.Tensor]:
-            return files.enter_context(contextlib.closing(MappedFile(directory, sizes))).tensors
-
-        return run_on_all(group, make)
-
-
-def _map_common(group: Group, directory: str, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Memory that all ranks of an inner group see, in a file of its first rank. A collective of all ranks."""
-    with contextlib.ExitStack() as files:
-
-        def make() -> MappedFile | None:
-            first = group.inner.rank == 0
-            return files.enter_context(contextlib.closing(MappedFile(directory, sizes))) if first else None
-
-        made = run_on_all(group, make)
-        told = group.inner.all_gather_bytes(b"" if made is None else made.identity().encode())[0].decode()
-
-        def reach() -> list[torch.Tensor]:
-            try:
-                return map_of(told, sizes) if made is None else made.tensors
-            except OSError as error:
-                raise DiskFailed(
-                    f"Cannot map the file in {directory} for weights, which another rank made: {error}. Set "
-                    "shared_memory=False."
-                ) from error
-
-        return run_on_all(group, reach)
