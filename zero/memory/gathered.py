@@ -27,7 +27,7 @@ class GatheredChunk(ABC):
 
     [Note: threads] Threads take `settled` without a lock, memory and the views of it in one, and may use both until the window
     ends: that memory is the owner's, or is freed at the end of a window only. Others are counted while they use a chunk. What
-    is `own` goes when nobody refers to it, and no other chunk gets it: some may use it who are not counted.
+    is `own` is freed with its last reference, and no other chunk gets it: threads that are not counted may be using it.
     """
 
     def __init__(self, cache: GatheredWeights, numel: int, dtype: torch.dtype) -> None:

@@ -59,7 +59,7 @@ def test_who_left_word_is_told_with_its_error_and_its_place_before_anybody_is_lo
     assert re.fullmatch(words, said), said
 
 
-def test_a_rank_of_which_a_thread_failed_says_so_itself_whoever_notices_first():
+def test_a_rank_of_which_a_thread_failed_says_so_itself_if_it_notices_first():
     """What that thread broke off, the main thread of the same rank may notice before any other rank."""
     first, second, _ = watches()
     first.report_exit(error())
