@@ -20,7 +20,7 @@ needs_cuda = (pytest.mark.cuda, pytest.mark.skipif(_lacking is not None, reason=
 
 _has_compiler = any(map(shutil.which, ("g++", "clang++", "c++")))
 needs_compiler = pytest.mark.skipif(not _has_compiler, reason="there is no C++ compiler here, which the compiled step needs")
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files and a table of a process's pages")
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files and /proc")
 needs_muon = pytest.mark.skipif("Muon" not in vars(torch.optim), reason="torch has a Muon from 2.9 on")
 
 

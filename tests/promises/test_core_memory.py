@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import ranks
+from tests.devices import needs_linux
 from tests.oracle import reference
 from tests.promises.loops import TINY, alone, case_of, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group
@@ -531,7 +532,7 @@ def rebuild_over_gloo(rank, world, times):
 
 
 @pytest.mark.promise("M07")
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="this system does not list a process's files")
+@needs_linux
 def test_rebuilt_over_gloo_no_connection_or_thread_is_left_behind():
     expected = reference(case_of(real_step, steps=12), 2)[0].steps[-1].weights
     for open_files, after in ranks.run(2, rebuild_over_gloo, 12, timeout=60.0):

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.devices import needs_linux
 from tests.promises.test_recovery import meeting
 
 ENDS_S = 15.0  # from the error to the end of the process
 RAISES_S = 60.0  # from the start to the error, importing torch included
 
-needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc, which only Linux has")
 
 PROGRAM = """
 import os, signal, sys, time
@@ -126,7 +126,7 @@ ALL = [(*holder, world, last) for holder in HOLDERS for world in (2, 3) for last
 
 @pytest.mark.full
 @pytest.mark.promise("L01", "X12")
-@needs_proc
+@needs_linux
 @pytest.mark.parametrize(
     ("holder", "launcher", "world", "last"),
     [one if one == BY_DAY else pytest.param(*one, marks=pytest.mark.full) for one in ALL],

@@ -11,7 +11,7 @@ import torch
 
 import zero
 from tests import ranks
-from tests.devices import needs_sim
+from tests.devices import needs_linux, needs_sim
 from tests.promises.offloads import on_sim
 from tests.promises.test_homes import (
     ALIGNED,
@@ -51,7 +51,7 @@ def train_ranks(rank, world, folder, dtype, shared):
         assert (sum(each.nbytes for each in weights.memory()) == 0) is (homes.get("weights", {}).get("ratio") == 1.0)
         found.append([train(model, optimizer, rank=rank), told(model, optimizer)])
         optimizer.close()
-        found[-1].append([param.detach().clone() for param in model.parameters()])
+        found[-1].append(copied(list(model.parameters())))
     assert [same(each, found[0]) for each in found] == [True] * len(found)
 
 
@@ -120,18 +120,14 @@ def train_further(rank, world, folder, homes):
             optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.03})
         if step == 2:
             zero.save(f"{folder}/saved", optimizer)
-            saved = [param.detach().clone() for param in model.parameters()]
+            saved = copied(list(model.parameters()))
         if step == 3:
             zero.load(f"{folder}/saved", optimizer)
             assert all(map(torch.equal, saved, model.parameters()))
-        seen.append([param.detach().clone() for param in model.parameters()])
+        seen.append(copied(list(model.parameters())))
     on_disk = optimizer.sharding.placer.weights.num_disk_bytes
     optimizer.close()
-    return seen, told_of(model), on_disk
-
-
-def told_of(model):
-    return [param.detach().clone() for param in model.parameters()]
+    return seen, copied(list(model.parameters())), on_disk
 
 
 @pytest.mark.promise("H07")
@@ -183,7 +179,7 @@ def test_what_cannot_be_is_refused(homes, stage, words):
 
 def shard_where_one_rank_cannot_write(rank, world, folder, shared, failing):
     model = build()
-    before = told_of(model)
+    before = copied(list(model.parameters()))
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     homes = in_(folder, disk("weights"))
     with mock.patch.object(os, "posix_fallocate", side_effect=error if rank == failing else os.posix_fallocate):
@@ -245,7 +241,7 @@ def _is_there(number):
 
 def files_after(rank, world, folder, shared):
     """How many there are after one that was refused, with one open, and after close(), whose object is still there."""
-    homes, found, kept = in_(folder, disk("weights")), [], []
+    homes, found = in_(folder, disk("weights")), []
     options = {"stage": 3, "homes": homes, "shared_memory": shared, "bucket_bytes": SMALL}
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with mock.patch.object(os, "posix_fallocate", side_effect=error if rank == 1 - shared else os.posix_fallocate):
@@ -255,14 +251,14 @@ def files_after(rank, world, folder, shared):
     gc.collect()
     found.append(descriptors(folder))
     model = build()
-    kept.append(zero.shard(model, adamw(model), **options))
+    optimizer = zero.shard(model, adamw(model), **options)
     found.append(descriptors(folder))
-    kept[0].close()
+    optimizer.close()
     gc.collect()
     return [*found, descriptors(folder)]
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are looked up in /proc, which only Linux has")
+@needs_linux
 @pytest.mark.promise("H08")
 @pytest.mark.parametrize("shared", [False, True])
 def test_files_go_with_what_is_refused_and_with_what_is_closed(tmp_path, shared):

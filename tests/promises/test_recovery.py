@@ -26,7 +26,7 @@ import accelerators
 import zero
 from accelerators.memory import MemoryReading
 from tests import ranks
-from tests.devices import needs_sim
+from tests.devices import needs_linux, needs_sim
 from tests.faults import end_as_the_interpreter_does
 from tests.zoo.case import filled
 from zero.comm.loopback import run_ranks
@@ -34,7 +34,6 @@ from zero.errors import GroupLost, NonFinite, RankFailed, RanksDiffer
 
 LIMIT_S = 1.5
 
-needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc, which only Linux has")
 
 
 def small():
@@ -591,7 +590,7 @@ ENDINGS = ("step()", ENDED_BY_THE_USER, ONE_RAISES, "optimizer.close()", "del op
 
 @pytest.mark.full
 @pytest.mark.promise("X12")
-@needs_proc
+@needs_linux
 @pytest.mark.parametrize("last", ENDINGS)
 def test_no_thread_that_takes_the_lock_of_the_interpreter_is_left_when_that_ends(last):
     """One that waits for the lock while the interpreter ends takes the process down with SIGABRT, whatever had been trained."""
@@ -618,7 +617,7 @@ def train_and_end(rank, world, how):
 
 
 @pytest.mark.promise("M02")
-@needs_proc
+@needs_linux
 @pytest.mark.parametrize("how", ["close", "del", "destroy"])
 def test_connections_that_were_made_for_a_training_end_with_it(how):
     for during, after in ranks.run(2, train_and_end, how):
@@ -665,7 +664,7 @@ def close_while_a_save_is_written(rank, world, folder):
 
 
 @pytest.mark.promise("M02")
-@needs_proc
+@needs_linux
 def test_how_a_save_went_is_told_to_all_ranks_also_when_the_training_was_closed_meanwhile_and_then_connections_end(tmp_path):
     assert ranks.run(2, close_while_a_save_is_written, tmp_path) == [set(), set()]
 

@@ -19,6 +19,7 @@ from torch import nn
 
 import zero
 from tests import ranks
+from tests.devices import needs_linux
 from tests.faults import FailingSGD, end_as_the_interpreter_does
 from zero.errors import GroupLost, ZeroError
 
@@ -168,7 +169,7 @@ EVERY = [(where, how, shared) for where in SEEN for how in SAID for shared in (T
 POINTS = [point if point in DAY else pytest.param(*point, marks=pytest.mark.full) for point in EVERY]
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="connections are looked up in /proc, which only Linux has")
+@needs_linux
 @pytest.mark.parametrize(("where", "how", "shared_memory"), POINTS)
 def test_a_rank_that_fails_while_another_gathers_is_named_in_time(where, how, shared_memory, tmp_path):
     found = ranks.outcomes(2, train, how, where, shared_memory, tmp_path, timeout=90.0)
