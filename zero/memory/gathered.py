@@ -6,11 +6,14 @@ import contextlib
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
+import accelerators
+from accelerators.streams import Stream
+from zero.memory.stream_order import ByStreams, InOrder, StreamOrder
 from zero.memory.use_order import UseOrder
 from zero.plan.spans import Span
 
@@ -20,6 +23,14 @@ class Arrival(Protocol):
 
     def wait(self) -> object:
         """When this returns the values are there, on a device for whatever is issued to the current stream next."""
+
+
+class Settled(NamedTuple):
+    """Memory of a chunk that stays until the window ends."""
+
+    memory: torch.Tensor
+    views: dict[Hashable, torch.Tensor]
+    filled_in: Stream | None  # the only stream that may use it without waiting, if that is not any
 
 
 class GatheredChunk(ABC):
@@ -42,12 +53,19 @@ class GatheredChunk(ABC):
         self.num_users = 0  # operators that run on it
         self.unwritten: dict[str, Span] = {}  # parameters in it that have no values yet
         self.views: dict[Hashable, torch.Tensor] = {}  # what operators were given of its memory, or of what is lent each time
-        self.settled: tuple[torch.Tensor, dict[Hashable, torch.Tensor]] | None = None  # memory that stays, and these
+        self.settled: Settled | None = None
         cache.total_bytes += self.num_bytes
 
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    def settled_here(self) -> Settled | None:
+        """What an operator of this thread may use without asking for more."""
+        settled = self.settled
+        if settled is not None and settled.filled_in is not None and not self.cache.is_current(settled.filled_in):
+            return None
+        return settled
 
     @abstractmethod
     def visible(self) -> torch.Tensor | None:
@@ -62,6 +80,8 @@ class GatheredChunk(ABC):
         """Takes over what an operator of the user wrote to its memory."""
 
 
+_Memory = tuple[torch.Tensor, StreamOrder]
+_IN_ORDER = InOrder()
 _AHEAD, _MANY = 3, 8  # chunks that are fetched before they are used: one always, others where the budget is for so many
 
 
@@ -85,14 +105,20 @@ class GatheredWeights:
         self.num_plain = 0  # parameters that have memory of their own for now
         self.order = UseOrder[GatheredChunk]()
         self.device = device
-        self._gathered: dict[GatheredChunk, None] = {}
-        self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}  # pages that are there: to make them takes time
+        accelerator = accelerators.get(device.type)
+        self._current_stream: Callable[[], Stream] | None = accelerator.current_stream if accelerator.has_streams else None
+        self.sources = self._new_order()  # of the memory that chunks are fetched from
+        self._gathered: dict[GatheredChunk, StreamOrder] = {}  # in what order streams use their memory
+        self._spare: dict[tuple[int, torch.dtype], list[_Memory]] = {}  # pages that are there: to make them takes time
         self._lock = threading.RLock()  # forward and backward run in threads of their own
 
     @property
     def fits_all(self) -> bool:
         """Whether nothing is ever freed to make room."""
         return self.total_bytes <= self.budget_bytes
+
+    def is_current(self, stream: Stream) -> bool:
+        return self._current_stream is not None and stream == self._current_stream()
 
     @contextlib.contextmanager
     def using(self, chunks: Iterable[GatheredChunk]) -> Iterator[None]:
@@ -118,6 +144,7 @@ class GatheredWeights:
                         self._begin(chunk)
                 for chunk in chunks:
                     self._arrive(chunk)
+                    self._gathered[chunk].use()
                 self._fetch_ahead()
             except BaseException:
                 self.release(chunks)
@@ -149,7 +176,7 @@ class GatheredWeights:
     def release_memory(self) -> None:
         """The same, and memory that was kept for the next chunk goes too."""
         self.free_all()
-        self._spare.clear()
+        self._drop_spare()
 
     def forget(self, chunks: Iterable[GatheredChunk]) -> None:
         """Drops these chunks."""
@@ -161,7 +188,7 @@ class GatheredWeights:
                     self._free(chunk)
                 chunk.views = {}
             self.order = UseOrder()
-            self._spare.clear()
+            self._drop_spare()
 
     def end_window(self) -> None:
         """Drops all chunks: the weights will have other values."""
@@ -170,7 +197,7 @@ class GatheredWeights:
         self.free_all()
         has_fetched = self.num_fetches > self._last_num_fetches
         if not (has_fetched and self._has_fetched):
-            self._spare.clear()  # the first window may fetch only what was edited
+            self._drop_spare()  # the first window may fetch only what was edited
         self._last_num_fetches, self._has_fetched = self.num_fetches, has_fetched
         self.order.end_window()
 
@@ -192,11 +219,12 @@ class GatheredWeights:
         if visible is not None:
             self._make_room(0)  # what was written to before is there for nothing
             chunk.memory, chunk.is_lent = visible, True
-            self._gathered[chunk] = None
+            self._gathered[chunk] = _IN_ORDER
             self._settle(chunk)
         else:
             memory = self._allocate(chunk)
             try:
+                self.sources.use()
                 chunk.arrival = chunk.fetch(memory)
             except BaseException:
                 self._drop(chunk)
@@ -207,30 +235,40 @@ class GatheredWeights:
     def _allocate(self, chunk: GatheredChunk) -> torch.Tensor:
         """Memory that is counted as the chunk's, which has it once it is worth to be read."""
         self._make_room(chunk.num_bytes)
-        memory = self._memory_for(chunk)
+        memory, self._gathered[chunk] = self._memory_for(chunk)
+        self._gathered[chunk].fill()
         self.num_bytes += chunk.num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-        self._gathered[chunk] = None
         chunk.is_lent = False
         return memory
 
-    def _memory_for(self, chunk: GatheredChunk) -> torch.Tensor:
+    def _memory_for(self, chunk: GatheredChunk) -> _Memory:
         spare = self._spare.get((chunk.numel, chunk.dtype))
         if spare:
             return spare.pop()
-        kept_bytes = sum(each.nbytes for kept in self._spare.values() for each in kept)
+        kept_bytes = sum(each.nbytes for kept in self._spare.values() for each, _ in kept)
         if self.num_bytes + chunk.num_bytes + kept_bytes > max(self.peak_bytes, self.num_bytes + chunk.num_bytes):
-            self._spare.clear()
+            self._drop_spare()
         with torch.inference_mode(False):
-            return torch.empty(chunk.numel, dtype=chunk.dtype, device=self.device)
+            return torch.empty(chunk.numel, dtype=chunk.dtype, device=self.device), self._new_order()
+
+    def _drop_spare(self) -> None:
+        for _, order in (each for kept in self._spare.values() for each in kept):
+            order.let_go()
+        self._spare.clear()
+
+    def _new_order(self) -> StreamOrder:
+        return _IN_ORDER if self._current_stream is None else ByStreams(self._current_stream)
 
     def _settle(self, chunk: GatheredChunk) -> None:
         """Where its memory stays until the window ends."""
         if chunk.memory is not None and (chunk.is_lent or self.fits_all):
-            chunk.settled = chunk.memory, chunk.views
+            chunk.settled = Settled(chunk.memory, chunk.views, self._gathered[chunk].filled_in)
 
     def _arrive(self, chunk: GatheredChunk) -> None:
         if chunk.arrival is not None:
+            self._gathered[chunk].fill()  # it comes to this stream, whatever stream it was fetched in
+            self.sources.use()
             try:
                 chunk.arrival.wait()
             except BaseException:
@@ -267,15 +305,19 @@ class GatheredWeights:
     def _free(self, chunk: GatheredChunk) -> None:
         self._arrive(chunk)  # memory that a gather still writes must not be another's
         if chunk.memory is not None and not (chunk.is_lent or chunk.is_own):  # else no gather wants any
+            order = self._gathered[chunk]
             if self.poison:
+                order.fill()
                 chunk.memory.fill_(float("nan"))
-            self._spare.setdefault((chunk.numel, chunk.dtype), []).append(chunk.memory)
+            self._spare.setdefault((chunk.numel, chunk.dtype), []).append((chunk.memory, order))
         self._drop(chunk)
 
     def _drop(self, chunk: GatheredChunk) -> None:
+        order = self._gathered.pop(chunk)
+        if chunk.is_own:
+            order.let_go()
         chunk.settled = None
         if not chunk.is_lent:
             self.num_bytes -= chunk.num_bytes
             chunk.memory, chunk.views = None, {}
-        del self._gathered[chunk]
         chunk.memory, chunk.arrival, chunk.is_lent, chunk.is_own = None, None, False, False

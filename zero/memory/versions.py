@@ -170,7 +170,11 @@ class VersionedShares:
         share = self._shares.get(bucket)
         if share is None or version.step > self._step or version.edits > share.num_edits:
             return None
-        assert version.step == self._step, f"bucket {bucket} was read as of step {version.step}, in step {self._step}"
+        if version.step < self._step:
+            raise RuntimeError(
+                f"Cannot read weights as of step {version.step} after step {self._step}: a thread of another rank read them "
+                "while that rank stepped. Take a lock around both."
+            )
         least = share.num_edits - len(share.overwritten)
         assert version.edits >= least, f"bucket {bucket} was read as of edit {version.edits}, and all ranks were at {least}"
         return share.at(version.edits)

@@ -231,3 +231,12 @@ def test_where_no_other_rank_reads_nothing_is_kept():
     for edit in range(3):
         shares.edit(0, Span(0, 2), torch.full((2,), float(edit)))
     assert shares.version(0) == (0, 3) and not shares._shares[0].overwritten
+
+
+def test_a_read_of_an_earlier_step_is_refused():
+    shares = VersionedShares(1)
+    shares.add(0, torch.zeros(2))
+    shares.begin_step()
+    shares.end_step()
+    with pytest.raises(RuntimeError, match="Cannot read weights as of step 0 after step 1: a thread of another rank"):
+        shares.request(0, 0, 0, lambda share: None)

@@ -1,6 +1,9 @@
 """The cache of gathered weights: what it holds, what it frees first, and that it never holds more than it says."""
 
 import math
+import weakref
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.memory.gathered import GatheredChunk, GatheredWeights
+from zero.memory.stream_order import ByStreams
 from zero.memory.use_order import UseOrder
 
 
@@ -259,7 +263,7 @@ def test_what_a_thread_found_settled_is_never_another_chunks_however_the_chunk_i
     chunk = weights.chunks[0]
     chunk.seen = torch.full((4,), 1.0)
     weights.release(weights.acquire([chunk]))
-    memory, views = chunk.settled
+    memory, views, _ = chunk.settled
     weights.release(weights.acquire([chunk]))
     with weights.using([chunk]):
         weights.make_own(chunk)
@@ -269,4 +273,135 @@ def test_what_a_thread_found_settled_is_never_another_chunks_however_the_chunk_i
     use(weights, 1)  # which needs its room
     use(weights, 2, 3)
     assert chunk.memory is None and torch.equal(memory, torch.full((4,), 1.0)) and torch.equal(own, memory)
-    assert all(each.data_ptr() != own.data_ptr() for kept in weights._spare.values() for each in kept)
+    assert all(each.data_ptr() != own.data_ptr() for kept in weights._spare.values() for each, _ in kept)
+
+
+class Stream:
+    """A stream that knows what its work comes after: how many calls of each stream."""
+
+    def __init__(self, number):
+        self.number, self.after = number, Counter()
+
+    def wait_stream(self, other):
+        self.after |= other.after  # the larger of both counts, by stream
+
+    def call(self):
+        self.after[self.number] += 1
+        return self.number, self.after[self.number]
+
+    def comes_after(self, calls):
+        return all(self.after[number] >= count for number, count in calls)
+
+
+class Uses:
+    """The calls that used one memory, since it was made in the current stream."""
+
+    def __init__(self, streams):
+        self.streams, self.made_in = streams, streams.current
+        self.written, self.read = [], []
+
+    def write(self):
+        assert self.streams.current.comes_after([*self.written, *self.read]), "it may still be read"
+        self.written, self.read = [self.streams.current.call()], []
+
+    def use(self):
+        assert self.streams.current.comes_after(self.written), "it may not be there"
+        self.read.append(self.streams.current.call())
+
+    def free(self):
+        if not self.made_in.comes_after([*self.written, *self.read]):
+            self.streams.freed_early.append(self)
+
+
+class Streams:
+    """Those of a device, and a cache of weights there."""
+
+    def __init__(self, budget):
+        self.all = [Stream(number) for number in range(3)]
+        self.current, self.freed_early, self.uses = self.all[0], [], {}
+        self.weights = GatheredWeights(torch.device("cpu"), budget)
+        self.weights._current_stream = lambda: self.current
+        self.weights.sources, self.sources = ByStreams(self.weights._current_stream), Uses(self)
+        self.chunks = [Fetched(self, number) for number in range(4)]
+
+    def uses_of(self, memory):
+        if memory.data_ptr() not in self.uses:
+            self.uses[memory.data_ptr()] = Uses(self)
+            weakref.finalize(memory, self.free, memory.data_ptr())
+        return self.uses[memory.data_ptr()]
+
+
+    def free(self, place):
+        self.uses.pop(place).free()
+
+    def read(self, chunk):
+        assert chunk.settled_here() is None or chunk.is_lent or self.current is chunk.settled.filled_in
+        if not chunk.is_lent:
+            self.uses_of(chunk.memory).use()
+
+    def edit(self, chunk):
+        for other in self.all:
+            self.current.wait_stream(other)
+        self.weights.make_own(chunk)
+        self.uses_of(chunk.memory).write()
+        chunk.shown = None
+        for other in self.all:
+            other.wait_stream(self.current)
+
+
+class Fetched(GatheredChunk):
+    """A fetch reads what all are fetched from and writes, at once and in the stream that waits for it."""
+
+    def __init__(self, streams, number):
+        super().__init__(streams.weights, 4, torch.float32)
+        self.streams, self.shown, self.number = streams, None, number
+
+    def visible(self):
+        return self.shown
+
+    def fetch(self, memory):
+        uses = self.streams.uses_of(memory)
+
+        def read():
+            self.streams.sources.use()
+            uses.write()
+
+        read()
+        return SimpleNamespace(wait=read)
+
+    def edited(self, written):
+        raise AssertionError("the test does it")
+
+
+WHICH = st.sets(st.integers(0, 3), min_size=1, max_size=2)
+CALL = st.one_of(
+    st.tuples(st.sampled_from(["read", "edit"]), WHICH),
+    st.tuples(st.just("step"), st.just(()) | WHICH),
+    st.just(("release", ())),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), CALL), max_size=30), st.sampled_from([0, 16, 160, math.inf]))
+def test_streams_read_what_has_come_and_fill_or_free_what_no_other_reads(calls, budget):
+    """Streams of a program wait for each other before and after an edit, and for nothing else."""
+    streams = Streams(budget)
+    weights = streams.weights
+    for stream, (kind, which) in calls:
+        streams.current = streams.all[stream]
+        chunks = [streams.chunks[number] for number in which]
+        if kind == "step":  # which ends with some in memory that is seen, until they are edited
+            weights.end_window()
+            for chunk in streams.chunks:
+                chunk.shown = torch.ones(4) if chunk in chunks else None
+        elif kind == "release":
+            weights.release_memory()
+        else:
+            with weights.using(chunks):
+                for chunk in chunks:
+                    streams.edit(chunk) if kind == "edit" else streams.read(chunk)
+        if kind in ("edit", "step"):
+            weights.sources.fill()
+            streams.sources.write()
+    weights.forget(streams.chunks)
+    assert not streams.freed_early and not streams.uses

@@ -199,7 +199,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise absent[0].refusal(f"run {func} on", _A_VIEW if is_in_place_view(func) else _CLOSE)
     if kind is Kind.READ:
         for tensor in absent:
-            if tensor.in_chunk.settled is None:
+            if tensor.in_chunk.settled_here() is None:
                 break
         else:  # the common case, and a quick one
             with contextlib.suppress(_Unsettled):
@@ -256,13 +256,13 @@ def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:
     if type(value) not in _ABSENT:
         return value
     shadow, chunk = value.shadow, value.in_chunk
-    settled = chunk.settled
     if is_held:
         views, memory = chunk.views, chunk.memory  # in this order, as another thread may write to a copy from now on
-    elif settled is not None:
-        memory, views = settled
     else:
-        raise _Unsettled
+        settled = chunk.settled_here()
+        if settled is None:
+            raise _Unsettled
+        memory, views, _ = settled
     plain = views.get(shadow)
     if plain is None:
         assert memory is not None
