@@ -194,32 +194,28 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     kind, written = operator_of(func)
     if kind is Kind.VIEW:
         return _view(func, args, kwargs)
-    absent = _absent_in((*args, *kwargs.values()) if kwargs else args)
+    if kind is Kind.READ:
+        try:
+            return _run(func, args, kwargs)  # the common case, and a quick one
+        except _Unsettled:
+            pass
+    absent = _absent_in((*args, *kwargs.values()))
     if kind is Kind.REFUSED:
         raise absent[0].refusal(f"run {func} on", _A_VIEW if is_in_place_view(func) else _CLOSE)
-    if kind is Kind.READ:
-        for tensor in absent:
-            if tensor.in_chunk.settled_here() is None:
-                break
-        else:  # the common case, and a quick one
-            with contextlib.suppress(_Unsettled):
-                return _run(func, args, kwargs, absent)
     if len(absent) > 1 and (many := num_of_many(func, args, kwargs)) > 1:
         return one_by_one(func, args, kwargs, many)
     targets = _absent_in([kwargs.get(name) if position >= len(args) else args[position] for name, position in written])
     with _gathered(absent):
         for tensor in targets:
             tensor.in_chunk.cache.make_own(tensor.in_chunk)
-        return _run(func, args, kwargs, absent, targets, is_held=True)
+        return _run(func, args, kwargs, targets, is_held=True)
 
 
 class _Unsettled(Exception):
-    """Another thread wrote to a chunk since it was found to stay."""
+    """A chunk is not there, or may go before the operator has run."""
 
 
-def _run(
-    func: Any, args: Any, kwargs: Any, absent: Sequence[Absent], targets: Sequence[Absent] = (), is_held: bool = False
-) -> Any:
+def _run(func: Any, args: Any, kwargs: Any, targets: Sequence[Absent] = (), is_held: bool = False) -> Any:
     """`is_held`: the chunks are counted as used; else they have to stay. See [Note: threads]."""
     given: dict[int, Absent] = {}  # by id of the plain tensor that takes its place
     plain_args = [_plain_of(value, given, is_held) if type(value) in _MAY_HAVE else value for value in args]
@@ -227,7 +223,7 @@ def _run(
     result = func(*plain_args, **plain_kwargs)
     for tensor in targets:
         tensor.in_chunk.edited(tensor.extent)
-    return _apart(result, absent, given)
+    return _apart(result, given)
 
 
 def _absent_in(values: Sequence[Any]) -> list[Absent]:
@@ -276,25 +272,25 @@ def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:
     return plain
 
 
-def _apart(result: Any, absent: Sequence[Absent], given: Mapping[int, Absent]) -> Any:
+def _apart(result: Any, given: Mapping[int, Absent]) -> Any:
     """A result that is an argument is the absent one. One that lies in a gathered chunk, against its schema, is copied."""
     if type(result) is torch.Tensor:
         if id(result) in given:
             return given[id(result)]
-        return result.clone() if _lies_in_one(result, absent) else result
+        return result.clone() if _lies_in_one(result, given) else result
     if type(result) in (list, tuple):
-        return type(result)(_apart(member, absent, given) for member in result)
+        return type(result)(_apart(member, given) for member in result)
     return result
 
 
-def _lies_in_one(tensor: torch.Tensor, absent: Sequence[Absent]) -> bool:
-    """Whether it has the memory of one of their chunks."""
+def _lies_in_one(tensor: torch.Tensor, given: Mapping[int, Absent]) -> bool:
+    """Whether it has the memory of one of the chunks."""
     if tensor.layout is not torch.strided:
         if tensor.layout is not torch.sparse_coo and tensor.layout not in _COMPRESSED:
             return False
         tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
     storage = tensor.untyped_storage()._cdata
-    for each in absent:
+    for each in given.values():
         memory = each.in_chunk.memory
         if memory is not None and memory.untyped_storage()._cdata == storage:
             return True
@@ -307,7 +303,7 @@ def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with torch.inference_mode(False):
             return _view(func, args, kwargs)
     of: Absent = args[0]
-    key = func if len(args) == 1 and not kwargs else (func, *map(_hashable, args[1:]), *kwargs.items())
+    key = id(func) if len(args) == 1 and not kwargs else (func, *map(_hashable, args[1:]), *kwargs.items())
     made = of.shadow.views.get(key)
     if made is None:
         tensors = func(of.shadow.tensor, *args[1:], **kwargs)

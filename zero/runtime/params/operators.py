@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +33,18 @@ def is_in_place_view(func: Any) -> bool:
     return torch.Tag.inplace_view in func.tags and func.overloadpacket.__name__ not in (*_EXCHANGES_MEMORY, "detach_")
 
 
-@cache
+_known: dict[int, tuple[Any, Operator]] = {}  # by id: to hash an operator takes longer, and all that are here stay
+
+
 def operator_of(func: Any) -> Operator:
     """The kind of an operator, and what it writes to."""
+    known = _known.get(id(func))
+    if known is None:
+        known = _known[id(func)] = func, _by_schema(func)
+    return known[1]
+
+
+def _by_schema(func: Any) -> Operator:
     if func.overloadpacket.__name__ in (*_EXCHANGES_MEMORY, *_OF_TANGENTS) or is_in_place_view(func):
         return Operator(Kind.REFUSED)
     arguments, results = func._schema.arguments, func._schema.returns
