@@ -26,6 +26,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Definitions ------------------------------------------------------------------------------------------------------------
 
 
+@cache
 def module_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix().removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
@@ -53,6 +54,7 @@ def all_definitions() -> dict[str, Path]:
     return {name: path for path in paths for name in definitions(path, ast.parse(path.read_text(encoding="utf-8")))}
 
 
+@cache
 def qualified(full: str) -> str:
     """The name inside the module; a module has no shorter one than its full name."""
     return full.removeprefix(f"{module_of(all_definitions()[full])}.")
@@ -60,7 +62,16 @@ def qualified(full: str) -> str:
 
 def full_names(name: str) -> list[str]:
     """All definitions that may be called so."""
-    return [full for full in all_definitions() if is_end_of(name, full) and is_end_of(qualified(full), name)]
+    ending_alike = _by_last_part().get(name.rpartition(".")[2], [])
+    return [full for full in ending_alike if is_end_of(name, full) and is_end_of(qualified(full), name)]
+
+
+@cache
+def _by_last_part() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for full in all_definitions():
+        found.setdefault(full.rpartition(".")[2], []).append(full)
+    return found
 
 
 def shortest_name(full: str) -> str:
