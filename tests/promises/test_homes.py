@@ -186,8 +186,14 @@ def train_on_sim(model, optimizer, rank):
 
 @needs_sim
 @pytest.mark.promise("H06")
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2)), 3])
-def test_on_a_device_states_in_any_homes_have_the_bits_of_those_on_it(tmp_path, stage):
+@pytest.mark.parametrize(
+    "stage, dtype",
+    [
+        (3, "bfloat16"),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in [(3, None), *itertools.product((1, 2), (None, "bfloat16"))]),
+    ],
+)
+def test_on_a_device_states_in_any_homes_have_the_bits_of_those_on_it(tmp_path, stage, dtype):
     host = {"masters": "cpu", "moments": "cpu"}
     homes = [
         host,
@@ -198,10 +204,9 @@ def test_on_a_device_states_in_any_homes_have_the_bits_of_those_on_it(tmp_path, 
         in_(tmp_path, disk("masters", "moments", ratio=0.5)),
         {"masters": {"home": "host", "ratio": 0.5}, "moments": {"home": "host", "ratio": 0.5}},
     ]
-    points = [{"stage": stage, "dtype": dtype, "homes": own} for dtype in (None, "bfloat16") for own in ({}, *homes)]
-    for found in on_sim(2, train_on_sim, points):
-        for first in (0, 1 + len(homes)):
-            assert [same(each, found[first]) for each in found[first + 1 : first + 1 + len(homes)]] == [True] * len(homes)
+    points = [{"stage": stage, "dtype": dtype, "homes": own} for own in ({}, *homes)]
+    for on_it, *elsewhere in on_sim(2, train_on_sim, points):
+        assert [same(each, on_it) for each in elsewhere] == [True] * len(homes)
 
 
 @pytest.mark.promise("H07")

@@ -18,7 +18,7 @@ from tests.promises.offloads import place_of
 from zero.memory.gathered import GatheredWeights
 
 WIDTH = 8
-CHUNK_BYTES = WIDTH * WIDTH * 4
+CHUNK_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4  # two layers
 
 
 def both_evaluate(model, x, side, current):
@@ -62,7 +62,27 @@ def edit_beside(model, x, side, current):
     return found
 
 
-PROGRAMS = {each.__name__: each for each in (both_evaluate, train_apart, edit_beside)}
+def edit_apart(model, x, side, current):
+    """Each stream edits the biases of its own layers, some of them twice, and reads only those."""
+    found, in_stream = [], accelerators.get(x.device.type).in_stream
+    side.wait_stream(current)
+    for step in range(2):
+        for number, layer in enumerate(model):
+            with in_stream((current, side)[number % 2]), torch.no_grad():
+                layer.bias.mul_(0.5)
+                layer.bias.add_(step)
+                found.append(layer.bias + layer.bias)
+    current.wait_stream(side)
+    side.wait_stream(current)
+    with in_stream(side), torch.no_grad():
+        model[0].bias.add_(1.0)  # which the other stream had edited
+    with torch.no_grad():
+        found.append(model[2].bias + model[2].bias)
+    current.wait_stream(side)
+    return found
+
+
+PROGRAMS = {each.__name__: each for each in (both_evaluate, train_apart, edit_beside, edit_apart)}
 
 
 def trained(place, rank, program, stage, budget, offload, shared):
@@ -80,9 +100,9 @@ def trained(place, rank, program, stage, budget, offload, shared):
     )
     accelerator = accelerators.get(place.type)
     x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(rank), device="cpu").to(place)
-    side, found = accelerator.new_stream(), []
+    side, current, found = accelerator.new_stream(place.index), accelerator.current_stream(place.index), []
     for _ in range(2):
-        found += [each.detach().cpu() for each in PROGRAMS[program](model, x, side, accelerator.current_stream())]
+        found += [each.detach().cpu() for each in PROGRAMS[program](model, x, side, current)]
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -91,16 +111,17 @@ def trained(place, rank, program, stage, budget, offload, shared):
     return found
 
 
-def differing(rank, world, device, order, budgets, offloads, shareds):
-    """The runs of stage 3 that do not give what stage 2 gives."""
+def differing(rank, world, device, order, budgets, offloads, shareds, index=0):
+    """The runs of stage 3, on a device of this index, that do not give what stage 2 gives on the current one."""
     GatheredWeights.poison = True
     place, wrong = place_of(rank, device, order), []
+    there = torch.device(place.type, index)
     for program in PROGRAMS:
         for offload in offloads:
             expected = trained(place, rank, program, 2, None, offload, True)
             for run in ((budget, shared) for budget in budgets for shared in shareds):
                 try:
-                    found = trained(place, rank, program, 3, run[0], offload, run[1])
+                    found = trained(there, rank, program, 3, run[0], offload, run[1])
                 except RuntimeError as error:  # on all ranks, as they do the same
                     wrong.append((program, offload, *run, str(error)[:300]))
                     continue
@@ -109,7 +130,7 @@ def differing(rank, world, device, order, budgets, offloads, shareds):
     return wrong
 
 
-BUDGETS = (0, 3 * CHUNK_BYTES, "all")
+BUDGETS = (0, CHUNK_BYTES, "all")
 
 
 @needs_sim
@@ -117,7 +138,6 @@ BUDGETS = (0, 3 * CHUNK_BYTES, "all")
 @pytest.mark.parametrize(
     "world, order, offloads, shareds",
     [
-        (1, "late", (True,), (True,)),
         (2, "late", (False,), (True,)),
         *(
             pytest.param(world, order, (False, True), (True, False)[: world], marks=pytest.mark.full)
@@ -128,6 +148,38 @@ BUDGETS = (0, 3 * CHUNK_BYTES, "all")
 )
 def test_streams_of_a_model_find_weights_that_have_come_and_stay(world, order, offloads, shareds):
     assert ranks.run(world, differing, "sim", order, BUDGETS, offloads, shareds, apart="sim") == [[]] * world
+
+
+@needs_sim
+@pytest.mark.promise("S01")
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_they_do_so_on_a_device_that_is_not_the_current_one(world):
+    assert ranks.run(world, differing, "sim", "late", BUDGETS, (False, True), (False,), 1, apart="sim") == [[]] * world
+
+
+def on_another(rank, world, order):
+    """Whether stages give what plain torch gives on a device that is not the current one, with states on the host."""
+    found = []
+    place_of(rank, "sim", order)
+    for options in (None, {"stage": 2}, {"stage": 3, "gathered_bytes": 0}):
+        torch.manual_seed(3)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to("sim:1")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if options is not None:
+            optimizer = zero.shard(model, optimizer, bucket_bytes=CHUNK_BYTES, align_bytes=16, offload="cpu", **options)
+        for _ in range(3):
+            model(torch.ones(2, WIDTH, device="sim:1")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([param.detach().cpu().clone() for param in model.parameters()])
+    return [all(map(torch.equal, each, found[0])) for each in found[1:]]
+
+
+@needs_sim
+@pytest.mark.promise("H06")
+@pytest.mark.parametrize("order", ["late", "random:1"])
+def test_states_on_the_host_are_waited_for_on_a_device_that_is_not_the_current_one(order):
+    assert ranks.run(1, on_another, order, apart="sim") == [[True, True]]
 
 
 @pytest.mark.promise("S01")

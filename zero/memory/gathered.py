@@ -7,6 +7,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -106,8 +107,9 @@ class GatheredWeights:
         self.order = UseOrder[GatheredChunk]()
         self.device = device
         accelerator = accelerators.get(device.type)
-        self._current_stream: Callable[[], Stream] | None = accelerator.current_stream if accelerator.has_streams else None
-        self.sources = self._new_order()  # of the memory that chunks are fetched from
+        current_stream = partial(accelerator.current_stream, device.index)
+        self._current_stream: Callable[[], Stream] | None = current_stream if accelerator.has_streams else None
+        self._sources = self._new_order()  # of the memory that chunks are fetched from
         self._gathered: dict[GatheredChunk, StreamOrder] = {}  # in what order streams use their memory
         self._spare: dict[tuple[int, torch.dtype], list[_Memory]] = {}  # pages that are there: to make them takes time
         self._lock = threading.RLock()  # forward and backward run in threads of their own
@@ -201,12 +203,18 @@ class GatheredWeights:
         self._last_num_fetches, self._has_fetched = self.num_fetches, has_fetched
         self.order.end_window()
 
+    def begin_write(self) -> None:
+        """What is issued to the current stream next may write to the memory that chunks are fetched from."""
+        with self._lock:
+            self._sources.fill()
+
     def make_own(self, chunk: GatheredChunk) -> None:
         """Gives a chunk memory of its own before an operator writes to it, if it shows the owner's."""
         with self._lock:
             if chunk.is_lent:
                 lent = chunk.memory
                 assert lent is not None
+                self._sources.use()  # others may edit other parts of it
                 chunk.settled = None
                 chunk.memory, chunk.views = self._allocate(chunk).copy_(lent), {}
                 chunk.is_own = True
@@ -224,7 +232,7 @@ class GatheredWeights:
         else:
             memory = self._allocate(chunk)
             try:
-                self.sources.use()
+                self._sources.use()
                 chunk.arrival = chunk.fetch(memory)
             except BaseException:
                 self._drop(chunk)
@@ -268,7 +276,7 @@ class GatheredWeights:
     def _arrive(self, chunk: GatheredChunk) -> None:
         if chunk.arrival is not None:
             self._gathered[chunk].fill()  # it comes to this stream, whatever stream it was fetched in
-            self.sources.use()
+            self._sources.use()
             try:
                 chunk.arrival.wait()
             except BaseException:

@@ -69,7 +69,7 @@ class Staging:
         buffer, returned_on, transfer = free.pop(at)
         if transfer is not None:
             transfer.wait()
-        current = self._stream()
+        current = self._stream(buffer)
         if returned_on is not None and current is not None and returned_on != current:
             current.wait_stream(returned_on)
         return buffer
@@ -80,7 +80,7 @@ class Staging:
         whole = self._whole.pop(buffer.data_ptr())
         kind = self._kind(whole.numel(), whole.dtype)
         if whole.numel() == self._sizes[kind]:
-            self._free.setdefault(kind, []).append(_Returned(whole, self._stream(), transfer))
+            self._free.setdefault(kind, []).append(_Returned(whole, self._stream(whole), transfer))
 
     def discard(self, buffer: torch.Tensor) -> None:
         """Forgets a buffer that will not be given back, as something may write to it at any time."""
@@ -97,14 +97,14 @@ class Staging:
         for free in self._free.values():
             del free[keep:]
 
-    def mark(self) -> Event | None:
-        """When the device will have done what it was given so far; None where that is done, or where there are no streams and
-        to wait would be to wait for other ranks."""
-        stream = self._stream()
+    def mark(self, buffer: torch.Tensor) -> Event | None:
+        """When the device of a buffer will have done what it was given so far; None where that is done, or where there are no
+        streams and to wait would be to wait for other ranks."""
+        stream = self._stream(buffer)
         return None if stream is None or isinstance(stream, InOrderStream) else stream.record_event()
 
-    def _stream(self) -> Stream | None:
-        return None if self._accelerator.is_synchronous else self._accelerator.current_stream()
+    def _stream(self, buffer: torch.Tensor) -> Stream | None:
+        return None if self._accelerator.is_synchronous else self._accelerator.current_stream(buffer.device.index)
 
 
 _Kind = tuple[torch.dtype, bool]  # whether it is larger than usual

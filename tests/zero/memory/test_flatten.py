@@ -292,7 +292,7 @@ class Streams:
         self.current = "a"
         self.waits = []
 
-    def current_stream(self):
+    def current_stream(self, index=None):
         owner, name = self, self.current
 
         class Stream:

@@ -321,7 +321,7 @@ class Streams:
         self.current, self.freed_early, self.uses = self.all[0], [], {}
         self.weights = GatheredWeights(torch.device("cpu"), budget)
         self.weights._current_stream = lambda: self.current
-        self.weights.sources, self.sources = ByStreams(self.weights._current_stream), Uses(self)
+        self.weights._sources, self.sources = ByStreams(self.weights._current_stream), Uses(self)
         self.chunks = [Fetched(self, number) for number in range(4)]
 
     def uses_of(self, memory):
@@ -401,7 +401,7 @@ def test_streams_read_what_has_come_and_fill_or_free_what_no_other_reads(calls, 
                 for chunk in chunks:
                     streams.edit(chunk) if kind == "edit" else streams.read(chunk)
         if kind in ("edit", "step"):
-            weights.sources.fill()
+            weights.begin_write()
             streams.sources.write()
     weights.forget(streams.chunks)
     assert not streams.freed_early and not streams.uses

@@ -304,7 +304,7 @@ class FarBehind:
     def __init__(self):
         self.given = self.done = 0
 
-    def current_stream(self):
+    def current_stream(self, index=None):
         return self
 
     def record_event(self):
@@ -364,7 +364,7 @@ class TwoStreams:
         self.one, self.other = (SimpleNamespace(wait_stream=partial(self.note, name), name=name) for name in ("one", "other"))
         self.current = self.one
 
-    def current_stream(self):
+    def current_stream(self, index=None):
         return self.current
 
     def note(self, waiter, awaited):

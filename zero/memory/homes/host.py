@@ -25,8 +25,9 @@ _MOST_ON_THE_WAY = 2  # sums that travel to the host while the next one is made;
 class HostCopy:
     """A copy between the device and the host."""
 
-    def __init__(self, accelerator: Accelerator, event: Event, link: Link, *ends: torch.Tensor) -> None:
+    def __init__(self, accelerator: Accelerator, index: int | None, event: Event, link: Link, *ends: torch.Tensor) -> None:
         self._accelerator = accelerator
+        self._index = index  # of the device, which need not be the current one of this thread
         self._event: Event | None = event
         self._link = link
         self._ends = ends
@@ -43,7 +44,7 @@ class HostCopy:
 
     def wait(self) -> None:
         if self._event is not None:
-            self._accelerator.current_stream().wait_event(self._event)
+            self._accelerator.current_stream(self._index).wait_event(self._event)
 
     def release_source(self) -> None:
         self.wait()
@@ -94,17 +95,18 @@ class HostHome:
             self._streams["read"].synchronize()
 
     def _copy(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        current, link = self._accelerator.current_stream(), self._crossed(source, target)
+        index = (source if target.is_cpu else target).device.index
+        current, link = self._accelerator.current_stream(index), self._crossed(source, target)
         if link is None or isinstance(current, InOrderStream):
             target.copy_(source)
             return DONE
         if direction not in self._streams:
-            self._streams[direction] = self._accelerator.new_stream()
+            self._streams[direction] = self._accelerator.new_stream(index)
         stream = self._streams[direction]
         stream.wait_stream(current)  # for what wrote the source, and for what reads the target
         with self._accelerator.in_stream(stream):
             target.copy_(source, non_blocking=True)
-        return HostCopy(self._accelerator, stream.record_event(), link, source, target)
+        return HostCopy(self._accelerator, index, stream.record_event(), link, source, target)
 
     def _crossed(self, source: torch.Tensor, target: torch.Tensor) -> Link | None:
         """Counts a copy; None where it stays in one place."""

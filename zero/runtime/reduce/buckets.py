@@ -133,7 +133,7 @@ class Reducer(Timed):
 
     def _note_producer(self, round_: _Round) -> None:
         if not self._accelerator.is_synchronous:
-            stream = self._accelerator.current_stream()
+            stream = self._accelerator.current_stream(round_.buffer.device.index)
             if stream not in round_.producers:
                 round_.producers.append(stream)
 
@@ -173,7 +173,7 @@ class Reducer(Timed):
                             round_.buffer[part.start : part.stop].zero_()
         if round_.producers:
             # Hooks of one backward may run on several streams; the collective starts on this one and must see what all wrote.
-            current = self._accelerator.current_stream()
+            current = self._accelerator.current_stream(round_.buffer.device.index)
             for stream in round_.producers:
                 if stream != current:
                     current.wait_stream(stream)

@@ -136,7 +136,7 @@ class InflightReductions(Timed):
         self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool, let_go: Callable[[], None] | None = None
     ) -> None:
         pending = self._narrowing.reduce(bucket, buffer, dtype)
-        filled = None if pending.done() else self._staging.mark()
+        filled = None if pending.done() else self._staging.mark(buffer)
         self._in_flight.append(_Round(bucket, buffer, pending, is_last, filled, let_go))
         self._await_device()
 

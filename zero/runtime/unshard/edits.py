@@ -27,7 +27,8 @@ class EditLog:
         self._num_edited[chunk] = self._num_edited.get(chunk, 0) + max(written.numel, _LEAST_EDIT)
         sums = checksum(memory[written.start : written.stop]) + 1
         before = self._edits.pop((chunk, written), None)
-        self._edits[chunk, written] = sums if before is None else before * _FACTOR + sums
+        # In place, as another stream of the device may have made it, and would be given memory that is freed here.
+        self._edits[chunk, written] = sums if before is None else before.mul_(_FACTOR).add_(sums)
 
     def digest(self, concerns: Callable[[int, Span], bool] = lambda chunk, written: True) -> bytes:
         """The same on two ranks exactly when they made the same edits, of those that it concerns; no bytes where there were

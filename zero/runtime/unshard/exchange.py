@@ -113,7 +113,7 @@ class ShareExchange:
     def edit(self, shares: Sequence[Share], written: Span, memory: torch.Tensor, is_first: bool = False) -> None:
         """Takes over what a user wrote to a chunk, of which these are the shares. `is_first`: it had no values there."""
         with self._lock, torch.inference_mode(False):
-            self.cache.sources.fill()
+            self.cache.begin_write()
             if self.group.size > 1:  # else there is no rank to compare with
                 self._edits.note(shares[0].number, written, memory)
             for share in shares:
@@ -190,7 +190,7 @@ class ShareExchange:
     def _end_reads(self) -> None:
         """This rank reads nothing any more, and its device has read what is on the host."""
         self.cache.end_window()
-        self.cache.sources.fill()
+        self.cache.begin_write()
         self.host.finish_reads()
 
     def _take_over(self) -> None:

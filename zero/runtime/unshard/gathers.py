@@ -113,7 +113,7 @@ class Gathers:
         if self._device.index is not None:
             accelerator.set_index(self._device.index)
         if self._stream is None:
-            self._stream = accelerator.new_stream()
+            self._stream = accelerator.new_stream(self._device.index)
         with accelerator.in_stream(self._stream):
             yield
 
