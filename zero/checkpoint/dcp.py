@@ -53,7 +53,7 @@ def write_dcp(state_dict: Mapping[str, Any], out: Path) -> list[Path]:
 def read_dcp(folder: Path) -> dict[Any, Any]:
     """Returns the nested state dict that was saved; lists become dicts by number."""
     try:
-        metadata = _Metadata(io.BytesIO((folder / METADATA).read_bytes())).load()
+        metadata = Metadata(io.BytesIO((folder / METADATA).read_bytes())).load()
         leaves = _leaves(folder, metadata)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AttributeError, KeyError) as error:
         if isinstance(error, BadCheckpoint):
@@ -100,10 +100,11 @@ def model_and_optimizer(nested: Mapping[Any, Any]) -> tuple[Mapping[str, Any], M
     return model, optimizer
 
 
-class _Metadata(pickle.Unpickler):
+class Metadata(pickle.Unpickler):
     """Reads `.metadata`, and refuses classes other than the few that say where parts lie."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 has paths
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout))
         if not is_dtype and name not in _KNOWN.get(module, ()):
             raise BadCheckpoint(

@@ -1,6 +1,8 @@
 """To FSDP2 and back: torch's distributed checkpoints are exported and imported, weights and the optimizer's state."""
 
+import io
 import pickle
+from pathlib import PosixPath
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import zero
 from tests import ranks
-from zero.checkpoint.dcp import read_dcp, tied_again
+from zero.checkpoint.dcp import Metadata, read_dcp, tied_again
 from zero.checkpoint.importers import import_checkpoint
 from zero.errors import BadCheckpoint
 
@@ -132,6 +134,11 @@ def test_what_is_tied_is_one_tensor_again_under_the_name_that_is_trained():
     assert next(iter(tied)) == "embed" and tied["head"] is tied["embed"] and tied["zeros"] is not tied["more"]
     assert tied["bias"] is not tied["other"] and same(tied, {**model, "other": values[0]})
     assert tied_again(model, {"embed", "head"})["head"] is values
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_paths_are_known_by_the_names_that_any_python_gives_them(module):
+    assert Metadata(io.BytesIO(f"c{module}\nPosixPath\n.".encode())).load() is PosixPath
 
 
 class Evil:
