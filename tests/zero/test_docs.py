@@ -18,6 +18,7 @@ import pytest
 import accelerators
 import zero
 from tests import programs
+from tests.devices import needs_muon, needs_transformers
 from tests.pasted import BLOCK, ROOT, Block, blocks_of, paste
 from zero.__main__ import main
 from zero.config.deepspeed.keys import KNOWN
@@ -29,8 +30,9 @@ AT_NIGHT = {"plan", "train", "verify"}
 
 
 def skip_what_is_not_installed(page):
-    if "from transformers import" in page.read_text(encoding="utf-8") and importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed (it needs Python 3.11)")
+    for used, needs in {"from transformers import": needs_transformers, "optim.Muon(": needs_muon}.items():
+        if used in page.read_text(encoding="utf-8") and needs.args[0]:
+            pytest.skip(needs.kwargs["reason"])
 
 
 def script(name):

@@ -114,6 +114,7 @@ def gone_on(rank, world, folder, stage):
     return found, moments, after, {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.8."), reason="FSDP2 of torch 2.8 takes the sum over gloo, not the mean")
 @pytest.mark.parametrize(("as_app", "stage"), [(False, 3), pytest.param(True, 2, marks=pytest.mark.full)])
 def test_what_fsdp2_saved_is_gone_on_from_in_shares(as_app, stage, tmp_path):
     weights, moments, loss, after = ranks.run(2, saved_by_fsdp2, tmp_path / "dcp", as_app, apart="fsdp2")[0]

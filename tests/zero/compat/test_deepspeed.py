@@ -106,7 +106,7 @@ comm.barrier()
 print(comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), comm.get_all_ranks_from_group(), comm.is_initialized())
 """
     result = programs.python("-c", program)
-    assert result.stdout.strip() == "0 1 0 [0] True", result.stderr
+    assert result.stdout.splitlines()[-1:] == ["0 1 0 [0] True"], result.stderr  # gloo of torch 2.8 has words of its own
 
 
 def test_leaf_modules_of_stage_3_are_found_and_need_nothing():

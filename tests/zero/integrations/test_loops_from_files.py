@@ -1,20 +1,16 @@
 """zero.initialize and accelerate with models that have no memory yet: in files, or on the meta device."""
 
-from importlib.util import find_spec
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.devices import has_package
+from tests.devices import has_package, needs_transformers
 from tests.zero.integrations.on_ranks import both_ranks
 from tests.zero.integrations.test_pretrained import assert_same, inputs, state, tiny
 
 HERE = "tests.zero.integrations.test_loops_from_files"
-needs_transformers = pytest.mark.skipif(
-    find_spec("transformers") is None, reason="transformers is not installed (it needs Python 3.11)"
-)
 needs_accelerate = pytest.mark.skipif(not has_package("accelerate"), reason="accelerate is not installed")
 
 

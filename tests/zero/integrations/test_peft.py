@@ -6,13 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.devices import needs_transformers
 from tests.zero.integrations.on_ranks import both_ranks
 from tests.zero.integrations.test_pretrained import assert_same, inputs, state, tiny
 
 HERE = "tests.zero.integrations.test_peft"
-pytestmark = pytest.mark.skipif(
-    find_spec("transformers") is None or find_spec("peft") is None, reason="transformers or peft is not installed"
-)
+pytestmark = [needs_transformers, pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")]
 
 
 def with_adapters(model):

@@ -5,19 +5,17 @@ import io
 import json
 import re
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.devices import needs_transformers
 from tests.weight_reads import counted_reads
 from tests.zero.integrations.on_ranks import both_ranks
 
 HERE = "tests.zero.integrations.test_pretrained"
-pytestmark = pytest.mark.skipif(
-    find_spec("transformers") is None, reason="transformers is not installed (it needs Python 3.11)"
-)
+pytestmark = needs_transformers
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 

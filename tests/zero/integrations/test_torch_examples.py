@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from examples import mixed_precision, muon, recomputation, sampler_and_schedule
+from tests.devices import needs_muon
 from tests.zero.integrations.on_ranks import assert_runs_as_a_program, assert_same_training, both_ranks, plain_training
 
 
@@ -71,7 +72,9 @@ def test_autocast_trains_to_the_rounding_of_its_dtype():
     assert means == pytest.approx(plain, rel=rounding)
 
 
-@pytest.mark.parametrize("name", ["mixed_precision", "muon", "recomputation", "sampler_and_schedule"])
+@pytest.mark.parametrize(
+    "name", ["mixed_precision", pytest.param("muon", marks=needs_muon), "recomputation", "sampler_and_schedule"]
+)
 def test_the_example_runs_as_a_program(name, tmp_path):
     assert_runs_as_a_program(name, tmp_path)
 
@@ -88,6 +91,7 @@ def test_what_is_recomputed_trains_as_what_is_kept(use_reentrant):
 
 
 @pytest.mark.promise("W01")
+@needs_muon
 def test_muon_and_adamw_train_a_gpt_on_two_ranks_to_the_bit_as_in_one_process():
     found = both_ranks("examples.muon:train", 6)
     model = muon.make_model()

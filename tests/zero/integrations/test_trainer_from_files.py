@@ -7,13 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.devices import needs_transformers
 from tests.zero.integrations.on_ranks import both_ranks, one_process
 from tests.zero.integrations.test_pretrained import tiny
 
 HERE = "tests.zero.integrations.test_trainer_from_files"
-pytestmark = pytest.mark.skipif(
-    find_spec("transformers") is None or find_spec("accelerate") is None, reason="transformers or accelerate is not installed"
-)
+pytestmark = [needs_transformers, pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")]
 
 
 def trained(folder, out, sharded, resume_from=None):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.devices import needs_muon
+from tests.devices import needs_muon, needs_transformers
 from tests.zero.integrations.on_ranks import (
     assert_runs_as_a_program,
     assert_same_training,
@@ -20,10 +20,7 @@ from tests.zero.integrations.on_ranks import (
 )
 
 HERE = "tests.zero.integrations.test_transformers"
-pytestmark = pytest.mark.skipif(
-    find_spec("transformers") is None or find_spec("accelerate") is None,
-    reason="transformers and accelerate are not installed (transformers needs Python 3.11)",
-)
+pytestmark = [needs_transformers, pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")]
 
 
 def plain_loop():
