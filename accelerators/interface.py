@@ -140,7 +140,7 @@ class Accelerator:
     def current_stream(self, index: int | None = None) -> Stream:
         if self._streams is None or not self.has_streams:
             return self._in_order_stream(self._index(index))
-        # of the current device without its number, as this is asked with every gradient
+        # without a number for the current device, as that is faster
         stream: Stream = self._ask("current_stream", *([] if index is None else [self._check_index(index)]))
         return stream
 

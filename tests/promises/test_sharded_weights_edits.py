@@ -1,6 +1,7 @@
 """Stage 3: what users write to weights between two steps, also differently on each rank, and how it is mended."""
 
 import copy
+import threading
 import time
 
 import pytest
@@ -143,3 +144,37 @@ def swapped(rank, world, gathered, shared_memory):
 ])  # fmt: skip
 def test_weights_swapped_in_and_out_without_a_step_take_no_more_and_more_memory(world, gathered, shared_memory):
     ranks.run(world, swapped, gathered, shared_memory)
+
+
+def edited_by_threads(rank, world, gathered):
+    """Three threads edit a bias each, beside a fourth that reads all weights; what they left."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    optimizer = zero.shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, bucket_bytes=576, align_bytes=16, gathered_bytes=gathered
+    )
+
+    @torch.no_grad()
+    def edit(layer):
+        layer.bias.zero_()
+        for _ in range(100):
+            layer.bias.add_(1.0)
+
+    @torch.no_grad()
+    def read():
+        for _ in range(20):
+            model(torch.ones(1, 8))
+
+    threads = [threading.Thread(target=edit, args=(layer,)) for layer in list(model)[:3]] + [threading.Thread(target=read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [layer.bias.tolist() for layer in list(model)[:3]]
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("gathered", [0, "all"])
+def test_threads_edit_different_weights_at_one_time(gathered):
+    assert ranks.run(1, edited_by_threads, gathered, timeout=60.0) == [[[100.0] * 8] * 3]

@@ -29,7 +29,7 @@ WITH_BLOCKS = [page for page in PAGES if BLOCK.search(page.read_text(encoding="u
 AT_NIGHT = {"plan", "train", "verify"}
 
 
-def skip_what_is_not_installed(page):
+def skip_what_is_missing(page):
     for used, needs in {"from transformers import": needs_transformers, "optim.Muon(": needs_muon}.items():
         if used in page.read_text(encoding="utf-8") and needs.args[0]:
             pytest.skip(needs.kwargs["reason"])
@@ -54,7 +54,7 @@ def run_command(line):
 
 @pytest.mark.parametrize("page", [page for page in WITH_BLOCKS if page.stem not in AT_NIGHT], ids=lambda page: page.stem)
 def test_a_page_runs_as_printed(page, tmp_path, monkeypatch):
-    skip_what_is_not_installed(page)
+    skip_what_is_missing(page)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "docs").symlink_to(ROOT / "docs")
@@ -79,7 +79,7 @@ def test_a_page_runs_as_printed(page, tmp_path, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.stem)
 def test_a_page_runs_in_one_process_and_one_shell(page, tmp_path):
-    skip_what_is_not_installed(page)
+    skip_what_is_missing(page)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])

@@ -53,7 +53,7 @@ def write_dcp(state_dict: Mapping[str, Any], out: Path) -> list[Path]:
 def read_dcp(folder: Path) -> dict[Any, Any]:
     """Returns the nested state dict that was saved; lists become dicts by number."""
     try:
-        metadata = Metadata(io.BytesIO((folder / METADATA).read_bytes())).load()
+        metadata = MetadataReader(io.BytesIO((folder / METADATA).read_bytes())).load()
         leaves = _leaves(folder, metadata)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AttributeError, KeyError) as error:
         if isinstance(error, BadCheckpoint):
@@ -100,7 +100,7 @@ def model_and_optimizer(nested: Mapping[Any, Any]) -> tuple[Mapping[str, Any], M
     return model, optimizer
 
 
-class Metadata(pickle.Unpickler):
+class MetadataReader(pickle.Unpickler):
     """Reads `.metadata`, and refuses classes other than the few that say where parts lie."""
 
     def find_class(self, module: str, name: str) -> Any:

@@ -31,7 +31,7 @@ class Settled(NamedTuple):
 
     memory: torch.Tensor
     views: dict[Hashable, torch.Tensor]
-    filled_in: Stream | None  # the only stream that may use it without waiting, if that is not any
+    filled_in: Stream | None  # the stream that filled it, which alone may use it without waiting; None: any may
 
 
 class GatheredChunk(ABC):
@@ -204,9 +204,9 @@ class GatheredWeights:
         self.order.end_window()
 
     def begin_write(self) -> None:
-        """What is issued to the current stream next may write to the memory that chunks are fetched from."""
-        with self._lock:
-            self._sources.fill()
+        """What is issued to the current stream next may write to the memory that chunks are fetched from. Without the lock of
+        this cache, which a thread that fetches holds while it takes those of the owner."""
+        self._sources.fill()
 
     def make_own(self, chunk: GatheredChunk) -> None:
         """Gives a chunk memory of its own before an operator writes to it, if it shows the owner's."""
@@ -216,7 +216,8 @@ class GatheredWeights:
                 assert lent is not None
                 self._sources.use()  # others may edit other parts of it
                 chunk.settled = None
-                chunk.memory, chunk.views = self._allocate(chunk).copy_(lent), {}
+                # In memory that is new: threads that are not counted may use it in the stream that makes it.
+                chunk.memory, chunk.views = self._allocate(chunk, anew=True).copy_(lent), {}
                 chunk.is_own = True
                 self._settle(chunk)
 
@@ -240,18 +241,18 @@ class GatheredWeights:
             chunk.memory, chunk.views = memory, {}
             self.num_fetches += 1
 
-    def _allocate(self, chunk: GatheredChunk) -> torch.Tensor:
+    def _allocate(self, chunk: GatheredChunk, anew: bool = False) -> torch.Tensor:
         """Memory that is counted as the chunk's, which has it once it is worth to be read."""
         self._make_room(chunk.num_bytes)
-        memory, self._gathered[chunk] = self._memory_for(chunk)
+        memory, self._gathered[chunk] = self._memory_for(chunk, anew)
         self._gathered[chunk].fill()
         self.num_bytes += chunk.num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         chunk.is_lent = False
         return memory
 
-    def _memory_for(self, chunk: GatheredChunk) -> _Memory:
-        spare = self._spare.get((chunk.numel, chunk.dtype))
+    def _memory_for(self, chunk: GatheredChunk, anew: bool) -> _Memory:
+        spare = None if anew else self._spare.get((chunk.numel, chunk.dtype))
         if spare:
             return spare.pop()
         kept_bytes = sum(each.nbytes for kept in self._spare.values() for each, _ in kept)
@@ -261,9 +262,10 @@ class GatheredWeights:
             return torch.empty(chunk.numel, dtype=chunk.dtype, device=self.device), self._new_order()
 
     def _drop_spare(self) -> None:
-        for _, order in (each for kept in self._spare.values() for each in kept):
-            order.let_go()
-        self._spare.clear()
+        with self._lock:
+            for _, order in (each for kept in self._spare.values() for each in kept):
+                order.free()
+            self._spare.clear()
 
     def _new_order(self) -> StreamOrder:
         return _IN_ORDER if self._current_stream is None else ByStreams(self._current_stream)
@@ -323,7 +325,7 @@ class GatheredWeights:
     def _drop(self, chunk: GatheredChunk) -> None:
         order = self._gathered.pop(chunk)
         if chunk.is_own:
-            order.let_go()
+            order.free()
         chunk.settled = None
         if not chunk.is_lent:
             self.num_bytes -= chunk.num_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -9,7 +10,7 @@ from accelerators.streams import Stream
 
 
 class StreamOrder(Protocol):
-    """The streams that use one memory. A program orders its streams by what it computes, and knows nothing of this memory."""
+    """The streams that use one memory. A program makes its streams wait for what it computes, and does not know of this."""
 
     @property
     def filled_in(self) -> Stream | None:
@@ -21,7 +22,7 @@ class StreamOrder(Protocol):
     def use(self) -> None:
         """What is issued to the current stream next may read: it comes after what filled the memory."""
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """The memory goes back to the allocator, which gives it away in the order of the stream that it was made in."""
 
 
@@ -36,7 +37,7 @@ class InOrder:
     def use(self) -> None:
         pass
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         pass
 
 
@@ -47,6 +48,7 @@ class ByStreams:
         self._current = current
         self._made_in = current()
         self._used_in = [self._made_in]  # the first filled it
+        self._lock = threading.Lock()
 
     @property
     def filled_in(self) -> Stream:
@@ -54,17 +56,20 @@ class ByStreams:
 
     def fill(self) -> None:
         current = self._current()
-        self._let_wait(current)
-        self._used_in = [current]
+        with self._lock:
+            self._let_wait(current)
+            self._used_in = [current]
 
     def use(self) -> None:
         current = self._current()
-        if current not in self._used_in:
-            current.wait_stream(self.filled_in)
-            self._used_in.append(current)
+        with self._lock:
+            if current not in self._used_in:
+                current.wait_stream(self.filled_in)
+                self._used_in.append(current)
 
-    def let_go(self) -> None:
-        self._let_wait(self._made_in)
+    def free(self) -> None:
+        with self._lock:
+            self._let_wait(self._made_in)
 
     def _let_wait(self, stream: Stream) -> None:
         for other in self._used_in:

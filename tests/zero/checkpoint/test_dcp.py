@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import zero
 from tests import ranks
-from zero.checkpoint.dcp import Metadata, read_dcp, tied_again
+from tests.devices import IS_TORCH_2_8
+from zero.checkpoint.dcp import MetadataReader, read_dcp, tied_again
 from zero.checkpoint.importers import import_checkpoint
 from zero.errors import BadCheckpoint
 
@@ -114,7 +115,7 @@ def gone_on(rank, world, folder, stage):
     return found, moments, after, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.8."), reason="FSDP2 of torch 2.8 takes the sum over gloo, not the mean")
+@pytest.mark.skipif(IS_TORCH_2_8, reason="FSDP2 of torch 2.8 takes the sum over gloo, not the mean")
 @pytest.mark.parametrize(("as_app", "stage"), [(False, 3), pytest.param(True, 2, marks=pytest.mark.full)])
 def test_what_fsdp2_saved_is_gone_on_from_in_shares(as_app, stage, tmp_path):
     weights, moments, loss, after = ranks.run(2, saved_by_fsdp2, tmp_path / "dcp", as_app, apart="fsdp2")[0]
@@ -139,7 +140,7 @@ def test_what_is_tied_is_one_tensor_again_under_the_name_that_is_trained():
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 def test_paths_are_known_by_the_names_that_any_python_gives_them(module):
-    assert Metadata(io.BytesIO(f"c{module}\nPosixPath\n.".encode())).load() is PosixPath
+    assert MetadataReader(io.BytesIO(f"c{module}\nPosixPath\n.".encode())).load() is PosixPath
 
 
 class Evil:

@@ -303,6 +303,7 @@ def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with torch.inference_mode(False):
             return _view(func, args, kwargs)
     of: Absent = args[0]
+    # operator_of has seen func, and keeps it: its id stays.
     key = id(func) if len(args) == 1 and not kwargs else (func, *map(_hashable, args[1:]), *kwargs.items())
     made = of.shadow.views.get(key)
     if made is None:

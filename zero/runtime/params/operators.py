@@ -24,6 +24,7 @@ class Operator(NamedTuple):
     written: tuple[tuple[str, int], ...] = ()  # arguments that it writes to: name and position
 
 
+_known: dict[int, tuple[Any, Operator]] = {}  # by id, which is faster than by hash; operators in it are never freed
 _EXCHANGES_MEMORY = {"set_", "resize_", "resize_as_", "swap_"}
 _OF_TANGENTS = {"_make_dual", "_new_zeros_with_same_feature_meta"}  # which are as large as all memory of what they belong to
 
@@ -31,9 +32,6 @@ _OF_TANGENTS = {"_make_dual", "_new_zeros_with_same_feature_meta"}  # which are 
 def is_in_place_view(func: Any) -> bool:
     """Whether it changes the shape of its argument, and not its elements."""
     return torch.Tag.inplace_view in func.tags and func.overloadpacket.__name__ not in (*_EXCHANGES_MEMORY, "detach_")
-
-
-_known: dict[int, tuple[Any, Operator]] = {}  # by id: to hash an operator takes longer, and all that are here stay
 
 
 def operator_of(func: Any) -> Operator:

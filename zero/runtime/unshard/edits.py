@@ -27,7 +27,7 @@ class EditLog:
         self._num_edited[chunk] = self._num_edited.get(chunk, 0) + max(written.numel, _LEAST_EDIT)
         sums = checksum(memory[written.start : written.stop]) + 1
         before = self._edits.pop((chunk, written), None)
-        # In place, as another stream of the device may have made it, and would be given memory that is freed here.
+        # In place: what is there may be of another stream of the device, which would use its memory again at once.
         self._edits[chunk, written] = sums if before is None else before.mul_(_FACTOR).add_(sums)
 
     def digest(self, concerns: Callable[[int, Span], bool] = lambda chunk, written: True) -> bytes:
