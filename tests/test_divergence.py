@@ -36,7 +36,7 @@ def test_each_read_of_a_weight_is_that_of_plain_pytorch(world, seed, by):
 
 @needs_sim
 @pytest.mark.promise("S02")
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in SEEDS[1:])])
+@pytest.mark.parametrize("seed", [12, *(pytest.param(seed, marks=pytest.mark.full) for seed in SEEDS if seed != 12)])
 def test_each_read_of_a_weight_on_a_device_is_that_of_plain_pytorch(seed):
     found = ranks.run(2, divergence.run_rank, seed, "collectives", "sim", apart="sim")
     assert all(num_reads > divergence.STEPS for num_reads, _ in found)

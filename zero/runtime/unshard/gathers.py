@@ -7,7 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,14 +49,20 @@ class Turn(NamedTuple):
     place: int  # in the order of the window
 
 
-class Gather:
-    """A chunk on its way."""
+InStream = Callable[[], contextlib.AbstractContextManager[Any]]
 
-    def __init__(self, turn: Turn, memory: Sequence[torch.Tensor], pending: Sequence[Pending]) -> None:
+
+class Gather:
+    """A chunk on its way. Its memory is of the stream that it was issued in, which another thread may have."""
+
+    def __init__(
+        self, turn: Turn, memory: Sequence[torch.Tensor], pending: Sequence[Pending], in_its_stream: InStream | None
+    ) -> None:
         self.turn = turn
         self.was_told = False  # to ranks that did not come
         self._memory = memory  # kept until it has come
         self._pending = pending
+        self._in_its_stream = in_its_stream
 
     def done(self) -> bool:
         return all(each.done() for each in self._pending)
@@ -63,7 +70,15 @@ class Gather:
     def wait(self) -> None:
         for each in self._pending:
             each.wait()
+        self.let_its_stream_wait()
         self._memory, self._pending = (), ()
+
+    def let_its_stream_wait(self) -> None:
+        """As the stream would use memory that is freed again at once."""
+        if self._in_its_stream is not None:
+            with self._in_its_stream():
+                for each in self._pending:
+                    each.wait()
 
 
 class Gathers:
@@ -84,6 +99,7 @@ class Gathers:
         self._late = late
         self._outstanding: deque[Gather] = deque()
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
+        self._too_small: list[torch.Tensor] = []  # for a later chunk, and still written to, by whatever stream
         self._stream: Stream | None = None  # of the thread that answers
         self._watcher: threading.Thread | None = None
         self._broken: BaseException | None = None  # a part of a chunk was issued, and not the rest
@@ -117,8 +133,15 @@ class Gathers:
         with accelerator.in_stream(self._stream):
             yield
 
+    def _in_current_stream(self) -> InStream | None:
+        accelerator = accelerators.get(self._device.type)
+        if not accelerator.has_streams:
+            return None
+        return partial(accelerator.in_stream, accelerator.current_stream(self._device.index))
+
     def _room(self, chunk: Scheduled) -> torch.Tensor:
         if self._scratch.nbytes < chunk.numel * chunk.dtype.itemsize:
+            self._too_small.append(self._scratch)
             with torch.inference_mode(False):
                 self._scratch = torch.empty(chunk.numel * chunk.dtype.itemsize, dtype=torch.uint8, device=self._device)
         return self._scratch[: chunk.numel * chunk.dtype.itemsize].view(chunk.dtype)
@@ -136,7 +159,7 @@ class Gathers:
             self._broken = error
             raise
         self._drop_done()
-        self._outstanding.append(Gather(turn, [memory, *owns], pending))
+        self._outstanding.append(Gather(turn, [memory, *owns], pending, self._in_current_stream()))
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, daemon=True, name="zero-gathers")
             self._watcher.start()
@@ -147,7 +170,7 @@ class Gathers:
         found = False
         while self._outstanding and self._outstanding[0].done():
             gather = self._outstanding.popleft()
-            gather.wait()  # for the device's books: its memory may be in use again from now on
+            gather.let_its_stream_wait()
             found |= not gather.was_told
         return found
 
