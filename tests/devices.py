@@ -41,3 +41,6 @@ class CudaThroughHost(CudaAccelerator):
 def has_package(name):
     """Whether a test may use it; in CI, where all are installed, always, so that what is missing there fails."""
     return find_spec(name.partition(".")[0]) is not None or bool(os.environ.get("CI"))
+
+
+needs_accelerate = pytest.mark.skipif(not has_package("accelerate"), reason="accelerate is not installed")

@@ -2,7 +2,6 @@
 
 import re
 from importlib import import_module
-from importlib.util import find_spec
 from unittest import mock
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from tests import ranks
-from tests.devices import needs_muon
+from tests.devices import needs_accelerate, needs_muon
 from tests.zero.integrations.on_ranks import (
     assert_runs_as_a_program,
     assert_same_training,
@@ -21,7 +20,7 @@ from tests.zero.integrations.on_ranks import (
 )
 
 HERE, EXAMPLE = "tests.zero.integrations.test_accelerate", "examples.accelerate_loop"
-pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+pytestmark = needs_accelerate
 
 
 def joint_losses(model):

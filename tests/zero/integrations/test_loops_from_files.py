@@ -1,17 +1,15 @@
 """zero.initialize and accelerate with models that have no memory yet: in files, or on the meta device."""
 
-
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.devices import has_package, needs_transformers
+from tests.devices import needs_accelerate, needs_transformers
 from tests.zero.integrations.on_ranks import both_ranks
 from tests.zero.integrations.test_pretrained import assert_same, inputs, state, tiny
 
 HERE = "tests.zero.integrations.test_loops_from_files"
-needs_accelerate = pytest.mark.skipif(not has_package("accelerate"), reason="accelerate is not installed")
 
 
 def config(stage, **more):

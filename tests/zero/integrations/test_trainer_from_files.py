@@ -1,18 +1,17 @@
 """transformers' Trainer on a model that is read into shares: it evaluates, saves, resumes and goes back to the best as ever."""
 
 import re
-from importlib.util import find_spec
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.devices import needs_transformers
+from tests.devices import needs_accelerate, needs_transformers
 from tests.zero.integrations.on_ranks import both_ranks, one_process
 from tests.zero.integrations.test_pretrained import tiny
 
 HERE = "tests.zero.integrations.test_trainer_from_files"
-pytestmark = [needs_transformers, pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")]
+pytestmark = [needs_transformers, needs_accelerate]
 
 
 def trained(folder, out, sharded, resume_from=None):

@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.devices import needs_muon, needs_transformers
+from tests.devices import needs_accelerate, needs_muon, needs_transformers
 from tests.zero.integrations.on_ranks import (
     assert_runs_as_a_program,
     assert_same_training,
@@ -20,7 +19,7 @@ from tests.zero.integrations.on_ranks import (
 )
 
 HERE = "tests.zero.integrations.test_transformers"
-pytestmark = [needs_transformers, pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")]
+pytestmark = [needs_transformers, needs_accelerate]
 
 
 def plain_loop():

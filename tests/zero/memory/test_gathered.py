@@ -330,7 +330,6 @@ class Streams:
             weakref.finalize(memory, self.free, memory.data_ptr())
         return self.uses[memory.data_ptr()]
 
-
     def free(self, place):
         self.uses.pop(place).free()
 
