@@ -295,7 +295,7 @@ def forking(rank, world):
 
 
 def test_workers_forked_in_the_middle_of_a_training_cost_no_copy_of_the_weights():
-    for before, after, of_workers, num_bytes in ranks.run(2, forking, as_users=True):
+    for before, after, of_workers, num_bytes in ranks.run(2, forking, fresh=True):
         assert of_workers < num_bytes / 2
         assert after - before < num_bytes / 2
 

@@ -25,7 +25,7 @@ from torch import nn
 import accelerators
 import zero
 from accelerators.memory import MemoryReading
-from tests import ranks
+from tests import programs, ranks
 from tests.devices import needs_linux, needs_sim
 from tests.faults import end_as_the_interpreter_does
 from tests.zoo.case import filled
@@ -698,7 +698,7 @@ def test_a_port_that_another_program_uses_is_named_with_what_to_set():
 
 def test_the_elastic_example_without_a_folder_prints_how_to_start_it():
     example = Path(__file__).parents[2] / "examples" / "elastic.py"
-    result = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120)
+    result = programs.python(example)
     assert result.returncode == 1 and result.stderr.startswith("usage: torchrun ") and "Traceback" not in result.stderr
 
 

@@ -177,7 +177,7 @@ def masters_on_host(rank, world):
 
 
 @needs_sim
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_masters_on_the_host_that_are_as_wide_as_weights_are_the_weights(world):
     found = ranks.run(world, masters_on_host, env={"ACCELERATOR": "sim"}, apart="sim")
     assert found == [(True, 0)] * world
@@ -201,7 +201,7 @@ def read_late(rank, world, stage):
 
 
 @needs_sim
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_step_on_the_host_waits_until_the_device_has_read_the_weights(world):
     options = {"env": {"ACCELERATOR": "sim", "SIM_ORDER": "late"}, "apart": "late"}
     sharded, whole = (ranks.run(world, read_late, stage, **options) for stage in (3, 2))
