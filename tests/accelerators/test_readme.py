@@ -1,4 +1,5 @@
-"""What README.md prints runs as printed, top to bottom in one process and one shell."""
+"""What README.md prints runs as printed: at night top to bottom in one process and one shell, by day its programs by themselves
+in processes that have torch."""
 
 import json
 import os
@@ -15,6 +16,7 @@ from tests.pasted import ROOT, Block, blocks_of, paste, without_choices
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE, ACCELERATORS = ((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("guide", "accelerators"))
 ALL = blocks_of(README)
+[PROGRAM] = re.findall(r"[Ss]ave it as `(\w+\.py)`:", README)
 # Each block by a text that no other one of its language has.
 BLOCKS = {
     "install": ("bash", "pip install ."),
@@ -57,11 +59,10 @@ def pasted(tmp_path):
     commands of a checkout are run whole by CI, and by tests/test_setup.py and tests/zero/tools/test_train.py."""
     folder = tmp_path / "tree"
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "trained", "build"))
-    [program] = re.findall(r"[Ss]ave it as `(\w+\.py)`:", README)
     blocks, names = [], []
     for name in sorted(set(BLOCKS) - {"setup"}, key=lambda name: README.index(block(name))):
         found = ALL[[other.code for other in ALL].index(block(name))]
-        saved = [found._replace(name=program)] if name == "first program" else []
+        saved = [found._replace(name=PROGRAM)] if name == "first program" else []
         checks = [Block("python", "", CHECKS[name])] if name in CHECKS else []
         blocks += [*saved, found, *checks]
         names += [None] * len(saved) + [name] + [None] * len(checks)
@@ -76,24 +77,44 @@ def pasted(tmp_path):
     return dict(zip(names, paste(blocks, folder, **variables), strict=True)), folder
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory):
-    return pasted(tmp_path_factory.mktemp("readme"))
-
-
-def test_every_block_runs_in_one_process_and_one_shell(printed):
-    shown, folder = printed
+@pytest.mark.full
+def test_every_block_runs_in_one_process_and_one_shell(tmp_path):
+    shown, folder = pasted(tmp_path)
     assert set(shown) - {None} == set(BLOCKS) - {"setup"}
     [installed] = (folder / ".venv-zero").glob("lib/python*/site-packages/zero")
     assert (installed / "runtime" / "kernels" / "native.cpp").is_file() and (installed.parent / "accelerators").is_dir()
     assert README.count("activate") == 1 and README.index(block("install")) < README.index(block("first commands"))
+    assert_trained(shown["first program"] + shown["first commands"], 4)  # in the process, by python, and on two ranks
+    assert_keeps_the_contract(shown["contract commands"])
 
 
-def test_the_example_of_20_lines_trains_in_the_process_by_python_and_on_each_of_two_ranks(printed):
+def test_blocks_of_python_run_one_after_another(tmp_path):
+    names = ["first program", "from DeepSpeed", "from FSDP"]
+    (tmp_path / PROGRAM).write_text("".join(block(name) + CHECKS[name] for name in names))
+    assert_trained(run(PROGRAM, cwd=tmp_path), 1)
+
+
+def test_the_backend_of_fifteen_lines_runs_and_keeps_the_contract(tmp_path):
+    assert len(block("backend").splitlines()) <= 15
+    for _, name, code in ALL:
+        if name:
+            (tmp_path / name).write_text(code)
+    commands = [line.split() for line in block("contract commands").splitlines()]
+    assert_keeps_the_contract("".join(run(*words, cwd=tmp_path) for program, *words in commands if program == "python"))
+
+
+def assert_trained(printed, times):
+    losses = re.findall(r" loss ([\d.]+) allocated ", printed)
+    assert len(losses) == times and all(float(loss) < 0.5 for loss in losses)
+
+
+def assert_keeps_the_contract(printed):
+    assert re.search("^allocated ", printed, re.MULTILINE)
+    assert " passed" in printed and " failed" not in printed
+
+
+def test_the_example_has_20_lines():
     assert len([line for line in block("first program").splitlines() if line]) <= 20
-    losses = re.findall(r" loss ([\d.]+) allocated ", printed[0]["first program"] + printed[0]["first commands"])
-    assert len(losses) == 4
-    assert all(float(loss) < 0.5 for loss in losses)
 
 
 def test_those_who_move_see_five_lines():
@@ -132,13 +153,6 @@ def test_a_compiled_model_hands_its_gradients_over_as_the_guide_says(tmp_path):
     show = "step()\nprint('compiled by', type(model._compiled_call_impl).__module__)\n"
     (tmp_path / "train.py").write_text(f"{first}\noptimizer.close()\n{compiled}\n{show}")
     assert "compiled by zero." in run("train.py", cwd=tmp_path)
-
-
-def test_the_backend_of_fifteen_lines_runs_and_keeps_the_contract(printed):
-    assert len(block("backend").splitlines()) <= 15
-    told = printed[0]["contract commands"]
-    assert re.search("^allocated ", told, re.MULTILINE)
-    assert " passed" in told and " failed" not in told
 
 
 def test_an_installed_package_offers_it_as_it_says(tmp_path):
