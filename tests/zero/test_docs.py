@@ -58,6 +58,7 @@ def test_a_page_runs_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "docs").symlink_to(ROOT / "docs")
+    monkeypatch.setattr(accelerators.get("cpu"), "compile_backend", "aot_eager")  # inductor takes 15 s, at night
     namespace, printed = {"__name__": page.stem}, io.StringIO()
     for language, name, code in BLOCK.findall(page.read_text(encoding="utf-8")):
         if name:
