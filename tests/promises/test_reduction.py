@@ -82,7 +82,7 @@ def train_where_average_means_sum(rank: int, world: int, names: list[str]) -> tu
 
 
 @pytest.mark.promise("R01")
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_only_sums_are_sent_and_a_backend_whose_average_is_a_sum_changes_nothing(world):
     found = ranks.run(world, train_where_average_means_sum, list(ORDINARY[:2]))
     assert all("AVG" not in operation for _, asked, _ in found for operation in asked)
