@@ -122,18 +122,25 @@ def what_differs(
 ) -> list[str]:
     """Every training that does not equal the oracle, with its first difference.
 
-    Each stage and each world size is there, with which of the other, dtypes and buckets depends on the case; with
-    `whole_product` all meet all, as they do at night in the parity grid.
+    Each stage is there, with which world sizes, dtypes and buckets depends on the case; of one case each world size is there
+    too, and several share the stages, as the parity grid has each of them at every stage. With `whole_product` all meet all,
+    as they do at night in the parity grid.
     """
     found = []
+    names = [names] if isinstance(names, str) else list(names)
+    share = -(-len(stages) // len(names)) if len(names) > 1 else None
     with setting or contextlib.nullcontext():
-        for name in [names] if isinstance(names, str) else names:
+        for position, name in enumerate(names):
             case = CASES[name]
             axes = [
                 stages, [world for world in worlds if world >= case.needs_world],
                 [dtype for dtype in dtypes if dtype in case.dtypes], buckets,
             ]  # fmt: skip
-            points: Iterable[Any] = itertools.product(*axes) if whole_product else _in_turn(axes, crc32(name.encode()))
+            begin = crc32(name.encode())
+            if share is not None:
+                begin += (position * share - begin) % len(stages)  # with the stage after the last one of the case before
+            points: Iterable[Any]
+            points = itertools.product(*axes) if whole_product else itertools.islice(_in_turn(axes, begin), share)
             for stage, world, dtype, bucket in points:
                 options = options_of(name, stage, dtype, bucket, **more)
                 label = f"{name} stage={stage} world={world} {dtype} {bucket}"
@@ -151,9 +158,9 @@ def _in_turn(axes: Sequence[Sequence[Any]], begin: int) -> Iterator[tuple[Any, .
 def what_differs_over_gloo(
     names: str | Iterable[str], *, world: int = 2, stages: Sequence[int] = STAGES, dtype: str = "fp32", bucket: str = "tiny"
 ) -> list[str]:
-    """The same with a process a rank; all stages in one call."""
-    names = [names] if isinstance(names, str) else list(names)
-    wanted = [(name, stage) for name in names for stage in stages if dtype in CASES[name].dtypes]
+    """The same with a process a rank, all in one call; each stage and each name is there."""
+    names = [name for name in ([names] if isinstance(names, str) else names) if dtype in CASES[name].dtypes]
+    wanted = [(name, stage) for name, stage in _in_turn([names, stages], 0)]
     ours = ranks.run(world, _train_over_gloo, wanted, dtype, bucket, timeout=60.0)
     found = []
     for position, (name, stage) in enumerate(wanted):
