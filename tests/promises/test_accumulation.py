@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,9 +37,14 @@ def micro_step(model: Any, rank: int, world: int, *key: int) -> None:
     whole_loss(model(draw(model, (2, 4), rank, *key)), world, *key).backward()
 
 
-def plain_sum(keys: Any, world: int, build: Any = mlp) -> list[torch.Tensor]:
+def plain_sum(keys: Any, world: int) -> list[torch.Tensor]:
     """The global gradient of the micro-batches with these keys, by plain torch in one process."""
-    model = build()
+    return _plain_sum(tuple(keys), world)
+
+
+@cache
+def _plain_sum(keys: tuple[Any, ...], world: int) -> list[torch.Tensor]:
+    model = mlp()
     for rank, key in itertools.product(range(world), keys):
         micro_step(model, rank, 1, *key)
     return [p.grad for p in model.parameters()]
@@ -71,9 +77,9 @@ def test_the_sum_of_all_backwards_since_the_last_step_counts_however_many(stage)
 
 @pytest.mark.promise("A01")
 def test_the_zoo_of_several_backwards_equals_the_oracle():
-    names = ("five_backwards_a_step", "last_backward_leaves_a_branch_out", "twenty_small_backwards")
+    names = ("five_backwards_a_step", "last_backward_leaves_a_branch_out")
     assert what_differs(names, worlds=(2, 3)) == []
-    assert what_differs_over_gloo(names[:2]) == []
+    assert what_differs_over_gloo(names) == []
 
 
 def fixed_global_batch(declared: int, stage: int, entry: str) -> Any:
@@ -336,7 +342,8 @@ POINTS = {
 @pytest.mark.parametrize("who", CLEARINGS)
 @pytest.mark.parametrize("to_none", [True, False])
 def test_every_clearing_at_every_point_of_a_window_clears_everything(stage, who, to_none):
-    for (name, point), accumulation in itertools.product(POINTS.items(), (1, 2)):
+    for number, (name, point) in enumerate(POINTS.items()):
+        accumulation = 1 + (number + stage) % 2
 
         def program(group, model, point=point, accumulation=accumulation):
             optimizer = shard(model, sgd(model, 0.0), stage=stage, bucket_bytes=64, accumulation=accumulation, group=group)
@@ -518,7 +525,7 @@ def gan_over_gloo(rank: int, world: int, stage: int) -> Any:
 
 
 @pytest.mark.promise("A13")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in STAGES[:-1]), STAGES[-1]])
 def test_two_optimizers_over_parts_of_one_model_do_not_touch_each_other(stage):
     expected = weights_of(plain_gan(2, 10))
     for weights in ranks.run(2, gan_over_gloo, stage):
@@ -653,7 +660,7 @@ def test_buffers_are_sent_at_construction_and_never_again(stage):
 
 
 @pytest.mark.promise("A01", "A08", "A14")
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(24), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(24, 40))])
 def test_windows_drawn_by_chance_equal_the_oracle(seed):
     """Backwards, no_sync, clearing, edits, failures and steps as they come; on ranks that differ in what they use."""
     stage, world = ((2, 2), (1, 2), (0, 2), (2, 3), (1, 3), (2, 1))[seed % 6]

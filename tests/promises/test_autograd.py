@@ -78,9 +78,9 @@ def calls_in_one_backward(num_params: int, stage: int) -> int:
 @pytest.mark.promise("K03")
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_work_of_hooks_grows_with_the_number_of_parameters_and_not_faster(stage):
-    hundred, thousand = calls_in_one_backward(100, stage), calls_in_one_backward(1000, stage)
-    assert hundred >= 200  # two hooks a parameter at least, so it was counted
-    assert thousand <= 15 * hundred
+    few, many = calls_in_one_backward(50, stage), calls_in_one_backward(500, stage)
+    assert few >= 100  # two hooks a parameter at least, so it was counted
+    assert many <= 15 * few
 
 
 # K04 to K08: kinds of backward ------------------------------------------------------------------------------------------
