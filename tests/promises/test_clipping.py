@@ -95,7 +95,7 @@ def of_stages(dtype, stages):
 
 
 @pytest.mark.promise("N01")
-@pytest.mark.parametrize("dtype", [None, pytest.param("bfloat16", marks=pytest.mark.full), "float16"])
+@pytest.mark.parametrize("dtype", [*(pytest.param(each, marks=pytest.mark.full) for each in (None, "bfloat16")), "float16"])
 def test_infinity_on_any_rank_in_any_parameter_is_skipped_by_all_ranks_alike(dtype):
     """With a process a rank: every rank and every parameter in turn."""
     found = ranks.run(2, sweep, dtype, (0, 1, 2), list(places_of(2)))

@@ -68,7 +68,7 @@ def peak_of_construction(rank, world, stage, dtype):
 def test_construction_needs_the_model_its_masters_and_one_bucket_and_no_second_model(dtype):
     model_mib = NUM_LAYERS * WIDTH * WIDTH * 4 / MIB
     assert model_mib == 200
-    for outcome in ranks.outcomes(2, peak_of_construction, 2, dtype, as_users=True, timeout=60.0):
+    for outcome in ranks.outcomes(2, peak_of_construction, 2, dtype, fresh=True, timeout=60.0):
         assert outcome.ok, outcome.text
         peak, masters = outcome.value
         assert masters == (0 if dtype is None else model_mib / 2)

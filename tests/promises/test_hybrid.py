@@ -125,7 +125,7 @@ def trained(rank, group, options, whole_numbers):
     clip = None if whole_numbers else 0.25
     optimizer = zero.shard(model, inner, accumulation=2, bucket_bytes=SMALL, group=group, clip=clip, **options)
     norms = []
-    for step in range(3):
+    for step in range(2):
         for micro in range(2):
             backward(model, rank, step, micro, whole_numbers)
         norms.append(0.0 if whole_numbers else float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
@@ -148,8 +148,8 @@ def layouts(rank, world, stages, dtypes, shared):
         for whole_numbers in (True, False):
             flat = trained(rank, None, options, whole_numbers)
             found.append((whole_numbers, flat, [trained(rank, g, {**options, **more}, whole_numbers) for g, more in ways]))
-            again = trained(rank, None, {**options, **ways[0][1]}, whole_numbers)
-            assert again == found[-1][2][0], "the same once more"
+        again = trained(rank, None, {**options, **ways[0][1]}, whole_numbers=False)
+        assert again == found[-1][2][0], "the same once more"
     return found
 
 
@@ -275,10 +275,10 @@ def saved_and_loaded(folder, before, after):
 
 FROM_AND_TO = [
     ((4, 2, 2), (3, 3, 1)),
-    ((3, 3, 3), (4, 2, 2)),
+    pytest.param((3, 3, 3), (4, 2, 2), marks=pytest.mark.full),
     ((4, 2, 3), (4, 1, 1)),
     ((2, 1, 1), (4, 2, 3)),
-    ((4, 2, 1), (2, 2, 0)),
+    pytest.param((4, 2, 1), (2, 2, 0), marks=pytest.mark.full),
     ((1, 1, 0), (4, 2, 3)),
 ]
 

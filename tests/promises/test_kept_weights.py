@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-import accelerators
 import zero
 from tests import ranks
 from tests.devices import needs_sim
+from tests.promises.offloads import place_of
 from tests.promises.test_sharded_weights import mlp, same, shard, train, values
 from zero.plan.budget import budget_of
 from zero.runtime.params.absent import Absent
@@ -24,8 +24,8 @@ def kept(model):
     return [not isinstance(param, Absent) for param in model.parameters()]
 
 
-def trained(rank, world, dtype, shared_memory, offload):
-    place = accelerators.current().device()
+def trained(rank, world, device, dtype, shared_memory, offload):
+    place = place_of(rank, device, "random:1")
     model, plain = mlp().to(place), mlp().to(place)
     options = {"dtype": dtype, "shared_memory": shared_memory, "offload": offload}
     optimizer, beside = shard(model, 3, keep_whole_numel=KEEP, **options), shard(plain, 2, **options)
@@ -63,13 +63,13 @@ AT_NIGHT = [one for one in itertools.product((1, 2, 3), (None, "bfloat16"), (Tru
     ("world", "dtype", "shared_memory"), [*BY_DAY, *(pytest.param(*one, marks=pytest.mark.full) for one in AT_NIGHT)]
 )
 def test_small_parameters_that_stay_whole_train_like_those_of_stage_2(world, dtype, shared_memory):
-    ranks.run(world, trained, dtype, shared_memory, None)
+    ranks.run(world, trained, "cpu", dtype, shared_memory, None)
 
 
 @needs_sim
 @pytest.mark.parametrize("offload", [{"ratio": 0.5}, *(pytest.param(each, marks=pytest.mark.full) for each in (None, "cpu"))])
 def test_so_they_do_on_a_device_with_states_there_or_on_the_host(offload):
-    ranks.run(2, trained, "bfloat16", True, offload, env={"ACCELERATOR": "sim", "SIM_ORDER": "random:1"})
+    ranks.run(2, trained, "sim", "bfloat16", True, offload, apart="sim")
 
 
 def from_meta(rank, world, folder, way):
@@ -137,7 +137,10 @@ def resumed(rank, world, folder, saved, loaded):
     continued.close()
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(0, KEEP), (KEEP, 0), (KEEP, 10**9), (10**9, KEEP)])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [(0, KEEP), (KEEP, 10**9), *(pytest.param(*one, marks=pytest.mark.full) for one in [(KEEP, 0), (10**9, KEEP)])],
+)
 def test_a_checkpoint_does_not_depend_on_what_is_kept(saved, loaded, tmp_path):
     ranks.run(2, resumed, str(tmp_path), saved, loaded)
 
@@ -171,8 +174,8 @@ def test_frozen_and_late_parameters_are_kept_too():
     ranks.run(2, frozen_and_late)
 
 
-def counted(rank, world, offload):
-    model = mlp().to(accelerators.current().device())
+def counted(rank, world, device, offload):
+    model = mlp().to(place_of(rank, device))
     optimizer = shard(model, 3, keep_whole_numel=KEEP, offload=offload, dtype="bfloat16")
     sharding = optimizer.sharding
     is_host = sharding.masters.shard.device.type == "cpu"
@@ -181,9 +184,9 @@ def counted(rank, world, offload):
     return [(one.device.weights, one.host.weights) for one in (found, planned)]
 
 
-@pytest.mark.parametrize(("accelerator", "offload"), [
+@pytest.mark.parametrize(("device", "offload"), [
     ("cpu", None), *(pytest.param("sim", offload, marks=[needs_sim, pytest.mark.full]) for offload in (None, "cpu")),
 ])  # fmt: skip
-def test_the_plan_counts_them_whole_on_the_device(accelerator, offload):
-    for found, planned in ranks.run(2, counted, offload, env={"ACCELERATOR": accelerator}):
+def test_the_plan_counts_them_whole_on_the_device(device, offload):
+    for found, planned in ranks.run(2, counted, device, offload, apart=device if device == "sim" else ""):
         assert found == planned and found[0] > 0
