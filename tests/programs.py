@@ -1,22 +1,28 @@
 """Programs in processes of their own, forked from a server that has torch: a new interpreter takes two seconds to import it.
 
     done = programs.python("-m", "zero", "plan", env={...})      # as subprocess.run([sys.executable, ...]), captured as text
+    done = programs.with_torch(code, env={...})                  # as `python -c code`, with torch imported and nothing of ours
 
-What such a process has imported is what tests.forked_with lists. A test of what is imported, of how an interpreter ends, or of
-a variable that a library reads while it is loaded, starts an interpreter itself.
+What a process of the first kind has imported is what tests.forked_with lists; the second is for tests of what our packages
+import and do as they are imported. A test that torch is not imported, of how an interpreter ends, or of a variable that torch
+reads while it is loaded, starts an interpreter itself.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
+import textwrap
+import threading
 import types
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 # Where there is a fork server, one process imports torch and others are forked from it in some ten milliseconds. That is safe
@@ -54,6 +60,50 @@ def python(
         # What it never wrote to, as it died before, is empty.
         said = [path.read_text(errors="replace") if path.exists() else "" for path in written]
         return subprocess.CompletedProcess(words, process.exitcode, *said)
+
+
+# A fork goes on behind the loop and ends as an interpreter does; an alarm ends one that hangs.
+_WITH_TORCH = """
+import json, os, signal, sys
+import torch
+for line in sys.stdin:
+    code, environment, timeout, *written = json.loads(line)
+    child = os.fork()
+    if not child:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+signal.alarm(timeout)
+for target, path in enumerate(("/dev/null", *written)):
+    os.dup2(os.open(path, os.O_RDONLY if target == 0 else os.O_WRONLY), target)
+os.environ.clear()
+os.environ.update(environment)
+exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+"""
+_asking = threading.Lock()
+
+
+@cache
+def _interpreter_with_torch() -> subprocess.Popen[str]:
+    server = subprocess.Popen([sys.executable, "-c", _WITH_TORCH], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(server.communicate)
+    return server
+
+
+def with_torch(code: str, env: Mapping[str, str] | None = None, timeout: int = 120) -> subprocess.CompletedProcess[str]:
+    """What `python -c code` does and prints, after `import torch`. The code may be indented."""
+    code, environment = textwrap.dedent(code), dict(os.environ if env is None else env)
+    if START_METHOD != "forkserver":
+        command = [sys.executable, "-c", f"import torch\n{code}"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as error, _asking:
+        server = _interpreter_with_torch()
+        assert server.stdin is not None and server.stdout is not None
+        print(json.dumps([code, environment, timeout, out.name, error.name]), file=server.stdin, flush=True)
+        status = int(server.stdout.readline())
+        said = [Path(file.name).read_text(errors="replace") for file in (out, error)]
+    return subprocess.CompletedProcess(["-c", code], status, *said)
 
 
 def _be_python(words: list[str], environment: dict[str, str], folder: str, *written: str) -> None:

@@ -8,13 +8,13 @@ import textwrap
 
 import pytest
 
+from tests import programs
+
 HEAVY = ("pydantic", "rich", "psutil", "pytest", "matplotlib", "intel_extension_for_pytorch")
 
 
 def run(program, **environment):
-    whole = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, env=whole, capture_output=True, text=True, timeout=120)
+    result = programs.with_torch(program, {**os.environ, **environment})
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -69,7 +69,9 @@ def test_importing_the_front_doors_imports_nothing_but_themselves():
 
 
 def test_importing_does_not_even_import_torch():
-    assert run("import sys, accelerators; print('torch' in sys.modules)").strip() == "False"
+    program = "import sys, accelerators; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == "False", result.stderr
 
 
 def test_choosing_loads_no_heavy_module():

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -147,9 +146,7 @@ def test_the_table_leaves_torch_without_an_accelerator_where_there_was_none():
         assert main(["--json"]) == main([]) == 0
         assert torch.accelerator.current_accelerator() == before
     """
-    environment = {**os.environ, "ACCELERATOR": "cpu"}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    result = programs.with_torch(program, {**os.environ, "ACCELERATOR": "cpu"})
     assert result.returncode == 0, result.stderr
 
 

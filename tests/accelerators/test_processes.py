@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 
@@ -78,8 +76,7 @@ def test_no_thread_runs_and_no_lock_is_kept_that_a_fork_could_break():
             found = [key for names in reachable for key, value in names.items() if isinstance(value, locks)]
             assert not found, (name, found)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, env={**os.environ, "ACCELERATOR": "cpu"}, capture_output=True, text=True, timeout=60)
+    result = programs.with_torch(program, {**os.environ, "ACCELERATOR": "cpu"})
     assert result.returncode == 0, result.stderr
 
 

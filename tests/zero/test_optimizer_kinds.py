@@ -1,14 +1,12 @@
 """Which optimizers are known, which are refused, and those that have modes."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
-from tests import ranks
+from tests import programs, ranks
 from tests.devices import needs_sim
 from zero.comm.loopback import run_ranks, solo
 from zero.optim.traits import known_kind
@@ -395,6 +393,6 @@ except ValueError as error:
 
 @pytest.mark.full
 def test_a_torch_without_muon_trains_and_says_so_where_muon_is_wanted():
-    told = subprocess.run([sys.executable, "-c", WITHOUT_MUON], capture_output=True, text=True, timeout=120)
+    told = programs.with_torch(WITHOUT_MUON)
     assert told.returncode == 0, told.stderr
     assert told.stdout.startswith("Cannot make Muon: torch ")

@@ -3,9 +3,7 @@
 import functools
 import inspect
 import os
-import subprocess
 import sys
-import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import ranks
+from tests import programs, ranks
 from zero.comm.loopback import solo
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.sharding.optimizer import shard
@@ -47,9 +45,7 @@ WITHOUT = {
 
 
 def said(program):
-    environment = {**os.environ, **ranks.DEFAULT_ENV, "ACCELERATOR": "cpu"}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = programs.with_torch(program, {**os.environ, **ranks.DEFAULT_ENV, "ACCELERATOR": "cpu"})
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

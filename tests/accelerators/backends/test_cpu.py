@@ -1,9 +1,7 @@
 """The CPU as a device: one of it, as many cores as the mask allows, and a true high-water mark."""
 
 import os
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ import torch
 from accelerators.backends import host
 from accelerators.backends.cpu import CpuAccelerator
 from accelerators.interface import FLOATING_DTYPES
+from tests import programs
 
 MIB = 1 << 20
 
@@ -102,7 +101,8 @@ def test_linux_reads_its_own_files_and_does_not_load_psutil():
         accelerator.memory()
         assert "psutil" not in sys.modules
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60)
+    result = programs.with_torch(program)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.promise("D07")

@@ -3,14 +3,13 @@
 import contextlib
 import os
 import stat
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
 import zero
+from tests import programs
 from tests.devices import needs_compiler
 from tests.zoo.case import real_numbers
 from zero.comm.loopback import solo
@@ -161,7 +160,7 @@ except RuntimeError as error:
 def as_usual(tmp_path_factory):
     """What the program prints with the system's compiler."""
     environment = {**os.environ, "CXX": "", "TMPDIR": str(tmp_path_factory.mktemp("scratch"))}
-    return subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120).stdout
+    return programs.with_torch(PROGRAM, environment).stdout
 
 
 INEXACT = "-ffast-math -funsafe-math-optimizations -Ofast"
@@ -178,7 +177,7 @@ def test_a_compiler_that_does_not_know_an_option_builds_without_and_leaves_nothi
     wrapper.write_text(f'#!/bin/sh\n{refuses}\nexec c++ {also} "$@"\n')
     wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
     environment = {**os.environ, "CXX": str(wrapper), "TMPDIR": str(scratch)}
-    found = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
+    found = programs.with_torch(PROGRAM, environment)
     assert found.stdout == as_usual and found.stdout.endswith("[]\n"), found.stdout + found.stderr
 
 
@@ -216,9 +215,7 @@ def test_without_a_compiler_it_is_told_why(given, words):
 
 
 def said(given):
-    found = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env={**os.environ, **given}, capture_output=True, text=True, timeout=120
-    )
+    found = programs.with_torch(PROGRAM, {**os.environ, **given})
     return found.stdout + found.stderr
 
 
