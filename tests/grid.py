@@ -135,7 +135,7 @@ def covering(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = Non
 def cost(point: Point) -> float:
     """How long a point takes, roughly. On the simulated device, written in Python, one rank is made no cheaper than two."""
     if point.device != "cpu" and point.bucket == "tiny" and "many" in CASES[point.case].tags:
-        return 1000.0  # a thousand buckets in flight, and each kernel looks through them
+        return 1000.0  # hundreds of buckets in flight, and each kernel looks through them
     if point.device == "cpu":
         return (1.0, 1.5, 2.5, 3.5)[point.world - 1]
     return (5.0, 5.0, 12.0, 16.0)[point.world - 1]
@@ -169,7 +169,7 @@ def without_group(full: bool = False) -> list[Point]:
 
 
 def sharded_weights(full: bool = False) -> list[Point]:
-    """Points at stage 3 on the host, where ranks see each other's memory and where they do not: in the day one of each fourth
+    """Points at stage 3 on the host, where ranks see each other's memory and where they do not: in the day one of each seventh
     case."""
     points = [
         Point(3, world, dtype, bucket, "plain", device, case)
@@ -185,11 +185,12 @@ def sharded_weights(full: bool = False) -> list[Point]:
     for point in points:
         by_case.setdefault(point.case, []).append(point)
     few = [[point for point in those if point.world < 3] or those for those in by_case.values()]
-    return [those[7 * index % len(those)] for index, those in enumerate(few)][::4]
+    return [those[7 * index % len(those)] for index, those in enumerate(few)][::7]
 
 
 def replicated(full: bool = False) -> list[Point]:
-    """Points on the host whose states are in shares of a part of the ranks: in the day one of each eighth case."""
+    """Points on the host whose states are in shares of a part of the ranks: in the day one of each thirteenth case, and
+    of those that do not average."""
     points = [
         Point(stage, world, dtype, bucket, entry, "cpu", case, shard_ranks=world // 2 if world > 2 else 1)
         for case in CASES
@@ -203,7 +204,8 @@ def replicated(full: bool = False) -> list[Point]:
     by_case: dict[str, list[Point]] = {}
     for point in points:
         by_case.setdefault(point.case, []).append(point)
-    return [those[7 * index % len(those)] for index, those in enumerate(by_case.values())][::8]
+    few = [those[7 * index % len(those)] for index, those in enumerate(by_case.values())]
+    return [point for index, point in enumerate(few) if index % 13 == 0 or CASES[point.case].reduce != "mean"]
 
 
 def simulated_replicas(every: int = 101) -> list[Point]:

@@ -25,7 +25,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def _look(point: Point, optimizer: ShardedOptimizer) -> dict[str, Any]:
 
 
 def _masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
-    """What is stored in less than fp32, whole; in one exchange, as some models have a thousand parameters."""
+    """What is stored in less than fp32, whole; in one exchange, as some models have hundreds of parameters."""
     sharding, own = optimizer.sharding, []
     narrow = [index for index, param in enumerate(sharding.params.tensors) if param.dtype in LOW]
     laid_out = [index for index in narrow if sharding.layout_ref.layout.slots[index] is not None]
@@ -130,7 +130,7 @@ def _exchange(group: Group, message: bytes) -> list[bytes]:
 
 
 def _state_of(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
-    """The optimizer's state by name: all of it, or a tenth where there are a thousand parameters, each with its collectives."""
+    """The optimizer's state by name: all of it, or a tenth where there are hundreds, each with its collectives."""
     params = optimizer.sharding.params
     if len(params.names) <= FEW_PARAMETERS:
         state: dict[str, dict[str, Any]] = optimizer.state_dict()["state"]
@@ -385,6 +385,11 @@ def differences(threads: Mapping[Point, Carried], processes: Mapping[Point, Carr
 def has_one_order(point: Point) -> bool:
     """Whether gloo adds in our order. Its all-reduce, which stage 0 uses, goes round a ring: from three ranks on in another."""
     return point.stage > 0 or point.world < 3 or case_of(point).is_exact(point.dtype, point.world)
+
+
+@cache
+def of_the_day() -> Sequence[Point]:
+    return tuple(grid.covering())
 
 
 # The whole product ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ AXES = ("stage", "world", "dtype", "bucket", "entry")
 
 @pytest.fixture(scope="module")
 def points():
-    return [point for point in grid.covering() if point.device == "cpu"]
+    return [point for point in parity.of_the_day() if point.device == "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,7 @@ def test_states_that_are_replicated_across_groups_of_ranks_equal_the_oracle(full
     assert not failures, str(failures)
 
 
+@pytest.mark.of_tests
 def test_the_whole_product_has_so_many_points():
     points = parity.everything()
     in_memory = [point for point in points if "disk" not in point.offload]

@@ -12,7 +12,7 @@ NUM_PARTS = 24
 
 @pytest.fixture(scope="module")
 def points():
-    return grid.covering()
+    return parity.of_the_day()
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, NUM_PARTS))])
