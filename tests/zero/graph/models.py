@@ -13,6 +13,7 @@ import zero
 from zero.sharding.optimizer import shard
 
 WIDTH, VOCABULARY, LENGTH = 8, 11, 5
+STEPS = 8
 
 
 class Mlp(nn.Module):
@@ -126,7 +127,7 @@ def compiled(backend: str, **options: Any) -> Compile:
 
 
 def train(
-    name: str, compile_it: Compile | None, rank: int = 0, *, steps: int = 20, micro_steps: int = 1, group: Any = None,
+    name: str, compile_it: Compile | None, rank: int = 0, *, steps: int = STEPS, micro_steps: int = 1, group: Any = None,
     watch: Callable[[float], None] = lambda loss: None, **options: Any,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """The weights after so many steps; every loss is shown to `watch`."""

@@ -10,7 +10,7 @@ import torch
 import zero
 from tests import ranks
 from tests.promises.trainings import gloo_group
-from tests.zero.graph.models import MODELS, adamw, batch, build, compiled, same, train
+from tests.zero.graph.models import MODELS, STEPS, adamw, batch, build, compiled, same, train
 from zero.sharding.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
@@ -36,7 +36,7 @@ def test_compiled_training_has_the_bits_of_the_eager_one(name, stage, dtype, han
 def train_on_ranks(rank: int, world: int, name: str, micro_steps: int, dtypes: list[str | None]) -> list[str]:
     group, wrong = gloo_group(), []
     for stage, dtype in enumerate(dtypes):
-        options = {"stage": stage, "dtype": dtype, "group": group, "micro_steps": micro_steps, "steps": 20 // micro_steps}
+        options = {"stage": stage, "dtype": dtype, "group": group, "micro_steps": micro_steps, "steps": STEPS // micro_steps}
         if not same(train(name, compiled("aot_eager"), rank, **options), train(name, None, rank, **options)):
             wrong.append(f"{name} of {world}, stage {stage}, {dtype}, {micro_steps} micro-steps")
     return wrong
@@ -105,7 +105,7 @@ def test_in_every_order_of_compiling_and_sharding_the_training_is_the_same(way, 
         run = torch.compile(model, backend="aot_eager")
     if way == "a part":
         zero.compile(model.blocks[0], "aot_eager")
-    for step in range(20):
+    for step in range(STEPS):
         run(batch("gpt", 0, step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
