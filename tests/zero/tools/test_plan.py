@@ -227,10 +227,10 @@ def measure(rank, world, points, batch, make=adamw, shard_ranks=None):
     return found
 
 
-STATES = [
-    (0, None, "none", 1), (1, "bfloat16", "none", 1), (2, None, "cpu", 1), (0, None, "none", 3), (1, None, "none", 3),
-    (1, "bfloat16", "cpu", 3), (2, "bfloat16", "none", 3),
-]  # fmt: skip
+STATES = [(0, None, "none", 3), (1, "bfloat16", "cpu", 3), (2, "bfloat16", "none", 1)]
+MORE_STATES = [
+    (0, None, "none", 1), (1, "bfloat16", "none", 1), (2, None, "cpu", 1), (1, None, "none", 3), (2, "bfloat16", "none", 3)
+]
 WITH_ACTIVATIONS = [(1, None, "none", 3), (2, "bfloat16", "cpu", 1)]
 
 
@@ -239,6 +239,7 @@ WITH_ACTIVATIONS = [(1, None, "none", 3), (2, "bfloat16", "cpu", 1)]
     ("points", "batch"),
     [
         pytest.param(STATES, 1, id="model states"),
+        pytest.param(MORE_STATES, 1, id="more model states", marks=pytest.mark.full),
         pytest.param(WITH_ACTIVATIONS, 256, id="activations too", marks=pytest.mark.full),
     ],
 )
