@@ -75,7 +75,7 @@ def test_lbfgs_is_plain_torchs_bit_by_bit_and_calls_its_closure_as_often(way):
         return told, weights(models[group.rank]), [sharded.whole_state(param) for param in models[group.rank].parameters()]
 
     state = optimizer.state[next(iter(plain.parameters()))]
-    for world in (1, 2, 4):
+    for world in (1, 4):
         models = [net() for _ in range(world)]
         for told, now, entries in run_ranks(world, one, 20.0):
             assert told == expected and same(now, weights(plain))
