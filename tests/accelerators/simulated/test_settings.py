@@ -73,12 +73,11 @@ def test_a_value_that_means_nothing_is_refused_in_three_parts(variable, value):
 
 
 def test_importing_and_constructing_touch_nothing():
+    code = "import sys, accelerators.simulated; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout == "False\n"
     code = """
-import sys
-import accelerators.simulated
-assert "torch" not in sys.modules
-from accelerators.simulated import SimulatedAccelerator
 import torch
+from accelerators.simulated import SimulatedAccelerator
 before = torch.get_rng_state()
 accelerator = SimulatedAccelerator()
 assert torch._C._get_privateuse1_backend_name() == "privateuseone"
@@ -86,7 +85,7 @@ assert not hasattr(torch, "sim")
 assert torch.equal(torch.get_rng_state(), before)
 print(repr(accelerator))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = programs.with_torch(code)
     assert done.stdout == "SimulatedAccelerator('sim')\n", done.stderr
 
 
