@@ -59,6 +59,11 @@ TRIES = 60  # points looked at for each one that is chosen
 
 # Elements of a bucket: fewer than most parameters have, and more than any model of the zoo has.
 BUCKET_NUMEL = {"tiny": 7, "huge": 1 << 20}
+# Subjects of cases that weights in shares are trained with by day.
+IN_SHARES = (
+    "hooks", "checkpoint", "function", "edit", "tied", "strided", "parametrized", "divergent", "clip", "whole", "frozen",
+    "buffers", "no_sync", "dtypes", "average", "overflow", "shared", "double", "functional",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -169,8 +174,8 @@ def without_group(full: bool = False) -> list[Point]:
 
 
 def sharded_weights(full: bool = False) -> list[Point]:
-    """Points at stage 3 on the host, where ranks see each other's memory and where they do not: in the day one of each seventh
-    case."""
+    """Points at stage 3 on the host, where ranks see each other's memory and where they do not: in the day one for each of the
+    subjects IN_SHARES, every fifth on one rank and the others on two."""
     points = [
         Point(3, world, dtype, bucket, "plain", device, case)
         for case in CASES
@@ -181,11 +186,12 @@ def sharded_weights(full: bool = False) -> list[Point]:
     points = [point for point in points if can_be(point)]
     if full:
         return points
-    by_case: dict[str, list[Point]] = {}
-    for point in points:
-        by_case.setdefault(point.case, []).append(point)
-    few = [[point for point in those if point.world < 3] or those for those in by_case.values()]
-    return [those[7 * index % len(those)] for index, those in enumerate(few)][::7]
+    cases = dict.fromkeys(next(name for name, case in CASES.items() if tag in case.tags) for tag in IN_SHARES)
+    found = []
+    for index, case in enumerate(cases):
+        those = [point for point in points if point.case == case and point.world == (2 if index % 5 else 1)]
+        found.append(those[7 * index % len(those)])
+    return found
 
 
 def replicated(full: bool = False) -> list[Point]:

@@ -64,7 +64,7 @@ def python(
 
 # A fork goes on behind the loop and ends as an interpreter does; an alarm ends one that hangs.
 _WITH_TORCH = """
-import json, os, signal, sys
+import json, os, signal, sys, tempfile, types
 import torch
 for line in sys.stdin:
     code, environment, timeout, *written = json.loads(line)
@@ -79,14 +79,18 @@ for target, path in enumerate(("/dev/null", *written)):
     os.dup2(os.open(path, os.O_RDONLY if target == 0 else os.O_WRONLY), target)
 os.environ.clear()
 os.environ.update(environment)
-exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+tempfile.tempdir = None
+sys.modules["__main__"] = types.ModuleType("__main__")
+exec(compile(code, "<string>", "exec"), sys.modules["__main__"].__dict__)
 """
 _asking = threading.Lock()
 
 
 @cache
 def _interpreter_with_torch() -> subprocess.Popen[str]:
-    server = subprocess.Popen([sys.executable, "-c", _WITH_TORCH], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    """One thread each: how many there are is decided as torch is loaded."""
+    environment, pipe = {**os.environ, "OMP_NUM_THREADS": "1"}, subprocess.PIPE
+    server = subprocess.Popen([sys.executable, "-c", _WITH_TORCH], env=environment, stdin=pipe, stdout=pipe, text=True)
     atexit.register(server.communicate)
     return server
 
@@ -101,7 +105,12 @@ def with_torch(code: str, env: Mapping[str, str] | None = None, timeout: int = 1
         server = _interpreter_with_torch()
         assert server.stdin is not None and server.stdout is not None
         print(json.dumps([code, environment, timeout, out.name, error.name]), file=server.stdin, flush=True)
-        status = int(server.stdout.readline())
+        try:
+            status = int(server.stdout.readline())
+        except BaseException:  # it is gone, or its answer would be the next one's
+            server.kill()
+            _interpreter_with_torch.cache_clear()
+            raise
         said = [Path(file.name).read_text(errors="replace") for file in (out, error)]
     return subprocess.CompletedProcess(["-c", code], status, *said)
 

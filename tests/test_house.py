@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("accelerators", "zero")
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 SOURCES = {str(path.relative_to(ROOT)): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
 
 # Imports go down, never up, never sideways. A folder directly inside `zero` is one room, and so is a loose module there.
@@ -371,3 +372,11 @@ def test_these_rules_find_what_they_are_there_for(name, monkeypatch, tmp_path):
     tree.cache_clear()
     assert [*wrong_imports(name), *wrong_words(name), *wrong_numbers(name)]
     tree.cache_clear()
+
+
+def test_what_is_no_python_is_packaged():
+    """An installed package has what pyproject.toml lists; a checkout has everything."""
+    packaged = re.findall(r"^(\w+) = \[(.*)\]$", PYPROJECT.partition("[tool.setuptools.package-data]")[2], re.MULTILINE)
+    listed = {f"{package}/{path}" for package, paths in packaged for path in re.findall(r'"([^"]+)"', paths)}
+    others = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix not in (".py", ".pyc")}
+    assert {str(path.relative_to(ROOT)) for path in others if path.is_file()} <= listed

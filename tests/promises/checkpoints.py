@@ -120,9 +120,9 @@ def sharded(group: Any = None, make: Make = adamw, **options: Any) -> ShardedOpt
 
 
 def go_on(
-    rank: int, world: int, folder: str, first: int, last: int, options: dict[str, Any], saves: bool = True, further: int = 0
+    rank: int, world: int, folder: str, first: int, last: int, options: dict[str, Any], saves: bool = True
 ) -> dict[str, Any]:
-    """In a rank process: takes in what is in the folder, trains from step to step, saves, trains further, tells everything."""
+    """In a rank process: takes in what is in the folder, trains from step to step, saves, and tells everything."""
     accelerate = options.pop("device", None)
     place = torch.device(accelerate) if accelerate else torch.device("cpu")
     scheduler_of = options.pop("scheduler", None)
@@ -142,10 +142,9 @@ def go_on(
         if first:
             extra = zero.load(folder, optimizer, scheduler=scheduler)
         losses = train(optimizer, range(first, last), rank, world, scheduler)
+        rates = [group["lr"] for group in optimizer.param_groups]
         if saves:
             zero.save(folder, optimizer, extra={"last": last}, scheduler=scheduler)
-        losses += train(optimizer, range(last, last + further), rank, world, scheduler)
-        rates = [group["lr"] for group in optimizer.param_groups]
         drawn = (torch.rand(()).item(), random.random())  # last of all: whoever goes on draws the same
         return {**everything(optimizer), "losses": losses, "rates": rates, "drawn": drawn, "extra": extra}
     finally:

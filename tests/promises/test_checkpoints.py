@@ -90,11 +90,12 @@ def one_of_each(kind):
 
 
 def resumes_exactly(rank, world, folder, kinds, options):
-    """Three steps, a save and three more, and these by others; the first differences by optimizer."""
+    """Six steps, and three, a save, and three more by others; the first differences by optimizer."""
     found = []
     for name in kinds:
         kind = Lion if name == "Lion" else getattr(torch.optim, name)
-        whole = go_on(rank, world, f"{folder}/{name}", 0, 3, {**options, "make": one_of_each(kind)}, further=3)
+        whole = go_on(rank, world, f"{folder}/{name}/straight", 0, 6, {**options, "make": one_of_each(kind)}, saves=False)
+        go_on(rank, world, f"{folder}/{name}", 0, 3, {**options, "make": one_of_each(kind)})
         rest = go_on(rank, world, f"{folder}/{name}", 3, 6, {**options, "make": one_of_each(kind)}, saves=False)
         whole["losses"], whole["extra"] = whole["losses"][3:], {"last": 3}
         difference = first_difference(whole, rest, name)

@@ -106,8 +106,11 @@ SAID = {
 }
 EVERY = [(world, where, how) for world in (3, 2) for where in SEEN for how in SAID]
 # Where time is short some of them, which have every phase, every way to fail and both numbers of ranks.
-BY_DAY = (0, 5, 10, 15, 35, 40, 45)
-POINTS = [point if number in BY_DAY else pytest.param(*point, marks=pytest.mark.full) for number, point in enumerate(EVERY)]
+BY_DAY = [
+    (3, "data", "raise"), (3, "backward", "kill"), (3, "after the backward", "stall"), (3, "update", "end"),
+    (2, "after the backward", "end"), (2, "after the step", "raise"), (2, "before a save", "kill"),
+]  # fmt: skip
+POINTS = [*BY_DAY, *(pytest.param(*point, marks=pytest.mark.full) for point in EVERY if point not in BY_DAY)]
 
 
 def told_by_others(world, victim, how, where, folder):

@@ -594,7 +594,7 @@ def test_parameters_without_elements_keep_their_shape_and_round_trip_anywhere(ki
             optimizer.load_state_dict(saved[1])
         return [p.detach().clone() for p in model.parameters()]
 
-    for stage, world in ((0, 2), (1, 1), (2, 3)):
+    for stage, world in ((0, 1), (1, 3), (2, 2)):
         plain = build()
         theirs = sgd(plain, 0.1, momentum=0.5)
         for step in range(3):

@@ -198,7 +198,7 @@ def test_on_a_device_states_in_any_homes_have_the_bits_of_those_on_it(tmp_path, 
     homes = [
         {**host, "weights": "cpu"} if stage == 3 else {"moments": "cpu"},
         in_(tmp_path, EVERYTHING),
-        {**host, **in_(tmp_path, disk("moments"))},
+        {"masters": {"home": "host", "ratio": 0.5}, "moments": {"home": "host", "ratio": 0.5}},
         in_(tmp_path, disk("moments", "gradients", ratio=0.5)),
     ]
     points = [{"stage": stage, "dtype": dtype, "homes": own} for own in ({}, *homes)]
@@ -676,9 +676,9 @@ def train_for_ever(folder, has_begun):
 def test_of_a_process_that_is_killed_in_a_step_nothing_is_left_on_disk(tmp_path):
     context = start_context()
     has_begun = context.Event()
-    process = context.Process(target=train_for_ever, args=(tmp_path, has_begun))
+    process = context.Process(target=train_for_ever, args=(tmp_path, has_begun), daemon=True)
     process.start()
-    assert has_begun.wait(60.0)
+    assert has_begun.wait(60.0), process.exitcode
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL

@@ -26,8 +26,6 @@ pytestmark = pytest.mark.cuda
 NEAR = {None: {"rtol": 1e-4, "atol": 1e-6}, "bfloat16": {"rtol": 2e-2, "atol": 1e-3}}  # an ulp of the weights
 PROGRAMS = (
     test_offload.several_backwards,
-    test_offload.a_single_backward,
-    test_offload.changing_lengths,
     test_offload.declared_accumulation,
     test_offload.reset_in_every_way,
     test_offload_bits.edited_then_clipped,

@@ -302,9 +302,8 @@ def test_on_the_cpu_offload_copies_nothing_and_needs_no_more_memory(stage, dtype
         model = deep(NUM_LAYERS, WIDTH)
         crossing = mock.patch.object(HostHome, "_copy", side_effect=AssertionError("a copy that goes nowhere"))
         with crossing, mock.patch.object(HostHome, "allocate", side_effect=AssertionError("memory for it")), Peak() as peak:
-            optimizer = shard(
-                model, adamw(model), stage=stage, dtype=dtype, offload=offload, group=solo(), bucket_bytes=4 * WIDTH * WIDTH * 4
-            )
+            options = {"stage": stage, "dtype": dtype, "bucket_bytes": LAYERS_A_BUCKET * WIDTH * WIDTH * 4}
+            optimizer = shard(model, adamw(model), offload=offload, group=solo(), **options)
             for step in range(2):
                 loss = real_loss(model(draw(model, (1, WIDTH), 0, step, real=True)))
                 backward(optimizer, loss)

@@ -313,7 +313,7 @@ def test_memory_that_is_nan_before_and_after_its_use_never_reaches_a_number():
             yield
             seen.extend(filled_with_nan)
 
-    assert [what_differs(name, setting=poisoned()) for name in names] == [[]] * len(names)
+    assert what_differs(names, setting=poisoned()) == []
     assert len(seen) > 1000
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -115,33 +114,24 @@ def what_differs(
     worlds: Sequence[int] = WORLDS,
     dtypes: Sequence[str] = ("fp32", "bf16"),
     buckets: Sequence[str] = BUCKETS,
-    whole_product: bool = False,
     wrap: Wrap = lambda group: group,
     setting: contextlib.AbstractContextManager[Any] | None = None,
     **more: Any,
 ) -> list[str]:
     """Every training that does not equal the oracle, with its first difference.
 
-    Each stage is there, with which world sizes, dtypes and buckets depends on the case; of one case each world size is there
-    too, and several share the stages, as the parity grid has each of them at every stage. With `whole_product` all meet all,
-    as they do at night in the parity grid.
+    Of each case each stage and each world size is there; with which of the other, dtypes and buckets depends on the case. All
+    meet all at night, in the parity grid.
     """
     found = []
-    names = [names] if isinstance(names, str) else list(names)
-    share = -(-len(stages) // len(names)) if len(names) > 1 else None
     with setting or contextlib.nullcontext():
-        for position, name in enumerate(names):
+        for name in [names] if isinstance(names, str) else names:
             case = CASES[name]
             axes = [
                 stages, [world for world in worlds if world >= case.needs_world],
                 [dtype for dtype in dtypes if dtype in case.dtypes], buckets,
             ]  # fmt: skip
-            begin = crc32(name.encode())
-            if share is not None:
-                begin += (position * share - begin) % len(stages)  # with the stage after the last one of the case before
-            points: Iterable[Any]
-            points = itertools.product(*axes) if whole_product else itertools.islice(_in_turn(axes, begin), share)
-            for stage, world, dtype, bucket in points:
+            for stage, world, dtype, bucket in _in_turn(axes, crc32(name.encode())):
                 options = options_of(name, stage, dtype, bucket, **more)
                 label = f"{name} stage={stage} world={world} {dtype} {bucket}"
                 ours = loopback_traces(case, world, wrap, **options)
@@ -160,7 +150,7 @@ def what_differs_over_gloo(
 ) -> list[str]:
     """The same with a process a rank, all in one call; each stage and each name is there."""
     names = [name for name in ([names] if isinstance(names, str) else names) if dtype in CASES[name].dtypes]
-    wanted = [(name, stage) for name, stage in _in_turn([names, stages], 0)]
+    wanted = list(_in_turn([names, stages], 0))
     ours = ranks.run(world, _train_over_gloo, wanted, dtype, bucket, timeout=60.0)
     found = []
     for position, (name, stage) in enumerate(wanted):

@@ -1,8 +1,8 @@
 """Every command and every program in docs/ runs as printed, and what is drawn or listed there comes from the code.
 
 A block with a name behind its language is a file. Other python blocks of a page run one after another, in one namespace; bash
-blocks are commands, a line each; a text block is what those before it printed. By day commands run in the process of the tests,
-at night whole pages are pasted into one process and one shell.
+blocks are commands, a line each; a text block is what those before it printed. By day commands run in the process of the tests
+and models are compiled without inductor; at night whole pages are pasted into one process and one shell, with it.
 """
 
 import contextlib

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import programs, ranks
+from tests import programs
 from zero.comm.loopback import solo
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.sharding.optimizer import shard
@@ -45,7 +45,7 @@ WITHOUT = {
 
 
 def said(program):
-    done = programs.with_torch(program, {**os.environ, **ranks.DEFAULT_ENV, "ACCELERATOR": "cpu"})
+    done = programs.with_torch(program, {**os.environ, "ACCELERATOR": "cpu"})
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -74,11 +74,12 @@ def test_a_value_that_means_nothing_is_refused_in_three_parts(variable, value):
 
 def test_importing_and_constructing_touch_nothing():
     code = "import sys, accelerators.simulated; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout == "False\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr
     code = """
 import torch
-from accelerators.simulated import SimulatedAccelerator
 before = torch.get_rng_state()
+from accelerators.simulated import SimulatedAccelerator
 accelerator = SimulatedAccelerator()
 assert torch._C._get_privateuse1_backend_name() == "privateuseone"
 assert not hasattr(torch, "sim")
