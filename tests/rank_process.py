@@ -164,6 +164,7 @@ class _RankProcess:
             simulated = sys.modules.get("accelerators.simulated.start")
             if simulated is not None and simulated.is_up():  # it may have been asked what it can do while a test spoilt that
                 sys.modules["accelerators"].get("sim").forget_answers()
+                sys.modules["accelerators.simulated"].configure(order=os.environ.get("SIM_ORDER", "late"))
             gc.collect()
             gc.freeze()  # what is left is held by somebody, and mostly modules
         except Exception:  # noqa: BLE001 - whatever it is, the parent says it
