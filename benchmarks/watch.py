@@ -22,10 +22,11 @@ COMPUTES_S = 0.01
 
 def run(rank: int, port: int, steps: int) -> None:
     from zero.comm.health.monitor import RankMonitor
+    from zero.comm.health.store import StoreClient
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
-    watch = RankMonitor(store, rank, 2, True)
+    watch = RankMonitor(StoreClient(store), rank, 2, True)
     watch.wait_for_start(30.0, lambda rank: "")
     waited = computed = 0.0
     begin = time.process_time()
