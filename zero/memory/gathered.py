@@ -169,6 +169,12 @@ class GatheredWeights:
                     )
                 self._free(chunk)
 
+    def wait(self) -> None:
+        """Waits for what is on its way."""
+        with self._lock:
+            for chunk in list(self._gathered):
+                self._arrive(chunk)
+
     def abandon(self) -> None:
         """Frees everything, and waits for nothing that was on its way over lost connections, which may still be written to."""
         with self._lock:

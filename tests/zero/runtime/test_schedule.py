@@ -90,6 +90,35 @@ def test_what_all_ranks_fetched_in_two_windows_comes_by_collectives_in_the_next(
     ranks.run(world, alike, gathered_bytes, times)
 
 
+def closed_after_fetching_ahead(rank, world):
+    """Closes where what was fetched ahead has come, is looked after by nobody any more, and was never read."""
+    with collectives_beside():
+        training = Training(rank)
+    params = list(training.model.parameters())
+    for _ in range(4):
+        sum(param.sum() for param in [*params, params[0]]).backward()  # as close() reads them, and the first one once more
+        training.step()
+    cache, pulls, were_fetched = training.exchange.cache, training.exchange.pulls, []
+    close, outstanding = pulls.close, training.schedule._gathers._outstanding
+
+    def close_late():
+        close()
+        were_fetched.extend(chunk.arrival is not None for chunk in cache._gathered)
+        deadline = time.monotonic() + 20.0
+        while outstanding and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    with mock.patch.object(pulls, "close", close_late):
+        training.optimizer.close()
+    return any(were_fetched), training.weights()
+
+
+@pytest.mark.promise("S02")
+def test_close_ends_well_where_what_was_fetched_ahead_was_never_read():
+    (was_fetched, one), (_, other) = ranks.run(2, closed_after_fetching_ahead)
+    assert was_fetched and all(map(torch.equal, one, other))
+
+
 def tell(sender, receiver):
     """One rank waits for another one, in its main thread."""
     if dist.get_rank() == sender:

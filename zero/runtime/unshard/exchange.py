@@ -221,6 +221,10 @@ class ShareExchange:
         if self._schedule is not None:
             self._schedule.end()
         self.pulls.close()
+        try:
+            self.cache.wait()  # while there are connections: also for what has come, and was fetched ahead for nothing
+        except GroupLost:
+            self.cache.abandon()
         if self._schedule is not None:
             self._schedule.close()
         self.versions.clear()
