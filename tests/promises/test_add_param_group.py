@@ -24,6 +24,7 @@ class Injected(Exception):
 
 # Where adding can fail: the owner of a function, its name, and at which of its calls.
 PLACES = {
+    "the optimizer": (torch.optim.AdamW, "add_param_group", 1),
     "the memory": (state.MemoryGuard, "reserve", 1),
     "the layout": (LayoutRef, "replace", 1),
     "the table": (Params, "add", 1),

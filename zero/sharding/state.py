@@ -170,13 +170,15 @@ class ShardingState:
     def add_group(self, model: nn.Module, param_group: dict[str, Any]) -> None:
         """Takes in a group of the optimizer, with parameters that are new, or leaves everything as it was."""
         inner = self.updater.inner
-        inner.add_param_group(param_group)
+        num_groups = len(inner.param_groups)
         try:
+            inner.add_param_group(param_group)
             check_optimizer(inner, self.config)
             tensors = [param for param in inner.param_groups[-1]["params"] if id(param) not in self.params.index]
             self.add_params(self.params.names_in(model, tensors), tensors, len(inner.param_groups) - 1)
         except BaseException:
-            remove_last_group(inner)
+            if len(inner.param_groups) > num_groups:
+                remove_last_group(inner)
             raise
 
     def add_params(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:

@@ -71,11 +71,11 @@ def update(state: ShardingState, used: int, coefficient: float) -> None:
     try:
         with _told_on_all(state):
             _step_batches(state, batches, used, coefficient)
+        state.publisher.end()
     except BaseException as error:
         state.window.move_to(Phase.TORN)
         state.window.annotate_error(error)
         raise
-    state.publisher.end()
     state.mid_update = False
     state.window.move_to(Phase.STEPPED)
 

@@ -50,6 +50,11 @@ def fail_in_update(model, optimizer):
         optimizer.step()
 
 
+def fail_to_publish(model, optimizer):
+    with mock.patch.object(optimizer.sharding.publisher, "end", side_effect=Failure):
+        optimizer.step()
+
+
 def wrong_grad(model, optimizer):
     if model[1].weight.grad is not None:
         model[0].weight.grad = model[1].weight.grad
@@ -74,7 +79,7 @@ def remove_grad(model, optimizer):
 
 
 ACTIONS = (
-    backward, backward, backward_apart, fail_in_backward, fail_in_update, wrong_grad, own_grad, remove_grad,
+    backward, backward, backward_apart, fail_in_backward, fail_in_update, fail_to_publish, wrong_grad, own_grad, remove_grad,
     lambda model, optimizer: optimizer.step(),
     lambda model, optimizer: optimizer.settle(),
     lambda model, optimizer: optimizer.zero_grad(),
@@ -92,7 +97,7 @@ def act(seed, world, seen):
 
     def program(group):
         model = filled(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), real=True)
-        optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.01), stage=seed % 3, group=group)
+        optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.01), stage=seed % 4, group=group)
         chance = random.Random(seed)
         for _ in range(40):
             with contextlib.suppress(Failure, ValueError, NotImplementedError, ZeroError):
