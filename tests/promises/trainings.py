@@ -151,6 +151,7 @@ def what_differs_over_gloo(
     """The same with a process a rank, all in one call; each stage and each name is there."""
     names = [name for name in ([names] if isinstance(names, str) else names) if dtype in CASES[name].dtypes]
     wanted = list(_in_turn([names, stages], 0))
+    assert wanted, f"no case is trained in {dtype}"
     ours = ranks.run(world, _train_over_gloo, wanted, dtype, bucket, timeout=60.0)
     found = []
     for position, (name, stage) in enumerate(wanted):
