@@ -10,7 +10,7 @@ import accelerators
 from zero.memory.deferred_sum import DeferredSum
 from zero.memory.formats import by_device, sum_dtype
 from zero.memory.gradient_stream import GradientStream
-from zero.memory.homes.disk import DiskHome, is_absent
+from zero.memory.homes.disk import is_absent
 from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.registry import Homes
 from zero.memory.shard import LayoutRef, Shard
@@ -37,9 +37,10 @@ class GradientShard(Shard):
         self._kept: dict[int, torch.Tensor] = {}
         self._deferred_scales: dict[int, float] = {}  # factors of shares that are applied when they are read
         self.partial: dict[int, torch.Tensor | None] = {}  # by bucket whose sum is, what was put aside
-        self.stream = GradientStream(self.shares, weakly(self._disk_of), weakly(self.allocate), homes.host.catch_up)
+        self.stream = GradientStream(self.shares, weakly(self._home_apart), weakly(self.allocate), homes.host.catch_up)
 
-    def _disk_of(self, bucket: int) -> Home | None:
+    def _home_apart(self, bucket: int) -> Home | None:
+        """The home of a sum where that is not the one of its masters."""
         places = dict(self.layout_ref.layout.buckets[bucket].away)
         return self.homes.at("gradients", places["gradients"]) if "gradients" in places else None
 
@@ -166,11 +167,7 @@ class GradientShard(Shard):
 
     def check_resident(self) -> None:
         """Raises while states that gradients need are on the host."""
-        away = [state for state in NEEDED if state in self.homes.away]
-        if away:
-            raise ValueError(
-                f"Cannot use gradients: {', '.join(away)} are away since offload_states. Call reload_states() first."
-            )
+        self.homes.check_here("use gradients", NEEDED)
 
     def multiply(self, factor: float) -> None:
         for rows in self.deferred.values():
@@ -219,7 +216,7 @@ class GradientShard(Shard):
     def allocate(self, bucket: int) -> torch.Tensor:
         if bucket in self._kept:
             return self._kept.pop(bucket)
-        disk = self._disk_of(bucket)
-        if not isinstance(disk, DiskHome) or disk.device != self.device:
+        home = self._home_apart(bucket)
+        if home is None or home.device != self.device:
             return super().allocate(bucket)
-        return disk.memory(self.layout_ref.layout.buckets[bucket].share_numel, sum_dtype(self.layout_ref.dtype_of(bucket)))
+        return home.allocate(self.layout_ref.layout.buckets[bucket].share_numel, sum_dtype(self.layout_ref.dtype_of(bucket)))

@@ -13,7 +13,6 @@ import accelerators
 from accelerators import Accelerator
 from accelerators.memory import format_bytes
 from zero.config.homes import StateHome
-from zero.memory.homes.disk import DiskHome
 from zero.memory.homes.registry import Homes
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
@@ -106,9 +105,7 @@ class MemoryGuard:
         if self._place.is_host and held is not None:
             self._check_host(layout, held, frozen)
         for (kind, place), num_bytes in disk_bytes(layout, busiest_rank(layout), num_moments(self._optimizer)).items():
-            disk = self.homes.at(kind, place)
-            assert isinstance(disk, DiskHome)
-            disk.file.reserve(num_bytes)
+            self.homes.disk(kind, place).file.reserve(num_bytes)
         needed = self._needed(layout) - (0 if before is None else self._needed(before))
         if not needed:
             return

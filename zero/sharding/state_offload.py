@@ -16,10 +16,10 @@ from zero.config.schema import NAMES_OF_HOST, name_of_place
 from zero.errors import DiskFailed
 from zero.memory.formats import ParamFormat
 from zero.memory.gradient_shard import NEEDED, GradientShard
-from zero.memory.homes.disk import DiskHome, is_absent
+from zero.memory.homes.disk import is_absent
 from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.host import HostHome
-from zero.memory.homes.registry import DISK, MOVED, Move
+from zero.memory.homes.registry import DISK, MOVED, Move, are_away
 from zero.memory.masters import Masters
 from zero.memory.weights import Weights
 from zero.runtime.params.memory import starts_where
@@ -72,7 +72,7 @@ class StateOffloader:
 
     @property
     def is_away(self) -> bool:
-        return bool(self._homes.away)
+        return self._homes.is_any_away
 
     def offload(self, include: Iterable[Any] | None, device: Any, pinned: bool, non_blocking: bool) -> list[str]:
         """Moves states to the host or to disk. What is not on the device stays. Returns the names of the states.
@@ -99,13 +99,10 @@ class StateOffloader:
             "gradients": self._gradient_parts,
             "weights": self._weight_parts,
         }
-        leaving = [name for name in names if name in parts and name not in self._homes.away]
+        leaving = [name for name in names if name in parts and not self._homes.away([name])]
         try:
             for name in leaving:
-                away = self._homes.away[name] = []  # also where this rank has none of it, as the others wait for it
-                for move in list(parts[name]()):
-                    move(home)
-                    away.append(move)  # one at a time: what comes after may fail
+                self._homes.move_away(name, parts[name](), home)
         except BaseException:
             self.reload(False, leaving)
             raise
@@ -120,12 +117,8 @@ class StateOffloader:
         self._gives_up = gives_up
         try:
             for name in names:
-                away = self._homes.away.get(name, [])
-                while away:
-                    away[0](self._homes.device)
-                    del away[0]
-                self._homes.away.pop(name, None)
-            if not self._homes.away:
+                self._homes.bring_back(name)
+            if not self.is_away:
                 self._homes.close(MOVED)
         except DiskFailed:
             self._cannot_read = True
@@ -139,9 +132,7 @@ class StateOffloader:
     def check(self, what: str, *needed: str) -> None:
         """Raises where something is away that `what` needs."""
         self._finish(True)
-        away = [name for name in needed or STATES if name in self._homes.away]
-        if away:
-            raise ValueError(f"Cannot call {what}(): {_are_away(away)}")
+        self._homes.check_here(f"call {what}()", needed or STATES)
 
     def check_load(self, what: str, is_whole: bool) -> None:
         """The same for what loads everything, or not: what cannot be read any more, or is lost, is not needed then."""
@@ -159,7 +150,7 @@ class StateOffloader:
         """Hooks that refuse what needs a state that is away, whether it is a submodule, a copy, or a graph from before."""
         while self._guards:
             self._guards.pop().remove()
-        away = [name for name in NEEDED if name in self._homes.away]
+        away = self._homes.away(NEEDED)
         if away:
             guard: Any = _Guard("run a backward", away)
             trained: list[Any] = [param for param in self._params.tensors if param.requires_grad]
@@ -186,7 +177,7 @@ class StateOffloader:
             "gradients": list(self._gradients.shares.values()),
             "weights": list(self._weights.memory()),
         }
-        tensors = [tensor for name in names if name not in self._homes.away for tensor in going.get(name, ())]
+        tensors = [tensor for name in names if not self._homes.away([name]) for tensor in going.get(name, ())]
         return sum(tensor.nbytes for tensor in tensors if not tensor.is_cpu)
 
     def _copies(self) -> list[int]:
@@ -277,7 +268,7 @@ class StateOffloader:
 
     def _moved_in_memory(self, tensor: torch.Tensor, home: Home) -> torch.Tensor:
         """Of a share of the weights, which may be read wherever it is."""
-        return self._moved(tensor, self._homes.host if isinstance(home, DiskHome) else home)
+        return self._moved(tensor, home.memory)
 
     def _moved(self, tensor: torch.Tensor, home: Home) -> torch.Tensor:
         moved, transfer = self._homes.move(tensor, home, self._gives_up)
@@ -308,17 +299,13 @@ class _Guard:
         self._away = away
 
     def __call__(self, *_: Any) -> None:
-        raise ValueError(f"Cannot {self._what}: {_are_away(self._away)}")
+        raise ValueError(f"Cannot {self._what}: {are_away(self._away)}")
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise ValueError(f"Cannot copy the model: {_are_away(self._away)}")
+        raise ValueError(f"Cannot copy the model: {are_away(self._away)}")
 
     def __reduce__(self) -> NoReturn:
-        raise ValueError(f"Cannot pickle the model: {_are_away(self._away)}")
-
-
-def _are_away(names: Sequence[str]) -> str:
-    return f"{', '.join(names)} are away since offload_states. Call reload_states() first."
+        raise ValueError(f"Cannot pickle the model: {are_away(self._away)}")
 
 
 def _names(include: Iterable[Any] | None) -> list[str]:

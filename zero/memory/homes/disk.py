@@ -30,7 +30,7 @@ class DiskHome:
 
     def __init__(self, host: MemoryHome, file: StateFile) -> None:
         self.device = host.device
-        self.host = host
+        self.memory = host
         self.file = file
         self._largest = 0  # bytes of the largest region so far: memory that is lent has as many, so that any serves the next
         self._free: list[torch.Tensor] = []
@@ -51,18 +51,18 @@ class DiskHome:
         if pages.nbytes == self._largest:
             self._free.append(pages)
 
-    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory that needs no copy on its way where whole pages do."""
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the host that needs no copy on its way where whole pages do."""
         return page_aligned(numel * dtype.itemsize, self._allocate)[: numel * dtype.itemsize].view(dtype)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         with torch.inference_mode(False):
-            return self.host.allocate(num_bytes, torch.uint8)
+            return self.memory.allocate(num_bytes, torch.uint8)
 
     def release(self) -> None:
         """Frees memory that is not lent."""
         self._free.clear()
-        self.host.release()
+        self.memory.release()
 
     def close(self) -> None:
         """Closes the file, which frees it."""
@@ -103,7 +103,7 @@ class StoredOnDisk:
             if _is_pages(source):
                 return self._home.file.write(source.view(torch.uint8), self._region)
             line = self._lend()
-            self._home.host.write(source, line.view(source.shape)).finish()
+            self._home.memory.write(source, line.view(source.shape)).finish()
         return _Lent(self, self._home.file.write(self._lent, self._region))
 
     def read(self, target: torch.Tensor) -> Transfer:
@@ -113,7 +113,7 @@ class StoredOnDisk:
             return self._home.file.read(self._region, target.view(torch.uint8))
         line = self._lend()
         arrive = self._home.file.read(self._region, self._lent)
-        return _Lent(self, arrive, lambda: self._home.host.read(line.view(target.shape), target).finish())
+        return _Lent(self, arrive, lambda: self._home.memory.read(line.view(target.shape), target).finish())
 
     def is_spoilt(self) -> bool:
         before, self._version = self._version, self.values._version

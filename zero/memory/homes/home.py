@@ -76,6 +76,13 @@ class Home(Protocol):
 
     device: torch.device  # where its values can be computed with: in the home, or beside it
 
+    @property
+    def memory(self) -> MemoryHome:
+        """The home that is memory: this one, or that which its values are read to."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory on `device` with undefined contents, which is freed with its last reference."""
+
     def store(self, numel: int, dtype: torch.dtype) -> Stored:
         """Makes an entry with undefined values."""
 
@@ -90,9 +97,6 @@ class MemoryHome(Home, Protocol):
     @property
     def num_lent_bytes(self) -> int:
         """Bytes of memory for mirrors, lent or not."""
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory with undefined contents, which is freed with its last reference."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is memory of this home, as `allocate` makes it."""
@@ -157,6 +161,10 @@ class DeviceHome:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @property
+    def memory(self) -> MemoryHome:
+        return self
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)

@@ -17,7 +17,7 @@ import torch
 
 from accelerators import Accelerator
 from accelerators.streams import Event, InOrderStream, Stream
-from zero.memory.homes.home import DONE, Link, Stored, StoredInMemory, Transfer
+from zero.memory.homes.home import DONE, Link, MemoryHome, Stored, StoredInMemory, Transfer
 
 _MOST_ON_THE_WAY = 2  # sums that travel to the host while the next one is made; each keeps its memory on the device
 
@@ -65,6 +65,10 @@ class HostHome:
         self._lent: dict[int, torch.Tensor] = {}  # what a mirror is a part of, by its address
         self._streams: dict[str, Stream] = {}  # by direction, made when first used
         self._arriving: deque[_Addend] = deque()
+
+    @property
+    def memory(self) -> MemoryHome:
+        return self
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         memory = torch.empty(numel, dtype=dtype, device="cpu")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from accelerators import Accelerator
 from zero.errors import DiskFailed
-from zero.memory.homes.disk import DiskHome, StoredOnDisk
+from zero.memory.homes.disk import DiskHome
 from zero.memory.homes.file import Pace, StateFile
-from zero.memory.homes.home import DeviceHome, Home, MemoryHome, Transfer
+from zero.memory.homes.home import DeviceHome, Home, MemoryHome, Stored, StoredInMemory, Transfer
 from zero.memory.homes.host import HostHome
 
 Move = Callable[[Home], None]  # of one part of a state, to that home
@@ -29,13 +30,17 @@ class Homes:
         self.host: MemoryHome = self.device if device.type == "cpu" else HostHome(accelerator)
         self.disks: dict[tuple[str, str], DiskHome] = {}  # by the kind of state and the place
         self.pace: Pace | None = None  # of their files; None for the usual one
-        self.away: dict[str, list[Move]] = {}  # what is in another home for a while, by state: what brings its parts back
-        self._moved: dict[torch.Tensor, StoredOnDisk] = {}  # to a disk, by what stands for it meanwhile
+        self._away: dict[str, list[Move]] = {}  # what is in another home for a while, by state: what brings its parts back
+        self._moved: MutableMapping[torch.Tensor, Stored] = WeakTensorKeyDictionary()  # by what stands for it meanwhile
 
     def at(self, kind: str, place: str) -> Home:
         """Returns the home of a kind of state in a place. A file on a disk is made on the first call."""
         if not place.startswith(DISK):
             return self.host
+        return self.disk(kind, place)
+
+    def disk(self, kind: str, place: str) -> DiskHome:
+        """The same where the place is a disk."""
         if (kind, place) not in self.disks:
             file = StateFile(place.removeprefix(DISK), kind, self.pace)
             self.disks[kind, place] = DiskHome(self.host, file)
@@ -54,8 +59,8 @@ class Homes:
         stored = home.store(tensor.numel(), tensor.dtype)
         copy = stored.values.view(tensor.shape)
         if home is self.device:
-            on_disk = self._moved.get(tensor)
-            transfer = self.host.read(tensor, copy) if on_disk is None else on_disk.read(copy)
+            before = self._moved.get(tensor)
+            transfer = (StoredInMemory(self.host, tensor) if before is None else before).read(copy)
             try:
                 transfer.wait()
             except DiskFailed:
@@ -66,6 +71,40 @@ class Homes:
         else:
             transfer = stored.write(tensor)
             transfer.release_source()  # so that what comes after the copy can have the device's memory
-            if isinstance(stored, StoredOnDisk):
-                self._moved[copy] = stored
+            self._moved[copy] = stored
         return copy, transfer
+
+    # what is away for a while ------------------------------------------------------------------------------------
+
+    def away(self, states: Iterable[str]) -> list[str]:
+        """Those of these states that are in another home for a while."""
+        return [state for state in states if state in self._away]
+
+    @property
+    def is_any_away(self) -> bool:
+        return bool(self._away)
+
+    def check_here(self, what: str, states: Iterable[str]) -> None:
+        """Raises where one of these states is away, which `what` needs."""
+        away = self.away(states)
+        if away:
+            raise ValueError(f"Cannot {what}: {are_away(away)}")
+
+    def move_away(self, state: str, moves: Iterable[Move], home: Home) -> None:
+        """Moves the parts of a state to another home. Where one fails, those before it can be brought back."""
+        self._away[state] = moved = []  # also where this rank has none of it, as the others wait for it
+        for move in list(moves):
+            move(home)
+            moved.append(move)
+
+    def bring_back(self, state: str) -> None:
+        """Moves the parts of a state to the device again. Where one fails, it and those after it stay away."""
+        moved = self._away.get(state, [])
+        while moved:
+            moved[0](self.device)
+            del moved[0]
+        self._away.pop(state, None)
+
+
+def are_away(states: Sequence[str]) -> str:
+    return f"{', '.join(states)} are away since offload_states. Call reload_states() first."
