@@ -119,7 +119,7 @@ class Engine(Answers, Checkpoints):
             self._take_step(lr_kwargs)
         else:
             accumulation.count()
-            self.optimizer.sharding.window.scaling.weight = None  # it was this micro-batch's
+            self.optimizer.sharding.window.scaling.weigh(None)  # it was this micro-batch's
             self._applied = False
         self.micro_steps += 1
         self._announce_boundary()
@@ -316,7 +316,7 @@ class Engine(Answers, Checkpoints):
     @property
     def is_closed(self) -> bool:
         """Whether the model is plain again."""
-        return self._sharding.closed
+        return self._sharding.lifetime.is_over
 
     def close(self) -> None:
         """Makes the model plain again: no hooks, and memory of its own for every parameter. A collective at stage 3."""

@@ -134,7 +134,7 @@ def _build(
 
     group = sharing(group, config.shared_memory, config.shard_ranks)
     sharded = EngineOptimizer(model, inner, config, group)
-    sharded.sharding.owns_group = True
+    sharded.sharding.lifetime.owns_group = True
     try:
         engine = Engine(sharded, _scheduler(lr_scheduler, config, sharded), loader)
         _engines[id(model)] = engine

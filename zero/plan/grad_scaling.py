@@ -57,8 +57,20 @@ class Scaling:
             self.is_scaled = before
 
     def expect_plain(self) -> None:
-        """Says that the next backward is not scaled."""
+        """The next backward is not scaled."""
         self.is_scaled = self.is_divided = False
+
+    def expect_scaled(self) -> None:
+        """The backward that runs is scaled, and divided by what it is to be divided by."""
+        self.is_scaled = self.is_divided = True
+
+    def weigh(self, weight: float | None) -> None:
+        """Sets the weight of the micro-batch to come."""
+        self.weight = weight
+
+    def begin(self, is_settled: bool = False) -> None:
+        """What comes now is added to no sum yet, or to sums that are settled. It has no weight so far."""
+        self.weight, self.is_settled = None, is_settled
 
     @property
     def accumulate_factor(self) -> float:

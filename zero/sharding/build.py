@@ -57,7 +57,7 @@ from zero.setup.param_selection import ManagedParams
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.optimizer_state import adopt_state
-from zero.sharding.state import ShardingState
+from zero.sharding.state import Lifetime, ShardingState
 from zero.sharding.state_offload import StateOffloader
 from zero.sharding.unread import UnreadParams
 
@@ -83,7 +83,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
         if group is not given:
             group.close()
         raise
-    sharding.owns_group = group is not given
+    sharding.lifetime.owns_group = group is not given
     return sharding
 
 
@@ -161,7 +161,9 @@ def _assemble(
         publisher = WeightPublisher(layout_ref, params, group, weights, masters, config.gather_dtype is not None)
         offloader = StateOffloader(model, place.accelerator, params, formats, weights, masters, gradients, optimizer)
         components = (params, masters, window, hooks, updater, publisher, placer)
-        sharding = ShardingState(group, *components, config, offloader, memory_guard, LossScaler(config, scaling))
+        sharding = ShardingState(
+            group, *components, config, offloader, memory_guard, LossScaler(config, scaling), Lifetime(group)
+        )
         updater.restore_kernels = use_kernels(optimizer, config.kernels)
         adopt_state(sharding, optimizer)
         tracker.renew_through(hooks.renew)

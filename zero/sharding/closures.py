@@ -22,7 +22,7 @@ from zero.runtime.grads.phase import Phase
 from zero.runtime.step.updater import StepDecision
 from zero.sharding.build import reduction
 from zero.sharding.state import ShardingState
-from zero.sharding.step import judge, step
+from zero.sharding.step import begin_update, end_update, judge, step, torn_by_failure
 
 
 def step_with(state: ShardingState, closure: Callable[[], Any] | None) -> tuple[Any, StepDecision | None]:
@@ -54,9 +54,9 @@ class _Evaluations:
 
     def step(self) -> tuple[Any, StepDecision | None]:
         state = self._state
-        try:
+        with torn_by_failure(state):
             self._call()  # LBFGS begins with it, and it finds out what is trained from this step on
-            state.window.sync.step += 1
+            state.window.sync.count_step()
             self._layout = state.layout_ref.layout
             buckets = range(len(self._layout.buckets))
             self._blocks = [block for bucket in buckets for block in self._layout.blocks(bucket)]
@@ -64,11 +64,6 @@ class _Evaluations:
             state.updater.step_by_evaluations(self._evaluate, self._agreed, over_ranks)
             self._agree(goes_on=False)
             self._finish()
-        except BaseException as error:
-            if state.window.phase is Phase.STEPPING:
-                state.window.move_to(Phase.TORN)
-                state.window.annotate_error(error)
-            raise
         state.loss_scaler.update(True)
         state.window.sync.set_phase("before a backward")
         return self._losses[0], self._decision
@@ -85,9 +80,7 @@ class _Evaluations:
                     "step(closure)."
                 )
         coefficient = 1.0 if self._decision is None else self._decision.coefficient
-        state.publisher.begin()
-        state.window.move_to(Phase.STEPPING)
-        state.mid_update = True
+        begin_update(state)
         state.updater.take_gradients(self._blocks, state.window.used, coefficient)
         return self._of_all_ranks(float(self._losses[-1]))
 
@@ -107,9 +100,7 @@ class _Evaluations:
         state.publisher.send(self._blocks)
         state.window.grad_ops.forget_norms()
         state.publisher.wait(sum(1 << slot.param for slot in self._layout.slots if slot is not None))
-        state.publisher.end()
-        state.mid_update = False
-        state.window.move_to(Phase.STEPPED)
+        end_update(state)
 
     def _of_all_ranks(self, loss: float) -> float:
         """Reduces a loss over the ranks as gradients are reduced."""

@@ -151,4 +151,3 @@ def publish(sharding: ShardingState, failure: Failure, write: Callable[[int], No
             sharding.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
 
     run_on_all(sharding.group, send_all, failure)
-    sharding.mid_update = False

@@ -23,6 +23,6 @@ def optimizers_of(model: nn.Module) -> list[Any]:
 def optimizer_of(param: nn.Parameter) -> Any:
     """The sharded optimizer that manages a parameter; None where there is none. No collective."""
     for optimizer in list(_live):
-        if not optimizer._sharding.closed and id(param) in optimizer._sharding.params.index:
+        if not optimizer._sharding.lifetime.is_over and id(param) in optimizer._sharding.params.index:
             return optimizer
     return None

@@ -336,7 +336,7 @@ def _fits(held: Any, master: torch.Tensor, dtype: torch.dtype) -> bool:
 @torch.no_grad()
 def _take_counters(about: TrainingSnapshot, training: Mapping[str, Any]) -> None:
     optimizer, sharding = about.optimizer, about.sharding
-    sharding.window.sync.step = training["step"]
+    sharding.window.sync.go_on_from(training["step"])
     optimizer.skipped_steps = training["skipped_steps"]
     if training["loss_scale"] is not None:
         about.sharding.loss_scaler.scale = loaded_scale(optimizer.loss_scale, training, False)

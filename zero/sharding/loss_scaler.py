@@ -71,7 +71,7 @@ class LossScaler:
         nothing. If it raises, its end is not called; a new window or forward resets the mark."""
         scaling = self._scaling
         grad = grad / scaling.missing_divisor
-        scaling.is_scaled = scaling.is_divided = True
+        scaling.expect_scaled()
         torch.autograd.Variable._execution_engine.queue_callback(scaling.expect_plain)
         return grad
 

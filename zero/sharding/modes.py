@@ -29,7 +29,7 @@ def give_modes(sharded: Any, inner: torch.optim.Optimizer) -> None:
 def _switch(sharded: weakref.ref[Any], own: Callable[..., Any], inner: torch.optim.Optimizer, mode: str) -> Any:
     """Changes the mode on all ranks, and publishes the weights that the optimizer sets. A collective."""
     found = sharded()
-    if found is None or found._sharding.closed:
+    if found is None or found._sharding.lifetime.is_over:
         return own(inner)
     return switch_mode(found.sharding, mode, partial(own, inner))
 

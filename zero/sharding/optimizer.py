@@ -70,7 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def sharding(self) -> ShardingState:
         """The parts of this optimizer. Every method reads it, so that a closed optimizer raises in all of them."""
-        if self._sharding.closed:
+        if self._sharding.lifetime.is_over:
             raise ValueError(
                 "Cannot use a sharded optimizer that was closed: its model is plain again. Use a plain optimizer, or shard "
                 "again; read its state before close()."
@@ -156,7 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         window.note()
         window.local.weights.append(float(amount))
-        window.scaling.weight = float(amount)
+        window.scaling.weigh(float(amount))
 
     def no_contribution(self) -> None:
         """Says that this rank has no backward in this window. It counts as zeros. No collective."""

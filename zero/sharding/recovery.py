@@ -7,29 +7,31 @@ from typing import Any
 
 from zero.comm.exchange import exchange_texts
 from zero.errors import RanksDiffer
+from zero.runtime.grads.phase import Phase
 from zero.sharding.state import ShardingState
 
 
 def rebuild(sharding: ShardingState, group: Any) -> None:
     """Connects all ranks anew and drops what was on its way. Raises on all of them where some rank had stepped already or is in
     the middle of a step; the new connections then serve to load a checkpoint. A collective."""
-    window, settler = sharding.window, sharding.window.sync
+    window, sync = sharding.window, sharding.window.sync
+    is_torn = window.phase is Phase.TORN
     sharding.group.reconnect(group)
     window.reducer.restart()
     sharding.publisher.abandon()
-    if not sharding.mid_update:
+    if not is_torn:
         sharding.masters.streams.flush()  # what was written to masters since the last step
     sharding.masters.abandon()
     sharding.placer.weights.reconnect()
     window.forget()
     mine = {
-        "steps": settler.step,
-        "settled": settler.sync_count,
+        "steps": sync.step,
+        "settled": sync.sync_count,
         "layout": sharding.layout_ref.layout.digest,
-        "torn": sharding.mid_update,
+        "torn": is_torn,
     }
     everyone = [json.loads(text) for text in exchange_texts(sharding.group, json.dumps(mine))]
-    settler.sync_count = max(told["settled"] for told in everyone)
+    sync.sync_count = max(told["settled"] for told in everyone)
     for rank, told in enumerate(everyone):
         found = "in the middle of a step" if told["torn"] else f"after {told['steps']} steps"
         if told["torn"] or (told["steps"], told["layout"]) != (everyone[0]["steps"], everyone[0]["layout"]):

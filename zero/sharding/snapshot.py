@@ -58,7 +58,7 @@ def snapshot_of(target: Any, scheduler: Any) -> TrainingSnapshot:
 
 def finish_saving(optimizer: ShardedOptimizer) -> None:
     """Waits for a save in the background, and raises if it failed. A collective, if there is one."""
-    saving, optimizer.sharding.pending_save = optimizer.sharding.pending_save, None
+    saving = optimizer.sharding.lifetime.take_save()
     if saving is not None and not saving.reported:
         saving.wait()
 

@@ -42,9 +42,36 @@ if TYPE_CHECKING:
     from zero.checkpoint.writer import PendingSave
 
 
-@dataclass
+class Lifetime:
+    """How long a sharded optimizer lives, and the end of its group."""
+
+    def __init__(self, group: Group) -> None:
+        self.owns_group = False
+        self.is_over = False
+        self._group = group
+        self._pending_save: PendingSave | None = None  # a checkpoint that is being written in the background
+
+    def note_save(self, saving: PendingSave) -> None:
+        self._pending_save = saving
+
+    def take_save(self) -> PendingSave | None:
+        """Returns the save in the background, which the caller waits for."""
+        saving, self._pending_save = self._pending_save, None
+        return saving
+
+    def close_group(self) -> None:
+        """Closes the group if it is owned, once ranks need not tell each other any more how a save went."""
+        if not self.owns_group:
+            return
+        if self._pending_save is None:
+            self._group.close()
+        else:
+            self._pending_save.on_reported(self._group.close)
+
+
+@dataclass(frozen=True, eq=False)
 class ShardingState:
-    """Holds all parts of one sharded optimizer, connected to each other."""
+    """The parts of one sharded optimizer, connected to each other."""
 
     group: Group
     params: Params
@@ -58,10 +85,7 @@ class ShardingState:
     offloader: StateOffloader
     memory_guard: MemoryGuard
     loss_scaler: LossScaler
-    owns_group: bool = False
-    mid_update: bool = False  # an update has begun that did not end
-    closed: bool = False
-    pending_save: PendingSave | None = None  # a checkpoint that is being written in the background
+    lifetime: Lifetime
 
     @property
     def accelerator(self) -> Accelerator:
@@ -74,7 +98,7 @@ class ShardingState:
     def release(self, gives_up: bool = False) -> None:
         """Makes the model plain: no hooks, and memory of its own for every parameter. Where values of other ranks cannot be had
         it raises and may be tried again; with `gives_up` such parameters are left without values instead."""
-        if self.closed:
+        if self.lifetime.is_over:
             return
         self.offloader.reload(False, ["weights"], gives_up)  # first of all: it may fail, and be tried again
         self.window.forget()
@@ -94,7 +118,7 @@ class ShardingState:
                     "Cannot close: the device has no room for the whole model, whose weights are in shares. Nothing was "
                     "changed. Save or export it, and let go of the optimizer and the model together."
                 ) from error
-        self.closed = True
+        self.lifetime.is_over = True
         self.hooks.detach()
         leave(self.params.tensors)
         self.placer.detach(values)
@@ -102,12 +126,7 @@ class ShardingState:
         self.updater.restore_kernels()
         self.placer.release()
         self.window.reducer.release()
-        if self.owns_group:
-            close = self.group.close
-            if self.pending_save is None:
-                close()
-            else:
-                self.pending_save.on_reported(close)  # ranks have yet to tell each other how it went
+        self.lifetime.close_group()
 
     def release_anywhere(self, gives_up: bool = False) -> None:
         """Releases as `release` does, also when garbage is collected while torch traces, where no real tensor may be

@@ -24,7 +24,7 @@ def step(state: ShardingState) -> StepDecision | None:
     gradient. A collective."""
     window, sync = state.window, state.window.sync
     decision = judge(state)
-    sync.step += 1
+    sync.count_step()
     is_applied = decision is None or decision.apply  # a step without any gradient counts as a finite one
     state.loss_scaler.update(is_applied)
     if decision is not None and is_applied:
@@ -65,19 +65,33 @@ def update(state: ShardingState, used: int, coefficient: float) -> None:
     layout = state.layout_ref.layout
     buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
     batches = state.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
-    state.publisher.begin()
-    state.window.move_to(Phase.STEPPING)
-    state.mid_update = True
-    try:
+    with torn_by_failure(state):
+        begin_update(state)
         with _told_on_all(state):
             _step_batches(state, batches, used, coefficient)
-        state.publisher.end()
-    except BaseException as error:
-        state.window.move_to(Phase.TORN)
-        state.window.annotate_error(error)
-        raise
-    state.mid_update = False
+        end_update(state)
+
+
+def begin_update(state: ShardingState) -> None:
+    state.publisher.begin()
+    state.window.move_to(Phase.STEPPING)
+
+
+def end_update(state: ShardingState) -> None:
+    state.publisher.end()
     state.window.move_to(Phase.STEPPED)
+
+
+@contextlib.contextmanager
+def torn_by_failure(state: ShardingState) -> Iterator[None]:
+    """Leaves the window torn where what runs inside fails in the middle of an update."""
+    try:
+        yield
+    except BaseException as error:
+        if state.window.phase is Phase.STEPPING:
+            state.window.move_to(Phase.TORN)
+            state.window.annotate_error(error)
+        raise
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ class Phase(Enum):
 
 NEEDS_SYNC = frozenset({Phase.COLLECTING, Phase.FAILED, Phase.TORN})
 
-# Every phase ends in a new window: by `zero_grad`, or where the user cleared every `.grad` himself.
+# Every phase ends in a new window: by `zero_grad`, or where the user cleared every `.grad` himself. Of a torn update all ranks
+# must hear before: what this rank clears alone does not end that phase.
 _NEW_WINDOW = {Phase.IDLE, Phase.COLLECTING}
 _MORE_CAME = {Phase.COLLECTING, Phase.FAILED}
 _SYNCHRONIZED = {Phase.IDLE, Phase.SETTLED, Phase.ABORTED}
@@ -32,6 +33,6 @@ TRANSITIONS: dict[Phase, set[Phase]] = {
     Phase.SETTLED: {*_NEW_WINDOW, *_MORE_CAME, *_SYNCHRONIZED, Phase.STEPPING, Phase.STEPPED},
     Phase.STEPPING: {Phase.STEPPED, Phase.TORN},
     Phase.STEPPED: {*_NEW_WINDOW, *_MORE_CAME, *_SYNCHRONIZED},
-    Phase.TORN: {*_NEW_WINDOW, Phase.TORN, Phase.ABORTED},
+    Phase.TORN: {Phase.TORN, Phase.IDLE, Phase.ABORTED},
     Phase.ABORTED: {*_NEW_WINDOW, *_MORE_CAME, *_SYNCHRONIZED},
 }

@@ -223,7 +223,7 @@ class Window(Timed):
             if agreement.discard:
                 self.used = 0
                 self.grad_ops.clear()
-                self.scaling.is_settled = False
+                self.scaling.begin()
             for index in set_bits(agreement.removed | agreement.replaced):
                 self.grad_ops.zero(index)
             fresh = [index for index in set_bits(agreement.used) if not self.reducer.is_placed(index)]
@@ -241,8 +241,7 @@ class Window(Timed):
         self.grads.forget_edits()
         self.clears = 0
         self.move_to(Phase.SETTLED if self.used else Phase.IDLE)
-        self.scaling.weight = None  # what comes now is no part of that mean
-        self.scaling.is_settled = bool(self.used)
+        self.scaling.begin(is_settled=bool(self.used))
         self.grads.install_where(self.used)
 
     def _agree(self, occasion: str, edits: GradEdits) -> Agreement:
@@ -296,6 +295,7 @@ class Window(Timed):
             kept = self.used & ~agreement.removed | agreement.used
             error = agreement.error
         self.forget()
+        self.move_to(Phase.IDLE)  # a torn one too, as all ranks have heard of it
         self.sync.set_phase("before a backward")
         if isinstance(error, RanksDiffer):  # that a rank failed is no news to ranks that clear
             raise error
@@ -330,11 +330,12 @@ class Window(Timed):
         self.in_backward, self.params.reached = False, None
         self.clears = clears
         self.reducer.inflight.begin_window(is_used=self.phase in (Phase.IDLE, Phase.STEPPED))
-        self.move_to(Phase.COLLECTING if clears else Phase.IDLE)
+        if self.phase is not Phase.TORN:
+            self.move_to(Phase.COLLECTING if clears else Phase.IDLE)
         self.reducer.drop()
         self.grad_ops.clear()
         self.used = 0
-        self.scaling.weight, self.scaling.is_settled = None, False
+        self.scaling.begin()
         if torch._C._current_graph_task_id() == -1:  # or else the first backward of the new window runs already
             self.scaling.expect_plain()
         self.policy.end_window()

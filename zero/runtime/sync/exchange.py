@@ -27,7 +27,7 @@ class WindowSync:
         settings: Callable[[], str],
     ) -> None:
         self.size = group.size
-        self.step = 0
+        self._step = 0
         self.tracker = aliases
         self.sync_count = 0
         self._group = group
@@ -35,6 +35,18 @@ class WindowSync:
         self._layout_ref = layout_ref
         self._configuration = configuration  # as text
         self._settings = settings  # of the optimizer's groups, as text
+
+    @property
+    def step(self) -> int:
+        """Steps so far, those that were skipped among them."""
+        return self._step
+
+    def count_step(self) -> None:
+        self._step += 1
+
+    def go_on_from(self, step: int) -> None:
+        """Counts on from the step of a checkpoint."""
+        self._step = step
 
     def set_phase(self, where: str, place: Callable[[], str] | None = None) -> None:
         """Publishes what this rank is doing; `place` says more exactly where, if it ends there."""
