@@ -238,7 +238,6 @@ class Answers(ModelAnswers):
         self._sizes = batch
         self._accumulation.declared = batch.accumulation
         self.optimizer.sharding.window.scaling.divisor = batch.accumulation
-        self.optimizer.set_gradient_accumulation_boundary(self._accumulation.at_end)
 
     def loss_scale(self) -> float:
         """What the next loss is multiplied with; 1.0 where losses are not scaled."""

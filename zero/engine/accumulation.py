@@ -52,6 +52,9 @@ class Accumulation:
             self._own_backwards += 1
             self.divided |= divides
 
+    def end_window(self) -> None:
+        """Micro-steps go on, as they would in a plain loop."""
+
     def count(self) -> None:
         self.micro_steps += 1
         self._backwards = self._own_backwards = 0

@@ -44,7 +44,6 @@ class Engine(Answers, Checkpoints):
         sharding.window.scaling.divisor = self._accumulation.declared
         self._applied = False
         self._progress = Progress(self.config.report, optimizer)
-        self._announce_boundary()
 
     @property
     def device(self) -> torch.device:
@@ -93,7 +92,6 @@ class Engine(Answers, Checkpoints):
         divides = scale_wrt_gas and not is_weighted
         if divides and accumulation.declared != 1:
             loss = loss / accumulation.declared
-        self._announce_boundary()  # the user may have cleared the gradients, and with them what the optimizer was told
         with during("backward", window.clock), accumulation.engine_backward(divides), window.scaling.divided():
             self.optimizer.backward(loss, retain_graph=retain_graph, **options)
         self._progress.add(loss)
@@ -122,7 +120,6 @@ class Engine(Answers, Checkpoints):
             self.optimizer.sharding.window.scaling.weigh(None)  # it was this micro-batch's
             self._applied = False
         self.micro_steps += 1
-        self._announce_boundary()
 
     def flush(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Steps on a window that is not full, dividing by the number of micro-batches that it has. Does nothing where no rank
@@ -140,7 +137,6 @@ class Engine(Answers, Checkpoints):
             if grads:  # a loss may reach no parameter at all
                 torch._foreach_mul_(grads, self._accumulation.declared * len(counts) / num_micro_batches)
         self._take_step(lr_kwargs)
-        self._announce_boundary()
 
     def discard(self) -> None:
         """Throws this window away: the next micro-step is the first of a new one. A collective, unless a step has used the
@@ -148,13 +144,11 @@ class Engine(Answers, Checkpoints):
         self.optimizer.discard()
         self._accumulation.begin()
         self._progress.forget()
-        self._announce_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; the count of micro-steps goes on, as it would in a plain loop. A collective, unless a step has
         used the window and nothing came since."""
         self.optimizer.zero_grad(set_to_none)
-        self._announce_boundary()
 
     def _take_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         skipped, num_micro_batches = self.optimizer.skipped_steps, self._accumulation.num_micro_batches
@@ -189,7 +183,6 @@ class Engine(Answers, Checkpoints):
                 "(managed_gradient_accumulation is false), and every step ends a window. Call step where it should end."
             )
         self._accumulation.override = bool(is_boundary)
-        self._announce_boundary()
 
     @property
     def in_window(self) -> bool:
@@ -226,10 +219,6 @@ class Engine(Answers, Checkpoints):
     def settle(self) -> None:
         """Makes the gradients of this window final. A collective."""
         self.optimizer.settle()
-
-    def _announce_boundary(self) -> None:
-        """Tells the optimizer which backward is the last one, so that it need not count."""
-        self.optimizer.set_gradient_accumulation_boundary(self._accumulation.at_end)
 
     def _exchange(self, *numbers: float) -> list[tuple[float, ...]]:
         return self.optimizer.sharding.window.grad_ops.exchange_numbers(numbers)
@@ -274,7 +263,6 @@ class Engine(Answers, Checkpoints):
         """Goes on after a lost collective where every rank is still there; this window is thrown away. A collective."""
         self.optimizer.rebuild(group)
         self._accumulation.begin()
-        self._announce_boundary()
 
     def offload_states(
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
@@ -311,7 +299,6 @@ class Engine(Answers, Checkpoints):
         for name in _COUNTERS:
             setattr(self, name, counters[name])
         self._accumulation.begin()
-        self._announce_boundary()
 
     @property
     def is_closed(self) -> bool:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from zero.engine.accumulation import Accumulation
 from zero.runtime.grads.sync_policy import SyncPolicy
 
 
@@ -9,7 +10,7 @@ from zero.runtime.grads.sync_policy import SyncPolicy
 def test_the_last_declared_backward_synchronises_and_every_one_beyond_it(locally, expected):
     boundary, found = SyncPolicy(3, locally), []
     for _ in range(4):
-        boundary.backwards += 1
+        boundary.counting.note_backward(divides=False)
         found.append(boundary.synchronises)
     assert found == expected
 
@@ -20,13 +21,27 @@ def test_without_a_declaration_every_backward_does():
 
 def test_the_users_word_counts_more_than_the_count_until_the_window_ends():
     boundary = SyncPolicy(2, True)
-    boundary.backwards = 2
+    for _ in range(2):
+        boundary.counting.note_backward(divides=False)
+    assert boundary.synchronises
     boundary.override = False
     assert not boundary.synchronises
     boundary.end_window()
-    assert (boundary.override, boundary.backwards) == (None, 0)
+    assert boundary.override is None and not boundary.synchronises
     boundary.override = True
     assert boundary.synchronises
+
+
+def test_an_engine_counts_instead_and_clearing_gradients_does_not_begin_its_count_anew():
+    boundary, count = SyncPolicy(2, True), Accumulation(2, counted=True)
+    boundary.counting = count
+    assert not boundary.synchronises
+    count.count()
+    assert boundary.synchronises
+    boundary.end_window()
+    assert boundary.synchronises
+    boundary.counting.begin()
+    assert not boundary.synchronises
 
 
 def test_inside_no_sync_none_does_however_deep_and_whatever_happens():

@@ -8,23 +8,55 @@ from typing import Protocol
 
 
 class Counting(Protocol):
-    """What counts the micro-steps of a window, so that ranks stay at the same one when a window was lost."""
+    """Counts what a window consists of, and says where it ends."""
 
-    micro_steps: int
+    @property
+    def at_end(self) -> bool:
+        """Whether the backward that runs, or comes next, is the last one declared, or one beyond."""
 
-    def begin(self) -> None: ...
+    @property
+    def micro_steps(self) -> int:
+        """Those of this window, where micro-steps are counted; ranks stay at the same one when a window was lost."""
 
-    def note_backward(self, divides: bool) -> None: ...
+    def begin(self) -> None:
+        """Counts from the first micro-step again."""
+
+    def note_backward(self, divides: bool) -> None:
+        """Takes note of a backward that reached its first parameter. `divides`: an engine divides it by the accumulation."""
+
+    def end_window(self) -> None:
+        """All gradients were cleared."""
+
+
+class BackwardCount:
+    """Counts the backwards of a window against the declared accumulation."""
+
+    micro_steps = 0
+
+    def __init__(self, accumulation: int | None) -> None:
+        self._accumulation = accumulation
+        self._backwards = 0
+
+    @property
+    def at_end(self) -> bool:
+        return self._accumulation is None or self._backwards >= self._accumulation
+
+    def begin(self) -> None:
+        self._backwards = 0
+
+    def note_backward(self, divides: bool) -> None:
+        self._backwards += 1
+
+    end_window = begin
 
 
 class SyncPolicy:
-    """Counts the backwards of a window against the declared accumulation."""
+    """Decides by the count of backwards, unless the user says otherwise."""
 
     def __init__(self, accumulation: int | None, accumulates_locally: bool) -> None:
-        self.accumulation = accumulation
+        self.counting: Counting = BackwardCount(accumulation)
         self.override: bool | None = None  # set_gradient_accumulation_boundary, until the window ends
-        self.backwards = 0
-        self.counting: Counting | None = None
+        self.num_sends = 1 if accumulates_locally else accumulation or 1  # backwards of a window that send, as declared
         self._accumulates_locally = accumulates_locally
         self._no_sync_depth = 0
 
@@ -33,25 +65,7 @@ class SyncPolicy:
         """True when gradients that come now should leave for their owners."""
         if self._no_sync_depth:
             return False
-        return not self._accumulates_locally or self.is_last
-
-    @property
-    def num_sends(self) -> int:
-        """Backwards of a window that send gradients, as far as it is declared."""
-        return 1 if self._accumulates_locally else self.accumulation or 1
-
-    @property
-    def is_last(self) -> bool:
-        """True when the backward going on is the last one declared, or one beyond."""
-        if self.override is not None:
-            return self.override
-        return self.accumulation is None or self.backwards >= self.accumulation
-
-    def note_backward(self, divides: bool) -> None:
-        """Counts a backward that reached its first parameter. `divides`: an engine divides it by the accumulation."""
-        self.backwards += 1
-        if self.counting is not None:
-            self.counting.note_backward(divides)
+        return not self._accumulates_locally or (self.counting.at_end if self.override is None else self.override)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -63,4 +77,4 @@ class SyncPolicy:
 
     def end_window(self) -> None:
         self.override = None
-        self.backwards = 0
+        self.counting.end_window()

@@ -171,7 +171,7 @@ class Window(Timed):
         if not self.in_backward:
             self.in_backward, grads.is_complete = True, False  # some may have become trainable since the last one
             self.sync.tracker.check_model()
-            self.policy.note_backward(divides=self.scaling.weight is None)
+            self.policy.counting.note_backward(divides=self.scaling.weight is None)
             self.sync.set_phase("in a backward", self.location)
             torch.autograd.Variable._execution_engine.queue_callback(self._note_backward_end)
 
@@ -246,7 +246,7 @@ class Window(Timed):
 
     def _agree(self, occasion: str, edits: GradEdits) -> Agreement:
         """Tells the other ranks what this one has done and found, and hears it from them. A collective."""
-        local, reducer, layout, counting = self.local, self.reducer, self.reducer.layout_ref.layout, self.policy.counting
+        local, reducer, layout = self.local, self.reducer, self.reducer.layout_ref.layout
         # What waited is in the dtype of sums, so it travels in that, on all ranks.
         later = sum({1 << bucket for index in set_bits(edits.local) for bucket in layout.buckets_of(index)})
         counts = Counts(
@@ -259,7 +259,7 @@ class Window(Timed):
             failed=self.phase in (Phase.FAILED, Phase.TORN) or self.backward_failed,
             kept=self.scaling.is_settled,
             changes=self.grad_ops.changes,
-            micro_steps=0 if counting is None else counting.micro_steps,
+            micro_steps=self.policy.counting.micro_steps,
             used=local.collected | edits.local,
             put=self.grads.has_proxy,
             removed=edits.removed,
@@ -306,7 +306,7 @@ class Window(Timed):
     def _follow(self, agreement: Agreement, used_here: int) -> None:
         """Learns the order of buckets from what was agreed. A failure teaches nothing."""
         self.reducer.update_order(agreement.order, agreement.used if agreement.error is None else 0, used_here)
-        if agreement.starts_over and self.policy.counting is not None:
+        if agreement.starts_over:
             self.policy.counting.begin()
 
     def forget(self) -> None:
