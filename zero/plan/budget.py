@@ -69,7 +69,7 @@ def budget_of(
     waits: bool = False,
     in_lines: bool = False,
     one_host: bool = False,
-    one_pass: bool = False,
+    fused_step: bool = False,
     shards_weights: bool = False,
     on_host: bool = False,
     gathered_bytes: float = 0,
@@ -78,7 +78,7 @@ def budget_of(
     are sent in a window; None for any number. `by_blocks`: whether the optimizer is given one block after the other.
     `num_ranks` are there; None for as many as share the layout. `waits`: whether all gradients wait, in the dtype of sums, for
     the last backward of a window. `in_lines`: whether moments lie as masters do, each in one line for all of a share.
-    `one_host`: whether ranks read what others send where that lies. `one_pass`: whether a step takes sums from where what was
+    `one_host`: whether ranks read what others send where that lies. `fused_step`: whether a step takes sums from where what was
     sent lay. `shards_weights`: whether weights are in shares. `on_host`: whether the device is a host; other ranks read shares
     of weights there. `gathered_bytes`: what whole weights may take.
 
@@ -89,7 +89,7 @@ def budget_of(
     """
     shares = {False: Counter[str](), True: Counter[str](), None: Counter[str]()}  # whether they live on the host; None: on disk
     are_others = (num_ranks or layout.num_shares) > 1
-    stays = waits and one_pass and layout.num_shares == (num_ranks or layout.num_shares)
+    stays = waits and fused_step and layout.num_shares == (num_ranks or layout.num_shares)
     come = 0.0 if one_host else _coming(rank, layout.num_shares)
     goes_on = 1 < layout.num_shares < (num_ranks or 0)  # to replicas, as a sum apart
     rounds = [_Round.of(layout, index, are_others, waits, come, goes_on) for index in range(len(layout.buckets))]

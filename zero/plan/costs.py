@@ -33,25 +33,25 @@ def cost_of(
     num_moments: float | Sequence[float] = 2,
     accumulation: int = 1,
     one_host: bool = False,
-    one_pass: bool = False,
+    fused_step: bool = False,
     on_host: bool = False,
     gathered_bytes: float = 0,
 ) -> Cost:
     """The cost of windows of so many backwards, to one rank of so many, with an optimizer that steps block by block.
 
     Before the last backward of a window, stages that accumulate locally have every gradient whole. `one_host`: all ranks train
-    in the memory of one; `one_pass`: they step in one pass over it. `on_host`: each trains in that of one. `gathered_bytes`: of
+    in the memory of one; `fused_step`: they step in one pass over it. `on_host`: each trains in that of one. `gathered_bytes`: of
     whole weights, where they are in shares.
     """
     row = stage_of(stage)
     waits = accumulation > 1 and row.accumulates_locally
     sent = 1 if row.accumulates_locally else accumulation
     on_host |= one_host
-    options = {"waits": waits, "one_host": one_host, "one_pass": one_pass, "on_host": on_host}
+    options = {"waits": waits, "one_host": one_host, "fused_step": fused_step, "on_host": on_host}
     budget = budget_of(layout, rank, num_moments, sent, num_ranks=num_ranks, shards_weights=row.shards_weights,
                        gathered_bytes=gathered_bytes, **options)  # fmt: skip
     if one_host:
-        if one_pass and accumulation == 1:
+        if fused_step and accumulation == 1:
             budget = _without_sums(budget, layout, num_ranks)
         if not row.shards_weights:
             budget = replace(budget, staging=budget.staging + _published_bytes(layout))

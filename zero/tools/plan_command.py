@@ -218,11 +218,11 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
                 continue
             shares = args.shard_ranks if row.shards_optimizer else 1
             layout = FlatLayout.build(params, shares, bucket_bytes)
-            one_pass = space.is_host and args.kernels != "torch" and args.optimizer in _IN_ONE_PASS
+            fused_step = space.is_host and args.kernels != "torch" and args.optimizer in _IN_ONE_PASS
             moments, one_host = _MOMENTS[args.optimizer], space.is_host and (args.ranks_per_host or args.ranks) >= args.ranks
             rank = int(args.shard_ranks > 2)  # one that is neither the first nor the last receives the most
             rank = rank if args.optimizer != "muon" else busiest_rank(layout)
-            cost = cost_of(layout, stage, args.ranks, rank, moments, args.accumulation, one_host, one_pass, space.is_host,
+            cost = cost_of(layout, stage, args.ranks, rank, moments, args.accumulation, one_host, fused_step, space.is_host,
                            args.gathered_bytes)  # fmt: skip
             frozen = dict.fromkeys(("device", "host", "disk"), 0)  # where the weights that are trained are
             frozen[_home_of_frozen(offload, row.shards_weights, space.is_host)] = subject.frozen_bytes // (

@@ -334,7 +334,7 @@ def kept_on_the_host(rank, world):
     optimizer.any_rank(False)
     files = shared_bytes() - before
     optimizer.any_rank(False)
-    cost = cost_of(optimizer.sharding.layout_ref.layout, 2, world, rank, one_host=True, one_pass=True)
+    cost = cost_of(optimizer.sharding.layout_ref.layout, 2, world, rank, one_host=True, fused_step=True)
     planned = cost.device.gradients, cost.buckets, cost.device.masters + cost.device.moments
     return files, sum(tensor.nbytes for tensor in kept), *planned
 

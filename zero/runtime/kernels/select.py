@@ -23,14 +23,14 @@ from zero.runtime.kernels.native import passes
 def check_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, on_host: bool = False) -> None:
     """Refuses kernels that the device or the optimizer does not have, by trying them: torch has no list of where they run.
     `on_host`: masters are stepped on the host."""
-    reason, one_pass, own = None, fused_step_of(optimizer, kernels), list[torch.optim.Optimizer]()
+    reason, step, own = None, fused_step_of(optimizer, kernels), list[torch.optim.Optimizer]()
     if kernels == "fused":
         own = [member for member in members_of(optimizer) if type(member) in MUON]
     members = [member for member in members_of(optimizer) if member not in own]
     if kernels != "torch" and any(group.get("whole") for member in members for group in member.param_groups):
         reason = "a group says that its tensors are whole, and those step as the optimizer has it"
-    elif one_pass is not None:
-        one_pass.check(optimizer.param_groups)
+    elif step is not None:
+        step.check(optimizer.param_groups)
     if reason is None and kernels == "fused":
         reason = next(filter(None, (_why_not_fused(member, device) for member in members)), None)
     elif reason is None and kernels == "compiled":
