@@ -1,4 +1,4 @@
-"""Faults put back into a copy of the library, to see that the suite finds them. On request only, not in CI.
+"""Faults put back into a copy of the library, to see that the suite finds them. At night and on request.
 
     python -m tests.mutants                   all of them; prints who was killed by what, and who survived
     python -m tests.mutants NAME...           those whose name contains one of the words

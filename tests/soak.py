@@ -1,4 +1,4 @@
-"""A long training on two ranks that fail at random, go on, save, and start again; on request only, not in CI.
+"""A long training on two ranks that fail at random, go on, save, and start again; at night and on request.
 
     python -m tests.soak                       2,000 steps, about one fault in 25
     python -m tests.soak --steps 300 --seed 5  others

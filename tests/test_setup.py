@@ -192,7 +192,9 @@ def test_ci_runs_the_same_for_every_python_and_names_no_index_of_its_own():
 def test_everything_runs_every_night():
     workflow = (ROOT / ".github" / "workflows" / "night.yml").read_text()
     assert re.search(r"^    - cron: ", workflow, re.MULTILINE) and "workflow_dispatch:" in workflow
-    assert re.findall(r"run: (ci.*)", workflow) == ["ci/test --full", "ci/docs"]
+    assert re.findall(r"run: (ci.*)", workflow) == ["ci/test --full", "ci/setup", "ci/docs"]
+    programs = re.search(r"program: \[(.*)\]", workflow)[1]
+    assert [program.split()[0] for program in programs.replace('"', "").split(", ")] == ["mutants", "soak", "divergence"]
 
 
 @pytest.mark.promise("P10")

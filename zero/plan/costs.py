@@ -40,8 +40,8 @@ def cost_of(
     """The cost of windows of so many backwards, to one rank of so many, with an optimizer that steps block by block.
 
     Before the last backward of a window, stages that accumulate locally have every gradient whole. `one_host`: all ranks train
-    in the memory of one; `fused_step`: they step in one pass over it. `on_host`: each trains in that of one. `gathered_bytes`: of
-    whole weights, where they are in shares.
+    in the memory of one; `fused_step`: they step in one pass over it. `on_host`: each trains in that of one.
+    `gathered_bytes`: of whole weights, where they are in shares.
     """
     row = stage_of(stage)
     waits = accumulation > 1 and row.accumulates_locally
