@@ -6,11 +6,13 @@ Meanwhile a tensor of its shape and dtype without memory stands for it. Read by 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from zero.memory.homes.file import PAGE, FileTransfer, Region, StateFile, page_aligned
 from zero.memory.homes.home import MemoryHome, Transfer
+from zero.memory.homes.pool import Pool
 
 
 def absent(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -32,24 +34,16 @@ class DiskHome:
         self.device = host.device
         self.memory = host
         self.file = file
-        self._largest = 0  # bytes of the largest region so far: memory that is lent has as many, so that any serves the next
-        self._free: list[torch.Tensor] = []
+        self.pages = Pool()  # memory of the host for any region
 
     def store(self, numel: int, dtype: torch.dtype) -> StoredOnDisk:
         """An entry with a region of the file."""
         region = self.file.allocate(numel * dtype.itemsize)
-        if region.num_bytes > self._largest:
-            self._largest = region.num_bytes
-            self._free.clear()  # too small from now on
+        self.pages.expect(region.num_bytes)
         return StoredOnDisk(self, region, absent(numel, dtype))
 
-    def lend_pages(self) -> torch.Tensor:
-        """Memory of the host for any region."""
-        return self._free.pop() if self._free else page_aligned(self._largest, self._allocate)
-
-    def take_back_pages(self, pages: torch.Tensor) -> None:
-        if pages.nbytes == self._largest:
-            self._free.append(pages)
+    def borrow_pages(self) -> torch.Tensor:
+        return self.pages.borrow(partial(page_aligned, allocate=self._allocate))
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory of the host that needs no copy on its way where whole pages do."""
@@ -61,12 +55,12 @@ class DiskHome:
 
     def release(self) -> None:
         """Frees memory that is not lent."""
-        self._free.clear()
+        self.pages.release()
         self.memory.release()
 
     def close(self) -> None:
         """Closes the file, which frees it."""
-        self._free.clear()
+        self.pages.release()
         self.file.close()
 
 
@@ -86,7 +80,7 @@ class StoredOnDisk:
 
     def _lend(self) -> torch.Tensor:
         assert self._pages is None, "its memory is lent already"
-        self._pages = self._home.lend_pages()
+        self._pages = self._home.borrow_pages()
         with torch.inference_mode(False):
             self._line = self._pages[: self.values.numel() * self.values.dtype.itemsize].view(self.values.dtype)
         return self._line
@@ -94,7 +88,7 @@ class StoredOnDisk:
     def take_back(self) -> None:
         pages, self._pages, self._line = self._pages, None, None
         if pages is not None:
-            self._home.take_back_pages(pages)
+            self._home.pages.give_back(pages)
 
     def write(self, source: torch.Tensor) -> Transfer:
         """Where `source` is what was lent, it is given back once the transfer was waited for. Where it is pages of its own, the

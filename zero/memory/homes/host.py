@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from accelerators import Accelerator
 from accelerators.streams import Event, InOrderStream, Stream
 from zero.memory.homes.home import DONE, Link, MemoryHome, Stored, StoredInMemory, Transfer
+from zero.memory.homes.pool import Pool
 
 _MOST_ON_THE_WAY = 2  # sums that travel to the host while the next one is made; each keeps its memory on the device
 
@@ -58,13 +60,15 @@ class HostHome:
         self.device = torch.device("cpu")
         self.pinned = pinned
         self.link: Link | None = Link()
-        self.num_lent_bytes = 0
         self._accelerator = accelerator
-        self._largest = 0  # bytes of the largest mirror so far: every one has as many, so that any serves the next
-        self._free: list[torch.Tensor] = []
+        self._mirrors = Pool()
         self._lent: dict[int, torch.Tensor] = {}  # what a mirror is a part of, by its address
         self._streams: dict[str, Stream] = {}  # by direction, made when first used
         self._arriving: deque[_Addend] = deque()
+
+    @property
+    def num_lent_bytes(self) -> int:
+        return self._mirrors.num_bytes
 
     @property
     def memory(self) -> MemoryHome:
@@ -147,28 +151,16 @@ class HostHome:
 
     def mirror(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory that nothing uses: what is given back was waited for."""
-        num_bytes = tensor.nbytes
-        if num_bytes > self._largest:
-            self._largest = num_bytes
-            self.release()  # too small from now on
-        if self._free:
-            memory = self._free.pop()
-        else:
-            memory = self.allocate(self._largest, torch.uint8)
-            self.num_lent_bytes += memory.nbytes
+        self._mirrors.expect(tensor.nbytes)
+        memory = self._mirrors.borrow(partial(self.allocate, dtype=torch.uint8))
         self._lent[memory.data_ptr()] = memory
-        return memory[:num_bytes].view(tensor.dtype)
+        return memory[: tensor.nbytes].view(tensor.dtype)
 
     def give_back(self, mirror: torch.Tensor) -> None:
-        memory = self._lent.pop(mirror.data_ptr())
-        if memory.nbytes == self._largest:
-            self._free.append(memory)
-        else:
-            self.num_lent_bytes -= memory.nbytes
+        self._mirrors.give_back(self._lent.pop(mirror.data_ptr()))
 
     def release(self) -> None:
-        self.num_lent_bytes -= sum(memory.nbytes for memory in self._free)
-        self._free.clear()
+        self._mirrors.release()
 
 
 class _Addend(NamedTuple):
