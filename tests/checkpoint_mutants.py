@@ -44,7 +44,7 @@ CHECKPOINTS = [
     Mutant("shapes are not compared", "_Loading._differing", Replace(the(Compare, "shape"), "{it.left} is None")),
     Mutant("a schedule that refuses keeps half of it", "_Loading.take_plain", Drop(the(Call, "load_state_dict"))),
     Mutant("weights are filled and not published", "publish.send_all", Drop(the(Call, "masters.publish"))),
-    Mutant("counters stay", "_take_counters", Drop(the(Assign, "sync.step"))),
+    Mutant("counters stay", "_take_counters", Drop(the(Expr, "go_on_from"))),
     Mutant("skipped steps stay", "_take_counters", Drop(the(Assign, "skipped_steps"))),
     Mutant("random numbers stay", "_take_random_numbers", Replace(the(If, "put_back").test, "{it.left} < 0")),
     Mutant("settings of groups stay", "_Loading.fill", Drop(the(Call, "take_settings"))),

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from zero.comm.group import Group, GroupBeside, Pending, SharedHostMemory
+from zero.comm.group import Group, GroupBeside, Levels, Pending, SharedHostMemory
 from zero.comm.torch_group import TorchGroup
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes.home import Transfer
@@ -70,6 +70,10 @@ class Ledger:
     def outer(self) -> Group | None:
         return self.group.outer
 
+    @property
+    def levels(self) -> Levels | None:
+        return self.group.levels
+
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         self._note("reduce_scatter", bucket)
         return self.group.reduce_scatter(bucket, sum_dtype)
@@ -103,8 +107,8 @@ class Ledger:
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.group.staging(numel, dtype, device)
 
-    def is_read(self, buffer: torch.Tensor) -> bool:
-        return self.group.is_read(buffer)
+    def is_reusable(self, buffer: torch.Tensor) -> bool:
+        return self.group.is_reusable(buffer)
 
     @property
     def phase(self) -> str:

@@ -186,7 +186,7 @@ def test_every_rank_owns_as_many_bytes_and_together_all_of_them(stage, dtype, bu
 class OneOfMany:
     """Rank 0 of `size` ranks that are all alike and never late: what is live here depends on nothing but this rank."""
 
-    outer = None
+    outer = levels = None
 
     def __init__(self, size):
         self.rank, self.size, self.inner = 0, size, self
@@ -218,7 +218,7 @@ class OneOfMany:
     def staging(self, numel, dtype, device):
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def is_read(self, buffer):
+    def is_reusable(self, buffer):
         return True
 
     phase = ""

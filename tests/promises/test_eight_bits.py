@@ -1,6 +1,8 @@
 """Gradients and new weights that travel in 8 bits: fewer bytes, the same bits on all ranks, and as good a training."""
 
 import copy
+from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -15,8 +17,8 @@ from tests.parity import by_host
 from tests.promises.offloads import place_of
 from zero.comm.eight_bits import BLOCK, num_bytes_of
 from zero.comm.loopback import run_ranks
-from zero.config.schema import LossScale
-from zero.runtime.reduce.narrowing import InEightBits, InEightBitsAcross
+from zero.config.schema import Coded, LossScale
+from zero.runtime.reduce.narrowing import CODES, AsBytes, AsBytesAcross
 from zero.sharding.optimizer import shard
 from zero.tools.training.model import Gpt
 from zero.tools.training.text import Text, read_text
@@ -80,13 +82,13 @@ def test_what_the_rounding_took_away_comes_with_the_next_gradient(stage, num_loc
     gradients = [torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(rank)) for rank in range(world)]
 
     def program(group):
-        group = group if num_local is None else by_host(group, num_local)
+        group = group if num_local is None else Ledger(by_host(group, num_local))  # it need not be one of ours
         model = nn.Linear(3 * BLOCK, 1, bias=False)
         nn.init.zeros_(model.weight)
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         optimizer = shard(model, inner, stage=stage, reduce="sum", group=group, reduce_dtype="int8")
         narrowing = optimizer.sharding.window.reducer.inflight._narrowing
-        assert isinstance(narrowing, InEightBits if num_local is None else InEightBitsAcross)
+        assert isinstance(narrowing, AsBytes if num_local is None else AsBytesAcross)
         errors = []
         for step in range(1, 26):
             model(gradients[group.rank].view(1, -1)).sum().backward()
@@ -166,6 +168,47 @@ def plain_loss():
 def test_a_gpt_of_a_million_parameters_ends_at_most_1_percent_above_the_loss_without(options, plain_loss):
     found = ranks.run(2, a_million_parameters, 2, options, timeout=900.0)
     assert plain_loss < 3.0 and found[0] == found[1] <= 1.01 * plain_loss
+
+
+class Float8:
+    """A code as somebody may add it."""
+
+    def __init__(self, seed):
+        """It draws no random numbers."""
+
+    def num_bytes(self, numel):
+        return numel
+
+    def encode(self, rows, messages):
+        messages.copy_(rows.to(torch.float8_e4m3fn).view(torch.uint8))
+
+    def decode(self, messages, numel):
+        return messages.view(torch.float8_e4m3fn).float()
+
+
+def test_every_name_has_a_code():
+    assert set(get_args(Coded)) == set(CODES)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_another_code_needs_nothing_but_its_name(monkeypatch, stage):
+    monkeypatch.setitem(CODES, "int8", Float8)
+    begun = mlp()
+
+    def program(group, reduce_dtype):
+        model, ledger = copy.deepcopy(begun), Ledger(group)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = shard(model, sgd, stage=stage, group=ledger, reduce_dtype=reduce_dtype)
+        ledger.section = "training"
+        losses = train(model, optimizer, group.rank, 5)
+        sent = [entry.num_bytes for entry in ledger.of("training", "all_to_all")]
+        buckets = [bucket.share_numel * group.size for bucket in optimizer.sharding.layout_ref.layout.buckets]
+        return losses, [weight.clone() for weight in weights(model)], sent == 5 * buckets
+
+    coded, exact = (run_ranks(2, partial(program, reduce_dtype=dtype)) for dtype in ("int8", None))
+    for (losses, found, is_sent), (expected, _, _) in zip(coded, exact, strict=True):
+        assert is_sent and losses == pytest.approx(expected, rel=1e-3) and losses != expected
+        assert all(torch.equal(one, other) for one, other in zip(found, coded[0][1], strict=True))
 
 
 def test_one_rank_sends_nothing_and_is_plain_torch():

@@ -311,10 +311,10 @@ def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before
 def test_where_state_finds_no_memory_as_its_parameter_thaws_it_is_there_for_the_next_try(monkeypatch, world):
     give, fails = states._give_pieces, []
 
-    def gives(sharding, *given):
-        if fails and sharding.group.rank == world - 1:
+    def gives(masters, *given):
+        if fails and masters.rank == world - 1:
             raise MemoryError("nothing left")
-        give(sharding, *given)
+        give(masters, *given)
 
     monkeypatch.setattr(states, "_give_pieces", gives)
 

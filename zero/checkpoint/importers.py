@@ -20,6 +20,7 @@ from zero.checkpoint.from_deepspeed import read_deepspeed
 from zero.checkpoint.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
 from zero.checkpoint.tensor_files import write_tensors
 from zero.errors import BadCheckpoint
+from zero.memory.addresses import address_of
 from zero.memory.formats import dtype_name, goes_with_elements
 
 logger = logging.getLogger("zero")
@@ -118,7 +119,7 @@ def _of_model(path: Path, loaded: Any, patterns: Sequence[str]) -> Found:
             raise BadCheckpoint(
                 f"Cannot read {path}: {name} in it is a {type(tensor).__name__}, not a tensor. Give a file with a state dict."
             )
-        place = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+        place = address_of(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()
         one = first.setdefault(place, name) if tensor.numel() else name
         if one != name:
             found.aliases[name] = one

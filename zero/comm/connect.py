@@ -100,8 +100,9 @@ def sharing(group: Group, shared_memory: bool, shard_ranks: int | str | None = N
     """Returns the group as a training uses it, made of one that was connected: with shared memory, where its tensors lie on the
     host and its ranks can share memory, and with states in shares inside groups of `shard_ranks`. A collective."""
     agreed, hosts = agreed_shard_ranks(group, shard_ranks)
-    if not isinstance(group, TorchGroup):
+    if group.size == 1:
         return group
+    assert isinstance(group, TorchGroup)  # what connects several ranks
 
     def part(parts: Parts) -> Group:
         return _shared(group.part(parts), shared_memory)

@@ -33,6 +33,22 @@ class Noise:
         return table.repeat(-(-blocks // _NUM_BLOCKS), 1)[:blocks].add_(shift).frac_()
 
 
+class EightBits:
+    """The code of gradients: what they are rounded to is right on average."""
+
+    def __init__(self, seed: int) -> None:
+        self._noise = Noise(seed)
+
+    def num_bytes(self, numel: int) -> int:
+        return num_bytes_of(numel)
+
+    def encode(self, rows: torch.Tensor, messages: torch.Tensor) -> None:
+        encode(rows, messages, self._noise)
+
+    def decode(self, messages: torch.Tensor, numel: int) -> torch.Tensor:
+        return decode(messages, numel)
+
+
 def num_bytes_of(numel: int) -> int:
     """Returns the size of the message for so many numbers."""
     return _start_of_sizes(numel) + _ALIGN * _num_blocks(numel)

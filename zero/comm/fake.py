@@ -78,10 +78,8 @@ class FakeGroup:
     that exchanges the pieces of a bucket; so a training with it holds, from moment to moment, what a real one does."""
 
     rank = 0
-    doing = ""
-
     shared_host_memory = None
-    outer = None
+    outer = levels = None
     phase = ""
 
     def __init__(self, size: int) -> None:
@@ -130,7 +128,7 @@ class FakeGroup:
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def is_read(self, buffer: torch.Tensor) -> bool:
+    def is_reusable(self, buffer: torch.Tensor) -> bool:
         return True
 
     def new_wire(self) -> Wire:

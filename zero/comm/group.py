@@ -97,6 +97,19 @@ class GroupBeside(Protocol):
     def close(self) -> None: ...
 
 
+class Levels(Protocol):
+    """A group that adds in two levels: the ranks of each host first, and then the hosts; see zero/comm/two_levels.py."""
+
+    @property
+    def across(self) -> Group:
+        """The ranks that have the number of this one on their hosts."""
+
+    def reduce_by_hosts(
+        self, bucket: torch.Tensor, sum_dtype: torch.dtype, reduce_across: Callable[[torch.Tensor], Pending]
+    ) -> Pending:
+        """`reduce_scatter`, where `reduce_across` is given the sums of this host to add those of the others `across`."""
+
+
 class Group(Protocol):
     """The ranks that train together.
 
@@ -114,6 +127,10 @@ class Group(Protocol):
     @property
     def outer(self) -> Group | None:
         """The ranks that have the same share as this one; None where there is no other."""
+
+    @property
+    def levels(self) -> Levels | None:
+        """How this group adds in two levels; None where it adds in one."""
 
     @property
     def shared_host_memory(self) -> SharedHostMemory | None:
@@ -151,9 +168,9 @@ class Group(Protocol):
         """Makes another group of the same ranks; None where tensors come from other ranks as fast by messages. A collective."""
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory that this group can send from without a copy. It may be written again once `is_read` returns True."""
+        """Memory that this group can send from without a copy. It may be written again once `is_reusable` returns True."""
 
-    def is_read(self, buffer: torch.Tensor) -> bool:
+    def is_reusable(self, buffer: torch.Tensor) -> bool:
         """False while other ranks may still read what was sent from this memory of `staging`."""
 
     def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
@@ -172,15 +189,33 @@ class Group(Protocol):
 
 
 def checked(group: Any) -> Group:
-    """Returns a group that is not torch's, after a check that it has every member of the protocol."""
-    missing = [name for name in _MEMBERS if not hasattr(group, name)]
-    if missing:
-        raise TypeError(
-            f"Cannot use group={group!r}: it is no torch.distributed process group, and to be a zero Group it lacks "
-            f"{', '.join(missing)}. Pass what torch.distributed.new_group returned, or leave group out for all ranks."
-        )
+    """Returns a group that is not torch's, after a check that it, and each group in it, has every member of its protocol."""
+    for path, protocol in _PARTS.items():
+        part = group
+        for name in filter(None, path.split(".")):
+            part = getattr(part, name, None)  # what was checked before has it; where there are no levels they have no part
+        missing = [name for name in _members(protocol) if not hasattr(part, name)]
+        if missing and (part is not None or path == "inner"):
+            its = f"its {path}" if path else "it"
+            raise TypeError(
+                f"Cannot use group={group!r}: it is no torch.distributed process group, and to be a zero Group {its} lacks "
+                f"{', '.join(missing)}. Pass what torch.distributed.new_group returned, or leave group out for all ranks."
+            )
     found: Group = group
     return found
 
 
-_MEMBERS = sorted({*Group.__annotations__, *(name for name in vars(Group) if not name.startswith("_"))})
+_PARTS: dict[str, type] = {  # of a group that a training uses; all but `inner` may be None
+    "": Group,
+    "shared_host_memory": SharedHostMemory,
+    "inner": Group,
+    "inner.shared_host_memory": SharedHostMemory,
+    "inner.levels": Levels,
+    "inner.levels.across": Group,
+    "outer": Group,
+}
+
+
+def _members(protocol: type) -> list[str]:
+    """The names that a protocol asks for."""
+    return sorted({*protocol.__annotations__, *(name for name in vars(protocol) if not name.startswith("_"))})

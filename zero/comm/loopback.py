@@ -166,7 +166,7 @@ class LoopbackGroup:
     """One rank of several in this process; see `run_ranks` and `solo`."""
 
     shared_host_memory = None
-    outer = None
+    outer = levels = None
 
     def __init__(self, rank: int, tensors: _Wire, messages: _Wire, size: int, office: _PostOffice) -> None:
         self.rank = rank
@@ -230,7 +230,7 @@ class LoopbackGroup:
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def is_read(self, buffer: torch.Tensor) -> bool:
+    def is_reusable(self, buffer: torch.Tensor) -> bool:
         return True  # once the collective was waited for
 
     def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero.comm.group import Group, GroupBeside, Pending, SharedHostMemory, Wire
+from zero.comm.group import Group, GroupBeside, Levels, Pending, SharedHostMemory, Wire
 
 Part = Callable[[Sequence[Sequence[int]]], Group]  # makes groups of parts of the ranks, and returns that of this rank
 
@@ -28,6 +28,10 @@ class PartedGroup:
     @property
     def outer(self) -> Group | None:
         return None
+
+    @property
+    def levels(self) -> Levels | None:
+        return self._everyone.levels
 
     @property
     def shared_host_memory(self) -> SharedHostMemory | None:
@@ -64,8 +68,8 @@ class PartedGroup:
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._everyone.staging(numel, dtype, device)
 
-    def is_read(self, buffer: torch.Tensor) -> bool:
-        return self._everyone.is_read(buffer)
+    def is_reusable(self, buffer: torch.Tensor) -> bool:
+        return self._everyone.is_reusable(buffer)
 
     def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
         self._everyone.set_phase(phase, location)

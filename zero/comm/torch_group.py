@@ -75,7 +75,7 @@ def _store_client() -> StoreClient:
 class TorchGroup:
     """A group of ranks over torch.distributed: those given, or all; or this rank's part of such a group."""
     shared_host_memory = None
-    outer = None
+    outer = levels = None
 
     def __init__(
         self, accelerator: Accelerator, base: Any, limits: TimeLimits, whole: TorchGroup | None = None, parts: Parts = ()
@@ -227,7 +227,7 @@ class TorchGroup:
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def is_read(self, buffer: torch.Tensor) -> bool:
+    def is_reusable(self, buffer: torch.Tensor) -> bool:
         return True  # once the collective was waited for
 
     def all_gather_bytes(self, message: bytes) -> list[bytes]:

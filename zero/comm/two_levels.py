@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zero.comm.group import Group, Pending
+from zero.comm.group import Group, Levels, Pending
 from zero.comm.parted import Part, PartedGroup
 from zero.comm.results import add_rows, sum_in_rank_order, wait_into
 
@@ -49,16 +49,19 @@ class TwoLevelGroup(PartedGroup):
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if not self._parts:
             return _SumByHost(self._everyone.all_to_all(bucket), self.size, self._num_local, sum_dtype)
-        return self.reduce_by_hosts(bucket, sum_dtype, lambda sums, across: across.reduce_scatter(sums, sum_dtype))
+        return self.reduce_by_hosts(bucket, sum_dtype, lambda sums: self.across.reduce_scatter(sums, sum_dtype))
 
     @property
-    def is_in_two_levels(self) -> bool:
-        return bool(self._parts)
+    def levels(self) -> Levels | None:
+        return self if self._parts else None
+
+    @property
+    def across(self) -> Group:
+        return self._parts[1]
 
     def reduce_by_hosts(
-        self, bucket: torch.Tensor, sum_dtype: torch.dtype, reduce_across: Callable[[torch.Tensor, Group], Pending]
+        self, bucket: torch.Tensor, sum_dtype: torch.dtype, reduce_across: Callable[[torch.Tensor], Pending]
     ) -> Pending:
-        """Adds up inside the host, and does with the sums what it is told, in the column that goes across."""
         inside, across = self._parts
         self._complete(but=_Sum)
         sums = [inside.reduce_scatter(pieces, sum_dtype) for pieces in bucket.view(across.size, -1)]
@@ -67,7 +70,7 @@ class TwoLevelGroup(PartedGroup):
             added = torch.empty(bucket.numel() // inside.size, dtype=sum_dtype, device=bucket.device)
             for pending, row in zip(sums, added.view(across.size, -1), strict=True):
                 wait_into(pending, row, 1.0, False)
-            return reduce_across(added, across)
+            return reduce_across(added)
 
         return self._begin(_Sum(self._advance, sums, begin_across))
 
@@ -90,8 +93,8 @@ class TwoLevelGroup(PartedGroup):
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return (self._parts[0] if self._parts else self._everyone).staging(numel, dtype, device)
 
-    def is_read(self, buffer: torch.Tensor) -> bool:
-        return (self._parts[0] if self._parts else self._everyone).is_read(buffer)
+    def is_reusable(self, buffer: torch.Tensor) -> bool:
+        return (self._parts[0] if self._parts else self._everyone).is_reusable(buffer)
 
     def reconnect(self, base: Any) -> None:
         self._begun.clear()

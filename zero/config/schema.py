@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Half = Literal["bfloat16", "float16"]
 Kernels = Literal["torch", "fused", "compiled"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Coded = Literal["int8"]  # what gradients travel in as bytes; zero/runtime/reduce/narrowing.py has the code of each
 OnNonfinite = Literal["skip", "raise", "propagate"]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
 Count = Annotated[int, Field(ge=1)]
@@ -211,7 +212,7 @@ class ZeroConfig(ConfigModel):
     shared_memory: bool = True  # between ranks of one host that prove they can; False: ordinary collectives
     align_bytes: Annotated[int, Field(ge=16, le=4096)] = 64
     reduce: Literal["mean", "sum"] | Positive = "mean"
-    reduce_dtype: Dtype | Literal["int8"] | None = None  # what wider gradients are rounded to before they travel; sums are fp32
+    reduce_dtype: Dtype | Coded | None = None  # what wider gradients are rounded to before they travel; sums are fp32
     gather_dtype: Literal["int8"] | None = None  # what new 16-bit weights travel in at stages 1 and 2
     accumulation_dtype: Dtype = "float32"
     predivide: Literal["world"] | Positive = 1.0
@@ -270,8 +271,8 @@ class ZeroConfig(ConfigModel):
              "Cannot use autocast in another 16-bit dtype than the weights have. Use one dtype for both, or leave one out"),
             (self.predivide != 1.0 and self.reduce == "sum",
              "Cannot use predivide: reduce='sum' divides nothing. Leave predivide out, or reduce by mean"),
-            (self.reduce_dtype == "int8" and self.stage == 0,
-             "Cannot use reduce_dtype='int8' at stage 0: its sums are taken by the backend. Use stage 1, 2 or 3"),
+            (self.reduce_dtype in get_args(Coded) and self.stage == 0,
+             f"Cannot use reduce_dtype={self.reduce_dtype!r} at stage 0: the backend takes its sums. Use stage 1, 2 or 3"),
             (self.gather_dtype is not None and self.stage == 3,
              "Cannot use gather_dtype at stage 3: weights are fetched when they are needed. Use stage 1 or 2, or leave it out"),
             (self.kernels == "fused" and self.optimizer is not None and self.optimizer.kind not in FUSED_IN_TORCH,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from typing import get_args
 
-from zero.config.schema import Report, ZeroConfig
+from zero.config.schema import Coded, Report, ZeroConfig
 
 logger = logging.getLogger("zero")
 
@@ -46,8 +47,8 @@ def _without_effect(config: ZeroConfig) -> list[str]:
     told = []
     if config.predivide != 1.0:
         told.append("predivide has no effect: sums are taken in float32, so nothing overflows before it is divided")
-    if config.reduce_dtype == "int8":
-        told.append("gradients travel in 8 bits: sharded training is near to plain training, and not equal to it")
+    if config.reduce_dtype in get_args(Coded):
+        told.append(f"gradients travel as {config.reduce_dtype}: training is near to plain training, and not equal to it")
         if config.shard_ranks is not None:
             told.append("they do so inside each group of shard_ranks; across groups their sums are float32")
     elif config.reduce_dtype is not None:

@@ -69,8 +69,3 @@ def add_scaled(add: Callable[..., None], rows: Sequence[torch.Tensor], target: t
     add(rows, target, first, False)
     for factor in others:
         target.mul_(factor)
-
-
-def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of two stretches."""
-    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -97,21 +96,3 @@ def by_device(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     for index, tensor in enumerate(tensors):
         found.setdefault(tensor.device, []).append(index)
     return list(found.values())
-
-
-def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Two tensors that share memory, by index, or (i, i) for one that overlaps itself; None where all are apart."""
-    stretches: list[tuple[str, int, int, int]] = []
-    for index, tensor in enumerate(tensors):
-        if tensor.numel() == 0 or tensor.is_meta:
-            continue
-        axes = list(zip(tensor.shape, tensor.stride(), strict=True))
-        reach = sum((size - 1) * stride for size, stride in axes) + 1
-        if reach < tensor.numel():
-            return index, index
-        start = tensor.data_ptr()
-        stretches.append((str(tensor.device), start, start + reach * tensor.element_size(), index))
-    for before, after in itertools.pairwise(sorted(stretches)):
-        if before[0] == after[0] and after[1] < before[2]:
-            return before[3], after[3]
-    return None

@@ -44,7 +44,7 @@ class Masters:
         self._in_block: dict[Block, list[tuple[Piece, torch.nn.Parameter]]] = {}
         self.layout_ref = layout_ref
         self.rank = rank
-        self._formats = formats
+        self.formats = formats
         self._rounded_at_start = rounded
         self._weights = weights
         self._fetched: dict[int, tuple[Transfer, torch.Tensor]] = {}  # weights in their masters' home, or on their way to it
@@ -103,7 +103,7 @@ class Masters:
     def shaped(self, piece: Piece, line: torch.Tensor) -> torch.Tensor:
         """What lies in a piece, as the optimizer is given it: a parameter that has one owner in its shape."""
         is_whole = self.layout_ref.layout.buckets[piece.bucket].is_whole
-        return self._formats[piece.param].unflatten(line) if is_whole else line
+        return self.formats[piece.param].unflatten(line) if is_whole else line
 
     def of(self, param: int) -> list[tuple[Piece, torch.nn.Parameter]]:
         return self.pieces.get(param, [])

@@ -10,6 +10,7 @@ import torch
 
 from accelerators import Accelerator
 from accelerators.streams import Event, InOrderStream, Stream
+from zero.memory.addresses import address_of
 from zero.memory.homes.home import Transfer
 
 
@@ -29,13 +30,13 @@ class Staging:
         self,
         accelerator: Accelerator,
         allocate: Callable[[int, torch.dtype], torch.Tensor],
-        is_read: Callable[[torch.Tensor], bool] = lambda _: True,
+        is_reusable: Callable[[torch.Tensor], bool] = lambda _: True,
         room: Callable[[], float] = lambda: math.inf,
         usual_numel: float = math.inf,
     ) -> None:
         self._accelerator = accelerator
         self._allocate = allocate
-        self._is_reusable = is_read  # by everybody who still may
+        self._is_reusable = is_reusable  # whether everybody else who may read it has
         self.room = room  # bytes that buffers on their way may take, beside those that a rank in pace needs
         self._usual_numel = usual_numel
         self._free: dict[_Kind, list[_Returned]] = {}
@@ -55,7 +56,7 @@ class Staging:
         buffer = self._reuse(kind)
         if buffer is None:
             buffer = self._allocate(self._sizes[kind], dtype)
-        self._whole[buffer.data_ptr()] = buffer
+        self._whole[address_of(buffer)] = buffer
         return buffer[:numel]
 
     def _kind(self, numel: int, dtype: torch.dtype) -> _Kind:
@@ -77,7 +78,7 @@ class Staging:
     def give_back(self, buffer: torch.Tensor, transfer: Transfer | None = None) -> None:
         """`transfer`: a copy that may still read it."""
         self.borrowed -= 1
-        whole = self._whole.pop(buffer.data_ptr())
+        whole = self._whole.pop(address_of(buffer))
         kind = self._kind(whole.numel(), whole.dtype)
         if whole.numel() == self._sizes[kind]:
             self._free.setdefault(kind, []).append(_Returned(whole, self._stream(whole), transfer))
@@ -85,7 +86,7 @@ class Staging:
     def discard(self, buffer: torch.Tensor) -> None:
         """Forgets a buffer that will not be given back, as something may write to it at any time."""
         self.borrowed -= 1
-        del self._whole[buffer.data_ptr()]
+        del self._whole[address_of(buffer)]
 
     def num_bytes(self, most_free: int | None = None) -> int:
         """Of what is lent, and of at most so many others of each dtype and size."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from zero.errors import DiskFailed, ZeroError
+from zero.memory.addresses import starts_where, storage_of
 from zero.memory.formats import goes_with_elements
 from zero.memory.homes.home import Home, Stored, Transfer
 from zero.memory.shard import Shard
@@ -62,7 +63,7 @@ def _finish(transfers: Iterable[Transfer]) -> None:
 
 def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
     """Whether it lies in the same memory. What stands for a line has the length of one, and memory for one number."""
-    return tensor.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
+    return storage_of(tensor) == storage_of(of)
 
 
 class Streams:
@@ -289,7 +290,7 @@ class Streams:
             return False
         lines = {name: line for name, line in stretch.lines.items() if name != MASTERS}
         return any(line._version != stretch.versions[name] for name, line in lines.items()) or any(
-            name in lines and self._own(piece, lines[name]).data_ptr() != value.data_ptr()
+            name in lines and not starts_where(self._own(piece, lines[name]), value)
             for piece, name, value in self._moments(bucket)
         )
 
@@ -325,7 +326,7 @@ class Streams:
                 continue  # it stays where it is
             names.add(name)
             own = self._own(piece, line)
-            if own.data_ptr() != value.data_ptr():
+            if not starts_where(own, value):
                 own.copy_(value)
         for name in stored.keys() - names - {MASTERS}:
             del stretch.lines[name]

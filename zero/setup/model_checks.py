@@ -9,7 +9,8 @@ from torch import nn
 
 from accelerators import Accelerator
 from zero.config.schema import ZeroConfig
-from zero.memory.formats import DTYPES, overlapping, sum_dtype
+from zero.memory.addresses import overlapping, storage_of
+from zero.memory.formats import DTYPES, sum_dtype
 from zero.optim.several import members_of, name_of
 from zero.optim.traits import (
     ELEMENTWISE,
@@ -214,11 +215,11 @@ def check_views(model: nn.Module, names: Sequence[str], tensors: Sequence[nn.Par
     in_storage: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if not tensor.is_meta:
-            in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(index)
+            in_storage.setdefault(storage_of(tensor), []).append(index)
     for name, other in (*model.named_parameters(), *model.named_buffers()):
         if id(other) in managed or other.layout != torch.strided or type(other.data) is not torch.Tensor:
             continue
-        for index in in_storage.get(other.untyped_storage().data_ptr(), ()):
+        for index in in_storage.get(storage_of(other), ()):
             if overlapping([tensors[index], other]) is not None:
                 raise ValueError(
                     f"Cannot shard: {name} is a view of the memory of parameter {names[index]}, which moves. "

@@ -12,7 +12,8 @@ from torch import nn
 
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
-from zero.memory.formats import DTYPES, overlapping
+from zero.memory.addresses import overlapping, storage_of
+from zero.memory.formats import DTYPES
 from zero.setup.param_selection import ManagedParams, fp32_islands
 
 logger = logging.getLogger("zero")
@@ -46,7 +47,7 @@ def frozen_to_share(
     tensors = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
         if _memory_of(tensor) is not None and (tensor.device == device or tensor.is_meta):
-            in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+            in_storage.setdefault(storage_of(tensor), []).append(tensor)
     def may_be_shared(param: nn.Parameter) -> bool:
         is_large = param.numel() > keep_whole_numel or (param.is_meta and param.numel() > 0)
         return is_large and not param.requires_grad and param.dtype in DTYPES.values()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.runtime.grads.ownership import check_unmanaged, manage
 from zero.runtime.grads.sync_policy import SyncPolicy
 from zero.runtime.grads.window import Window
-from zero.runtime.kernels.adam_step import deferrable_sums
+from zero.runtime.kernels.adam_step import FusedStep, deferrable_sums
 from zero.runtime.kernels.select import check_kernels, fused_step_of, has_fused_step, host_step_dtypes, use_kernels
 from zero.runtime.kernels.sums import CompiledSums, SumsByTorch
 from zero.runtime.params.hooks import GradHooks
@@ -77,7 +77,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
         params = run_on_all(group, lambda: _checked(model, optimizer, config))
         config = with_pace(config, group, optimizer.param_groups, sum(map(torch.Tensor.numel, params.tensors)))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
-        sharding = _assemble(model, optimizer, config, plan, group, unread)
+        sharding = _assemble(_basis(model, optimizer, config, plan, group), unread)
     except BaseException:
         unread.restore()
         if group is not given:
@@ -97,14 +97,25 @@ def _checked(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCon
     return params
 
 
-def _assemble(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    config: ZeroConfig,
-    plan: ShardingPlan,
-    group: Group,
-    unread: UnreadParams,
-) -> ShardingState:
+@dataclass(frozen=True)
+class _Basis:
+    """What the parts of a sharded optimizer are built on."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    config: ZeroConfig
+    plan: ShardingPlan
+    group: Group
+    layout_ref: LayoutRef
+    formats: list[ParamFormat]
+    params: Params
+    weights: Weights
+    masters: Masters
+    placer: ParamPlacer
+    hooks: GradHooks
+
+
+def _basis(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, plan: ShardingPlan, group: Group) -> _Basis:
     chosen, layout, place, memory_guard = plan.params, plan.layout, plan.place, plan.memory_guard
     layout_ref, formats = LayoutRef(layout), [ParamFormat.of(tensor) for tensor in chosen.tensors]
     params = Params(chosen.tensors, chosen.names)
@@ -115,59 +126,15 @@ def _assemble(
     rank, shard = group.inner.rank if layout.num_shares > 1 else 0, Shard(layout_ref, memory_guard.homes)
     masters = Masters(layout_ref, rank, weights, shard, formats, optimizer.state, rounded=config.masters == "rounded")
     placer = ParamPlacer(params, formats, weights, masters, group, place)
-    latent, dtypes = chosen.frozen, {index: tensor.dtype for index, tensor in enumerate(chosen.tensors)}
     hooks = GradHooks(params)
+    return _Basis(model, optimizer, config, plan, group, layout_ref, formats, params, weights, masters, placer, hooks)
 
-    built: list[weakref.ref[ShardingState]] = []  # weakly: the window is a part and holds `place_params`
 
-    def place_params(fresh: Sequence[int]) -> Sequence[int]:
-        sharding = built[0]()
-        assert sharding is not None
-        with _restoring(optimizer), torch.inference_mode(False):  # whatever settles the window, this is used outside of it
-            new = placer.place(fresh, partial(adopt_state, sharding, optimizer))
-        hooks.renew()
-        return new
-
-    def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with memory_guard.explain_oom("A buffer to send gradients from", layout_ref):
-            return group.inner.staging(numel, dtype, place.device)
-
-    def wire() -> ShardingState:
-        staging = Staging(place.accelerator, allocate, group.inner.is_read, weights.room, usual_numel(layout))
-        gradients = GradientShard(layout_ref, memory_guard.homes)
-        kinds = host_step_dtypes(layout.params, place.device)
-        fused_step = fused_step_of(optimizer, config.kernels)
-        deferrable = deferrable_sums(kinds, group.inner.size) if fused_step is not None else ()
-        sums = CompiledSums(deferrable) if config.kernels == "compiled" else SumsByTorch(deferrable)
-        scaling = Scaling(reduce=reduction(config, group.size))
-        inflight = InflightReductions(
-            layout_ref,
-            group,
-            staging,
-            gradients,
-            scaling,
-            narrowing_of(config.reduce_dtype, group, layout_ref, scaling),
-            checks_finite=config.on_nonfinite == "raise",
-            sums=sums,
-        )
-        policy = SyncPolicy(config.accumulation, stage_of(config.stage).accumulates_locally)
-        reducer = Reducer(layout_ref, formats, place.accelerator, staging, inflight, policy.num_sends)
-        grad_ops = ShardedGradOps(layout_ref, formats, group, inflight)
-        tracker = ParamTracker(model, params, weights, formats, chosen.unmanaged)
-        sync = WindowSync(group, params, layout_ref, config.text(), tracker, partial(settings_of, optimizer))
-        window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params)
-        step_policy = StepPolicy(config.clip, config.on_nonfinite)
-        updater = Updater(params, grad_ops, masters, optimizer, step_policy, fused_step)
-        publisher = WeightPublisher(layout_ref, params, group, weights, masters, config.gather_dtype is not None)
-        offloader = StateOffloader(model, place.accelerator, params, formats, weights, masters, gradients, optimizer)
-        components = (params, masters, window, hooks, updater, publisher, placer)
-        sharding = ShardingState(
-            group, *components, config, offloader, memory_guard, LossScaler(config, scaling), Lifetime(group)
-        )
-        updater.restore_kernels = use_kernels(optimizer, config.kernels)
-        adopt_state(sharding, optimizer)
-        tracker.renew_through(hooks.renew)
-        return sharding
+def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
+    """Places the parameters, and builds the parts that train them. A collective."""
+    model, config, plan, group = basis.model, basis.config, basis.plan, basis.group
+    chosen, place, weights, placer = plan.params, plan.place, basis.weights, basis.placer
+    dtypes = {index: tensor.dtype for index, tensor in enumerate(chosen.tensors)}
 
     def cast() -> None:
         cast_frozen(model, config)
@@ -176,18 +143,18 @@ def _assemble(
     def open_(window: Window) -> None:
         window.grads.register()  # when every parameter has the dtype that it will keep
         for index, tensor in enumerate(chosen.tensors):
-            hooks.attach(index, tensor, window.before_grad, window.grad_ready)
+            basis.hooks.attach(index, tensor, window.before_grad, window.grad_ready)
 
-    with _restoring(optimizer), contextlib.ExitStack() as on_failure:
+    with _restoring(basis.optimizer), contextlib.ExitStack() as on_failure:
         on_failure.callback(restorer_of_dtypes(model))  # which comes last
         on_failure.callback(placer.release)
         on_failure.callback(weights.return_frozen)
-        on_failure.callback(placer.remove, dtypes, layout)
-        on_failure.callback(hooks.detach)
-        with memory_guard.explain_oom("Sharding", layout_ref):
-            placer.place([index for index in range(len(chosen.names)) if index not in latent])
+        on_failure.callback(placer.remove, dtypes, plan.layout)
+        on_failure.callback(basis.hooks.detach)
+        with plan.memory_guard.explain_oom("Sharding", basis.layout_ref):
+            placer.place([index for index in range(len(chosen.names)) if index not in chosen.frozen])
         sync_module_states(model, chosen, group)
-        sharding = run_on_all(group, wire)
+        sharding = run_on_all(group, partial(_connected_parts, basis))
         run_on_all(group, cast)
         frozen = frozen_to_share(model, place.device, config.keep_whole_numel)
         weights.take_frozen(*frozen, place, *places_of({}, config, place.device), unread.awaited)
@@ -195,12 +162,93 @@ def _assemble(
         if stage_of(config.stage).shards_weights:
             weights.expect_buffers(MetaBuffers(model, place.device).unwritten)
             unread.fill(sharding)
-        built.append(weakref.ref(sharding))
         manage(chosen.tensors, sharding.window)
         on_failure.pop_all()
     if place.is_host:
         place.accelerator.empty_cache()  # the weights lay elsewhere before, in pieces too small to have gone by themselves
     return sharding
+
+
+def _connected_parts(basis: _Basis) -> ShardingState:
+    """Makes all parts, each of those that it uses. No collective."""
+    model, optimizer, config, plan, group = basis.model, basis.optimizer, basis.config, basis.plan, basis.group
+    layout_ref, formats, params, masters = basis.layout_ref, basis.formats, basis.params, basis.masters
+    weights, hooks, memory_guard = basis.weights, basis.hooks, plan.memory_guard
+    staging, fused_step = _staging(basis), fused_step_of(optimizer, config.kernels)
+    scaling = Scaling(reduce=reduction(config, group.size))
+    gradients = GradientShard(layout_ref, memory_guard.homes)
+    inflight = InflightReductions(
+        layout_ref,
+        group,
+        staging,
+        gradients,
+        scaling,
+        narrowing_of(config.reduce_dtype, group, layout_ref, scaling),
+        checks_finite=config.on_nonfinite == "raise",
+        sums=_sums(basis, fused_step),
+    )
+    policy = SyncPolicy(config.accumulation, stage_of(config.stage).accumulates_locally)
+    reducer = Reducer(layout_ref, formats, plan.place.accelerator, staging, inflight, policy.num_sends)
+    grad_ops = ShardedGradOps(layout_ref, formats, group, inflight)
+    tracker = ParamTracker(model, params, weights, formats, plan.params.unmanaged, hooks.renew)
+    sync = WindowSync(group, params, layout_ref, config.text(), tracker, partial(settings_of, optimizer))
+    place_params = partial(_place_params, basis.placer, hooks, params, masters, optimizer)
+    window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params)
+    restore_kernels = use_kernels(optimizer, config.kernels)
+    step_policy = StepPolicy(config.clip, config.on_nonfinite)
+    updater = Updater(params, grad_ops, masters, optimizer, step_policy, fused_step, restore_kernels)
+    publisher = WeightPublisher(layout_ref, params, group, weights, masters, config.gather_dtype is not None)
+    offloader = StateOffloader(model, plan.place.accelerator, params, formats, weights, masters, gradients, optimizer)
+    adopt_state(params.tensors, masters, optimizer)
+    return ShardingState(
+        group=group,
+        params=params,
+        masters=masters,
+        window=window,
+        hooks=hooks,
+        updater=updater,
+        publisher=publisher,
+        placer=basis.placer,
+        config=config,
+        offloader=offloader,
+        memory_guard=memory_guard,
+        loss_scaler=LossScaler(config, scaling),
+        lifetime=Lifetime(group),
+    )
+
+
+def _staging(basis: _Basis) -> Staging:
+    """Memory that gradients are sent from."""
+    group, place, explain_oom = basis.group, basis.plan.place, basis.plan.memory_guard.explain_oom
+    layout_ref = basis.layout_ref
+
+    def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        with explain_oom("A buffer to send gradients from", layout_ref):
+            return group.inner.staging(numel, dtype, place.device)
+
+    return Staging(place.accelerator, allocate, group.inner.is_reusable, basis.weights.room, usual_numel(basis.plan.layout))
+
+
+def _sums(basis: _Basis, fused_step: FusedStep | None) -> SumsByTorch:
+    """How what ranks sent is added up."""
+    kinds = host_step_dtypes(basis.plan.layout.params, basis.plan.place.device)
+    deferrable = () if fused_step is None else deferrable_sums(kinds, basis.group.inner.size)
+    return CompiledSums(deferrable) if basis.config.kernels == "compiled" else SumsByTorch(deferrable)
+
+
+def _place_params(
+    placer: ParamPlacer,
+    hooks: GradHooks,
+    params: Params,
+    masters: Masters,
+    optimizer: torch.optim.Optimizer,
+    fresh: Sequence[int],
+) -> Sequence[int]:
+    """Gives parameters that are trained from now on a place, with the state that the optimizer had for them. A collective."""
+    with _restoring(optimizer), torch.inference_mode(False):  # whatever settles the window, this is used outside of it
+        new = placer.place(fresh, partial(adopt_state, params.tensors, masters, optimizer))
+    hooks.renew()
+    return new
 
 
 @contextlib.contextmanager

@@ -302,7 +302,7 @@ class _Loading:
             held = before.get(key)
             entries[key] = held if _fits(held, master, wide) else torch.empty_like(master, dtype=wide)
             self._lines.copy(source, key, form, piece.in_param, form.line_of(entries[key].detach()))
-        entries |= {key: plain_entry(sharding, inner, piece.param, value) for key, value in self._plain[source].items()}
+        entries |= {key: plain_entry(sharding.masters, inner, piece.param, value) for key, value in self._plain[source].items()}
         if entries:
             inner.state[master] = entries
 

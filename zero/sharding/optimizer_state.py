@@ -25,6 +25,7 @@ from zero.optim.several import members_of
 from zero.optim.traits import KERNELS, evaluates, is_elementwise
 
 if TYPE_CHECKING:
+    from zero.memory.masters import Masters
     from zero.plan.layout import Piece
     from zero.sharding.state import ShardingState
 
@@ -128,7 +129,7 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
         if name in states and lies_nowhere(sharding, param):
             inner.state[sharding.params.tensors[param]] = copy.deepcopy(dict(states[name]))
         elif name in states:
-            _give_pieces(sharding, inner, param, states[name], elementwise[name])
+            _give_pieces(sharding.masters, inner, param, states[name], elementwise[name])
         if name in masters:
             line = sharding.window.grad_ops.formats[param].flatten(masters[name])
             for piece, master in sharding.masters.of(param):
@@ -193,50 +194,50 @@ def _setting(now: Any, saved: Any, filled: set[int]) -> Any:
     return saved.to(now.device if isinstance(now, torch.Tensor) else saved.device, copy=True)
 
 
-def adopt_state(sharding: ShardingState, inner: torch.optim.Optimizer) -> None:
+def adopt_state(tensors: Sequence[torch.Tensor], masters: Masters, inner: torch.optim.Optimizer) -> None:
     """Hands the state that an optimizer already has for the parameters to their masters."""
     if evaluates(inner):
         params = inner.param_groups[0]["params"]
         lbfgs.cut(inner.state, params, [param.shape for param in params])
-    for param, tensor in enumerate(sharding.params.tensors):
-        if lies_nowhere(sharding, param):
+    for param, tensor in enumerate(tensors):
+        if masters.layout_ref.layout.slots[param] is None:
             continue  # it keeps its state itself until it is trained
         state = inner.state.pop(tensor, None)
         if state:
             keys = {key for key, value in state.items() if goes_with_elements(key, value, tensor.shape)}
-            _give_pieces(sharding, inner, param, state, keys)
+            _give_pieces(masters, inner, param, state, keys)
 
 
 def lies_nowhere(sharding: ShardingState, param: int) -> bool:
     return sharding.layout_ref.layout.slots[param] is None
 
 
-def plain_entry(sharding: ShardingState, inner: torch.optim.Optimizer, param: int, value: Any) -> Any:
+def plain_entry(masters: Masters, inner: torch.optim.Optimizer, param: int, value: Any) -> Any:
     """A copy of what goes with no element, where torch wants it: a number, such as a step count, on the host, and what an
     optimizer of whole tensors has of one more beside its master."""
     if isinstance(value, (list, tuple, dict)):
-        copies = [plain_entry(sharding, inner, param, each) for each in (value.values() if isinstance(value, dict) else value)]
+        copies = [plain_entry(masters, inner, param, each) for each in (value.values() if isinstance(value, dict) else value)]
         return type(value)(zip(value, copies, strict=True) if isinstance(value, dict) else copies)
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    settings = inner.param_groups[sharding.layout_ref.layout.params[param].group]
+    settings = inner.param_groups[masters.layout_ref.layout.params[param].group]
     beside = value.dim() or settings.get("fused") or settings.get("capturable")
-    return value.to(sharding.masters.of(param)[0][1].device if beside else value.device, copy=True)
+    return value.to(masters.of(param)[0][1].device if beside else value.device, copy=True)
 
 
 def _give_pieces(
-    sharding: ShardingState, inner: torch.optim.Optimizer, param: int, state: Mapping[str, Any], elementwise: set[str]
+    masters: Masters, inner: torch.optim.Optimizer, param: int, state: Mapping[str, Any], elementwise: set[str]
 ) -> None:
-    form = sharding.window.grad_ops.formats[param]
-    for piece, master in sharding.masters.of(param):
-        sharding.masters.streams.use(piece.bucket)
+    form = masters.formats[param]
+    for piece, master in masters.of(param):
+        masters.streams.use(piece.bucket)
         own: dict[str, Any] = {}
         for key, value in state.items():
             if key in elementwise:
                 line = form.flatten(value.to(master.device))
-                own[key] = sharding.masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]).clone()
+                own[key] = masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]).clone()
             else:
-                own[key] = plain_entry(sharding, inner, param, value)
+                own[key] = plain_entry(masters, inner, param, value)
         inner.state[master] = own
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from accelerators import Accelerator
 from zero.config.schema import NAMES_OF_HOST, name_of_place
 from zero.errors import DiskFailed
+from zero.memory.addresses import starts_where
 from zero.memory.formats import ParamFormat
 from zero.memory.gradient_shard import NEEDED, GradientShard
 from zero.memory.homes.disk import is_absent
@@ -22,7 +23,6 @@ from zero.memory.homes.host import HostHome
 from zero.memory.homes.registry import DISK, MOVED, Move, are_away
 from zero.memory.masters import Masters
 from zero.memory.weights import Weights
-from zero.runtime.params.memory import starts_where
 from zero.runtime.params.table import Params
 
 STATES = ("masters", "moments", "gradients", "weights", "buffers")

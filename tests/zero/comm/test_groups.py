@@ -1,5 +1,6 @@
 """Threads and processes for ranks do the same, in fp32, and say who is missing."""
 
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -7,17 +8,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from typing_extensions import get_protocol_members
 
 import accelerators
 from tests import ranks
+from tests.instruments import Ledger
+from tests.parity import by_host, hybrid
 from zero.comm import torch_group, torch_world
 from zero.comm.connect import connect
 from zero.comm.exchange import exchange_about, exchange_texts, run_on_all
-from zero.comm.group import TimeLimits
+from zero.comm.fake import fake_group
+from zero.comm.group import Group, Levels, SharedHostMemory, TimeLimits
 from zero.comm.health.monitor import RankMonitor
-from zero.comm.loopback import loopback, run_ranks, solo
+from zero.comm.hybrid import HybridGroup
+from zero.comm.loopback import LoopbackGroup, loopback, run_ranks, solo
 from zero.comm.results import sum_in_rank_order
+from zero.comm.shared_memory.group import SharedMemoryGroup, through_shared_memory
+from zero.comm.torch_group import TorchGroup
 from zero.comm.torch_world import Wires, end_wires
+from zero.comm.two_levels import TwoLevelGroup
 from zero.errors import GroupLost, RankFailed, RanksDiffer
 
 both_wires = pytest.mark.parametrize("shared", [False, True], ids=["sockets", "shared memory"])
@@ -323,10 +332,61 @@ def test_wires_that_were_given_up_before_end_no_world_of_the_users(monkeypatch):
     assert ended == ["tensors"]  # and not None, which means the world
 
 
-@pytest.mark.parametrize("lacking", ["is_read", "reconnect", "shared_host_memory"])
-def test_a_custom_group_that_lacks_a_member_is_refused_with_its_name(lacking):
-    given = solo()
-    members = [name for name in dir(given) if not name.startswith("_") and name != lacking]
-    partial_group = SimpleNamespace(**{name: getattr(given, name) for name in members})
-    with pytest.raises(TypeError, match=rf"it lacks {lacking}\. Pass what"):
-        connect(accelerators.get("cpu"), partial_group)
+# A group of the user's ---------------------------------------------------------------------------------------------------
+
+PROTOCOLS = {  # of what a training uses of a group, by its name in an error
+    "it": Group,
+    "its shared_host_memory": SharedHostMemory,
+    "its inner": Group,
+    "its inner.shared_host_memory": SharedHostMemory,
+    "its inner.levels": Levels,
+    "its inner.levels.across": Group,
+    "its outer": Group,
+}
+IN_IT = [(name, member) for name, protocol in PROTOCOLS.items() for member in sorted(get_protocol_members(protocol))]
+
+
+def custom_group(without=(None, None)):
+    """A group of groups, each with every member of its protocol but one."""
+
+    def part(name, **parts):
+        members = dict.fromkeys(get_protocol_members(PROTOCOLS[name])) | parts
+        return SimpleNamespace(**{member: its for member, its in members.items() if (name, member) != without})
+
+    levels = part("its inner.levels", across=part("its inner.levels.across"))
+    inner = part("its inner", levels=levels, shared_host_memory=part("its inner.shared_host_memory"))
+    return part("it", inner=inner, outer=part("its outer"), shared_host_memory=part("its shared_host_memory"))
+
+
+@pytest.mark.parametrize(("name", "member"), IN_IT)
+def test_a_custom_group_that_lacks_a_member_is_refused_with_its_name(name, member):
+    group = custom_group((name, member))
+    with pytest.raises(TypeError, match=rf"to be a zero Group {re.escape(name)} lacks {member}\. Pass what"):
+        connect(accelerators.get("cpu"), group)
+
+
+@pytest.mark.parametrize("absent", [(), ("outer", "shared_host_memory"), ("levels",)])
+def test_a_custom_group_is_taken_as_it_is_without_what_may_be_none(absent):
+    group = custom_group()
+    for member in absent:
+        setattr(group.inner if member == "levels" else group, member, None)
+    assert connect(accelerators.get("cpu"), group) is group
+
+
+def test_a_custom_group_always_has_an_inner_one():
+    group = custom_group()
+    group.inner = None
+    with pytest.raises(TypeError, match="its inner lacks all_gather, "):
+        connect(accelerators.get("cpu"), group)
+
+
+def test_every_group_of_ours_may_be_passed_as_a_custom_one():
+    def program(group):
+        made = [group, by_host(group, 2), by_host(group, 2, shares_memory=False), hybrid(group, 2)]
+        made += [through_shared_memory(group), fake_group(8, 4), solo()]
+        assert all(connect(accelerators.get("cpu"), each) is each for each in (*made, *map(Ledger, made)))
+        return [type(each) for each in made], [each.inner.levels is not None for each in made]
+
+    ours = [LoopbackGroup, TwoLevelGroup, TwoLevelGroup, HybridGroup, SharedMemoryGroup, HybridGroup, LoopbackGroup]
+    assert run_ranks(4, program) == [(ours, [False, True, *[False] * 5])] * 4
+    assert get_protocol_members(Group) <= {*dir(TorchGroup), "rank", "size"}

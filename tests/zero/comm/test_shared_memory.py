@@ -152,17 +152,17 @@ def test_a_buffer_is_not_written_again_before_all_ranks_have_read_it():
         group, reads = through_shared_memory(group), []
         for number in range(3):
             buffer = group.staging(4, torch.float32, torch.device("cpu"))
-            assert group.is_read(buffer)
+            assert group.is_reusable(buffer)
             pending = group.reduce_scatter(buffer.fill_(1.0 + number), torch.float32)
             if group.rank == 0:
                 assert pending.wait().tolist() == [2.0 + 2 * number] * 2
             group.all_gather_bytes(b"rank 0 has read, rank 1 has not")
-            reads.append(group.is_read(buffer))
+            reads.append(group.is_reusable(buffer))
             group.all_gather_bytes(b"both have looked")
             if group.rank == 1:
                 assert pending.wait().tolist() == [2.0 + 2 * number] * 2
             group.all_gather_bytes(b"both have read")
-            reads.append(group.is_read(buffer))
+            reads.append(group.is_reusable(buffer))
         return reads
 
     assert run_ranks(2, program) == [[False, True] * 3] * 2
@@ -182,11 +182,11 @@ def test_once_ranks_are_connected_anew_what_was_counted_before_counts_no_more(mo
         late.wait()  # of before
         buffer = group.staging(4, torch.float32, device)
         pending = group.reduce_scatter(buffer.fill_(1.0), torch.float32)
-        read = group.is_read(buffer)
+        read = group.is_reusable(buffer)
         group.all_gather_bytes(b"both have looked")
         pending.wait()
         group.all_gather_bytes(b"both have read")
-        return read, group.is_read(buffer)
+        return read, group.is_reusable(buffer)
 
     assert run_ranks(2, program) == [(False, True)] * 2
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelerators
-from zero.memory.formats import ParamFormat, overlapping, sum_dtype
+from zero.memory.formats import ParamFormat, sum_dtype
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes.registry import Homes
 from zero.memory.masters import Masters
@@ -150,11 +150,3 @@ def test_what_is_published_is_the_rounded_master(line, masters):
         made.shard.share(index).fill_(257.0)
         made.publish(line.layout.blocks(index)) if made.is_copy(index) else None
         assert weights.share(index, 1).float().unique().tolist() == [256.0 if made.is_copy(index) else 257.0]
-
-
-def test_overlapping_memory_is_found():
-    base = torch.zeros(20)
-    assert overlapping([base[:10], torch.zeros(3), base[9:]]) == (0, 2)
-    assert overlapping([base[:10], base[10:]]) is None
-    assert overlapping([torch.zeros(3).expand(4, 3)]) == (0, 0)
-    assert overlapping([base[:0], base]) is None

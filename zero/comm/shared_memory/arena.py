@@ -150,7 +150,7 @@ class SharedArena:
         for one in self._stretches:
             one.sent = 0, -1
 
-    def is_read(self, tensor: torch.Tensor) -> bool:
+    def is_reusable(self, tensor: torch.Tensor) -> bool:
         stretch = self._stretch_of(tensor)
         return stretch is None or self._was_read(stretch)
 

@@ -85,7 +85,7 @@ class SharedMemoryGroup:
     """A group whose host tensors are exchanged through shared memory; everything else goes by the group that it was made
     from."""
 
-    outer = None
+    outer = levels = None
 
     def __init__(self, group: Group, arena: SharedArena, arenas: dict[int, torch.Tensor], messages: Messages) -> None:
         self.rank = group.rank
@@ -163,9 +163,9 @@ class SharedMemoryGroup:
             return self._group.staging(numel, dtype, device)
         return self._lend(numel * dtype.itemsize).view(dtype)
 
-    def is_read(self, buffer: torch.Tensor) -> bool:
+    def is_reusable(self, buffer: torch.Tensor) -> bool:
         self._hear()
-        return self._arena.is_read(buffer)
+        return self._arena.is_reusable(buffer)
 
     def trim(self) -> None:
         self._hear()

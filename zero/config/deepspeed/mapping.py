@@ -13,6 +13,7 @@ from zero.config.homes import Homes, StateHome
 from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical
 from zero.config.schema import (
     Batch,
+    Coded,
     Dtype,
     Half,
     Kernels,
@@ -126,7 +127,7 @@ def _reduce(written: Written) -> Literal["mean", "sum"]:
     return written.choice("gradient_allreduce_op", operations, "mean")
 
 
-def _reduce_dtype(written: Written, stage: int) -> Dtype | Literal["int8"] | None:
+def _reduce_dtype(written: Written, stage: int) -> Dtype | Coded | None:
     return _in_eight_bits(written, "zero_quantized_gradients", {1, 2, 3}, stage) or written.choice(
         "communication_data_type", _WIRE_DTYPES, None
     )

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from zero.memory.addresses import address_of
 from zero.memory.homes.file import PAGE, FileTransfer, Region, StateFile, page_aligned
 from zero.memory.homes.home import MemoryHome, Transfer
 from zero.memory.homes.pool import Pool
@@ -128,7 +129,7 @@ def _is_pages(tensor: torch.Tensor) -> bool:
     """Whether its values are whole pages of memory, that need no copy on their way."""
     if not tensor.is_cpu or tensor.dim() != 1 or not tensor.is_contiguous():
         return False
-    return tensor.nbytes > 0 and not (tensor.data_ptr() % PAGE or tensor.nbytes % PAGE)
+    return tensor.nbytes > 0 and not (address_of(tensor) % PAGE or tensor.nbytes % PAGE)
 
 
 class _Lent:

@@ -18,6 +18,7 @@ import torch
 
 from accelerators import Accelerator
 from accelerators.streams import Event, InOrderStream, Stream
+from zero.memory.addresses import address_of
 from zero.memory.homes.home import DONE, Link, MemoryHome, Stored, StoredInMemory, Transfer
 from zero.memory.homes.pool import Pool
 
@@ -153,11 +154,11 @@ class HostHome:
         """Memory that nothing uses: what is given back was waited for."""
         self._mirrors.expect(tensor.nbytes)
         memory = self._mirrors.borrow(partial(self.allocate, dtype=torch.uint8))
-        self._lent[memory.data_ptr()] = memory
+        self._lent[address_of(memory)] = memory
         return memory[: tensor.nbytes].view(tensor.dtype)
 
     def give_back(self, mirror: torch.Tensor) -> None:
-        self._mirrors.give_back(self._lent.pop(mirror.data_ptr()))
+        self._mirrors.give_back(self._lent.pop(address_of(mirror)))
 
     def release(self) -> None:
         self._mirrors.release()

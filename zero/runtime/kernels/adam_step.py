@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from zero.memory.addresses import address_of, storage_of
 from zero.memory.masters import adopt
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span
@@ -138,7 +139,7 @@ class FusedStep:
                     self._counters[block] = torch.zeros(len(members), dtype=torch.float32, device="cpu")
             foreign += self._misplaced_state(block, members, masters)
         places = (*self._counters.values(), *self._moments.values()) if foreign else ()
-        ours = {place.untyped_storage().data_ptr() for place in places}
+        ours = set(map(storage_of, places))
         values = [known.clone() if _lies_in(ours, known) else known for _, _, _, known in foreign]
         for (state, name, own, _), known in zip(foreign, values, strict=True):
             state[name] = own.zero_() if known is None else own.copy_(torch.as_tensor(known).reshape(own.shape))
@@ -205,21 +206,21 @@ class FusedStep:
         place is recognised by its address."""
         lines: dict[str, tuple[torch.Tensor, int]] = {}  # of moments, with their addresses
         counters = self._counters[block]
-        first_counter, counter_bytes = counters.data_ptr(), counters.element_size()
+        first_counter, counter_bytes = address_of(counters), counters.element_size()
         for at, (piece, master, group) in enumerate(members):
             if group is None:
                 continue
             state, start, shape = self._inner.state[master], piece.in_share.start, master.shape
             known = state.get("step")  # first, as torch has it
-            if not isinstance(known, torch.Tensor) or known.data_ptr() != first_counter + at * counter_bytes:
+            if not isinstance(known, torch.Tensor) or address_of(known) != first_counter + at * counter_bytes:
                 yield state, "step", counters[at], known
             for name in _moments_of(group):
                 if name not in lines:
                     line = self._moment(block.bucket, name, masters)
-                    lines[name] = line, line.data_ptr()
+                    lines[name] = line, address_of(line)
                 line, address = lines[name]
                 known = state.get(name)
-                if known is None or known.data_ptr() != address + start * line.element_size():
+                if known is None or address_of(known) != address + start * line.element_size():
                     yield state, name, line[start : piece.in_share.stop], known
                 elif known.shape != shape:  # the same numbers in a form that the kernel, which looks at none, was not meant for
                     state[name] = line[start : piece.in_share.stop]
@@ -240,7 +241,7 @@ class FusedStep:
 
 def _lies_in(storages: Collection[int], known: Any) -> bool:
     """Given by their addresses."""
-    return isinstance(known, torch.Tensor) and known.untyped_storage().data_ptr() in storages
+    return isinstance(known, torch.Tensor) and storage_of(known) in storages
 
 
 def _is_decoupled(inner: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:

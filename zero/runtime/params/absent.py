@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.memory.addresses import storage_of
 from zero.memory.gathered import GatheredChunk
 from zero.optim.skip_dynamo import never_compile
 from zero.plan.spans import Span
@@ -289,10 +290,10 @@ def _lies_in_one(tensor: torch.Tensor, given: Mapping[int, Absent]) -> bool:
         if tensor.layout is not torch.sparse_coo and tensor.layout not in _COMPRESSED:
             return False
         tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-    storage = tensor.untyped_storage()._cdata
+    storage = storage_of(tensor)
     for each in given.values():
         memory = each.in_chunk.memory
-        if memory is not None and memory.untyped_storage()._cdata == storage:
+        if memory is not None and storage_of(memory) == storage:
             return True
     return False
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from zero.runtime.params.memory import KnownMemory
+from zero.memory.addresses import KnownMemory
+from zero.runtime.params.absent import Absent
 from zero.runtime.params.table import Params
 
 
@@ -55,7 +56,7 @@ class GradHooks:
 
         with _training(param):
             self._attached[index] = _Attached(param, before, ready, get_gradient_edge(param).node)
-            self._memory.note(index, param)
+            self._memory.note(index, _memory_of(param))
             self._attached[index].handles.append(param.register_hook(follow))  # type: ignore[no-untyped-call]
         self._sit_on(index)
 
@@ -64,14 +65,14 @@ class GradHooks:
         for index, attached in self._attached.items():
             with _training(attached.param):
                 node = get_gradient_edge(attached.param).node
-            self._memory.note(index, attached.param)
+            self._memory.note(index, _memory_of(attached.param))
             if node is not attached.node:
                 attached.node = node
                 self._sit_on(index)
 
     def _follow(self, index: int) -> None:
         attached, self._params.reached = self._attached[index], index
-        if self._memory.has_changed(index, attached.param):
+        if self._memory.has_changed(index, _memory_of(attached.param)):
             self.renew()
 
     def _sit_on(self, index: int) -> None:
@@ -85,6 +86,10 @@ class GradHooks:
         for index in [index for index in self._attached if index >= first]:
             for handle in self._attached.pop(index).handles:
                 handle.remove()
+
+
+def _memory_of(param: torch.nn.Parameter) -> torch.Tensor | None:
+    return None if isinstance(param, Absent) else param
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.memory.addresses import KnownMemory
 from zero.memory.formats import ParamFormat
 from zero.memory.weights import Weights
-from zero.runtime.params.memory import KnownMemory
 from zero.runtime.params.table import Params
 
 logger = logging.getLogger("zero")
@@ -31,7 +31,13 @@ class ParamTracker:
     """
 
     def __init__(
-        self, model: nn.Module, params: Params, weights: Weights, formats: Sequence[ParamFormat], unmanaged: Collection[str]
+        self,
+        model: nn.Module,
+        params: Params,
+        weights: Weights,
+        formats: Sequence[ParamFormat],
+        unmanaged: Collection[str],
+        renew: Callable[[], None],
     ) -> None:
         self._model = model
         self._params = params
@@ -42,12 +48,8 @@ class ParamTracker:
         self._places = KnownMemory()
         self._tables: list[tuple[dict[str, Any], list[Any]]] = []
         self._replaced = 0
-        self._renew: Callable[[], Callable[[], None] | None] = lambda: None
+        self._renew = weakref.WeakMethod(renew)  # attaches hooks anew; weakly, as its object holds this one
         self.register()
-
-    def renew_through(self, renew: Callable[[], None]) -> None:
-        """What attaches hooks anew where the model changed. Held weakly, as its object holds this one."""
-        self._renew = weakref.WeakMethod(renew)
 
     def check_model(self) -> None:
         """At the start of a backward: looks for parametrizations that were added, which give a parameter a new node without our

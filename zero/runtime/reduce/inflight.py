@@ -12,7 +12,8 @@ import torch
 from accelerators.streams import Event
 from zero.comm.group import Group, Pending
 from zero.comm.results import CompletedResult, UnreducedResult, wait_into
-from zero.memory.deferred_sum import DeferredSum, Sums, share_memory
+from zero.memory.addresses import share_memory
+from zero.memory.deferred_sum import DeferredSum, Sums
 from zero.memory.formats import sum_dtype
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes.home import Transfer

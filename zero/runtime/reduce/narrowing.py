@@ -8,10 +8,9 @@ from typing import Protocol
 
 import torch
 
-from zero.comm.eight_bits import EIGHT_BITS, Noise, decode, encode, num_bytes_of
-from zero.comm.group import Group, Pending
+from zero.comm.eight_bits import EIGHT_BITS, EightBits
+from zero.comm.group import Group, Levels, Pending
 from zero.comm.results import sum_in_rank_order
-from zero.comm.two_levels import TwoLevelGroup
 from zero.memory.formats import DTYPES
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
@@ -67,13 +66,30 @@ class RoundedTo(AsItIs):
         return narrow
 
 
-class _Coder:
-    """Codes the numbers of a bucket in 8 bits, see zero/comm/eight_bits.py. The error of the rounding is added to those that
-    are coded next, so it keeps as many numbers."""
+class Code(Protocol):
+    """Numbers as bytes. A transport need not be able to add them: they are read where they arrive."""
 
-    def __init__(self, scaling: Scaling, seed: int) -> None:
+    def num_bytes(self, numel: int) -> int:
+        """Of the message for so many numbers."""
+
+    def encode(self, rows: torch.Tensor, messages: torch.Tensor) -> None:
+        """Writes each row of float32 to a row of bytes."""
+
+    def decode(self, messages: torch.Tensor, numel: int) -> torch.Tensor:
+        """Reads the numbers of each row of bytes, in float32."""
+
+
+# Each with the code of a rank, made of a number that is its own.
+CODES: dict[str, Callable[[int], Code]] = {EIGHT_BITS: EightBits}
+
+
+class _Coder:
+    """Codes the numbers of a bucket. The error of the rounding is added to those that are coded next, so it keeps as many
+    numbers."""
+
+    def __init__(self, code: Code, scaling: Scaling) -> None:
+        self.code = code
         self._scaling = scaling
-        self._noise = Noise(seed)
         self.missing: dict[int, tuple[torch.Tensor, float]] = {}  # by bucket, and the loss scale that it carries
 
     def encode(self, bucket: int, values: torch.Tensor, num_rows: int, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -83,21 +99,21 @@ class _Coder:
         if missing is None or missing.numel() != values.numel():
             missing = torch.zeros_like(values)
         rows = torch.add(values.float(), missing, alpha=scale / before).view(num_rows, -1)  # two halves may not fit in one
-        size = num_bytes_of(rows.shape[1])
+        size = self.code.num_bytes(rows.shape[1])
         message = allocate(num_rows * size)
-        encode(rows, message.view(num_rows, size), self._noise)
-        missing.copy_(rows.sub_(decode(message.view(num_rows, size), rows.shape[1])).view(-1))
+        self.code.encode(rows, message.view(num_rows, size))
+        missing.copy_(rows.sub_(self.code.decode(message.view(num_rows, size), rows.shape[1])).view(-1))
         self.missing[bucket] = missing.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0), scale
         return message
 
 
-class InEightBits:
-    """Sends 8 bits a number. The sum over ranks is taken in float32."""
+class AsBytes:
+    """Sends bytes. The sum over ranks is taken in float32."""
 
-    def __init__(self, layout_ref: LayoutRef, group: Group, scaling: Scaling) -> None:
+    def __init__(self, layout_ref: LayoutRef, group: Group, coder: _Coder) -> None:
         self._layout_ref = layout_ref
         self._group = group.inner
-        self._coder = _Coder(scaling, group.rank)
+        self._coder = coder
 
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
         allocate = partial(staging.borrow, dtype=torch.uint8)
@@ -106,56 +122,60 @@ class InEightBits:
         return message
 
     def reduce(self, bucket: int, sent: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        return _InNumbers(self._group.all_to_all(sent), self._group.size, self._layout_ref.layout.buckets[bucket].share_numel)
+        numel = self._layout_ref.layout.buckets[bucket].share_numel
+        return _Decoded(self._group.all_to_all(sent), self._group.size, numel, self._coder.code)
 
     def forget_errors(self) -> None:
         self._coder.missing.clear()
 
 
-class InEightBitsAcross:
-    """Adds up inside a host as it is, and sends the sums of the host in 8 bits to the others, whose sum is taken in float32."""
+class AsBytesAcross:
+    """Adds up inside a host as it is, and sends the sums of the host as bytes to the others, whose sum is taken in float32."""
 
-    def __init__(self, group: TwoLevelGroup, scaling: Scaling) -> None:
-        self._group = group
-        self._coder = _Coder(scaling, group.rank)
+    def __init__(self, levels: Levels, coder: _Coder) -> None:
+        self._levels = levels
+        self._coder = coder
 
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
         return buffer
 
     def reduce(self, bucket: int, sent: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        return self._group.reduce_by_hosts(sent, torch.float32, partial(self._send, bucket))
+        return self._levels.reduce_by_hosts(sent, torch.float32, partial(self._send, bucket))
 
-    def _send(self, bucket: int, sums: torch.Tensor, across: Group) -> Pending:
+    def _send(self, bucket: int, sums: torch.Tensor) -> Pending:
+        across = self._levels.across
         allocate = partial(torch.empty, dtype=torch.uint8, device=sums.device)
         message = self._coder.encode(bucket, sums, across.size, allocate)
-        return _InNumbers(across.all_to_all(message), across.size, sums.numel() // across.size)
+        return _Decoded(across.all_to_all(message), across.size, sums.numel() // across.size, self._coder.code)
 
     def forget_errors(self) -> None:
         self._coder.missing.clear()
 
 
-class _InNumbers:
-    """The sum of what comes in 8 bits."""
+class _Decoded:
+    """The sum of what comes as bytes."""
 
-    def __init__(self, pending: Pending, num_ranks: int, numel: int) -> None:
+    def __init__(self, pending: Pending, num_ranks: int, numel: int, code: Code) -> None:
         self._pending = pending
-        self._sizes = num_ranks, numel
+        self._num_ranks = num_ranks
+        self._numel = numel
+        self._code = code
 
     def done(self) -> bool:
         return self._pending.done()
 
     def wait(self) -> torch.Tensor:
-        num_ranks, numel = self._sizes
-        rows = decode(self._pending.wait().view(num_ranks, -1), numel)
-        return sum_in_rank_order(rows, num_ranks, torch.float32)
+        rows = self._code.decode(self._pending.wait().view(self._num_ranks, -1), self._numel)
+        return sum_in_rank_order(rows, self._num_ranks, torch.float32)
 
 
 def narrowing_of(dtype: str | None, group: Group, layout_ref: LayoutRef, scaling: Scaling) -> Narrowing:
-    """What `reduce_dtype` means. On one rank nothing travels in 8 bits."""
-    if dtype == EIGHT_BITS and group.inner.size > 1:
-        if isinstance(group.inner, TwoLevelGroup) and group.inner.is_in_two_levels:
-            return InEightBitsAcross(group.inner, scaling)
-        return InEightBits(layout_ref, group, scaling)
-    if dtype == EIGHT_BITS:
+    """What `reduce_dtype` means. On one rank nothing is coded."""
+    if dtype in CODES and group.inner.size > 1:
+        levels = group.inner.levels
+        if levels is not None:
+            return AsBytesAcross(levels, _Coder(CODES[dtype](group.inner.rank), scaling))
+        return AsBytes(layout_ref, group, _Coder(CODES[dtype](group.rank), scaling))
+    if dtype is None or dtype in CODES:
         return AsItIs(layout_ref, group)
-    return AsItIs(layout_ref, group) if dtype is None else RoundedTo(layout_ref, group, DTYPES[dtype])
+    return RoundedTo(layout_ref, group, DTYPES[dtype])

@@ -64,10 +64,11 @@ class Updater(Timed):
         masters: Masters,
         inner: torch.optim.Optimizer,
         policy: StepPolicy,
-        fused_step: FusedStep | None = None,
+        fused_step: FusedStep | None,
+        restore_kernels: Callable[[], None],
     ) -> None:
         self.policy = policy
-        self.restore_kernels: Callable[[], None] = lambda: None  # gives the user's groups their settings again
+        self.restore_kernels = restore_kernels  # gives the user's groups their settings again
         self._params = params
         self._grad_ops = grad_ops
         self._masters = masters

@@ -1,0 +1,76 @@
+"""Where memory lies. No other file finds out by an address which memory a tensor has.
+
+Everywhere else a parameter is its number in the table. Code that exchanges memory through `.data`, or by `model.half()`,
+reports it nowhere, and no version counter counts it: only the address shows it. What hands addresses on, to C++, to files or to
+other ranks, takes them itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where its first element is; 0 where it has none."""
+    return tensor.data_ptr()
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Where the memory begins that it is a view of: the same for all its views."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def starts_where(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both have the same memory, from its first byte."""
+    return tensor.data_ptr() == other.data_ptr()
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of two stretches."""
+    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Two tensors that share memory, by index, or (i, i) for one that overlaps itself; None where all are apart."""
+    stretches: list[tuple[str, int, int, int]] = []
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() == 0 or tensor.is_meta:
+            continue
+        axes = list(zip(tensor.shape, tensor.stride(), strict=True))
+        reach = sum((size - 1) * stride for size, stride in axes) + 1
+        if reach < tensor.numel():
+            return index, index
+        start = tensor.data_ptr()
+        stretches.append((str(tensor.device), start, start + reach * tensor.element_size(), index))
+    for before, after in itertools.pairwise(sorted(stretches)):
+        if before[0] == after[0] and after[1] < before[2]:
+            return before[3], after[3]
+    return None
+
+
+class KnownMemory:
+    """The memory that each parameter had when it was noted."""
+
+    def __init__(self) -> None:
+        self._addresses: dict[int, int] = {}  # by parameter; 0 for memory that is not looked at
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._addresses
+
+    def note(self, index: int, memory: torch.Tensor | None) -> None:
+        """Takes this for the memory of a parameter; None: whatever it has is right."""
+        self._addresses[index] = 0 if memory is None else memory.data_ptr()
+
+    def has_changed(self, index: int, memory: torch.Tensor | None) -> bool:
+        return self._addresses[index] != (0 if memory is None else memory.data_ptr())
+
+    def changed(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """The parameters that have other memory than was noted, in the order in which they were noted first."""
+        return [index for index, address in self._addresses.items() if address and tensors[index].data_ptr() != address]
+
+    def forget(self, first: int = 0) -> None:
+        """Of this parameter and all after it."""
+        self._addresses = {index: address for index, address in self._addresses.items() if index < first}
