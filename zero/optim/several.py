@@ -41,11 +41,15 @@ class Optimizers(torch.optim.Optimizer):
                 'as "optimizer".'
             )
         held = {id(param) for group in self.param_groups for param in group["params"]}
-        member.add_param_group({key: value for key, value in param_group.items() if key != "optimizer"})
-        self.param_groups.append(member.param_groups[-1])
-        if not held.isdisjoint(map(id, self.param_groups[-1]["params"])):
-            self.remove_last_group()
-            raise ValueError("Cannot add this group: a parameter of it is in a group already. List every parameter once.")
+        num_groups, num_of_member = len(self.param_groups), len(member.param_groups)
+        try:
+            member.add_param_group({key: value for key, value in param_group.items() if key != "optimizer"})
+            self.param_groups.append(member.param_groups[-1])
+            if not held.isdisjoint(map(id, self.param_groups[-1]["params"])):
+                raise ValueError("Cannot add this group: a parameter of it is in a group already. List every parameter once.")
+        except BaseException:
+            del self.param_groups[num_groups:], member.param_groups[num_of_member:]
+            raise
 
     def remove_last_group(self) -> None:
         group = self.param_groups.pop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from zero.runtime.kernels.select import check_kernels, host_step_dtypes
 from zero.runtime.params.hooks import GradHooks
 from zero.runtime.params.placement import ParamPlacer
 from zero.runtime.params.table import Params
+from zero.runtime.params.tracking import Noted
 from zero.runtime.profiling import Clock
 from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.step.updater import Updater
@@ -188,20 +188,23 @@ class ShardingState:
 
     def add_group(self, model: nn.Module, param_group: dict[str, Any]) -> None:
         """Takes in a group of the optimizer, with parameters that are new, or leaves everything as it was."""
-        inner = self.updater.inner
-        num_groups = len(inner.param_groups)
+        inner, homes = self.updater.inner, self.memory_guard.homes
+        first, num_groups, layout = len(self.params.tensors), len(inner.param_groups), self.layout_ref.layout
+        noted, reserved = self.window.sync.tracker.noted, homes.reserved()
         try:
             inner.add_param_group(param_group)
             check_optimizer(inner, self.config)
             tensors = [param for param in inner.param_groups[-1]["params"] if id(param) not in self.params.index]
             self.add_params(self.params.names_in(model, tensors), tensors, len(inner.param_groups) - 1)
         except BaseException:
+            self._remove_params(first, layout, noted)
+            homes.give_back(reserved)
             if len(inner.param_groups) > num_groups:
                 remove_last_group(inner)
             raise
 
     def add_params(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:
-        """Registers parameters that get a slot when some rank has a gradient for them, or refuses all of them."""
+        """Registers parameters that get a slot when some rank has a gradient for them."""
         first, inner, device = len(self.params.tensors), self.updater.inner, self.masters.shard.device
         places = places_of(inner.param_groups[group], self.config, device)
         dtypes = [tensor.dtype for tensor in tensors]
@@ -223,23 +226,20 @@ class ShardingState:
                    if tensor.requires_grad and layout.slots[index] is None]  # fmt: skip
         homes = homes_of(inner.param_groups[group], self.config).values()
         self.memory_guard.reserve(homes, layout.extended(waiting), self.layout_ref.layout)
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._remove_params, first, tensors, self.layout_ref.layout)
-            self.layout_ref.replace(layout)
-            self.params.add(tensors, names)
-            self.window.grad_ops.formats.extend(ParamFormat.of(tensor) for tensor in tensors)
-            self.window.grads.register()
-            self.window.sync.tracker.register()
-            for index in range(first, len(self.params.tensors)):
-                self.hooks.attach(index, self.params.tensors[index], self.window.before_grad, self.window.grad_ready)
-            manage(tensors, self.window)
-            on_failure.pop_all()
+        self.layout_ref.replace(layout)
+        self.params.add(tensors, names)
+        self.window.grad_ops.formats.extend(ParamFormat.of(tensor) for tensor in tensors)
+        self.window.grads.register()
+        self.window.sync.tracker.register()
+        for index in range(first, len(self.params.tensors)):
+            self.hooks.attach(index, self.params.tensors[index], self.window.before_grad, self.window.grad_ready)
+        manage(tensors, self.window)
 
-    def _remove_params(self, first: int, tensors: list[nn.Parameter], layout: FlatLayout) -> None:
+    def _remove_params(self, first: int, layout: FlatLayout, noted: Noted) -> None:
         """Forgets parameters that were added last, however far that came."""
-        leave(tensors)
+        leave(self.params.tensors[first:])
         self.hooks.detach(first)
-        self.window.sync.tracker.forget(first)
+        self.window.sync.tracker.forget(first, noted)
         self.window.grads.forget(first)
         del self.window.grad_ops.formats[first:]
         self.params.forget(first)

@@ -121,6 +121,13 @@ class StateFile:
                     self.is_reserved = False
             self.num_bytes = num_bytes
 
+    def give_back(self, num_bytes: int) -> None:
+        """Gives back what was reserved beyond so many bytes and is not used yet."""
+        with contextlib.suppress(OSError):  # kept, it serves what comes later
+            if num_bytes < self.num_bytes:
+                os.ftruncate(self._file.fileno(), num_bytes)
+                self.num_bytes = num_bytes
+
     def fileno(self) -> int:
         return self._file.fileno()
 

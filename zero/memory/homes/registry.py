@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -20,6 +21,13 @@ Moved = Callable[[torch.Tensor, Home], torch.Tensor]  # a copy of it there
 
 DISK = "disk:"  # and a directory: the name of a place
 MOVED = "states"  # the kind of what is on a disk for a while
+
+
+class Reserved(NamedTuple):
+    """What is reserved for states, of memory and of disks."""
+
+    pinned: bool | None
+    on_disk: dict[tuple[str, str], int]  # bytes of each file
 
 
 class Homes:
@@ -45,6 +53,18 @@ class Homes:
             file = StateFile(place.removeprefix(DISK), kind, self.pace)
             self.disks[kind, place] = DiskHome(self.host, file)
         return self.disks[kind, place]
+
+    def reserved(self) -> Reserved:
+        return Reserved(self.host.pinned, {key: disk.file.num_bytes for key, disk in self.disks.items()})
+
+    def give_back(self, reserved: Reserved) -> None:
+        """Gives back what was reserved since, of which nothing is used yet."""
+        if self.host.pinned is not reserved.pinned:
+            self.host.pinned = reserved.pinned
+        for key in self.disks.keys() - reserved.on_disk.keys():
+            self.disks.pop(key).close()
+        for key, num_bytes in reserved.on_disk.items():
+            self.disks[key].file.give_back(num_bytes)
 
     def close(self, kind: str | None = None) -> None:
         """Closes all files, or those of one kind."""

@@ -86,6 +86,7 @@ class GradHooks:
         for index in [index for index in self._attached if index >= first]:
             for handle in self._attached.pop(index).handles:
                 handle.remove()
+        self._memory.forget(first)
 
 
 def _memory_of(param: torch.nn.Parameter) -> torch.Tensor | None:

@@ -27,9 +27,9 @@ class Params:
 
     def add(self, tensors: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
         for name, tensor in zip(names, tensors, strict=True):
-            self.index[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
             self.names.append(name)
+            self.index[id(tensor)] = len(self.tensors) - 1  # last: `forget` finds by the tensors what is to go
 
     def forget(self, first: int) -> None:
         """Removes this parameter and all after it."""
