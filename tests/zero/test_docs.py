@@ -25,7 +25,7 @@ from zero.config.deepspeed.keys import KNOWN
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WITH_BLOCKS = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
-# Pages whose commands start ranks or a launcher; by day tests/zero/tools and test_proof.py run what is behind them.
+# Pages whose commands start ranks or a launcher; by day tests/zero/tools and test_verify.py run what is behind them.
 AT_NIGHT = {"plan", "train", "verify"}
 
 

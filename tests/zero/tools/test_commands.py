@@ -117,7 +117,7 @@ def test_each_answers_in_one_json_object(checkpoint, tmp_path, capsys):
         "export": [checkpoint, tmp_path / "out.safetensors"],
         "import": [tmp_path / "model.pt", tmp_path / "imported"],
     }
-    assert {*said, "train", "verify"} == set(NAMES), "those two start ranks, and answer in test_train.py and test_proof.py"
+    assert {*said, "train", "verify"} == set(NAMES), "those two start ranks, and answer in test_train.py and test_verify.py"
     for name, words in said.items():
         assert asked(name, *words, "--json") == 0, name
         told = capsys.readouterr()
