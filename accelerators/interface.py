@@ -249,10 +249,10 @@ class Accelerator:
         return module
 
     def _ask(self, question: str, *arguments: Any, default: Any = None) -> Any:
-        own = getattr(self.module, question, None)
-        if own is not None:
+        function = getattr(self.module, question, None)
+        if function is not None:
             with contextlib.suppress(NotImplementedError):
-                return own(*arguments)
+                return function(*arguments)
         # torch.accelerator reports what a device does not have as RuntimeError. Not so when it synchronises: there a
         # RuntimeError is the device's own, of work that failed, and must be seen.
         absent = NotImplementedError if question == "synchronize" else RuntimeError
@@ -327,10 +327,10 @@ class Accelerator:
         try:
             matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=self.device()).to(dtype)
             if dtype.is_floating_point:
-                found, expected = matrix @ matrix + matrix, [[8, 12], [18, 26]]
+                actual, expected = matrix @ matrix + matrix, [[8, 12], [18, 26]]
             else:
-                found, expected = matrix * matrix + matrix, [[2, 6], [12, 20]]
-            return bool(found.tolist() == expected)
+                actual, expected = matrix * matrix + matrix, [[2, 6], [12, 20]]
+            return bool(actual.tolist() == expected)
         # Some devices call a dtype that they lack a wrong type, and torch asserts that it was built with the device.
         except (RuntimeError, TypeError, AssertionError):
             return False

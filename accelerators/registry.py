@@ -48,10 +48,10 @@ class Registration:
 
     def is_same_as(self, other: Registration) -> bool:
         """True where registering the other one changes nothing."""
-        mine, theirs = self.factory, other.factory
-        if isinstance(mine, str) != isinstance(theirs, str):
-            mine, theirs = _import_path(mine), _import_path(theirs)
-        return mine == theirs and self.priority == other.priority
+        factory, other_factory = self.factory, other.factory
+        if isinstance(factory, str) != isinstance(other_factory, str):
+            factory, other_factory = _import_path(factory), _import_path(other_factory)
+        return factory == other_factory and self.priority == other.priority
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Candidate:
         self._tried_by: set[int] = set()  # threads that are trying it now
 
     def __repr__(self) -> str:
-        found = (self.reason or "usable") if self._trials else "not tried yet"  # looking at a list of them tries none
-        return f"Candidate({self.name!r}, priority={self.priority}, {found})"
+        status = (self.reason or "usable") if self._trials else "not tried yet"  # looking at a list of them tries none
+        return f"Candidate({self.name!r}, priority={self.priority}, {status})"
 
     @property
     def name(self) -> str:
@@ -162,18 +162,18 @@ class Registry:
         return iter(sorted(self._candidates.values(), key=lambda candidate: (-candidate.priority, candidate.name)))
 
     def add(self, registration: Registration) -> None:
-        there = self._candidates.get(registration.name)
+        existing = self._candidates.get(registration.name)
         if not registration.name.isidentifier():
             raise ValueError(
                 f"Cannot register accelerator '{registration.name}' from {registration.origin}: a name is one word. "
                 "Use torch's name of the device."
             )
-        if there is None or there.origin == FROM_TORCH:
+        if existing is None or existing.origin == FROM_TORCH:
             self._candidates[registration.name] = Candidate(registration)
-        elif not there.registration.is_same_as(registration):
+        elif not existing.registration.is_same_as(registration):
             raise ValueError(
                 f"Cannot register accelerator '{registration.name}' from {registration.origin}: that name is taken "
-                f"({there.origin}, priority {there.priority}). Choose another, or remove one of the two."
+                f"({existing.origin}, priority {existing.priority}). Choose another, or remove one of the two."
             )
 
     def find(self, name: str, asked: str | None = None) -> Candidate:

@@ -60,9 +60,9 @@ class AcceleratorContract:
 
     def test_no_member_of_the_interface_is_called_differently(self, it: Accelerator) -> None:
         for name, ours in vars(Accelerator).items():
-            theirs = inspect.getattr_static(type(it), name)
+            member = inspect.getattr_static(type(it), name)
             if inspect.isfunction(ours) and not name.startswith("_"):
-                assert probes.parameters(theirs) == probes.parameters(ours), (
+                assert probes.parameters(member) == probes.parameters(ours), (
                     f"{type(it).__name__}.{name} differs from Accelerator.{name}"
                 )
 

@@ -149,7 +149,7 @@ NAMED = [
     Mutant(
         "in the dtype of sums what is absent is what was there before",
         "Reducer._close",
-        Replace(the(Assign, "round_"), "{it}\nif wide and round_:\n    return round_.buffer"),
+        Replace(the(Assign, "filling"), "{it}\nif wide and filling:\n    return filling.buffer"),
     ),
     Mutant(
         "a gradient in the dtype of sums that the user took out stays",
@@ -210,7 +210,7 @@ NAMED = [
     Mutant(
         "what rank 0 shows is lent again although some still read it",
         "SharedMemoryGroup.rank0_view",
-        Replace(the(Call, "view", n=0).args[0], "told.finish() or {it}"),
+        Replace(the(Call, "view", n=0).args[0], "message.finish() or {it}"),
     ),
     Mutant(
         "a call takes whatever message came first",

@@ -52,6 +52,7 @@ BROAD_EXCEPTS = {
 }
 
 BAD_NAMES = re.compile(r"(Manager|Handler|Helper|Utils?)$|^(utils?|common|helpers?|misc)$")
+VAGUE = {"told", "found", "its", "theirs", "own", "mine", "there", "here", "at"}  # for a variable or a parameter
 
 
 @cache
@@ -371,6 +372,19 @@ def test_nothing_is_called_manager_or_utils():
         assert not BAD_NAMES.search(path.stem), name
     for name, node in classes():
         assert not BAD_NAMES.search(node.name), f"{name}::{node.name}"
+
+
+def vague_names(name):
+    """But for fields of records, which may be what users read."""
+    fields = {item.target for _, kind in classes() for item in kind.body if isinstance(item, ast.AnnAssign)}
+    for node in {*ast.walk(tree(name))} - fields:
+        given = node.arg if isinstance(node, ast.arg) else node.id if isinstance(node, ast.Name) else ""
+        if given in VAGUE and not isinstance(getattr(node, "ctx", None), ast.Load):
+            yield f"{name}:{node.lineno} {given}"
+
+
+def test_variables_say_what_they_hold():
+    assert not [vague for name in SOURCES for vague in vague_names(name)]
 
 
 def test_every_argued_exception_is_still_there():

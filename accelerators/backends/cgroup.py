@@ -76,7 +76,7 @@ def _number(content: bytes) -> int | None:
 def _folders(root: str, own_groups: bytes) -> tuple[tuple[str, Files], ...]:
     """The folder of this process's memory cgroup in each version, and those of all its ancestors."""
     mounts = read(f"{root}/proc/self/mountinfo").decode(errors="replace")
-    found = []
+    folders = []
     for line in own_groups.decode(errors="replace").splitlines():
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -86,8 +86,8 @@ def _folders(root: str, own_groups: bytes) -> tuple[tuple[str, Files], ...]:
             base, inside = mounted
             parts = [part for part in inside.split("/") if part]
             for depth in range(len(parts), -1, -1):
-                found.append(("/".join([root.rstrip("/") + base.rstrip("/"), *parts[:depth]]), files))
-    return tuple(found)
+                folders.append(("/".join([root.rstrip("/") + base.rstrip("/"), *parts[:depth]]), files))
+    return tuple(folders)
 
 
 def _mounted_at(mounts: str, files: Files, path: str) -> tuple[str, str] | None:

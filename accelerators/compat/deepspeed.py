@@ -70,11 +70,11 @@ class AdaptedAccelerator(Accelerator):
     """Calls an object with DeepSpeed's interface. Whether a dtype works is found by computing in it, as for all
     accelerators."""
 
-    def __init__(self, theirs: DeepSpeedAccelerator) -> None:
-        super().__init__(theirs.device_name(None))
-        self._theirs = theirs
-        self.compile_backend = theirs.get_compile_backend() or type(self).compile_backend
-        self.visible_devices_variable = next(iter(theirs.visible_devices_envs() or ()), None)
+    def __init__(self, accelerator: DeepSpeedAccelerator) -> None:
+        super().__init__(accelerator.device_name(None))
+        self._theirs = accelerator
+        self.compile_backend = accelerator.get_compile_backend() or type(self).compile_backend
+        self.visible_devices_variable = next(iter(accelerator.visible_devices_envs() or ()), None)
 
     def __repr__(self) -> str:
         return f"adapt({self._theirs!r})"
@@ -113,13 +113,13 @@ class AdaptedAccelerator(Accelerator):
     # memory ------------------------------------------------------------------------------------------------------
 
     def read_memory(self, index: int) -> MemoryReading:
-        theirs = self._theirs
+        accelerator = self._theirs
         return MemoryReading(
-            total=_figure(theirs.total_memory(index)),
-            available=_figure(theirs.available_memory(index)),
-            allocated=_figure(theirs.memory_allocated(index)),
+            total=_figure(accelerator.total_memory(index)),
+            available=_figure(accelerator.available_memory(index)),
+            allocated=_figure(accelerator.memory_allocated(index)),
             # of the host DeepSpeed remembers the most that it happened to see, which is no high-water mark
-            peak=None if self.name == _HOST else _figure(theirs.max_memory_allocated(index)),
+            peak=None if self.name == _HOST else _figure(accelerator.max_memory_allocated(index)),
         )
 
     def reset_peak_memory(self, index: int | None = None) -> None:

@@ -114,8 +114,8 @@ def _received(rank: int, connection: multiprocessing.connection.Connection) -> d
     except EOFError:
         raise AssertionError(f"rank {rank} of {WORLD} died") from None
     assert text is None, f"rank {rank} of {WORLD} failed:\n{text}"
-    found: dict[str, Any] = seen
-    return found
+    results: dict[str, Any] = seen
+    return results
 
 
 def _end(process: Any) -> None:
@@ -138,10 +138,10 @@ def _contract(subject: Subject) -> Any:
         module = importlib.util.module_from_spec(spec)
         sys.modules[subject.module] = module
         spec.loader.exec_module(module)
-    found: Any = importlib.import_module(subject.module)
+    target: Any = importlib.import_module(subject.module)
     for part in subject.name.split("."):
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def _meet(rank: int, path: str, it: Accelerator) -> dict[str, Any]:
@@ -159,13 +159,13 @@ def _meet(rank: int, path: str, it: Accelerator) -> dict[str, Any]:
 
 def _sum(rank: int, it: Accelerator) -> bool:
     """A sum over the ranks, small and large."""
-    found = []
+    matches = []
     for numel in (1, 1000, _LARGE):
         numbers = (torch.arange(numel) % 1000).float()
         x = (numbers + rank).to(it.device())
         dist.all_reduce(x)
-        found.append(torch.equal(x.cpu(), numbers * WORLD + 1))
-    return all(found)
+        matches.append(torch.equal(x.cpu(), numbers * WORLD + 1))
+    return all(matches)
 
 
 def _gathered(rank: int, it: Accelerator) -> list[float]:

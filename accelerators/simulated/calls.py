@@ -50,8 +50,9 @@ class Call:
         self.index = -1
         writes, names, tensors = self.plan.writes, self.plan.writes_names, self.plan.tensors
         self.positional = [
-            _as_tensor(value, args) if isinstance(value, _NUMBERS) and at in tensors else self._lower(value, at in writes)
-            for at, value in enumerate(args)
+            _as_tensor(value, args) if isinstance(value, _NUMBERS) and position in tensors
+            else self._lower(value, position in writes)
+            for position, value in enumerate(args)
         ]
         self.keywords = {name: self._lower(value, name in names) for name, value in kwargs.items()}
         if self.index < 0:

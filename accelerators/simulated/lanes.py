@@ -247,7 +247,7 @@ class Lanes:
 
 def _collect(lane: Lane, reads: Memories, writes: Memories) -> list[Task]:
     """What `lane` will have done before its next work: its own queue, and those of others up to where it waits for them."""
-    found: list[Task] = []
+    tasks: list[Task] = []
     seen: set[int] = set()
     queues: list[tuple[Lane, Task | None]] = [(lane, None)]
     while queues:
@@ -260,10 +260,10 @@ def _collect(lane: Lane, reads: Memories, writes: Memories) -> list[Task]:
                 if task.after is not None and not task.after.done:
                     queues.append((task.after.lane, task.after))
                 elif task.after is None and task.meets(reads, writes):
-                    found.append(task)
+                    tasks.append(task)
             if task is last:
                 break
-    return found
+    return tasks
 
 
 def merge(clock: dict[int, int], other: dict[int, int]) -> None:

@@ -217,8 +217,8 @@ class DeviceModule(ModuleType):
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name in _ALWAYS:
-            found: Callable[..., Any] = _ALWAYS[name]
-            return found
+            function: Callable[..., Any] = _ALWAYS[name]
+            return function
         capability = _CAPABILITY_OF.get(name)
         if capability is None or settings.lacks(capability):
             why = f" (SIM_WITHOUT={capability})" if capability else ""

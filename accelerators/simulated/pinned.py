@@ -96,15 +96,15 @@ def watch(tensor: torch.Tensor, non_blocking: bool) -> History | None:
     """The past of host memory that a copy is about to use, where copies of it may be put off."""
     if settings.strict and non_blocking:
         mark(tensor)
-    found = _mark_of(tensor)
-    return None if found is None else found.history
+    pinned_mark = _mark_of(tensor)
+    return None if pinned_mark is None else pinned_mark.history
 
 
 def mark_in_flight(tensor: torch.Tensor) -> None:
     """A copy that uses this host memory was put off: from now on the host's own uses of it are checked."""
-    found = _mark_of(tensor)
-    if found is not None and settings.races:
-        _watched.in_flight[tensor.untyped_storage().data_ptr()] = found.history
+    pinned_mark = _mark_of(tensor)
+    if pinned_mark is not None and settings.races:
+        _watched.in_flight[tensor.untyped_storage().data_ptr()] = pinned_mark.history
     watch_this_thread()
 
 
@@ -154,7 +154,7 @@ def watch_host(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _in_flight(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, bool]]:
     # The host tensors among an operator's arguments that a copy may still use, and whether it writes them.
     plan = plan_of(op)
-    tensors = [(item, at in plan.writes) for at, value in enumerate(args) for item in _tensors(value)]
+    tensors = [(item, index in plan.writes) for index, value in enumerate(args) for item in _tensors(value)]
     tensors += [(item, name in plan.writes_names) for name, value in kwargs.items() for item in _tensors(value)]
     if any(tensor.device.type == torch_private.NAME for tensor, _ in tensors):
         return []  # the device's own kernel orders it

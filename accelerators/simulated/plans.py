@@ -45,8 +45,12 @@ def plan_of(op: Any) -> Plan:
 
 def _read_plan(op: Any) -> Plan:
     arguments = op._schema.arguments
-    changed = [(at, argument) for at, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
-    tensors = frozenset(at for at, argument in enumerate(arguments) if isinstance(argument.type, torch.TensorType))
+    changed = [
+        (index, argument)
+        for index, argument in enumerate(arguments)
+        if argument.alias_info and argument.alias_info.is_write
+    ]
+    tensors = frozenset(index for index, argument in enumerate(arguments) if isinstance(argument.type, torch.TensorType))
     takes_generator = any(argument.name == "generator" for argument in arguments)
     random = torch.Tag.nondeterministic_seeded in op.tags
     waits = torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
@@ -59,7 +63,7 @@ def _read_plan(op: Any) -> Plan:
         lateness = "new" if torch_private.is_structured(op.name()) else ""
     return Plan(
         name=op._schema.name,
-        writes=frozenset(at for at, argument in changed if not argument.kwarg_only),
+        writes=frozenset(index for index, argument in changed if not argument.kwarg_only),
         writes_names=frozenset(argument.name for _, argument in changed),
         tensors=frozenset() if torch_private.takes_numbers(op.name()) else tensors,
         random="" if not random else "argument" if takes_generator else "default",

@@ -77,8 +77,8 @@ class History:
         """Remembers an access, or raises if an earlier one is not ordered before it."""
         first, last = self._cut(start, stop)
         spans = self.spans
-        for at in range(first, last):
-            span = spans[at]
+        for index in range(first, last):
+            span = spans[index]
             if span.writer is not None and not access.comes_after(span.writer):
                 raise self._race(span, access, writes, span.writer, True)
             if writes and span.readers:
@@ -88,8 +88,8 @@ class History:
         if access.number != self.owner:
             self.shared = True
         if not writes:
-            for at in range(first, last):
-                spans[at].readers[access.number] = access
+            for index in range(first, last):
+                spans[index].readers[access.number] = access
         elif last - first == 1:
             spans[first].writer, spans[first].readers = access, {}
         else:
@@ -134,10 +134,10 @@ class History:
             self._split(last, stop)
         return first, last + 1
 
-    def _split(self, at: int, where: int) -> None:
-        span = self.spans[at]
-        self.spans.insert(at + 1, Span(where, span.stop, span.writer, dict(span.readers)))
-        self._starts.insert(at + 1, where)
+    def _split(self, index: int, where: int) -> None:
+        span = self.spans[index]
+        self.spans.insert(index + 1, Span(where, span.stop, span.writer, dict(span.readers)))
+        self._starts.insert(index + 1, where)
         span.stop = where
 
     def _race(self, span: Span, access: Access, writes: bool, earlier: Access, wrote: bool) -> RaceError:

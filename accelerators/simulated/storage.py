@@ -86,10 +86,10 @@ class Block:
 
     def base(self, dtype: torch.dtype) -> torch.Tensor:
         """All of the block as a flat host tensor."""
-        found = self.typed.get(dtype)
-        if found is None:
-            found = self.typed[dtype] = flat(self.memory, dtype)
-        return found
+        tensor = self.typed.get(dtype)
+        if tensor is None:
+            tensor = self.typed[dtype] = flat(self.memory, dtype)
+        return tensor
 
 
 def flat(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
@@ -160,14 +160,14 @@ _byte_prototypes: dict[int, torch.Tensor] = {}
 
 
 def _prototype(index: int, dtype: torch.dtype) -> torch.Tensor:
-    found = _prototypes.get((index, dtype))
-    if found is None:
+    prototype = _prototypes.get((index, dtype))
+    if prototype is None:
         check_dtype(dtype, settings.without)
         if index not in _byte_prototypes:
             _byte_prototypes[index] = torch_private.empty_byte_tensor(index)
-        found = _view_dtype.redispatch(torch_private.CPU_KEYS, _byte_prototypes[index], dtype)
-        _prototypes[index, dtype] = found
-    return found
+        prototype = _view_dtype.redispatch(torch_private.CPU_KEYS, _byte_prototypes[index], dtype)
+        _prototypes[index, dtype] = prototype
+    return prototype
 
 
 def forget_prototypes() -> None:

@@ -22,12 +22,12 @@ def device_index(device: Any) -> int:
         return current_device()
     if isinstance(device, int):
         return device
-    found = torch.device(device)
-    if found.type != NAME:
+    parsed = torch.device(device)
+    if parsed.type != NAME:
         raise ValueError(
-            f"Cannot use device {found} in torch.{NAME}: it serves devices of type {NAME}. Pass one of these, or an index."
+            f"Cannot use device {parsed} in torch.{NAME}: it serves devices of type {NAME}. Pass one of these, or an index."
         )
-    return current_device() if found.index is None else found.index
+    return current_device() if parsed.index is None else parsed.index
 
 
 class Stream(torch.Stream):

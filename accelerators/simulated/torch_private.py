@@ -76,10 +76,10 @@ def missing_names() -> list[str]:
 
 
 def _has(dotted: str) -> bool:
-    found: Any = torch
+    target: Any = torch
     for part in dotted.split(".")[1:]:
-        found = getattr(found, part, None)
-    return found is not None
+        target = getattr(target, part, None)
+    return target is not None
 
 
 # the device type -----------------------------------------------------------------------------------------------------

@@ -22,10 +22,10 @@ def backend_for(device: StagedDevice) -> str:
     """The backend of torch.distributed that carries tensors of this device: its own where one is registered, else "staged"."""
     if not dist.is_available():
         return "none"
-    own = own_backend(device.name)
-    if own is None:
+    backend = own_backend(device.name)
+    if backend is None:
         serve(device)
-    return own or NAME
+    return backend or NAME
 
 
 def own_backend(device_type: str) -> str | None:

@@ -258,10 +258,10 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _uneven(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], options: Any) -> Transfer:
         """Ranks that exchange pieces of different lengths agree on the longest first, as it says how many chunks there are."""
-        own = max(tensor.numel() for tensor in (*reads, *writes))
+        local_numel = max(tensor.numel() for tensor in (*reads, *writes))
 
         def longest() -> int:
-            most, wanted = torch.tensor([own], device="cpu"), c10d.AllreduceOptions()
+            most, wanted = torch.tensor([local_numel], device="cpu"), c10d.AllreduceOptions()
             wanted.reduceOp = ReduceOp.MAX
             self._pipeline.wait_for(self._gloo.allreduce([most], wanted))
             return int(most.item())

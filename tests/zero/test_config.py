@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from zero.config.homes import Homes
 from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, SCHEDULES
-from zero.config.schema import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, ZeroConfig, first_difference
+from zero.config.schema import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, ZeroConfig
 
 # One other value for every field: what a digest that misses a field would not notice.
 OTHER_VALUES = {
@@ -141,14 +141,6 @@ def test_what_the_caller_passes_is_not_changed():
     names.append("head")
     params["betas"][0] = 0.0
     assert one.keep_fp32 == ("norm",) and one.optimizer.kwargs["betas"] == (0.9, 0.95)
-
-
-def test_the_first_difference_is_named_with_both_values():
-    mine = ZeroConfig(stage=2, loss_scale=LossScale(window=10)).as_dict()
-    theirs = ZeroConfig(stage=2, loss_scale=LossScale(window=20)).as_dict()
-    assert first_difference(mine, theirs) == "loss_scale.window: 10 here, 20 there"
-    assert first_difference(mine, mine) is None
-    assert first_difference({}, {"new": 1}) == "new: none here, 1 there"
 
 
 @pytest.mark.parametrize(

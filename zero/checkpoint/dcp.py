@@ -74,15 +74,15 @@ def tied_again(model: Mapping[str, Any], trained: Collection[str]) -> dict[str, 
     """Returns a model's state dict with matrices of the same bits as one tensor: such a checkpoint has a tied matrix under each
     of its names. The name that is `trained`, or else the first, comes first."""
     first: dict[Any, torch.Tensor] = {}
-    found = {}
+    result = {}
     for name in sorted(model, key=lambda name: name not in trained):
         value = model[name]
         if isinstance(value, torch.Tensor) and value.dim() > 1 and value.numel() and (value != value.reshape(-1)[0]).any():
             bits = value.dtype, value.shape, hashlib.sha256(bytes_of(value)).digest()
             same = first.setdefault(bits, value)
             value = value if name in trained else same
-        found[name] = value
-    return found
+        result[name] = value
+    return result
 
 
 def model_and_optimizer(nested: Mapping[Any, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
@@ -115,7 +115,7 @@ class MetadataReader(pickle.Unpickler):
 
 
 def _leaves(folder: Path, metadata: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for index, where in metadata.storage_data.items():
         if getattr(where, "transform_descriptors", None):
             raise BadCheckpoint(f"Cannot read {index.fqn} from {folder}: it is compressed. Save it without extensions.")
@@ -124,13 +124,13 @@ def _leaves(folder: Path, metadata: Any) -> dict[str, Any]:
             file.seek(where.offset)
             value = torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)
         if not isinstance(value, torch.Tensor) or len(about.chunks) == 1:
-            found[index.fqn] = value
+            leaves[index.fqn] = value
             continue
-        whole = found.setdefault(index.fqn, torch.empty(about.size, dtype=value.dtype, device="cpu"))
+        whole = leaves.setdefault(index.fqn, torch.empty(about.size, dtype=value.dtype, device="cpu"))
         for dim, start in enumerate(index.offset):
             whole = whole.narrow(dim, start, value.shape[dim])
         whole.copy_(value)
-    lacking = metadata.state_dict_metadata.keys() - found.keys()
+    lacking = metadata.state_dict_metadata.keys() - leaves.keys()
     if lacking:
         raise BadCheckpoint(f"Cannot read {folder}: {sorted(lacking)[0]} is in no file of it. Save it again.")
-    return found
+    return leaves

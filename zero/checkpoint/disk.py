@@ -32,8 +32,8 @@ class _Checksum:
 
     def take(self, part: memoryview) -> None:
         while len(part):
-            here = part[: self._left]
-            self._sum, self._left, part = zlib.crc32(here, self._sum), self._left - len(here), part[len(here) :]
+            head = part[: self._left]
+            self._sum, self._left, part = zlib.crc32(head, self._sum), self._left - len(head), part[len(head) :]
             if not self._left:
                 self._end()
 
@@ -57,9 +57,9 @@ def write(path: Path, parts: Iterable[bytes | memoryview], written: Written = la
             for start in range(0, len(view), _AT_ONCE):
                 piece = view[start : start + _AT_ONCE]
                 checksum.take(piece)  # which leaves it in the processor's cache
-                at = 0
-                while at < len(piece):
-                    at += os.write(descriptor, piece[at:])
+                num_written = 0
+                while num_written < len(piece):
+                    num_written += os.write(descriptor, piece[num_written:])
                 total += len(piece)
                 if total - begun >= _BEGIN_EVERY:
                     _begin(descriptor, begun, total - begun)

@@ -77,12 +77,12 @@ def read_weights(directory: str | os.PathLike[str], tag: str | None = None) -> t
         check_file(folder, manifest, number, lambda _: None)
     lines = Lines(folder, manifest)
     try:
-        found: dict[str, Any] = {name: lines.whole(name, VALUE) for name in manifest.parameters}
-        found.update({name: lines.buffer(name) for name in manifest.buffers})
-        found.update({alias: found[name] for alias, name in manifest.aliases.items()})
+        state_dict: dict[str, Any] = {name: lines.whole(name, VALUE) for name in manifest.parameters}
+        state_dict.update({name: lines.buffer(name) for name in manifest.buffers})
+        state_dict.update({alias: state_dict[name] for alias, name in manifest.aliases.items()})
         modules = values.decode(manifest.training, lines.extra)["modules"]
-        found.update({f"{name}._extra_state" if name else "_extra_state": state for name, state in modules.items()})
-        return folder, found, values.decode(manifest.extra, lines.extra)
+        state_dict.update({f"{name}._extra_state" if name else "_extra_state": state for name, state in modules.items()})
+        return folder, state_dict, values.decode(manifest.extra, lines.extra)
     finally:
         lines.close()
 
@@ -99,7 +99,7 @@ def _check_asked(out: Path, shard_bytes: int | None, dtype: torch.dtype | None) 
 
 def read_export(out: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns what `export` wrote as a state dict of the plain model: tied weights are one tensor under all their names."""
-    path, found = Path(os.fspath(out)), dict[str, Any]()
+    path, state_dict = Path(os.fspath(out)), dict[str, Any]()
     files = [path]
     if path.is_dir():
         index = json.loads((path / INDEX).read_text(encoding="utf-8"))
@@ -108,12 +108,12 @@ def read_export(out: str | os.PathLike[str]) -> dict[str, Any]:
     for file in files:
         opened: Any = safe_open(file, framework="pt", device="cpu")
         with opened as tensors:
-            found.update({name: tensors.get_tensor(name) for name in tensors.keys()})  # noqa: SIM118 - no mapping
+            state_dict.update({name: tensors.get_tensor(name) for name in tensors.keys()})  # noqa: SIM118 - no mapping
             metadata.update(tensors.metadata() or {})
     modules = values.decode(json.loads(metadata.pop(_MODULES, "{}")))
-    found.update({f"{name}._extra_state" if name else "_extra_state": state for name, state in modules.items()})
-    found.update({alias: found[name] for alias, name in json.loads(metadata.get(_ALIASES, "{}")).items()})
-    return found
+    state_dict.update({f"{name}._extra_state" if name else "_extra_state": state for name, state in modules.items()})
+    state_dict.update({alias: state_dict[name] for alias, name in json.loads(metadata.get(_ALIASES, "{}")).items()})
+    return state_dict
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,12 @@ class _Exporting:
             return [out]
 
     def _sizes(self) -> Sizes:
-        found: Sizes = {}
+        sizes: Sizes = {}
         for name, stored in self.manifest.parameters.items():
-            found[name] = self._cast(getattr(torch, stored.dtype)), stored.shape
+            sizes[name] = self._cast(getattr(torch, stored.dtype)), stored.shape
         for name, buffer in self.manifest.buffers.items():
-            found[name] = getattr(torch, buffer.dtype), buffer.shape
-        return dict(sorted(found.items()))
+            sizes[name] = getattr(torch, buffer.dtype), buffer.shape
+        return dict(sorted(sizes.items()))
 
     def _cast(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
@@ -163,7 +163,7 @@ class _Exporting:
             model = {name: in_file(whole(self._values(name)), file) for name, file in named.items()}
             model.update({alias: model[name] for alias, name in self.manifest.aliases.items()})
             state = {name: self._state(name, named[name].with_suffix(".state")) for name in self.manifest.parameters}
-            optim = {"state": {name: its for name, its in state.items() if its}, "param_groups": groups}
+            optim = {"state": {name: entries for name, entries in state.items() if entries}, "param_groups": groups}
             return write_dcp({"model": model, "optim": optim}, out)
 
     def write_optimizer(self, out: Path) -> Path:
@@ -184,7 +184,7 @@ class _Exporting:
 
     def _state(self, name: str, scratch: Path) -> dict[str, Any]:
         stored = self.manifest.parameters[name]
-        found: dict[str, Any] = dict(values.decode(stored.plain))
+        state: dict[str, Any] = dict(values.decode(stored.plain))
         for key in stored.state:
-            found[key] = in_file(self.lines.whole(name, key), scratch.with_name(f"{scratch.name}.{len(found)}"))
-        return found
+            state[key] = in_file(self.lines.whole(name, key), scratch.with_name(f"{scratch.name}.{len(state)}"))
+        return state

@@ -72,9 +72,9 @@ class Folder:
             raise FileNotFoundError(
                 f"Cannot find the latest checkpoint in {self.path}: no file {LATEST!r} there names one. Give {remedy}."
             )
-        for found in (self.path / wanted, self._replaced(wanted)):
-            if (found / MANIFEST).is_file():
-                return found
+        for folder in (self.path / wanted, self._replaced(wanted)):
+            if (folder / MANIFEST).is_file():
+                return folder
         raise FileNotFoundError(
             f"Cannot find checkpoint {wanted} in {self.path}: no folder of that name has a {MANIFEST}. "
             f"Use one of those there: {', '.join(self.tags()) or 'none'}."
@@ -173,12 +173,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 def check_file(folder: Path, manifest: Manifest, number: int, read: disk.Written = lambda _: None) -> None:
     """Raises unless a file is, bit for bit, the one that was saved."""
-    told = manifest.files[number]
-    path = folder / told.name
+    entry = manifest.files[number]
+    path = folder / entry.name
     try:
-        found = path.stat().st_size
-        wrong = None if found == told.num_bytes else f"it has {found} bytes and had {told.num_bytes}"
-        if wrong is None and disk.checksum_of(path, read) != told.checksum:
+        num_bytes = path.stat().st_size
+        wrong = None if num_bytes == entry.num_bytes else f"it has {num_bytes} bytes and had {entry.num_bytes}"
+        if wrong is None and disk.checksum_of(path, read) != entry.checksum:
             wrong = "its content has not the checksum that the manifest gives"
     except OSError as error:
         wrong = str(error)

@@ -43,35 +43,35 @@ def read_deepspeed(directory: Path, tag: str | None) -> Found:
             "and import that."
         )
     model = load_safely(models[0] if 0 in models else next(iter(models.values())))
-    found = Found(aliases=dict(model.get("shared_params") or {}))
+    contents = Found(aliases=dict(model.get("shared_params") or {}))
     if universal.is_file():
         states = [load_safely(universal)]
-        _read_universal(folder, found, model, states[0])
-        _read_frozen(found, [load_safely(path) for path in models.values()])
+        _read_universal(folder, contents, model, states[0])
+        _read_frozen(contents, [load_safely(path) for path in models.values()])
     else:
         states = [load_safely(path)["optimizer_state_dict"] for path in shares.values()]
         if _check_complete(folder, list(shares), list(models), states) == 3:
-            _read_shares(folder, found, model, states)
-            _read_frozen(found, [load_safely(path) for path in models.values()])
+            _read_shares(folder, contents, model, states)
+            _read_frozen(contents, [load_safely(path) for path in models.values()])
         else:
-            _read_lines(folder, found, model, states)
+            _read_lines(folder, contents, model, states)
     buffers = set(model.get("buffer_names") or ())
     for name, tensor in model["module"].items():
         if name in buffers:
-            found.buffers[name] = tensor
-        elif name not in found.aliases:
-            found.dtypes[name] = tensor.dtype
-            found.values.setdefault(name, tensor)
+            contents.buffers[name] = tensor
+        elif name not in contents.aliases:
+            contents.dtypes[name] = tensor.dtype
+            contents.values.setdefault(name, tensor)
     counters = {name: int(model.get(name, 0)) for name in ("global_steps", "global_samples")}
-    found.more = {
+    contents.more = {
         "step": counters["global_steps"],
         "skipped_steps": int(model.get("skipped_steps", 0)),
         "loss_scale": _scale_of(states[0]),
         "scheduler": model.get("lr_scheduler"),
         "engine": {**counters, "micro_steps": 0},
     }
-    found.extra = {key: value for key, value in model.items() if key not in _OWN}
-    return found
+    contents.extra = {key: value for key, value in model.items() if key not in _OWN}
+    return contents
 
 
 def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
@@ -95,24 +95,24 @@ def _check_complete(
 # stages 1 and 2 ---------------------------------------------------------------------------------------------------------
 
 
-def _read_lines(folder: Path, found: Found, model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+def _read_lines(folder: Path, contents: Found, model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
     for number, shapes in enumerate(model["param_shapes"]):
         base = states[0]["base_optimizer_state"]
-        found.groups.append({**(base["param_groups"][number] if isinstance(base, dict) else {}), "params": list(shapes)})
-        found.values.update(_cut([state["single_partition_of_fp32_groups"][number] for state in states], shapes))
-        _check_values(folder, {name: found.values[name] for name in shapes}, model["module"])
-        _take_state(found, [_state_of(state, number) for state in states], shapes, _cut)
+        contents.groups.append({**(base["param_groups"][number] if isinstance(base, dict) else {}), "params": list(shapes)})
+        contents.values.update(_cut([state["single_partition_of_fp32_groups"][number] for state in states], shapes))
+        _check_values(folder, {name: contents.values[name] for name in shapes}, model["module"])
+        _take_state(contents, [_state_of(state, number) for state in states], shapes, _cut)
 
 
 def _cut(parts: Sequence[torch.Tensor], shapes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Cuts the parameters, which lie one behind the other, out of what the ranks have. The file's own account of where each
     rank has which parameter is not used: with `round_robin_gradients` it is wrong."""
-    line, at, found = torch.cat([part.detach() for part in parts]), 0, {}
+    line, offset, tensors = torch.cat([part.detach() for part in parts]), 0, {}
     for name, shape in shapes.items():
         size = torch.Size(shape)
-        found[name] = line[at : at + size.numel()].reshape(size)
-        at += size.numel()
-    return found
+        tensors[name] = line[offset : offset + size.numel()].reshape(size)
+        offset += size.numel()
+    return tensors
 
 
 def _check_values(folder: Path, values: Mapping[str, torch.Tensor], module: Mapping[str, torch.Tensor]) -> None:
@@ -131,12 +131,12 @@ def _state_of(state: Mapping[str, Any], group: int) -> Mapping[str, Any]:
     return known
 
 
-def _take_state(found: Found, states: Sequence[Mapping[str, Any]], shapes: Mapping[str, Any], cut: Cut) -> None:
+def _take_state(contents: Found, states: Sequence[Mapping[str, Any]], shapes: Mapping[str, Any], cut: Cut) -> None:
     for key, entry in states[0].items():
         goes_along = isinstance(entry, torch.Tensor) and entry.dim() > 0
         entries = cut([state[key] for state in states], shapes) if goes_along else dict.fromkeys(shapes, entry)
-        for name, its in entries.items():
-            found.state.setdefault(name, {})[key] = its
+        for name, value in entries.items():
+            contents.state.setdefault(name, {})[key] = value
 
 
 def _scale_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -155,16 +155,16 @@ def _scale_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
 # stage 3 ----------------------------------------------------------------------------------------------------------------
 
 
-def _read_shares(folder: Path, found: Found, model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+def _read_shares(folder: Path, contents: Found, model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
     """Each rank has a part of each parameter, one behind the other, in as many lines as the optimizer steps at a time."""
     lines, shapes_of = [state["fp32_flat_groups"] for state in states], model["param_shapes"]
     groups = states[0]["optimizer_state_dict"]["param_groups"]
     group_of = _group_of_each(f"the DeepSpeed ZeRO-3 checkpoint in {folder}", groups, len(shapes_of))
-    found.groups = [{**group, "params": []} for group in groups]
+    contents.groups = [{**group, "params": []} for group in groups]
     for number, shapes in enumerate(shapes_of):
-        found.groups[group_of[number]]["params"] += list(shapes)
-        found.values.update(_joined([rank[number] for rank in lines], shapes))
-        _take_state(found, [state["optimizer_state_dict"]["state"].get(number, {}) for state in states], shapes, _joined)
+        contents.groups[group_of[number]]["params"] += list(shapes)
+        contents.values.update(_joined([rank[number] for rank in lines], shapes))
+        _take_state(contents, [state["optimizer_state_dict"]["state"].get(number, {}) for state in states], shapes, _joined)
 
 
 def _group_of_each(what: str, groups: Sequence[Mapping[str, Any]], num_lines: int) -> list[int]:
@@ -179,37 +179,37 @@ def _group_of_each(what: str, groups: Sequence[Mapping[str, Any]], num_lines: in
     return [number for _, number in numbered]
 
 
-def _read_frozen(found: Found, models: Sequence[Mapping[str, Any]]) -> None:
+def _read_frozen(contents: Found, models: Sequence[Mapping[str, Any]]) -> None:
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         fragments = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
         parts = [part.reshape(-1) for part in fragments if part is not None]
-        found.values[name] = torch.cat(parts)[: torch.Size(shape).numel()].reshape(shape)
+        contents.values[name] = torch.cat(parts)[: torch.Size(shape).numel()].reshape(shape)
 
 
 def _joined(parts: Sequence[torch.Tensor], shapes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Joins the parts of each parameter of all ranks. What follows the last parameter of the last rank is padding."""
-    at, found = 0, {}
+    offset, tensors = 0, {}
     for name, shape in shapes.items():
         numel = torch.Size(shape).numel()
         each = -(-numel // len(parts))
-        found[name] = torch.cat([part.detach()[at : at + each] for part in parts])[:numel].reshape(shape)
-        at += each
-    if any(part.numel() < at for part in parts):
+        tensors[name] = torch.cat([part.detach()[offset : offset + each] for part in parts])[:numel].reshape(shape)
+        offset += each
+    if any(part.numel() < offset for part in parts):
         raise BadCheckpoint("Cannot read DeepSpeed's ZeRO-3: a rank has less than its parts of the parameters. Save it again.")
-    return found
+    return tensors
 
 
 # universal --------------------------------------------------------------------------------------------------------------
 
 
-def _read_universal(folder: Path, found: Found, model: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+def _read_universal(folder: Path, contents: Found, model: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Each parameter is whole, in files of its own."""
     groups, shapes_of = base["param_groups"], model["param_shapes"]
     group_of = _group_of_each(f"the universal checkpoint of DeepSpeed in {folder}", groups, len(shapes_of))
-    found.groups = [{**group, "params": []} for group in groups]
+    contents.groups = [{**group, "params": []} for group in groups]
     stepped = (base.get("optimizer_state_dict") or {}).get("state", {})
     for number, shapes in enumerate(shapes_of):
-        found.groups[group_of[number]]["params"] += list(shapes)
+        contents.groups[group_of[number]]["params"] += list(shapes)
         for name, shape in shapes.items():
             files = {path.stem: _tensor_in(path) for path in sorted((folder / "zero" / name).glob("*.pt"))}
             if "fp32" not in files:
@@ -221,10 +221,10 @@ def _read_universal(folder: Path, found: Found, model: Mapping[str, Any], base: 
                 key: value.reshape(-1)[:numel].reshape(shape) if isinstance(value, torch.Tensor) and value.dim() else value
                 for key, value in files.items()
             }
-            found.values[name] = whole.pop("fp32")
+            contents.values[name] = whole.pop("fp32")
             if whole:
                 step = stepped.get(number, {}).get("step")
-                found.state[name] = {**({} if step is None else {"step": step}), **whole}
+                contents.state[name] = {**({} if step is None else {"step": step}), **whole}
 
 
 def _tensor_in(path: Path) -> Any:

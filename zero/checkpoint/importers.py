@@ -46,25 +46,25 @@ def import_checkpoint(
     """
     path = Path(os.fspath(source))
     if is_dcp(path):
-        found = _from_dcp(path, optimizer, buffers)
+        contents = _from_dcp(path, optimizer, buffers)
     else:
-        found = read_deepspeed(path, tag) if path.is_dir() else _from_torch(path, optimizer, buffers)
-    return _write(found, Folder.at(out), f"global_step{found.more.get('step', 0)}")
+        contents = read_deepspeed(path, tag) if path.is_dir() else _from_torch(path, optimizer, buffers)
+    return _write(contents, Folder.at(out), f"global_step{contents.more.get('step', 0)}")
 
 
-def _write(found: Found, folder: Folder, tag: str) -> Path:
+def _write(contents: Found, folder: Folder, tag: str) -> Path:
     place = folder.begin(tag)
     try:
         part, tensors, outlines = Part(), dict[str, torch.Tensor](), dict[str, Outline]()
-        for name, value in found.values.items():
-            state = found.state.get(name, {})
+        for name, value in contents.values.items():
+            state = contents.state.get(name, {})
             entries = {VALUE: value} | {k: entry for k, entry in state.items() if goes_with_elements(k, entry, value.shape)}
             tensors.update({key_of(name, key, 0): entry.reshape(-1) for key, entry in entries.items()})
             part.stretches[name] = [(0, value.numel())]
             part.state[name] = {key: dtype_name(entry.dtype) for key, entry in entries.items() if key != VALUE}
             part.plain[name] = {k: values.encode(v, f"state {k} of {name}") for k, v in state.items() if k not in entries}
-            outlines[name] = Outline(tuple(value.shape), None, dtype_name(found.dtypes[name]), dtype_name(value.dtype))
-        tensors.update({buffer_key(name): buffer for name, buffer in found.buffers.items()})
+            outlines[name] = Outline(tuple(value.shape), None, dtype_name(contents.dtypes[name]), dtype_name(value.dtype))
+        tensors.update({buffer_key(name): buffer for name, buffer in contents.buffers.items()})
 
         def keep(tensor: torch.Tensor) -> str:
             key = f"extra/{sum(name.startswith('extra/') for name in tensors)}"
@@ -72,11 +72,13 @@ def _write(found: Found, folder: Folder, tag: str) -> Path:
             return key
 
         nothing = {"optimizer": None, "step": 0, "skipped_steps": 0, "loss_scale": None, "engine": None, "schedule": None}
-        training = {**nothing, "scheduler": None, "groups": found.groups, "modules": {}, "config": {}, "ranks": 0, **found.more}
-        coded = [values.encode(value, what, keep) for value, what in ((training, "training"), (found.extra, "extra"))]
+        training = {
+            **nothing, "scheduler": None, "groups": contents.groups, "modules": {}, "config": {}, "ranks": 0, **contents.more
+        }  # fmt: skip
+        coded = [values.encode(value, what, keep) for value, what in ((training, "training"), (contents.extra, "extra"))]
         part.file = File(file_of(0), *write_tensors(place / file_of(0), tensors))
-        buffers = {name: Buffer(tuple(buffer.shape), dtype_name(buffer.dtype)) for name, buffer in found.buffers.items()}
-        manifest = Manifest((part.file,), merged(outlines, [part]), buffers, found.aliases, *coded)
+        buffers = {name: Buffer(tuple(buffer.shape), dtype_name(buffer.dtype)) for name, buffer in contents.buffers.items()}
+        manifest = Manifest((part.file,), merged(outlines, [part]), buffers, contents.aliases, *coded)
         return folder.commit(place, tag, manifest)
     finally:
         folder.give_up(place)
@@ -86,30 +88,30 @@ def _write(found: Found, folder: Folder, tag: str) -> Path:
 
 
 def _from_dcp(path: Path, optimizer: Any, patterns: Sequence[str]) -> Found:
-    model, its = model_and_optimizer(read_dcp(path))
+    model, optim_state = model_and_optimizer(read_dcp(path))
     if optimizer is not None:
-        its = model_and_optimizer(read_dcp(Path(os.fspath(optimizer))))[1]
-    trained = {name for group in (its or {}).get("param_groups", ()) for name in group["params"]}
-    found = _of_model(path, tied_again(model, trained), patterns)
-    for name, entries in (its or {}).get("state", {}).items():
-        if name not in found.values:
+        optim_state = model_and_optimizer(read_dcp(Path(os.fspath(optimizer))))[1]
+    trained = {name for group in (optim_state or {}).get("param_groups", ()) for name in group["params"]}
+    contents = _of_model(path, tied_again(model, trained), patterns)
+    for name, entries in (optim_state or {}).get("state", {}).items():
+        if name not in contents.values:
             raise BadCheckpoint(
                 f"Cannot take the state of {name} from {path}: the model there has no such parameter. Give another file."
             )
-        found.state[name] = dict(entries)
-    found.groups = [dict(group) for group in (its or {}).get("param_groups", ())]
-    return found
+        contents.state[name] = dict(entries)
+    contents.groups = [dict(group) for group in (optim_state or {}).get("param_groups", ())]
+    return contents
 
 
 def _from_torch(path: Path, optimizer: Any, patterns: Sequence[str]) -> Found:
-    found = _of_model(path, load_safely(path), patterns)
+    contents = _of_model(path, load_safely(path), patterns)
     if optimizer is not None:
-        _take_numbered(found, load_safely(Path(os.fspath(optimizer))))
-    return found
+        _take_numbered(contents, load_safely(Path(os.fspath(optimizer))))
+    return contents
 
 
 def _of_model(path: Path, loaded: Any, patterns: Sequence[str]) -> Found:
-    found, first = Found(), dict[Any, str]()
+    contents, first = Found(), dict[Any, str]()
     if not isinstance(loaded, Mapping):
         raise BadCheckpoint(
             f"Cannot read {path} as a model's state dict: it is a {type(loaded).__name__}. Give a file with a state dict."
@@ -122,29 +124,29 @@ def _of_model(path: Path, loaded: Any, patterns: Sequence[str]) -> Found:
         place = address_of(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()
         one = first.setdefault(place, name) if tensor.numel() else name
         if one != name:
-            found.aliases[name] = one
+            contents.aliases[name] = one
         elif not tensor.is_floating_point() or any(fnmatch.fnmatchcase(name, p) for p in (*_USUAL_BUFFERS, *patterns)):
-            found.buffers[name] = tensor
+            contents.buffers[name] = tensor
         else:
-            found.values[name], found.dtypes[name] = tensor, tensor.dtype
-    return found
+            contents.values[name], contents.dtypes[name] = tensor, tensor.dtype
+    return contents
 
 
-def _take_numbered(found: Found, state_dict: Mapping[str, Any]) -> None:
+def _take_numbered(contents: Found, state_dict: Mapping[str, Any]) -> None:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise BadCheckpoint(
             "Cannot read an optimizer's state dict: it has no 'state' and 'param_groups'. Pass what state_dict() returned."
         )
     order = sorted(number for group in state_dict["param_groups"] for number in group["params"])
-    names = dict(zip(order, found.values, strict=False))
+    names = dict(zip(order, contents.values, strict=False))
     wrong = None
     if len(state_dict["param_groups"]) > 1:  # torch numbers parameters group by group
         wrong = f"it has {len(state_dict['param_groups'])} groups, which say nothing of the model's order"
-    elif len(order) != len(found.values):
-        wrong = f"it has {len(order)} parameters, and the model {len(found.values)} that may be ones"
+    elif len(order) != len(contents.values):
+        wrong = f"it has {len(order)} parameters, and the model {len(contents.values)} that may be ones"
     for number, entries in state_dict["state"].items():
         shapes = {entry.shape for entry in entries.values() if isinstance(entry, torch.Tensor) and entry.dim() > 0}
-        if wrong is None and shapes and found.values[names[number]].shape not in shapes:
+        if wrong is None and shapes and contents.values[names[number]].shape not in shapes:
             wrong = f"its number {number} has the shape {tuple(shapes.pop())}, and {names[number]} another"
     if wrong is not None:
         raise ValueError(
@@ -152,5 +154,5 @@ def _take_numbered(found: Found, state_dict: Mapping[str, Any]) -> None:
             "state into a plain optimizer before sharding it."
         )
     logger.warning("Taken by their numbers: %s", ", ".join(f"{number} as {name}" for number, name in names.items()))
-    found.state = {names[number]: dict(entries) for number, entries in state_dict["state"].items()}
-    found.groups = [{**group, "params": [names[n] for n in group["params"]]} for group in state_dict["param_groups"]]
+    contents.state = {names[number]: dict(entries) for number, entries in state_dict["state"].items()}
+    contents.groups = [{**group, "params": [names[n] for n in group["params"]]} for group in state_dict["param_groups"]]

@@ -66,12 +66,12 @@ class Stored:
 
     def covers(self) -> bool:
         """Whether every element lies somewhere, once."""
-        at = 0
+        end = 0
         for stretch in sorted(self.stretches, key=lambda stretch: stretch.start):
-            if stretch.start != at or stretch.stop < at:
+            if stretch.start != end or stretch.stop < end:
                 return False
-            at = stretch.stop
-        return at == self.numel and all(size >= 0 for size in self.shape)
+            end = stretch.stop
+        return end == self.numel and all(size >= 0 for size in self.shape)
 
     def lies_in(self, num_files: int) -> bool:
         """Whether it is in files that there are, and its line goes through each of its dimensions once."""
@@ -144,8 +144,8 @@ class Manifest:
 
 def number_of(head: bytes) -> int | None:
     """Returns the number of a checkpoint in its directory, from the beginning of a manifest; None where it is not one."""
-    found = _HEAD.match(head)
-    return None if found is None else int(found[1])
+    match = _HEAD.match(head)
+    return None if match is None else int(match[1])
 
 
 ANOTHER = "Load another checkpoint."
@@ -181,7 +181,7 @@ class Outline:
 
 def merged(outlines: Mapping[str, Outline], parts: Sequence[Part]) -> dict[str, Stored]:
     """Merges all ranks' parts: every element of each parameter once, and one state."""
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     for name, outline in outlines.items():
         having = [(number, part) for number, part in enumerate(parts) if name in part.stretches]
         stretches = [Stretch(number, *span) for number, part in having for span in part.stretches[name]]
@@ -193,9 +193,9 @@ def merged(outlines: Mapping[str, Outline], parts: Sequence[Part]) -> dict[str, 
                 f"{' and '.join(sorted(kinds))[:200]}. Pass whole_tensors=True where the optimizer looks at whole tensors."
             )
         state, plain = (having[0][1].state.get(name, {}), having[0][1].plain.get(name, {})) if having else ({}, {})
-        found[name] = Stored(**asdict(outline), state=state, plain=plain, stretches=tuple(stretches))
-        assert found[name].covers(), f"not every element of {name} was written once: {stretches}"
-    return found
+        stored[name] = Stored(**asdict(outline), state=state, plain=plain, stretches=tuple(stretches))
+        assert stored[name].covers(), f"not every element of {name} was written once: {stretches}"
+    return stored
 
 
 def key_of(name: str, what: str, start: int) -> str:

@@ -36,11 +36,11 @@ class Lines:
             return
         dtype = self._dtype_of(name, what)
         for stretch in stored.stretches:
-            found = span.overlap(stretch.span)
-            if found is not None:
-                here, there = found.shifted(-span.start), found.shifted(-stretch.start)
+            overlap = span.overlap(stretch.span)
+            if overlap is not None:
+                target_span, file_span = overlap.shifted(-span.start), overlap.shifted(-stretch.start)
                 key = key_of(name, what, stretch.start)
-                self._files.read(stretch.file, key, dtype, there, target[here.start : here.stop])
+                self._files.read(stretch.file, key, dtype, file_span, target[target_span.start : target_span.stop])
 
     def check(self, files: Collection[int]) -> None:
         """Raises unless all that is said to lie in these files does, as what it is said to be. Reads no values."""
@@ -49,15 +49,15 @@ class Lines:
                 dtype = self._dtype_of(name, what)
                 for stretch in stored.stretches:
                     if stretch.file in files or stretch.file >= len(self._manifest.files):
-                        found = self._files.get(stretch.file, key_of(name, what, stretch.start), dtype).numel()
-                        if found != stretch.span.numel:
+                        numel = self._files.get(stretch.file, key_of(name, what, stretch.start), dtype).numel()
+                        if numel != stretch.span.numel:
                             raise BadCheckpoint(
-                                f"Cannot read {what} of {name}: it has {found} elements from {stretch.start} on. {ANOTHER}"
+                                f"Cannot read {what} of {name}: it has {numel} elements from {stretch.start} on. {ANOTHER}"
                             )
-        for name, told in self._manifest.buffers.items():
-            if 0 in files and self._files.get(0, buffer_key(name), _dtype(told.dtype)).numel() != math.prod(told.shape):
+        for name, buffer in self._manifest.buffers.items():
+            if 0 in files and self._files.get(0, buffer_key(name), _dtype(buffer.dtype)).numel() != math.prod(buffer.shape):
                 raise BadCheckpoint(
-                    f"Cannot read buffer {name}: it does not have the shape {told.shape} of the manifest. {ANOTHER}"
+                    f"Cannot read buffer {name}: it does not have the shape {buffer.shape} of the manifest. {ANOTHER}"
                 )
 
     def whole(self, name: str, what: str) -> torch.Tensor:
@@ -69,8 +69,8 @@ class Lines:
         return form.unflatten(line)
 
     def buffer(self, name: str) -> torch.Tensor:
-        told = self._manifest.buffers[name]
-        return self._files.get(0, buffer_key(name), _dtype(told.dtype)).reshape(told.shape)
+        stored = self._manifest.buffers[name]
+        return self._files.get(0, buffer_key(name), _dtype(stored.dtype)).reshape(stored.shape)
 
     def extra(self, key: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
         """A tensor of the caller's own; a copy, as the file may go."""

@@ -62,15 +62,15 @@ def _bytes(
     sizes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[torch.Tensor], metadata: Metadata | None
 ) -> Iterator[bytes | memoryview]:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
+    offset = 0
     for name, (dtype, shape) in sizes.items():
         numel = torch.Size(shape).numel()
         # a dtype that the format has no name for lies as bytes, and who reads it knows from the manifest what they are
         known = dtype in _NAMES
         size = numel * dtype.itemsize
         listed = list(shape) if known else [size]
-        header[name] = {"dtype": _NAMES.get(dtype, "U8"), "shape": listed, "data_offsets": [at, at + size]}
-        at += size
+        header[name] = {"dtype": _NAMES.get(dtype, "U8"), "shape": listed, "data_offsets": [offset, offset + size]}
+        offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
@@ -106,10 +106,10 @@ class TensorFiles:
             if file not in self._open:
                 opened: Any = safe_open(path, framework="pt", device="cpu")
                 self._open[file] = opened.__enter__()
-            found: torch.Tensor = self._open[file].get_tensor(key)
+            tensor: torch.Tensor = self._open[file].get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise BadCheckpoint(f"Cannot read {key} from {path}: {error}. {ANOTHER}") from error
-        flat = found.reshape(-1)
+        flat = tensor.reshape(-1)
         if flat.dtype == dtype:
             return flat
         if dtype in _NAMES or flat.dtype != torch.uint8:  # only what the format has no name for lies as bytes
@@ -144,8 +144,8 @@ class _Raw:
         self._header = json.loads(self.file.read(size))
         self._data = 8 + size
 
-    def read(self, key: str, at: int, target: memoryview) -> None:
-        self.file.seek(self._data + self._header[key]["data_offsets"][0] + at)
+    def read(self, key: str, offset: int, target: memoryview) -> None:
+        self.file.seek(self._data + self._header[key]["data_offsets"][0] + offset)
         while len(target):
             count = self.file.readinto(target)
             if not count:

@@ -246,13 +246,13 @@ def first_difference(one: Any, other: Any, path: str) -> str | None:
         pairs = zip(one.items(), other.items(), strict=True)
         keys = (first_difference(a, c, f"{path} (a key)") for (a, _), (c, _) in pairs)
         both = zip(one.items(), other.values(), strict=True)
-        values = (first_difference(value, theirs, f"{path}[{key!r}]") for (key, value), theirs in both)
-        return next((at for at in itertools.chain(list(keys), values) if at is not None), None)
+        values = (first_difference(value, other_value, f"{path}[{key!r}]") for (key, value), other_value in both)
+        return next((difference for difference in itertools.chain(list(keys), values) if difference is not None), None)
     if isinstance(one, (list, tuple, collections.deque)):
         if len(one) != len(other) or getattr(one, "maxlen", None) != getattr(other, "maxlen", None):
             return path
         inside = (first_difference(a, b, f"{path}[{number}]") for number, (a, b) in enumerate(zip(one, other, strict=True)))
-        return next((at for at in inside if at is not None), None)
+        return next((difference for difference in inside if difference is not None), None)
     if type(one) is float:
         return None if struct.pack("<d", one) == struct.pack("<d", other) else path
     if hasattr(one, "tobytes") and hasattr(one, "dtype"):

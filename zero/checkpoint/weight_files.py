@@ -50,15 +50,15 @@ class WeightFiles:
         try:
             files, listed = _files_of(self.source)
             for file in files:
-                found = self._safetensors(file) if file.suffix == ".safetensors" else self._pickled(file)
-                twice = sorted(found.keys() & self.tensors.keys())
+                tensors = self._safetensors(file) if file.suffix == ".safetensors" else self._pickled(file)
+                twice = sorted(tensors.keys() & self.tensors.keys())
                 if twice:
                     raise BadCheckpoint(
                         f"Cannot read {self.source}: {twice[0]} is in {where[twice[0]]} and in {file.name}. Keep the files of "
                         "one model only."
                     )
-                self.tensors.update(found)
-                where.update(dict.fromkeys(found, file.name))
+                self.tensors.update(tensors)
+                where.update(dict.fromkeys(tensors, file.name))
             for name, file_name in listed.items():
                 if where.get(name) != file_name:
                     raise BadCheckpoint(
@@ -72,7 +72,7 @@ class WeightFiles:
     @property
     def digest(self) -> str:
         """Of what the files are said to have, the same for all who have the same ones."""
-        said = [(name, found.shape, str(found.dtype)) for name, found in sorted(self.tensors.items())]
+        said = [(name, tensor.shape, str(tensor.dtype)) for name, tensor in sorted(self.tensors.items())]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
     def close(self) -> None:
@@ -104,13 +104,13 @@ class WeightFiles:
 
     def _pickled(self, file: Path) -> Mapping[str, FileTensor]:
         try:
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # of the format before zip files, of which no part can be read by itself
-            found = torch.load(file, map_location="cpu", weights_only=True)
-        inside = [found[key] for key in _INSIDE if isinstance(found, Mapping) and isinstance(found.get(key), Mapping)]
-        state_dict: Any = inside[0] if inside else found
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
+        inside = [loaded[key] for key in _INSIDE if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping)]
+        state_dict: Any = inside[0] if inside else loaded
         if not isinstance(state_dict, Mapping):
-            raise BadCheckpoint(f"Cannot read {file}: it has a {type(found).__name__}, no state dict. Save a state dict.")
+            raise BadCheckpoint(f"Cannot read {file}: it has a {type(loaded).__name__}, no state dict. Save a state dict.")
         return {name: _tensor_of(value) for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
 
 
@@ -121,13 +121,13 @@ def _text_of(error: Exception) -> str:
 def _files_of(source: Path) -> tuple[list[Path], Mapping[str, str]]:
     """The files, and what an index says is in which."""
     if source.is_dir():
-        found = next((sorted(source.glob(kind)) for kind in _IN_FOLDERS if any(source.glob(kind))), [])
-        if len(found) > 1 and found[0].suffix == ".json":
-            names = ", ".join(file.name for file in found)
+        matches = next((sorted(source.glob(kind)) for kind in _IN_FOLDERS if any(source.glob(kind))), [])
+        if len(matches) > 1 and matches[0].suffix == ".json":
+            names = ", ".join(file.name for file in matches)
             raise FileNotFoundError(f"Cannot choose among the indices in {source}: {names}. Pass the path of one of them.")
-        if not found:
+        if not matches:
             raise FileNotFoundError(f"Cannot find weights in {source}: it has no safetensors and no torch file. Pass a file.")
-        return _files_of(found[0]) if found[0].suffix == ".json" else (found, {})
+        return _files_of(matches[0]) if matches[0].suffix == ".json" else (matches, {})
     if not source.is_file():
         raise FileNotFoundError(f"Cannot find weights at {source}: there is no such file or folder. Pass the path of one.")
     if source.suffix == ".json":
@@ -158,12 +158,12 @@ class _OpenFile:
     def read(self, start: int, num_bytes: int) -> torch.Tensor:
         values = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         memory: Any = values.numpy()
-        left, at = memoryview(memory), start
+        left, offset = memoryview(memory), start
         while left:  # one call reads 2 GiB at most
-            num_read = os.preadv(self._descriptor, [left], at)
+            num_read = os.preadv(self._descriptor, [left], offset)
             if not num_read:
                 raise BadCheckpoint(f"Cannot read {self._path}: it became shorter while it was read. Fetch it again.")
-            left, at = left[num_read:], at + num_read
+            left, offset = left[num_read:], offset + num_read
         return values
 
 

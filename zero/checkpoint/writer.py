@@ -74,11 +74,11 @@ class Writer:
     timeout_s: float
 
     def write(self, cargo: ShardPayload) -> None:
-        own = self.place / file_of(self.rank)
+        path = self.place / file_of(self.rank)
         try:
             with ProgressBar(f"saving {self.tag}", cargo.num_bytes, self.rank == 0) as bar:
-                size, found = write_tensors(own, cargo.tensors, bar.advance, values=cargo.values)
-            part = replace(cargo.part, file=File(own.name, size, found))
+                size, checksum = write_tensors(path, cargo.tensors, bar.advance, values=cargo.values)
+            part = replace(cargo.part, file=File(path.name, size, checksum))
             disk.write(_unseen(self._part_of(self.rank)), [part.text().encode()])
             os.rename(_unseen(self._part_of(self.rank)), self._part_of(self.rank))
         except Exception as error:
@@ -122,8 +122,8 @@ class Writer:
             with contextlib.suppress(FileNotFoundError):
                 return self._part_of(rank).read_text(encoding="utf-8")
             with contextlib.suppress(FileNotFoundError):
-                told = self._failure_of(rank).read_text(encoding="utf-8")
-                raise CheckpointFailed(f"rank {rank} could not write its part: {told}")
+                reason = self._failure_of(rank).read_text(encoding="utf-8")
+                raise CheckpointFailed(f"rank {rank} could not write its part: {reason}")
             time.sleep(_LOOK_EVERY_S)
         raise CheckpointFailed(f"rank {rank} had not written its part {self.timeout_s:g} s after rank 0")
 
@@ -191,11 +191,11 @@ class PendingSave:
         self.reported = True
         if self._then is not None:
             self._then()
-        told = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-        if told:
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+        if failures:
             self._failure = CheckpointFailed(
-                f"Cannot write checkpoint {self.path}: it failed on {'; '.join(told)}. The checkpoints before it are as they "
-                "were. Save again when there is room and permission to write."
+                f"Cannot write checkpoint {self.path}: it failed on {'; '.join(failures)}. The checkpoints before it are as "
+                "they were. Save again when there is room and permission to write."
             )
             raise self._failure from error
         return self.path

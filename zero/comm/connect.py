@@ -61,13 +61,13 @@ def connect(
         raise
 
 
-def _of_mesh(its: int | None, shard_ranks: int | str | None) -> int | str | None:
-    if its is not None and shard_ranks not in (None, its):
+def _of_mesh(inner_size: int | None, shard_ranks: int | str | None) -> int | str | None:
+    if inner_size is not None and shard_ranks not in (None, inner_size):
         raise ValueError(
-            f"Cannot use shard_ranks={shard_ranks!r} with a DeviceMesh whose inner dimension has {its} ranks. Leave "
+            f"Cannot use shard_ranks={shard_ranks!r} with a DeviceMesh whose inner dimension has {inner_size} ranks. Leave "
             "shard_ranks out."
         )
-    return its or shard_ranks
+    return inner_size or shard_ranks
 
 
 def _given(group: Group, shard_ranks: int | str | None) -> Group:
@@ -84,11 +84,11 @@ def _begin_world(accelerator: Accelerator, limits: TimeLimits) -> None:
         begin_world(accelerator.communication_backend, limits.first_s)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
-            at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             said = str(error).partition("\n")[0].rstrip(".")
             raise ZeroError(
-                f"Cannot connect rank {os.environ.get('RANK')} on {socket.gethostname()} to the others at {at}: {said}. Set "
-                "MASTER_ADDR and MASTER_PORT to where rank 0 is reached, the same on all ranks, and start all of them."
+                f"Cannot connect rank {os.environ.get('RANK')} on {socket.gethostname()} to the others at {address}: {said}. "
+                "Set MASTER_ADDR and MASTER_PORT to where rank 0 is reached, the same on all ranks, and start all of them."
             ) from error
         raise ZeroError(
             f"Cannot start rank 0: its port {os.environ.get('MASTER_PORT')} is in use by another program. Set MASTER_PORT to a "

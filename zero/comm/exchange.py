@@ -17,19 +17,19 @@ _SUBJECT = "a save, a state_dict, a check or the like"
 
 def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
     """Returns every rank's message, by rank. All ranks raise where they call it about different subjects."""
-    told = [theirs.split(b"\0", 1) for theirs in group.all_gather_bytes(subject.encode() + b"\0" + message)]
-    first = told[0][0]
-    for rank, (theirs, *_) in enumerate(told):
-        if theirs != first:
+    messages = [entry.split(b"\0", 1) for entry in group.all_gather_bytes(subject.encode() + b"\0" + message)]
+    first = messages[0][0]
+    for rank, (other, *_) in enumerate(messages):
+        if other != first:
             came = [
                 f"{subject.decode(errors='replace')}{f' ({place.decode()})' if place else ''}"
-                for (subject, *_), place in zip(told, group.all_gather_bytes(group.phase.encode()), strict=True)
+                for (subject, *_), place in zip(messages, group.all_gather_bytes(group.phase.encode()), strict=True)
             ]
             raise RanksDiffer(
                 f"Cannot go on: rank {rank} of {group.size} came to {came[rank]}, rank 0 to {came[0]}. Call step, zero_grad, "
                 "operations on gradients and other collectives in the same order on all ranks, and as often."
             )
-    return [rest for _, rest in told]
+    return [rest for _, rest in messages]
 
 
 def exchange_texts(group: Group, text: str) -> list[str]:
@@ -39,12 +39,12 @@ def exchange_texts(group: Group, text: str) -> list[str]:
 
 def first_difference(first: str, other: str, rank: int) -> str:
     """Returns the first line in which another rank's text differs from rank 0's, cut to the first words that differ."""
-    for mine, theirs in itertools.zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing"):
-        if mine != theirs:
-            one, another = mine, theirs
-            if mine.startswith("group ") and theirs.startswith("group "):
-                settings = zip(mine.split(", "), theirs.split(", "), strict=False)
-                one, another = next(((a, b) for a, b in settings if a != b), (mine, theirs))
+    for first_line, other_line in itertools.zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing"):
+        if first_line != other_line:
+            one, another = first_line, other_line
+            if first_line.startswith("group ") and other_line.startswith("group "):
+                settings = zip(first_line.split(", "), other_line.split(", "), strict=False)
+                one, another = next(((a, b) for a, b in settings if a != b), (first_line, other_line))
             return f"rank {rank} has {another!r:.200}, rank 0 has {one!r:.200}"
     return "they have the same parameters, in other places"
 
@@ -71,8 +71,8 @@ def run_on_all(group: Group, act: Callable[[], Result], failure: Failure = _rank
         texts = exchange_texts(group, "" if error is None else f"{type(error).__name__}: {error}")
     except ZeroError as lost:
         raise error or lost from None
-    told = failure(error, {rank: text for rank, text in enumerate(texts) if text}, group.size)
-    raise told from (None if told is error else error)
+    exception = failure(error, {rank: text for rank, text in enumerate(texts) if text}, group.size)
+    raise exception from (None if exception is error else error)
 
 
 def all_or_none(group: Group, what: str, act: Callable[[], Result]) -> Result:

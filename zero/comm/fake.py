@@ -60,7 +60,7 @@ class _FakeWire:
     def receive_from_any(self, memory: torch.Tensor) -> Message:
         return _Echo(self._sent, memory)
 
-    def fail(self, error: RuntimeError, here: bool = False) -> NoReturn:
+    def fail(self, error: RuntimeError, is_local: bool = False) -> NoReturn:
         raise error
 
     def on_exit(self, end: Callable[[float], bool]) -> None: ...
@@ -93,13 +93,13 @@ class FakeGroup:
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
             return SingleRankResult(bucket, sum_dtype)
-        own, *_ = rows = bucket.view(self.size, -1)
+        local, *_ = rows = bucket.view(self.size, -1)
         pieces = rows[1:].clone()  # of the other ranks
 
         def total() -> torch.Tensor:
-            found = torch.empty(own.shape, dtype=sum_dtype, device=own.device)
-            add_rows([own, *pieces], found)
-            return found
+            result = torch.empty(local.shape, dtype=sum_dtype, device=local.device)
+            add_rows([local, *pieces], result)
+            return result
 
         return _Sent(self, total)
 

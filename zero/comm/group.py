@@ -72,9 +72,9 @@ class Wire(Protocol):
         """Receives a message with the tag ANYONES from any rank, without a time limit. It stays valid when the group is
         lost."""
 
-    def fail(self, error: RuntimeError, here: bool = False) -> NoReturn:
-        """Raises what an error in a thread that cannot raise itself means for the group. `here`: this rank is the reason, and
-        others, which may wait for it, are told."""
+    def fail(self, error: RuntimeError, is_local: bool = False) -> NoReturn:
+        """Raises what an error in a thread that cannot raise itself means for the group. `is_local`: this rank is the reason,
+        and others, which may wait for it, are told."""
 
     def on_exit(self, end: Callable[[float], bool]) -> None:
         """Has `end` called if the program ends before this is closed, with the seconds within which it must end whatever waits
@@ -89,8 +89,8 @@ class GroupBeside(Protocol):
 
     size: int
 
-    def gather(self, own: torch.Tensor, into: torch.Tensor) -> Pending:
-        """Fills `into` with what the other ranks have for `own`, in the places of their ranks."""
+    def gather(self, share: torch.Tensor, into: torch.Tensor) -> Pending:
+        """Fills `into` with what the other ranks have for `share`, in the places of their ranks."""
 
     def end_warmup(self) -> None: ...
     def reconnect(self, base: Any) -> None: ...
@@ -196,13 +196,13 @@ def checked(group: Any) -> Group:
             part = getattr(part, name, None)  # what was checked before has it; where there are no levels they have no part
         missing = [name for name in _members(protocol) if not hasattr(part, name)]
         if missing and (part is not None or path == "inner"):
-            its = f"its {path}" if path else "it"
+            subject = f"its {path}" if path else "it"
             raise TypeError(
-                f"Cannot use group={group!r}: it is no torch.distributed process group, and to be a zero Group {its} lacks "
+                f"Cannot use group={group!r}: it is no torch.distributed process group, and to be a zero Group {subject} lacks "
                 f"{', '.join(missing)}. Pass what torch.distributed.new_group returned, or leave group out for all ranks."
             )
-    found: Group = group
-    return found
+    result: Group = group
+    return result
 
 
 _PARTS: dict[str, type] = {  # of a group that a training uses; all but `inner` may be None

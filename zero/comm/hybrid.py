@@ -59,12 +59,12 @@ def replicated(everyone: Group, shard_ranks: int, part: Part) -> Group:
 def agreed_shard_ranks(everyone: Group, wanted: int | str | None) -> tuple[int, list[str]]:
     """Returns how many ranks states are in shares of, all for None, and the host of each rank. Raises on all ranks where that
     cannot be. A collective."""
-    told = [json.loads(text) for text in exchange_texts(everyone, json.dumps([wanted, socket.gethostname()]))]
-    size, (first, _), hosts = everyone.size, told[0], [host for _, host in told]
-    for rank, (theirs, _) in enumerate(told):
-        if theirs != first:
+    messages = [json.loads(text) for text in exchange_texts(everyone, json.dumps([wanted, socket.gethostname()]))]
+    size, (first, _), hosts = everyone.size, messages[0], [host for _, host in messages]
+    for rank, (other, _) in enumerate(messages):
+        if other != first:
             raise RanksDiffer(
-                f"Cannot shard: rank {rank} of {size} has shard_ranks={theirs!r} where rank 0 has {first!r}. Give all ranks "
+                f"Cannot shard: rank {rank} of {size} has shard_ranks={other!r} where rank 0 has {first!r}. Give all ranks "
                 "the same."
             )
     if wanted is None:
@@ -72,9 +72,9 @@ def agreed_shard_ranks(everyone: Group, wanted: int | str | None) -> tuple[int, 
     if wanted == HOST:
         of_a_host = ranks_of_a_host(hosts)
         if not of_a_host:
-            found = ", ".join(f"{len(list(run))} on {host}" for host, run in itertools.groupby(hosts))
+            counts = ", ".join(f"{len(list(run))} on {host}" for host, run in itertools.groupby(hosts))
             raise ValueError(
-                f"Cannot shard with shard_ranks='host': in the order of ranks there are {found}. Start as many ranks on each "
+                f"Cannot shard with shard_ranks='host': in the order of ranks there are {counts}. Start as many ranks on each "
                 "host, one host after the other, or give shard_ranks a number."
             )
         return of_a_host, hosts

@@ -31,8 +31,8 @@ class KeptGroups(Generic[Groups]):
 
     def take(self, purpose: Purpose) -> Groups | None:
         """Returns process groups that were made for this purpose, or None."""
-        found = next((index for index, (its, _) in enumerate(self._kept) if its == purpose), None)
-        return None if found is None else self._kept.pop(found)[1]
+        position = next((index for index, (key, _) in enumerate(self._kept) if key == purpose), None)
+        return None if position is None else self._kept.pop(position)[1]
 
     def keep(self, purpose: Purpose, groups: Groups) -> None:
         """Keeps process groups. Those of an older world are dropped."""

@@ -154,7 +154,7 @@ class _LoopbackWire:
     def receive_from_any(self, memory: torch.Tensor) -> Message:
         return _Letter(partial(self._office.take, (self._number, self.rank, ANYONES, None), False), memory)
 
-    def fail(self, error: RuntimeError, here: bool = False) -> NoReturn:
+    def fail(self, error: RuntimeError, is_local: bool = False) -> NoReturn:
         raise error
 
     def on_exit(self, end: Callable[[float], bool]) -> None: ...
@@ -185,8 +185,8 @@ class LoopbackGroup:
         if self.size == 1:
             return SingleRankResult(bucket, sum_dtype)
         numel = bucket.numel() // self.size
-        mine = slice(self.rank * numel, (self.rank + 1) * numel)
-        return self._meet(bucket, lambda all_: sum_in_rank_order(torch.cat([one[mine] for one in all_]), self.size, sum_dtype))
+        share = slice(self.rank * numel, (self.rank + 1) * numel)
+        return self._meet(bucket, lambda all_: sum_in_rank_order(torch.cat([one[share] for one in all_]), self.size, sum_dtype))
 
     def all_to_all(self, bucket: torch.Tensor) -> Pending:
         if self.size == 1:

@@ -139,7 +139,7 @@ class Pulls:
                 except GroupLost:
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever it is, others wait for an answer
-                    self._wire.fail(RuntimeError(f"Cannot answer other ranks: {type(error).__name__}: {error}"), here=True)
+                    self._wire.fail(RuntimeError(f"Cannot answer other ranks: {type(error).__name__}: {error}"), is_local=True)
         self._sendings.put(None)
 
     def _take(self, rank: int, bucket: int, step: int, edits: int, tag: int) -> None:

@@ -155,8 +155,8 @@ class TorchGroup:
         is_cheap = not isinstance(below, FileStore)  # which grows with every line
         atexit.unregister(end)
         atexit.register(end)  # the last one registered is the first to run
-        own = StoreClient(PrefixStore(f"zero group {number} of {ranks}", client.store), client)
-        return RankMonitor(own, self.rank, self.size, is_cheap)
+        store = StoreClient(PrefixStore(f"zero group {number} of {ranks}", client.store), client)
+        return RankMonitor(store, self.rank, self.size, is_cheap)
 
     @property
     def _purpose(self) -> Purpose:
@@ -203,11 +203,11 @@ class TorchGroup:
     def all_gather(self, bucket: torch.Tensor) -> Pending:
         return CompletedResult(bucket) if self.size == 1 else self.gather(bucket.view(self.size, -1)[self.rank], bucket)
 
-    def gather(self, own: torch.Tensor, into: torch.Tensor) -> Pending:
+    def gather(self, share: torch.Tensor, into: torch.Tensor) -> Pending:
         if self._backend == "nccl":
-            return CollectiveWork(self, [self._start(_gather_into, into, own)], lambda: into)
-        rows = [own if rank == self.rank else row for rank, row in enumerate(into.view(self.size, -1))]
-        works = [self._start(dist.broadcast, bits(row), src=self._ranks[at], back=at % 2 == 1) for at, row in enumerate(rows)]
+            return CollectiveWork(self, [self._start(_gather_into, into, share)], lambda: into)
+        rows = [share if rank == self.rank else row for rank, row in enumerate(into.view(self.size, -1))]
+        works = [self._start(dist.broadcast, bits(row), src=self._ranks[i], back=i % 2 == 1) for i, row in enumerate(rows)]
         return CollectiveWork(self, works, lambda: into)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
@@ -216,9 +216,9 @@ class TorchGroup:
         return CollectiveWork(self, [self._start(dist.broadcast, bits(tensor), src=self._ranks[0])], lambda: tensor)
 
     def new_wire(self) -> Wire:
-        found = _free_wires.take(self._purpose) or self.guarded(partial(self._new_group, "gloo", _NO_LIMIT_S))
+        process_group = _free_wires.take(self._purpose) or self.guarded(partial(self._new_group, "gloo", _NO_LIMIT_S))
         give_back, report = partial(_free_wires.keep, self._purpose), self._watch.report_exit
-        self._message_wires.append(TorchWire(self, self._limits.later_s, found, give_back, report))
+        self._message_wires.append(TorchWire(self, self._limits.later_s, process_group, give_back, report))
         return self._message_wires[-1]
 
     def beside(self) -> GroupBeside | None:
@@ -243,10 +243,10 @@ class TorchGroup:
         return [(head + tail)[8:length] for head, tail, length in zip(heads, tails, lengths, strict=True)]
 
     def _gather(self, message: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        local = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         everyone = torch.empty(self.size * len(message), dtype=torch.uint8, device="cpu")
-        self.guarded(lambda: self._in_turns(_gather_into(everyone, mine, group=self._wires.messages, async_op=True)))
-        return [theirs.numpy().tobytes() for theirs in everyone.view(self.size, -1)]
+        self.guarded(lambda: self._in_turns(_gather_into(everyone, local, group=self._wires.messages, async_op=True)))
+        return [row.numpy().tobytes() for row in everyone.view(self.size, -1)]
 
     @property
     def phase(self) -> str:

@@ -156,9 +156,9 @@ class TorchWire:
         received: Message = self._process_group.recv_anysource([memory], ANYONES)
         return received
 
-    def fail(self, error: RuntimeError, here: bool = False) -> NoReturn:
+    def fail(self, error: RuntimeError, is_local: bool = False) -> NoReturn:
         def again() -> None:
-            if here:
+            if is_local:
                 self._report(error)
                 self._break_off()
             raise error

@@ -63,13 +63,13 @@ def mesh_of(group: object) -> Mesh | None:
     return Mesh(ranks, sizes[1] if len(sizes) == 2 else None)
 
 
-def new_group(lists: Sequence[list[int]], own: list[int], backend: str, limit_s: float, is_local: bool) -> Any:
+def new_group(lists: Sequence[list[int]], members: list[int], backend: str, limit_s: float, is_local: bool) -> Any:
     """Makes a process group of each of these lists of ranks, and returns that of our own. All ranks of the world make all of
     them, so that torch gives each a name which none had before; or, if it `is_local`, only those of a list, see
     kept_groups.py."""
     limit = datetime.timedelta(seconds=limit_s)
     made = [dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=is_local) for ranks in lists]
-    return made[lists.index(own)]
+    return made[lists.index(members)]
 
 
 def begin_world(backend: str, limit_s: float) -> None:

@@ -25,8 +25,8 @@ class Offload(ConfigModel):
     @classmethod
     def of(cls, given: object) -> Offload | None:
         """From a name such as "cpu", from a dict of ours or of DeepSpeed's, or from itself."""
-        found = offload_in_our_words(given)
-        return cls(**found) if isinstance(found, dict) else found
+        converted = offload_in_our_words(given)
+        return cls(**converted) if isinstance(converted, dict) else converted
 
 
 def offload_in_our_words(given: object) -> Offload | dict[str, Any] | None:
@@ -70,9 +70,9 @@ class StateHome(ConfigModel):
         if isinstance(given, Offload):
             return {"home": "host", "ratio": given.ratio, "pinned": given.pinned}
         named = dict(given) if isinstance(given, Mapping) else {"home": given}
-        for theirs, ours in (("device", "home"), ("pin_memory", "pinned"), ("nvme_path", "path")):
-            if theirs in named:
-                named[ours] = named.pop(theirs)
+        for alias, ours in (("device", "home"), ("pin_memory", "pinned"), ("nvme_path", "path")):
+            if alias in named:
+                named[ours] = named.pop(alias)
         place = named.get("home")
         if isinstance(place, str) and place.lower().startswith(DISK):
             named["home"], named["path"] = "disk", place[len(DISK) :]

@@ -125,8 +125,8 @@ def _divided(name: str, total: int, **factors: int) -> int:
     for factor in factors.values():
         product *= factor
     if total % product:
-        found = " x ".join(f"{factor_name}={factor}" for factor_name, factor in factors.items())
-        raise ValueError(f"Cannot use {name}={total}: it is not a multiple of {found} = {product}. "
+        terms = " x ".join(f"{factor_name}={factor}" for factor_name, factor in factors.items())
+        raise ValueError(f"Cannot use {name}={total}: it is not a multiple of {terms} = {product}. "
                          f"Choose a multiple, for example {max(1, round(total / product)) * product}.")
     return total // product
 
@@ -309,15 +309,6 @@ class ZeroConfig(ConfigModel):
             else:
                 lines.append(f"{name} = {_shown(value)}")
         return "\n".join([*lines, *groups, "", f"digest = {self.digest}"]) + "\n"
-
-
-def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """The first key, in the order of `mine`, in which two `as_dict()`s differ, with both values; None when they are equal."""
-    ours, others = dict(_flat(mine)), dict(_flat(theirs))
-    for key in [*ours, *(key for key in others if key not in ours)]:
-        if ours.get(key) != others.get(key):
-            return f"{key}: {_shown(ours.get(key))} here, {_shown(others.get(key))} there"
-    return None
 
 
 def _flat(block: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -44,15 +44,15 @@ def _refuse(rules: tuple[tuple[bool, str, str], ...], remedy: str) -> None:
 
 def _without_effect(config: ZeroConfig) -> list[str]:
     """Returns the settings that change no result here."""
-    told = []
+    messages = []
     if config.predivide != 1.0:
-        told.append("predivide has no effect: sums are taken in float32, so nothing overflows before it is divided")
+        messages.append("predivide has no effect: sums are taken in float32, so nothing overflows before it is divided")
     if config.reduce_dtype in get_args(Coded):
-        told.append(f"gradients travel as {config.reduce_dtype}: training is near to plain training, and not equal to it")
+        messages.append(f"gradients travel as {config.reduce_dtype}: training is near to plain training, and not equal to it")
         if config.shard_ranks is not None:
-            told.append("they do so inside each group of shard_ranks; across groups their sums are float32")
+            messages.append("they do so inside each group of shard_ranks; across groups their sums are float32")
     elif config.reduce_dtype is not None:
-        told.append(f"gradients wider than {config.reduce_dtype} are rounded to it and travel so; all are added in float32")
+        messages.append(f"gradients wider than {config.reduce_dtype} are rounded to it and travel so; all are added in float32")
     if config.gather_dtype is not None:
-        told.append("new weights travel in 8 bits, and are what these say; masters are float32")
-    return told
+        messages.append("new weights travel in 8 bits, and are what these say; masters are float32")
+    return messages

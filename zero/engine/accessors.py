@@ -172,7 +172,7 @@ class ModelAnswers:
         if name == "module" or (name.startswith("__") and name.endswith("__")):  # unset while it is copied; Python's own
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         try:
-            found = getattr(self.module, name)
+            attribute = getattr(self.module, name)
         except AttributeError as error:
             raise AttributeError(
                 f"Cannot find {name!r} in {type(self).__name__}: neither it nor its {type(self.module).__name__} has it. "
@@ -180,12 +180,12 @@ class ModelAnswers:
                 name=name,
                 obj=self,
             ) from error
-        if not inspect.ismethod(found):
-            return found
+        if not inspect.ismethod(attribute):
+            return attribute
 
-        @functools.wraps(found)
+        @functools.wraps(attribute)
         def ask(*arguments: Any, **options: Any) -> Any:
-            answer = found(*arguments, **options)
+            answer = attribute(*arguments, **options)
             return self if answer is self.module else answer
 
         return ask

@@ -32,8 +32,8 @@ class Accumulation:
     def num_micro_batches(self) -> int:
         """A micro-step may have several backwards. Of those that no micro-step has counted yet, each of the engine's is a
         micro-batch; where steps are counted, the caller's own are one together."""
-        own = min(self._own_backwards, 1) if self.counted else self._own_backwards
-        return self.micro_steps + self._backwards + own
+        by_caller = min(self._own_backwards, 1) if self.counted else self._own_backwards
+        return self.micro_steps + self._backwards + by_caller
 
     @contextlib.contextmanager
     def engine_backward(self, divides: bool) -> Iterator[None]:

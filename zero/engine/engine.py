@@ -48,8 +48,8 @@ class Engine(Answers, Checkpoints):
     @property
     def device(self) -> torch.device:
         """Where the model is. No collective."""
-        own = next((param.device for param in self.module.parameters()), None)
-        return self.optimizer.sharding.accelerator.device() if own is None else own
+        device = next((param.device for param in self.module.parameters()), None)
+        return self.optimizer.sharding.accelerator.device() if device is None else device
 
     # the loop ----------------------------------------------------------------------------------------------------
 

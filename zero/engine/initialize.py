@@ -198,11 +198,11 @@ def _the_config(args: Any, config: Source | None, config_params: Source | None) 
     if oldest is not None:
         logger.warning("args.deepscale_config is read, but it is called args.deepspeed_config by now. Rename it.")
         places["args.deepscale_config"] = oldest
-    given = {place: found for place, found in places.items() if found is not None}
+    given = {place: value for place, value in places.items() if value is not None}
     if len(given) != 1:
-        found = " and ".join(given) or "none"
+        names = " and ".join(given) or "none"
         raise ValueError(
-            f"Cannot choose a configuration: {found} of {', '.join(places)} was passed, and one is needed. Pass config=."
+            f"Cannot choose a configuration: {names} of {', '.join(places)} was passed, and one is needed. Pass config=."
         )
     return next(iter(given.values()))
 
@@ -240,8 +240,8 @@ def effective(
     """Returns the configuration that will be used: arguments of the call take precedence over the file."""
     changes: dict[str, Any] = {}
     if given is not None:
-        own = "fused" if all(group.get("fused") for group in given.param_groups) else "torch"
-        changes = {"optimizer": None, "kernels": "compiled" if config.kernels == "compiled" else own}
+        kernels = "fused" if all(group.get("fused") for group in given.param_groups) else "torch"
+        changes = {"optimizer": None, "kernels": "compiled" if config.kernels == "compiled" else kernels}
         if config.elementwise and known_whole(given):
             changes["elementwise"] = None  # a DeepSpeed file vouches for what is passed, and it is known what that is
     elif config.optimizer is not None and config.kernels == "fused" and not has_fused(config.optimizer, accelerator):
@@ -271,7 +271,7 @@ def _check_belonging(model: nn.Module, inner: torch.optim.Optimizer, params: Ite
         )
     driven = getattr(lr_scheduler, "optimizer", None)
     groups = [optimizer.param_groups for optimizer in (inner, *members_of(inner))]
-    if driven is not None and all(getattr(driven, "param_groups", None) is not its for its in groups):
+    if driven is not None and all(getattr(driven, "param_groups", None) is not item for item in groups):
         raise ValueError(
             f"Cannot use the lr_scheduler {type(lr_scheduler).__name__}: it drives another optimizer than the one that trains. "
             "Make it from the optimizer that is passed, or pass a function that makes it."

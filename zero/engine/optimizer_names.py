@@ -43,13 +43,13 @@ class EngineOptimizer(ShardedOptimizer):
         shares = [
             [master for param in held if param is not None for _, master in sharding.masters.of(param)] for held in places
         ]
-        own: torch.optim.Optimizer = object.__new__(type(inner))
-        vars(own).update(vars(inner))
-        own.param_groups = [_SharedGroup(*pair) for pair in zip(inner.param_groups, shares, strict=True)]  # type: ignore[misc]
-        own._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
-        own.step = types.MethodType(_no_step, own)  # type: ignore[method-assign]
-        own.load_state_dict = types.MethodType(_no_load, own)  # type: ignore[method-assign]
-        return own
+        view: torch.optim.Optimizer = object.__new__(type(inner))
+        vars(view).update(vars(inner))
+        view.param_groups = [_SharedGroup(*pair) for pair in zip(inner.param_groups, shares, strict=True)]  # type: ignore[misc]
+        view._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
+        view.step = types.MethodType(_no_step, view)  # type: ignore[method-assign]
+        view.load_state_dict = types.MethodType(_no_load, view)  # type: ignore[method-assign]
+        return view
 
     @property
     def loss_scaler(self) -> Scaler:
@@ -80,8 +80,8 @@ class EngineOptimizer(ShardedOptimizer):
 class _SharedGroup(MutableMapping[str, Any]):
     """A group of the user's optimizer, with this rank's shares in place of its parameters."""
 
-    def __init__(self, own: dict[str, Any], shares: list[torch.nn.Parameter]) -> None:
-        self._own = own
+    def __init__(self, group: dict[str, Any], shares: list[torch.nn.Parameter]) -> None:
+        self._own = group
         self._shares = shares
 
     def __getitem__(self, key: str) -> Any:

@@ -34,8 +34,8 @@ def has_fused(spec: OptimizerSpec, accelerator: Accelerator) -> bool:
 
 
 def _class_of(spec: OptimizerSpec) -> Callable[..., torch.optim.Optimizer]:
-    found: Callable[..., torch.optim.Optimizer] = Lion if spec.kind == "Lion" else getattr(torch.optim, spec.kind)
-    return found
+    optimizer_class: Callable[..., torch.optim.Optimizer] = Lion if spec.kind == "Lion" else getattr(torch.optim, spec.kind)
+    return optimizer_class
 
 
 def own_optimizer(config: ZeroConfig, params: list[Any], model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -60,10 +60,10 @@ def _muon_and_adamw(settings: Mapping[str, Any], params: list[Any], model: nn.Mo
     muon, adam = ({**settings, "lr": next(rate for rate in of_it if rate is not None)} for of_it in rates.values())
     halves: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for group in params if any(isinstance(entry, dict) for entry in params) else [{"params": params}]:
-        own = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
-        is_matrix = [bool(getattr(p, "use_muon", is_for_muon(names.get(id(p), ""), p.dim()))) for p in own]
+        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
+        is_matrix = [bool(getattr(p, "use_muon", is_for_muon(names.get(id(p), ""), p.dim()))) for p in tensors]
         for half, (defaults, keys) in {True: (muon, _OF_MUON), False: (adam, _OF_ADAM)}.items():
-            members = [param for param, is_one in zip(own, is_matrix, strict=True) if is_one == half]
+            members = [param for param, is_one in zip(tensors, is_matrix, strict=True) if is_one == half]
             heads = [getattr(param, "muon_num_heads", None) if half else None for param in members]
             for number in dict.fromkeys(heads):
                 alike = [param for param, has in zip(members, heads, strict=True) if has == number]
@@ -75,8 +75,8 @@ def _muon_and_adamw(settings: Mapping[str, Any], params: list[Any], model: nn.Mo
         raise ValueError(f"Cannot make Muon: torch {torch.__version__} has none. Use torch 2.9 or a later one.")
     with skip_dynamo_import():
         kinds = {**dict.fromkeys(TORCHS if are_matrices else (Muon,), halves[True]), torch.optim.AdamW: halves[False]}
-        found: torch.optim.Optimizer = as_one([kind(groups) for kind, groups in kinds.items() if groups])
-    return found
+        optimizer: torch.optim.Optimizer = as_one([kind(groups) for kind, groups in kinds.items() if groups])
+    return optimizer
 
 
 def _check_matrices(groups: list[dict[str, Any]], model: nn.Module | None) -> None:
@@ -116,17 +116,17 @@ def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:
         return _adam_of(made)
 
 
-def _adam_of(theirs: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _adam_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """torch's Adam or AdamW in place of one of DeepSpeed's, with its groups: a schedule made on the one drives the other."""
-    kind = type(theirs).__name__
-    if theirs.state:
+    kind = type(optimizer).__name__
+    if optimizer.state:
         raise ValueError(f"Cannot use this {kind}: it has stepped already. Pass a new one, and load a checkpoint into it.")
-    if not all(group.get("bias_correction", True) for group in theirs.param_groups):
+    if not all(group.get("bias_correction", True) for group in optimizer.param_groups):
         raise ValueError(f"Cannot use this {kind}: bias_correction=False is not supported. Make it without.")
-    is_decoupled = getattr(theirs, "adam_w_mode", True)
-    made = (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(theirs.param_groups)
-    made.param_groups = theirs.param_groups
-    theirs._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
+    is_decoupled = getattr(optimizer, "adam_w_mode", True)
+    made = (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(optimizer.param_groups)
+    made.param_groups = optimizer.param_groups
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
     return made
 
 

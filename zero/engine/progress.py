@@ -46,15 +46,15 @@ class Progress:
         every = self._report.every_steps or (1 if self._report.wall_clock or self._report.memory else None)
         if every is None or step % every:
             return
-        told = [f"step {step}", *(f"{name} {figure}" for name, figure in figures.items())]
+        parts = [f"step {step}", *(f"{name} {figure}" for name, figure in figures.items())]
         if self._clock is not None:
             now = by_phase(self._clock.read())
-            told += [f"{name} {(ms - self._told.get(name, 0.0)) / every:.1f} ms a step" for name, ms in now.items()]
+            parts += [f"{name} {(ms - self._told.get(name, 0.0)) / every:.1f} ms a step" for name, ms in now.items()]
             self._told = now
         if self._report.memory:
-            told.append(str(self._accelerator.memory()))
+            parts.append(str(self._accelerator.memory()))
         if self._rank == 0:
-            logger.info("rank 0: %s", ", ".join(told))
+            logger.info("rank 0: %s", ", ".join(parts))
 
     def close(self) -> None:
         if self._records is not None:

@@ -95,8 +95,8 @@ def _loses_gradients(backend: str) -> bool:
     silently."""
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     torch.compile(inner_call(model), backend=HandingOver(backend, ON_TRIAL))(x).sum().backward()
-    found = [param.grad for param in (model.weight, model.bias)]
-    return any(grad is None or not torch.equal(grad, torch.ones_like(grad)) for grad in found)
+    grads = [param.grad for param in (model.weight, model.bias)]
+    return any(grad is None or not torch.equal(grad, torch.ones_like(grad)) for grad in grads)
 
 
 class _Call:

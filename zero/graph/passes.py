@@ -33,18 +33,18 @@ class Pass:
 
 def check(passes: Sequence[Pass], given: Iterable[str] = ()) -> None:
     """Raises where passes cannot run in this order, before any of them runs."""
-    there = set(given)
+    provided = set(given)
     for number, each in enumerate(passes):
         name = each.run.__name__
-        if missing := each.requires - there:
+        if missing := each.requires - provided:
             raise ValueError(
                 f"Cannot run pass {number}, {name}: it needs {_words(missing)}, which none before it provides. Reorder them."
             )
-        if unwanted := each.conflicts & there:
+        if unwanted := each.conflicts & provided:
             raise ValueError(
                 f"Cannot run pass {number}, {name}: it cannot follow what provides {_words(unwanted)}. Leave one of them out."
             )
-        there |= each.provides
+        provided |= each.provides
 
 
 def _words(names: Iterable[str]) -> str:

@@ -27,12 +27,12 @@ def gradients_in(graph: fx.Graph, params: Sequence[Known]) -> dict[int, nn.Param
     (outputs,) = graph.output_node().args
     if not isinstance(outputs, (list, tuple)) or len(outputs) < len(params):
         return {}
-    found = {}
+    gradients = {}
     for number, (output, known) in enumerate(zip(outputs, params, strict=False)):
         param = known()
         if param is None or not isinstance(output, fx.Node):
             continue
         if getattr(output.meta.get("val"), "shape", None) != param.shape:
             return {}
-        found[number] = param
-    return found
+        gradients[number] = param
+    return gradients

@@ -67,11 +67,11 @@ class ShardedAccelerator(Accelerator):
 
     def _begin(self, zero: Mapping[str, Any]) -> None:
         splits = self.parallelism_config
-        found = [kind.value for kind in _OTHERS if self.distributed_type == kind]
-        found += [axis for axis in _AXES if splits is not None and getattr(splits, axis, 1) > 1]
-        if found:
+        conflicts = [kind.value for kind in _OTHERS if self.distributed_type == kind]
+        conflicts += [axis for axis in _AXES if splits is not None and getattr(splits, axis, 1) > 1]
+        if conflicts:
             raise ValueError(
-                f"Cannot shard under accelerate: this Accelerator is set up for {found[0]}, which distributes the model "
+                f"Cannot shard under accelerate: this Accelerator is set up for {conflicts[0]}, which distributes the model "
                 "itself. Configure it for plain data parallelism, as `accelerate launch` does without a plug-in."
             )
         if zero.get("dtype") in ("float16", torch.float16):
@@ -87,8 +87,8 @@ class ShardedAccelerator(Accelerator):
     @property
     def sharded(self) -> ShardedOptimizer | None:
         """The sharded optimizer, once it is prepared."""
-        found = (optimizer.optimizer for optimizer in self._optimizers)
-        return next((optimizer for optimizer in found if isinstance(optimizer, ShardedOptimizer)), None)
+        unwrapped = (optimizer.optimizer for optimizer in self._optimizers)
+        return next((optimizer for optimizer in unwrapped if isinstance(optimizer, ShardedOptimizer)), None)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepares as accelerate does, and shards the optimizer among `args` for the model among them. A collective."""

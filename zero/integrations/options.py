@@ -86,25 +86,25 @@ def read_options(given: Given, framework: Framework) -> Options:
 
 def _differing(tree: Mapping[str, Any], config: ZeroConfig, framework: Framework) -> list[str]:
     implied, batch = framework.implied, config.batch
-    own = {
+    values = {
         "clip": config.clip or 0.0,
         "accumulation": config.accumulation,
         "micro_samples": None if batch is None else batch.micro_samples,
         "global_samples": None if batch is None else batch.global_samples,
     }
-    found = []
+    differences = []
     for path, name in _DECIDED.items():
-        value, decided = own[name], getattr(implied, name)
+        value, decided = values[name], getattr(implied, name)
         if tree.get(path) is not None and decided is not None and value != decided:
             word = framework.words.get(name, name)
-            found.append(f'{path} is {value}, but {word} makes it {decided} (write "auto", or change one of them)')
+            differences.append(f'{path} is {value}, but {word} makes it {decided} (write "auto", or change one of them)')
     if config.dtype == "float16" and implied.dtype != "float16":
         word = framework.words.get("dtype", "its precision")
-        found.append(f"fp16.enabled is true, which is the framework's to do (set {word} to fp16)")
+        differences.append(f"fp16.enabled is true, which is the framework's to do (set {word} to fp16)")
     if config.autocast is not None:
         word = framework.words.get("dtype", "its precision")
-        found.append(f"torch_autocast.enabled is true, but autocast is the framework's (set {word} instead)")
-    return found
+        differences.append(f"torch_autocast.enabled is true, but autocast is the framework's (set {word} instead)")
+    return differences
 
 
 def _not_built(tree: Mapping[str, Any], config: ZeroConfig, framework: Framework) -> list[str]:

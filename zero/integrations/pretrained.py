@@ -60,15 +60,15 @@ class loading:
         group = connect(accelerators.current())
         try:
             said = f"{type(error).__name__}: {error}" if error is not None else None
-            told = [json.loads(text) for text in exchange_about(group, "a load", json.dumps([said, self._loaded]).encode())]
+            messages = [json.loads(text) for text in exchange_about(group, "a load", json.dumps([said, self._loaded]).encode())]
         finally:
             group.close()
         if error is not None:
             return
-        for rank, (failure, loaded) in enumerate(told):
+        for rank, (failure, loaded) in enumerate(messages):
             if failure is not None:
                 raise RankFailed(f"Cannot load the model: rank {rank} of {group.size} could not. {failure}")
-            if loaded != told[0][1]:
+            if loaded != messages[0][1]:
                 raise RanksDiffer(
                     f"Cannot load the model: rank {rank} of {group.size} has other files than rank 0. Give all ranks the same."
                 )
@@ -88,14 +88,14 @@ class loading:
         return result
 
     def _unread(self, files: Sequence[Path], index: Mapping[str, Any] | None) -> dict[str, Unread]:
-        found: dict[str, Unread] = {}
+        unread: dict[str, Unread] = {}
         where: dict[str, str] = {}
         for file in files:
             opened = WeightFiles(file)
             for name, values in opened.tensors.items():
-                if name in found:
+                if name in unread:
                     raise BadCheckpoint(f"Cannot load {name}: it is in {file.name} and in a file before it. Keep one of them.")
-                found[name], where[name] = Unread.of(values, name), file.name
+                unread[name], where[name] = Unread.of(values, name), file.name
             self._loaded.append(opened.digest)
         for name, file_name in (index or {}).get("weight_map", {}).items():
             if where.get(name) != Path(file_name).name:
@@ -103,7 +103,7 @@ class loading:
                     f"Cannot load {name}: the index says that it is in {file_name}, and it is in {where.get(name, 'no file')}. "
                     "Fetch the files again."
                 )
-        return found
+        return unread
 
 
 def _check(model: Any, load_config: Any) -> None:

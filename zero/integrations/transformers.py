@@ -113,8 +113,8 @@ class ShardedTrainerMixin:
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Writes the whole model on the first rank, one weight after the other."""
-        with saving(self.model) as its:
-            super()._save(output_dir, its if state_dict is None else state_dict)  # type: ignore[misc]
+        with saving(self.model) as weights:
+            super()._save(output_dir, weights if state_dict is None else state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         frozen = {"exclude_frozen": bool(getattr(self.model, "peft_config", None))}  # of which adapters are all that is trained

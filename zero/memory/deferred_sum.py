@@ -54,13 +54,13 @@ class DeferredSum:
 
 def merged(factors: Sequence[float]) -> list[float]:
     """As few as give the same bits: times a power of two nothing is rounded, short of what is nearly 0 or infinite."""
-    found = [1.0]
+    result = [1.0]
     for factor in factors:
-        if math.frexp(found[-1])[0] == 0.5 or math.frexp(factor)[0] == 0.5:
-            found[-1] *= factor
+        if math.frexp(result[-1])[0] == 0.5 or math.frexp(factor)[0] == 0.5:
+            result[-1] *= factor
         else:
-            found.append(factor)
-    return found
+            result.append(factor)
+    return result
 
 
 def add_scaled(add: Callable[..., None], rows: Sequence[torch.Tensor], target: torch.Tensor, factors: Sequence[float]) -> None:

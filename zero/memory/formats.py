@@ -33,16 +33,16 @@ def goes_with_elements(key: str, value: object, shape: torch.Size) -> bool:
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The bits of a tensor, element by element."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    found: bytes = flat.view(torch.uint8).numpy().tobytes()
-    return found
+    data: bytes = flat.view(torch.uint8).numpy().tobytes()
+    return data
 
 
 def dtype_named(name: str) -> torch.dtype:
     """The dtype of a name."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"Cannot read a tensor of dtype {name!r}: torch has none of that name. Use the torch that wrote it.")
-    return found
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ParamFormat:
 
 def by_device(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """The numbers of those that are on one device, which operators on lists want."""
-    found: dict[torch.device, list[int]] = {}
+    indices: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        found.setdefault(tensor.device, []).append(index)
-    return list(found.values())
+        indices.setdefault(tensor.device, []).append(index)
+    return list(indices.values())

@@ -117,11 +117,11 @@ class GradientShard(Shard):
 
     def _take_out(self, bucket: int) -> torch.Tensor:
         """Returns a sum, and leaves none, or zeros where it lives on disk."""
-        found = self.sum_of(bucket, writes=True)
+        share = self.sum_of(bucket, writes=True)
         if not self.stream.has(bucket):
             return self.shares.pop(bucket)
-        found, _ = found.clone(), found.zero_()
-        return found
+        share, _ = share.clone(), share.zero_()
+        return share
 
     def __contains__(self, bucket: int) -> bool:
         """Whether anything was added to a share yet."""

@@ -155,28 +155,28 @@ class Masters:
 
     def are_edited(self, blocks: Sequence[Block]) -> torch.Tensor:
         """For each of some blocks that stay on the device whether `adopt` would change anything, without waiting for it."""
-        found = []
+        edited = []
         for block in blocks:
             weights = self.weights_of(block)
-            found.append((weights != self._cut(block).to(weights.dtype)).any().view(1))
+            edited.append((weights != self._cut(block).to(weights.dtype)).any().view(1))
             self.compared(block)
-        return torch.cat(found) if found else torch.empty(0, device="cpu")
+        return torch.cat(edited) if edited else torch.empty(0, device="cpu")
 
     def publish(self, blocks: Sequence[Block]) -> None:
         """Rounds the masters of blocks into this rank's share of the weights: those that stay on the device all at once."""
-        here: list[Block] = []
+        on_device: list[Block] = []
         for block in blocks:
             if not self.is_copy(block.bucket):
                 continue
             if self.stays_on_device(block.bucket):
-                here.append(block)
+                on_device.append(block)
             else:
                 self.streams.use(block.bucket, writes=False)
                 self.rounded_of(block).copy_(self._cut(block))
                 self.written(block)
-        if here:
-            torch._foreach_copy_([self.rounded_of(block) for block in here], [self._cut(block) for block in here])
-        for block in here:
+        if on_device:
+            torch._foreach_copy_([self.rounded_of(block) for block in on_device], [self._cut(block) for block in on_device])
+        for block in on_device:
             self.written(block)
 
     def stays_on_device(self, bucket: int) -> bool:

@@ -27,7 +27,7 @@ def squares_of_pieces(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
     ]
     rests = _norms([tensor[end:] for tensor, end in zip(tensors, ends, strict=True)], 2.0)
     norms = _on_host([*pieces, *rests])
-    return [[norm * norm for norm in (*norms[at], *norms[len(tensors) + at])] for at in range(len(tensors))]
+    return [[norm * norm for norm in (*norms[index], *norms[len(tensors) + index])] for index in range(len(tensors))]
 
 
 def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
@@ -46,12 +46,12 @@ def _norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
 
 def _on_host(norms: Sequence[torch.Tensor]) -> list[list[float]]:
     """Brought there together; made fp64 only there, as not every device has it."""
-    found: list[list[float]] = [[]] * len(norms)
+    values: list[list[float]] = [[]] * len(norms)
     for indices in by_device(norms):
         numbers = iter(torch.cat([norms[index] for index in indices]).tolist())  # of mixed dtypes, if there are any, the widest
         for index in indices:
-            found[index] = list(itertools.islice(numbers, norms[index].numel()))
-    return found
+            values[index] = list(itertools.islice(numbers, norms[index].numel()))
+    return values
 
 
 def joined(norms: Sequence[float], order: float) -> float:

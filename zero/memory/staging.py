@@ -64,10 +64,10 @@ class Staging:
 
     def _reuse(self, kind: _Kind) -> torch.Tensor | None:
         free = self._free.get(kind, [])
-        at = next((at for at in reversed(range(len(free))) if self._is_reusable(free[at].buffer)), None)
-        if at is None:
+        index = next((index for index in reversed(range(len(free))) if self._is_reusable(free[index].buffer)), None)
+        if index is None:
             return None
-        buffer, returned_on, transfer = free.pop(at)
+        buffer, returned_on, transfer = free.pop(index)
         if transfer is not None:
             transfer.wait()
         current = self._stream(buffer)

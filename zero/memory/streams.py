@@ -185,7 +185,7 @@ class Streams:
             raise
         del self._here[bucket]
         stored = self._stored.get(bucket, {})
-        self._point(bucket, {name: own.values for name, own in stored.items()})
+        self._point(bucket, {name: entry.values for name, entry in stored.items()})
         if stretch.lines:
             self._leaving.append((bucket, [stored[name].write(line) for name, line in stretch.lines.items()]))
 
@@ -194,7 +194,7 @@ class Streams:
         stretch, stored = self._here.pop(bucket), self._stored.get(bucket, {})
         with contextlib.suppress(ZeroError):  # of values that nobody used
             stretch.arrive()
-        self._point(bucket, {name: own.values for name, own in stored.items()})
+        self._point(bucket, {name: entry.values for name, entry in stored.items()})
         for name in stretch.lines.keys() & stored.keys():
             stored[name].take_back()
 
@@ -259,12 +259,12 @@ class Streams:
 
     def _memory(self, bucket: int, stored: Stored) -> torch.Tensor:
         """Where a line is in a step."""
-        there = self._shard.home_of(bucket)
-        lent = stored.lend(there.device)
+        home = self._shard.home_of(bucket)
+        lent = stored.lend(home.device)
         if lent is not None:
             return lent
         with torch.inference_mode(False):
-            return there.allocate(stored.values.numel(), stored.values.dtype)
+            return home.allocate(stored.values.numel(), stored.values.dtype)
 
     def _check_written(self, buckets: Iterable[int]) -> None:
         entries = [entry for bucket in buckets for entry in self._stored.get(bucket, {}).items()]
@@ -325,9 +325,9 @@ class Streams:
             if line.dtype != value.dtype:
                 continue  # it stays where it is
             names.add(name)
-            own = self._own(piece, line)
-            if not starts_where(own, value):
-                own.copy_(value)
+            target = self._own(piece, line)
+            if not starts_where(target, value):
+                target.copy_(value)
         for name in stored.keys() - names - {MASTERS}:
             del stretch.lines[name]
             stored.pop(name).free()

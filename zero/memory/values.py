@@ -84,14 +84,14 @@ class Joined:
         # of each, once for every index of the dimensions before
         lengths = [math.prod(each.shape[self.dim :]) for each in self.of]
         starts = [0, *itertools.accumulate(lengths)]
-        parts, at = [], span.start
-        while at < span.stop:
-            index, inside = divmod(at, starts[-1])
+        parts, position = [], span.start
+        while position < span.stop:
+            index, inside = divmod(position, starts[-1])
             number = next(n for n, stop in enumerate(starts[1:]) if inside < stop)
             stop = min(span.stop, index * starts[-1] + starts[number + 1])
             begin = index * lengths[number] + inside - starts[number]
-            parts.append(self.of[number].read(Span(begin, begin + stop - at)))
-            at = stop
+            parts.append(self.of[number].read(Span(begin, begin + stop - position)))
+            position = stop
         return torch.cat(parts or [torch.empty(0, dtype=self.dtype, device="cpu")]) if len(parts) != 1 else parts[0]
 
 

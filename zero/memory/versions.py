@@ -184,8 +184,8 @@ class VersionedShares:
         with self._lock:
             change()
             requests, self._requests = self._requests, []
-            found = [(request, self._at(request.bucket, request.version)) for request in requests]
-            self._requests = [request for request, share in found if share is None]
-        for request, share in found:
+            results = [(request, self._at(request.bucket, request.version)) for request in requests]
+            self._requests = [request for request, share in results if share is None]
+        for request, share in results:
             if share is not None:
                 request.answer(share)

@@ -15,8 +15,8 @@ def weakly(method: Callable[P, R]) -> Callable[P, R]:
     ref = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        found = ref()
-        assert found is not None, "a part outlived the object it belongs to"
-        return found(*args, **kwargs)
+        bound = ref()
+        assert bound is not None, "a part outlived the object it belongs to"
+        return bound(*args, **kwargs)
 
     return call

@@ -206,16 +206,16 @@ class FlatBuffer:
         return iter(())
 
     def share(self, bucket: int, rank: int) -> torch.Tensor:
-        found = self.layout_ref.layout.buckets[bucket]
-        span = found.share(rank)
-        return self.chunks[found.chunk][span.start : span.stop]
+        entry = self.layout_ref.layout.buckets[bucket]
+        span = entry.share(rank)
+        return self.chunks[entry.chunk][span.start : span.stop]
 
     def to_publish(self, bucket: int) -> torch.Tensor | None:
         layout = self.layout_ref.layout
         if layout.num_shares == 1:
             return None
-        found = layout.buckets[bucket]
-        return self.chunks[found.chunk][found.span.start : found.span.stop]
+        entry = layout.buckets[bucket]
+        return self.chunks[entry.chunk][entry.span.start : entry.span.stop]
 
     def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 

@@ -33,8 +33,8 @@ class SharedVector(torch.Tensor):
             if func not in _OVER_ALL:
                 result = func(*args, **(kwargs or {}))
                 return result.as_subclass(cls) if type(result) is torch.Tensor and result.dim() else result
-            mine = func(*args) if args[0].numel() else torch.zeros(())
-            parts = torch.tensor(cls.over_ranks(mine.item()), dtype=torch.float64, device="cpu")
+            local = func(*args) if args[0].numel() else torch.zeros(())
+            parts = torch.tensor(cls.over_ranks(local.item()), dtype=torch.float64, device="cpu")
             return _OVER_ALL[func](parts).to(args[0].dtype)
 
 
@@ -46,13 +46,13 @@ def cut(state: MutableMapping[Any, Any], keys: Sequence[Any], shapes: Sequence[t
     if not any(name in state.get(keys[0], ()) for name in _HISTORIES):
         return
     whole = state.pop(keys[0])
-    lists = {f"{name}.{at}": each for name in _HISTORIES for at, each in enumerate(whole.get(name) or ())}
+    lists = {f"{name}.{index}": each for name in _HISTORIES for index, each in enumerate(whole.get(name) or ())}
     vectors = {**{name: whole[name] for name in _VECTORS if whole.get(name) is not None}, **lists}
     numbers = {name: _number(value) for name, value in whole.items() if name not in (*_VECTORS, *_HISTORIES, _SCRATCH)}
     numels = [shape.numel() for shape in shapes]
     pieces = {name: vector.as_subclass(torch.Tensor).split(numels) for name, vector in vectors.items()}
-    for at, (key, shape) in enumerate(zip(keys, shapes, strict=True)):
-        state[key] = {**numbers, **{name: piece[at].view(shape) for name, piece in pieces.items()}}
+    for index, (key, shape) in enumerate(zip(keys, shapes, strict=True)):
+        state[key] = {**numbers, **{name: piece[index].view(shape) for name, piece in pieces.items()}}
 
 
 @contextlib.contextmanager
@@ -65,8 +65,8 @@ def in_one(
     if over_ranks is not None:
         kind = type("SharedVector", (SharedVector,), {"over_ranks": staticmethod(over_ranks)})
     whole = _put_together(optimizer.state, params, outline, kind)
-    gather, own = optimizer._gather_flat_grad, vars(optimizer)
-    before = {name: own[name] for name in ("_params", "_numel_cache", "_gather_flat_grad") if name in own}
+    gather, attributes = optimizer._gather_flat_grad, vars(optimizer)
+    before = {name: attributes[name] for name in ("_params", "_numel_cache", "_gather_flat_grad") if name in attributes}
     optimizer._params, optimizer._numel_cache = params, None
     optimizer._gather_flat_grad = lambda: gather().as_subclass(kind)
     for param in params:
@@ -76,7 +76,7 @@ def in_one(
         yield
     finally:
         del optimizer._gather_flat_grad
-        own.update(before)
+        attributes.update(before)
         cut(optimizer.state, params, [param.shape for param in params])
 
 

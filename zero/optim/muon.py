@@ -59,9 +59,9 @@ class Muon(torch.optim.Optimizer):
         wrong = [name for name, fits in _FITS.items() if not fits(group[name])]
         if wrong:
             self.param_groups.pop()
-            told = ", ".join(f"{name}={group[name]!r}" for name in wrong)
+            settings = ", ".join(f"{name}={group[name]!r}" for name in wrong)
             raise ValueError(
-                f"Cannot make Muon with {told}. Give numbers of 0 or more, and as adjust_lr_fn one of "
+                f"Cannot make Muon with {settings}. Give numbers of 0 or more, and as adjust_lr_fn one of "
                 f"{', '.join(map(repr, _ADJUSTMENTS))}."
             )
         for param in group["params"]:
@@ -76,8 +76,8 @@ class Muon(torch.optim.Optimizer):
         """As torch's. State of torch's own Muon has no `num_heads`, and leaves those that are here."""
         heads = [group["num_heads"] for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for group, own in zip(self.param_groups, heads, strict=True):
-            group.setdefault("num_heads", own)
+        for group, num_heads in zip(self.param_groups, heads, strict=True):
+            group.setdefault("num_heads", num_heads)
 
     def step(self, closure: Any = None) -> Any:
         loss = None
@@ -107,11 +107,11 @@ def fused_step(muon: torch.optim.Optimizer) -> None:
             [matrix for tensor in tensors for matrix in _matrices_of(tensor, heads)] for tensors in (params, grads, moments)
         )
         kinds: dict[tuple[Any, ...], list[int]] = {}
-        for at, param in enumerate(params):
-            alone = at if param.is_cpu else None
-            kinds.setdefault((param.shape, param.dtype, param.device, alone), []).append(at)
+        for index, param in enumerate(params):
+            alone = index if param.is_cpu else None
+            kinds.setdefault((param.shape, param.dtype, param.device, alone), []).append(index)
         for alike in kinds.values():
-            _step_alike(group, *([tensors[at] for at in alike] for tensors in (params, grads, moments)))
+            _step_alike(group, *([tensors[index] for index in alike] for tensors in (params, grads, moments)))
 
 
 def is_of_matrices(tensor: torch.Tensor, num_heads: int) -> bool:
@@ -131,8 +131,8 @@ def _moment_of(muon: torch.optim.Optimizer, param: torch.Tensor, grad: torch.Ten
     state: dict[str, Any] = muon.state[param]
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
-    found: torch.Tensor = state["momentum_buffer"]
-    return found
+    moment: torch.Tensor = state["momentum_buffer"]
+    return moment
 
 
 def _step_alike(
@@ -144,9 +144,9 @@ def _step_alike(
     pairs = zip(grads, moments, strict=True)
     wanted = [grad.lerp(moment, momentum) if group["nesterov"] else moment for grad, moment in pairs]
     rows, columns = params[0].shape
-    found = orthogonal(wanted, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    updates = orthogonal(wanted, group["ns_coefficients"], group["ns_steps"], group["eps"])
     rate = lr * _factor(group["adjust_lr_fn"], rows, columns)
-    for param, update in zip(params, found, strict=True):
+    for param, update in zip(params, updates, strict=True):
         param.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-rate)
 
 

@@ -54,7 +54,7 @@ class Optimizers(torch.optim.Optimizer):
     def remove_last_group(self) -> None:
         group = self.param_groups.pop()
         for member in self.members:
-            member.param_groups[:] = [own for own in member.param_groups if own is not group]
+            member.param_groups[:] = [other for other in member.param_groups if other is not group]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -9,8 +9,8 @@ from zero.optim.muon import fused_step, is_fused
 
 def has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody put another `step` on the object, which is then called once, with everything."""
-    own = vars(optimizer).get("step")
-    return own is not None and not hasattr(own, "_wrapped_by_lr_sched")
+    step = vars(optimizer).get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -167,13 +167,13 @@ def of_all_tensors(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns why it must see all parameters to step one, or None. torch's LBFGS is given sums over all ranks."""
     if evaluates(optimizer):
         return None
-    found = next((OF_ALL_TENSORS[base.__name__] for base in type(optimizer).__mro__ if base.__name__ in OF_ALL_TENSORS), None)
+    reason = next((OF_ALL_TENSORS[base.__name__] for base in type(optimizer).__mro__ if base.__name__ in OF_ALL_TENSORS), None)
     settings = [name for name in _OVER_ALL if any(group.get(name) for group in optimizer.param_groups)]
     if not getattr(optimizer, "pre_norm", True):  # without which that of pytorch_optimizer takes no notice of the rest
         settings = []
-    if found is None and known_whole(optimizer) is not None and settings:
+    if reason is None and known_whole(optimizer) is not None and settings:
         return f"divides by the norm of all gradients together, with {settings[0]}={optimizer.param_groups[0].get(settings[0])}"
-    return found
+    return reason
 
 
 # Functions of torch.distributed, but for those whose names are also those of other functions.

@@ -234,11 +234,11 @@ def _exchanged(rounds: Sequence[_Round], repeats: int, waits: bool, stays: bool,
     kept, all_ = 0, [*rounds] * repeats
     most = latest + max(sum(whole), sum(whole[1:]) + sum(first.pieces for first in all_[:1]))
     travelling = deque[int](maxlen=_ON_THE_WAY)
-    for at, round_ in enumerate(all_):
-        is_first, stays_here = at < len(rounds), not (round_.offloaded or round_.on_disk or (stays and round_.narrow))
-        unsent = waiting[len(rounds) - at - 3] if at + 2 < len(rounds) else 0
+    for index, round_ in enumerate(all_):
+        is_first, stays_here = index < len(rounds), not (round_.offloaded or round_.on_disk or (stays and round_.narrow))
+        unsent = waiting[len(rounds) - index - 3] if index + 2 < len(rounds) else 0
         # The next one was sent before this one is looked at, as a gradient came; the last one lands without.
-        others = unsent + sum(travelling) + sum(other.pieces + latest for other in all_[at + 1 : at + 2])
+        others = unsent + sum(travelling) + sum(other.pieces + latest for other in all_[index + 1 : index + 2])
         kept += round_.share if is_first and stays_here else 0
         apart = round_.total if round_.offloaded or not is_first else 0  # in the memory of the pieces
         most = max(most, kept + max(round_.pieces, apart) + others)

@@ -19,13 +19,13 @@ _READ_SUMS = 2  # in a step: one that is used, and one that comes
 def disk_bytes(layout: FlatLayout, rank: int = 0, num_moments: float | Sequence[float] = 2) -> Counter[tuple[str, str]]:
     """By kind and place: what files of states take, with an optimizer of so many values an element, by group where they
     differ. Weights are in memory that is a file, and not among them."""
-    found: Counter[tuple[str, str]] = Counter()
+    num_bytes: Counter[tuple[str, str]] = Counter()
     moments = lines_of_moments(layout, rank, num_moments)
     for index, bucket in enumerate(layout.buckets):
         for kind, place in bucket.away:
             if place != "host" and kind != "weights" and lives(layout, index, kind):
-                found[kind, place] += line_bytes(layout, index) * (moments[index] if kind == "moments" else 1)
-    return found
+                num_bytes[kind, place] += line_bytes(layout, index) * (moments[index] if kind == "moments" else 1)
+    return num_bytes
 
 
 def weights_place(layout: FlatLayout, chunk: int) -> str | None:
@@ -42,15 +42,15 @@ def weights_bytes(layout: FlatLayout) -> int:
 
 def lives(layout: FlatLayout, bucket: int, kind: str) -> bool:
     """Whether a kind of state is stored apart from the weights: masters as wide as the weights, in one memory, are the same."""
-    own = layout.buckets[bucket]
-    item = ITEM_BYTES[layout.chunks[own.chunk].dtype]
-    return kind != "masters" or own.offloaded or item < ITEM_BYTES["float32"]
+    entry = layout.buckets[bucket]
+    item = ITEM_BYTES[layout.chunks[entry.chunk].dtype]
+    return kind != "masters" or entry.offloaded or item < ITEM_BYTES["float32"]
 
 
 def line_bytes(layout: FlatLayout, bucket: int) -> int:
     """Of a share, in the dtype of sums."""
-    own = layout.buckets[bucket]
-    return round_up(own.share_numel * max(ITEM_BYTES[layout.chunks[own.chunk].dtype], ITEM_BYTES["float32"]), _PAGE)
+    entry = layout.buckets[bucket]
+    return round_up(entry.share_numel * max(ITEM_BYTES[layout.chunks[entry.chunk].dtype], ITEM_BYTES["float32"]), _PAGE)
 
 
 def lines_of_moments(layout: FlatLayout, rank: int, num_moments: float | Sequence[float]) -> Counter[int]:

@@ -50,8 +50,8 @@ def _llama(
     bias, out_bias = (True, False) if bias else (bool(config.get("attention_bias")),) * 2
     wide_bias = bool(config.get("mlp_bias"))
     yield "embed_tokens.weight", (config["vocab_size"], width)
-    for at in range(config["num_hidden_layers"]):
-        layer = f"layers.{at}"
+    for index in range(config["num_hidden_layers"]):
+        layer = f"layers.{index}"
         yield from _linear(f"{layer}.self_attn.q_proj", width, num_heads * head, bias)
         yield from _linear(f"{layer}.self_attn.k_proj", width, keys, bias)
         yield from _linear(f"{layer}.self_attn.v_proj", width, keys, bias)
@@ -90,8 +90,8 @@ def _gpt2(config: Mapping[str, Any]) -> Named:
     inner = config.get("n_inner") or 4 * width
     yield "wte.weight", (config["vocab_size"], width)
     yield "wpe.weight", (positions, width)
-    for at in range(config["n_layer"]):
-        layer = f"h.{at}"
+    for index in range(config["n_layer"]):
+        layer = f"h.{index}"
         yield from _norm(f"{layer}.ln_1", width)
         yield from _linear(f"{layer}.attn.c_attn", width, 3 * width, True)
         yield from _linear(f"{layer}.attn.c_proj", width, width, True)
@@ -106,8 +106,8 @@ def _gpt2(config: Mapping[str, Any]) -> Named:
 def _gpt_neox(config: Mapping[str, Any]) -> Named:
     width, inner = config["hidden_size"], config["intermediate_size"]
     yield "embed_in.weight", (config["vocab_size"], width)
-    for at in range(config["num_hidden_layers"]):
-        layer, bias = f"layers.{at}", config.get("attention_bias", True)
+    for index in range(config["num_hidden_layers"]):
+        layer, bias = f"layers.{index}", config.get("attention_bias", True)
         yield from _norm(f"{layer}.input_layernorm", width)
         yield from _norm(f"{layer}.post_attention_layernorm", width)
         yield from _linear(f"{layer}.attention.query_key_value", width, 3 * width, bias)
@@ -125,8 +125,8 @@ def _bert(config: Mapping[str, Any]) -> Named:
     yield "embeddings.position_embeddings.weight", (config["max_position_embeddings"], width)
     yield "embeddings.token_type_embeddings.weight", (config["type_vocab_size"], width)
     yield from _norm("embeddings.LayerNorm", width)
-    for at in range(config["num_hidden_layers"]):
-        layer = f"encoder.layer.{at}"
+    for index in range(config["num_hidden_layers"]):
+        layer = f"encoder.layer.{index}"
         for name in ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"):
             yield from _linear(f"{layer}.{name}", width, width, True)
         yield from _norm(f"{layer}.attention.output.LayerNorm", width)

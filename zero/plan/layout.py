@@ -142,15 +142,15 @@ class FlatLayout:
         num_shares: int,
         bucket_bytes: int,
         align_bytes: int = 64,
-        latent: Collection[int] = (),
+        unplaced: Collection[int] = (),
         block_numel: int | None = None,
     ) -> FlatLayout:
-        """Lays out `params`, given in the model's order, for `num_shares` ranks to share; all but the `latent` ones."""
+        """Lays out `params`, given in the model's order, for `num_shares` ranks to share; all but the `unplaced` ones."""
         if bucket_bytes < 1 or num_shares < 1 or align_bytes < 16 or align_bytes & (align_bytes - 1):
             sizes = f"buckets of {bucket_bytes} bytes for {num_shares} ranks, aligned to {align_bytes} bytes"
             raise ValueError(f"Cannot lay out {sizes}. Give at least 1 byte, 1 rank, and a power of two from 16 as alignment.")
         empty = FlatLayout((), (), (), (), num_shares, bucket_bytes, align_bytes, block_numel).joined(params)
-        return empty.extended([param for param in range(len(params)) if param not in latent])
+        return empty.extended([param for param in range(len(params)) if param not in unplaced])
 
     def joined(self, params: Sequence[ParamSpec]) -> FlatLayout:
         """Returns the layout with more parameters, without slots."""
@@ -166,9 +166,9 @@ class FlatLayout:
         for index in self.buckets_of(param):
             assert slot is not None
             share = self.buckets[index].share(rank)
-            found = slot.span.overlap(share)
-            if found is not None:
-                for block in found.shifted(-share.start).cut(self._block_numel(index)):
+            overlap = slot.span.overlap(share)
+            if overlap is not None:
+                for block in overlap.shifted(-share.start).cut(self._block_numel(index)):
                     yield Piece(param, index, block, block.shifted(share.start - slot.span.start))
 
     def blocks(self, bucket: int) -> tuple[Block, ...]:
@@ -225,16 +225,16 @@ class FlatLayout:
         return tuple(tuple(self._gaps_of(bucket)) for bucket in self.buckets)
 
     def _gaps_of(self, bucket: Bucket) -> Iterator[Span]:
-        at = bucket.span.start
+        position = bucket.span.start
         slots = (self.slots[param] for param in bucket.params)
         for span in sorted((slot.span for slot in slots if slot is not None), key=lambda span: span.start):
             part = span.overlap(bucket.span)
             if part is not None:
-                if part.start > at:
-                    yield Span(at, part.start).shifted(-bucket.span.start)
-                at = part.stop
-        if at < bucket.span.stop:
-            yield Span(at, bucket.span.stop).shifted(-bucket.span.start)
+                if part.start > position:
+                    yield Span(position, part.start).shifted(-bucket.span.start)
+                position = part.stop
+        if position < bucket.span.stop:
+            yield Span(position, bucket.span.stop).shifted(-bucket.span.start)
 
     @cached_property
     def _blocks(self) -> tuple[tuple[Block, ...], ...]:
@@ -253,24 +253,24 @@ class FlatLayout:
         for index in self.buckets_of(param):
             assert slot is not None
             bucket = self.buckets[index]
-            found = slot.span.overlap(bucket.span)
-            if found is not None:
-                yield Part(index, found.shifted(-bucket.span.start), found.shifted(-slot.span.start))
+            overlap = slot.span.overlap(bucket.span)
+            if overlap is not None:
+                yield Part(index, overlap.shifted(-bucket.span.start), overlap.shifted(-slot.span.start))
 
     @cached_property
     def _buckets_in_chunk(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in self.chunks]
+        buckets: list[list[int]] = [[] for _ in self.chunks]
         for index, bucket in enumerate(self.buckets):
-            found[bucket.chunk].append(index)
-        return tuple(map(tuple, found))
+            buckets[bucket.chunk].append(index)
+        return tuple(map(tuple, buckets))
 
     @cached_property
     def _buckets_of_param(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in self.params]
+        buckets: list[list[int]] = [[] for _ in self.params]
         for index, bucket in enumerate(self.buckets):
             for param in bucket.params:
-                found[param].append(index)
-        return tuple(tuple(indices) for indices in found)
+                buckets[param].append(index)
+        return tuple(tuple(indices) for indices in buckets)
 
 
 class _Builder:
@@ -293,7 +293,7 @@ class _Builder:
         new = sorted(self._buckets, key=lambda bucket: -min(bucket.params))
         specs = [self._layout.params[bucket.params[0]] for bucket in new]
         homes = homes_of([Asked(bucket.span.numel, spec.offload, spec.away) for bucket, spec in zip(new, specs, strict=True)])
-        placed = (replace(bucket, offloaded=own, away=away) for bucket, (own, away) in zip(new, homes, strict=True))
+        placed = (replace(bucket, offloaded=offloaded, away=away) for bucket, (offloaded, away) in zip(new, homes, strict=True))
         buckets = (*self._layout.buckets, *placed)
         return replace(self._layout, slots=tuple(self._slots), chunks=tuple(self._chunks), buckets=buckets)
 
@@ -305,24 +305,25 @@ class _Builder:
             starts.append(round_up(ends[-1], self._align(dtype)))
 
         def chunks(most: int) -> list[Span]:
-            found, first = list[Span](), 0
+            spans, first = list[Span](), 0
             while first < len(params):
-                found.append(Span(first, max(first + 1, bisect_right(ends, starts[first] + most))))
-                first = found[-1].stop
-            return found
+                spans.append(Span(first, max(first + 1, bisect_right(ends, starts[first] + most))))
+                first = spans[-1].stop
+            return spans
 
         limit = min(self._bucket_numel(dtype), ends[-1])
         fewest = len(chunks(limit))
-        for own in chunks(bisect_left(range(limit), True, key=lambda most: len(chunks(most)) <= fewest)):
-            slots = [Span(starts[at], ends[at]).shifted(-starts[own.start]) for at in range(own.start, own.stop)]
-            self._close(dtype, params[own.start : own.stop], slots)
+        for span in chunks(bisect_left(range(limit), True, key=lambda most: len(chunks(most)) <= fewest)):
+            slots = [Span(starts[index], ends[index]).shifted(-starts[span.start]) for index in range(span.start, span.stop)]
+            self._close(dtype, params[span.start : span.stop], slots)
 
     def _lay_whole(self, dtype: str, params: Sequence[int]) -> None:
         specs, align, loads = self._layout.params, self._align(dtype), self._loads
         tensors = [Tensor(param, round_up(specs[param].numel, align), specs[param].work) for param in params]
         for shelf in stacked(shelves_of(tensors, loads), self._bucket_numel(dtype)):
             starts, numel = starts_in(shelf), height_of(shelf) * len(shelf)
-            self._add_chunk(dtype, numel, list(starts), [Span(at, at + specs[own].numel) for own, at in starts.items()])
+            spans = [Span(start, start + specs[param].numel) for param, start in starts.items()]
+            self._add_chunk(dtype, numel, list(starts), spans)
             if numel:
                 self._buckets.append(Bucket(len(self._chunks) - 1, Span(0, numel), tuple(starts), len(shelf), True))
             loads[:] = [load + work_of(region) for load, region in zip(loads, shelf, strict=True)]
@@ -334,8 +335,7 @@ class _Builder:
         num_buckets = max(1, -(-numel // round_up(self._bucket_numel(dtype), unit)))
         step = round_up(-(-numel // num_buckets), unit)
         for start in range(0, numel, max(1, step)):
-            span = Span(start, min(start + step, numel))
-            self._buckets.append(Bucket(index, span, tuple(params), self._layout.num_shares))
+            self._buckets.append(Bucket(index, Span(start, min(start + step, numel)), tuple(params), self._layout.num_shares))
 
     def _add_chunk(self, dtype: str, numel: int, params: Sequence[int], slots: Sequence[Span]) -> None:
         for param, span in zip(params, slots, strict=True):

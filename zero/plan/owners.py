@@ -34,13 +34,13 @@ def shelves_of(tensors: Sequence[Tensor], loads: Sequence[int]) -> list[Shelf]:
     already."""
     # the more uneven a shelf is the earlier its regions are given away, as later ones can make up for it
     shelves = sorted(_by_size(tensors, len(loads)), key=lambda shelf: min(map(work_of, shelf)) - max(map(work_of, shelf)))
-    found, packed = _given_away(shelves, loads), 2
-    while not _is_even(found, loads) and packed < 2 * len(shelves):
+    best, packed = _given_away(shelves, loads), 2
+    while not _is_even(best, loads) and packed < 2 * len(shelves):
         together = _packed([tensor for shelf in shelves[:packed] for region in shelf for tensor in region], loads)
         other = [together, *_given_away(shelves[packed:], _after([together], loads))]
-        found = min(found, other, key=lambda shelves: max(_after(shelves, loads)))
+        best = min(best, other, key=lambda shelves: max(_after(shelves, loads)))
         packed *= 2
-    return found
+    return best
 
 
 def _is_even(shelves: Sequence[Shelf], loads: Sequence[int]) -> bool:
@@ -57,7 +57,7 @@ def _by_size(tensors: Sequence[Tensor], num_ranks: int) -> list[Shelf]:
     while waiting:
         alike, *waiting = waiting
         full = len(alike) - len(alike) % num_ranks
-        shelves += [[[tensor] for tensor in alike[at : at + num_ranks]] for at in range(0, full, num_ranks)]
+        shelves += [[[tensor] for tensor in alike[start : start + num_ranks]] for start in range(0, full, num_ranks)]
         if alike[full:]:
             regions = [[tensor] for tensor in alike[full:]]
             shelves.append([*regions, *_filled(waiting, alike[0].numel, num_ranks - len(regions))])
@@ -71,23 +71,23 @@ def _filled(waiting: Sequence[list[Tensor]], height: int, number: int) -> list[R
     room = [height] * number
     for alike in waiting:
         while alike:
-            at = min(range(number), key=lambda at: (room[at] < alike[-1].numel, work_of(regions[at]), at))
-            if room[at] < alike[-1].numel:
+            index = min(range(number), key=lambda index: (room[index] < alike[-1].numel, work_of(regions[index]), index))
+            if room[index] < alike[-1].numel:
                 break
-            room[at] -= alike[-1].numel
-            regions[at].append(alike.pop())
+            room[index] -= alike[-1].numel
+            regions[index].append(alike.pop())
     return regions
 
 
 def _given_away(shelves: Sequence[Shelf], loads: Sequence[int]) -> list[Shelf]:
     """Each with its regions in the order of ranks: the one with the most work is that of the rank that has the least."""
-    found, now = list[Shelf](), list(loads)
+    ordered, now = list[Shelf](), list(loads)
     for shelf in shelves:
         ranks = sorted(range(len(now)), key=lambda rank: (now[rank], rank))
         region_of = dict(zip(ranks, sorted(shelf, key=lambda region: -work_of(region)), strict=True))
-        found.append([region_of[rank] for rank in range(len(now))])
-        now = _after(found[-1:], now)
-    return found
+        ordered.append([region_of[rank] for rank in range(len(now))])
+        now = _after(ordered[-1:], now)
+    return ordered
 
 
 def _packed(tensors: Sequence[Tensor], loads: Sequence[int]) -> Shelf:
@@ -122,24 +122,24 @@ def _after(shelves: Sequence[Shelf], loads: Sequence[int]) -> list[int]:
 
 def stacked(shelves: Iterable[Shelf], most: int) -> list[Shelf]:
     """As backward fills them, with as many together as have no more than `most` elements."""
-    found: list[Shelf] = []
+    stacks: list[Shelf] = []
     for shelf in sorted(shelves, key=lambda shelf: -min(tensor.param for region in shelf for tensor in region)):
-        grown = [[*region, *more] for region, more in zip(found[-1], shelf, strict=True)] if found else shelf
-        if found and height_of(grown) * len(grown) <= most:
-            found[-1] = grown
+        grown = [[*region, *more] for region, more in zip(stacks[-1], shelf, strict=True)] if stacks else shelf
+        if stacks and height_of(grown) * len(grown) <= most:
+            stacks[-1] = grown
         else:
-            found.append(shelf)
-    return found
+            stacks.append(shelf)
+    return stacks
 
 
 def starts_in(shelf: Shelf) -> dict[int, int]:
     """By parameter, where it begins: one region after the other, each as long as the longest."""
     starts: dict[int, int] = {}
     for rank, region in enumerate(shelf):
-        at = rank * height_of(shelf)
+        offset = rank * height_of(shelf)
         for tensor in region:
-            starts[tensor.param] = at
-            at += tensor.numel
+            starts[tensor.param] = offset
+            offset += tensor.numel
     return starts
 
 

@@ -44,11 +44,11 @@ def verify_same_setup(
     if all(digest == digests[0] for digest in digests):
         return
     texts = [each.split("\n") for each in exchange_texts(group, text)]
-    for rank, theirs in enumerate(texts):
-        for mine, other in zip([*texts[0], ""], [*theirs, ""], strict=False):
-            if mine != other:
+    for rank, rank_lines in enumerate(texts):
+        for first, other in zip([*texts[0], ""], [*rank_lines, ""], strict=False):
+            if first != other:
                 raise RanksDiffer(
-                    f"Cannot shard: rank {rank} of {group.size} built '{_short(other)}' where rank 0 built '{_short(mine)}'. "
+                    f"Cannot shard: rank {rank} of {group.size} built '{_short(other)}' where rank 0 built '{_short(first)}'. "
                     "Build the same model, optimizer and configuration on all ranks."
                 )
 
@@ -59,13 +59,13 @@ def settings_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _settings_of(group: dict[str, Any]) -> str:
-    found = {}
+    settings = {}
     for key, value in sorted(group.items()):
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
         if isinstance(value, (int, float, str, tuple, type(None))):
-            found[key] = repr(value)
-    return ", ".join(f"{key}={value}" for key, value in found.items())
+            settings[key] = repr(value)
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
 
 
 def _short(line: str) -> str:
@@ -77,12 +77,12 @@ BITS = 16  # bytes that stand for the bits of one tensor
 
 def check_weights(named: Mapping[str, torch.Tensor], group: Group) -> None:
     """Raises on every rank unless all ranks have the same bits in each of these tensors. A collective."""
-    mine = b"".join(map(bits_of, named.values()))
-    everyone = exchange_about(group, "check", mine)
-    for rank, theirs in enumerate(everyone):
+    bits = b"".join(map(bits_of, named.values()))
+    everyone = exchange_about(group, "check", bits)
+    for rank, rank_bits in enumerate(everyone):
         for index, name in enumerate(named):
-            here = slice(index * BITS, (index + 1) * BITS)
-            if theirs[here] != everyone[0][here]:
+            part = slice(index * BITS, (index + 1) * BITS)
+            if rank_bits[part] != everyone[0][part]:
                 raise RanksDiffer(
                     f"Cannot go on: ranks 0 and {rank} have different weights in {name}. "
                     "Edit weights on all ranks alike, or load a checkpoint."

@@ -32,8 +32,8 @@ class Places(NamedTuple):
 def homes_of(group: Mapping[str, Any], config: ZeroConfig) -> dict[str, StateHome | None]:
     """Returns the home of each kind of state: the group's "homes", else those of the configuration; else the group's "offload",
     else that of the configuration."""
-    own = group.get("homes", config.homes)
-    homes = own if isinstance(own, Homes) else Homes(**(own or {}))
+    given = group.get("homes", config.homes)
+    homes = given if isinstance(given, Homes) else Homes(**(given or {}))
     if "homes" in group and (homes.threads, homes.piece_bytes) != ("auto", "auto"):
         raise ValueError("Cannot set threads or piece_bytes for a group: they hold for all. Say them in homes= of zero.shard.")
     offload = Offload.of(group["offload"]) if "offload" in group else config.offload
@@ -60,18 +60,18 @@ def with_pace(config: ZeroConfig, group: Group, groups: Sequence[Mapping[str, An
     """Fills in how disks are read and written, where the configuration says "auto": as fast as rank 0 finds by trying, if there
     are enough elements to make that worth while. A collective where states are on a disk."""
     homes = config.homes
-    streamed = (home for own in groups for kind, home in homes_of(own, config).items() if kind != "weights")
+    streamed = (home for settings in groups for kind, home in homes_of(settings, config).items() if kind != "weights")
     places = [home.path for home in streamed if home is not None and home.path is not None]
     if not places or (homes.threads != "auto" and homes.piece_bytes != "auto"):
         return config
     tries = group.rank == 0 and numel * _STATE_BYTES // group.inner.size >= _WORTH_A_TRY
     pace = run_on_all(group, lambda: probe(places[0]) if tries else Pace())
     threads, piece_bytes = map(int, exchange_texts(group, f"{pace.threads} {pace.piece_bytes}")[0].split())
-    found = {
+    update = {
         "threads": threads if homes.threads == "auto" else homes.threads,
         "piece_bytes": piece_bytes if homes.piece_bytes == "auto" else homes.piece_bytes,
     }
-    return config.model_copy(update={"homes": homes.model_copy(update=found)})
+    return config.model_copy(update={"homes": homes.model_copy(update=update)})
 
 
 def _check(homes: Mapping[str, StateHome | None], steps_here: bool, is_host: bool, shards_weights: bool) -> None:
@@ -114,7 +114,7 @@ def _check(homes: Mapping[str, StateHome | None], steps_here: bool, is_host: boo
 
 def check_streams(optimizer: torch.optim.Optimizer, places: Mapping[int, Places]) -> None:
     """Raises where states of some groups come for the step a bucket at a time, and the optimizer needs all of them at once."""
-    apart = {each.kind for own in places.values() for each in own.away} & {"masters", "moments"}
+    apart = {each.kind for place in places.values() for each in place.away} & {"masters", "moments"}
     if apart and not steps_by_blocks(optimizer):
         raise ValueError(
             f"Cannot keep {' and '.join(sorted(apart))} apart from where they are stepped: {type(optimizer).__name__} is not "

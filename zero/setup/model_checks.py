@@ -27,8 +27,8 @@ from zero.plan.stages import stage_of
 def check_model(model: nn.Module, stage: int = 0) -> None:
     """Refuses what is not a module, a model that another library distributes already, and at stage 3 what is scripted."""
     if not isinstance(model, nn.Module):
-        found = type(model).__name__
-        raise TypeError(f"Cannot shard a {found}: it is not a model. Pass an nn.Module, then its optimizer.")
+        type_name = type(model).__name__
+        raise TypeError(f"Cannot shard a {type_name}: it is not a model. Pass an nn.Module, then its optimizer.")
     for name, module in model.named_modules():
         kind = type(module)
         path = f"{kind.__module__}.{kind.__qualname__}"
@@ -62,8 +62,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Non
     if hasattr(optimizer, "sharding"):
         raise ValueError("Cannot shard: the optimizer is sharded already. Pass it once, or close() it first.")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        found = type(optimizer).__name__
-        raise TypeError(f"Cannot shard with a {found}: it is not an optimizer. Pass a torch.optim.Optimizer.")
+        type_name = type(optimizer).__name__
+        raise TypeError(f"Cannot shard with a {type_name}: it is not an optimizer. Pass a torch.optim.Optimizer.")
     if any(group.get("differentiable") for group in (optimizer.defaults, *optimizer.param_groups)):
         raise ValueError(
             f"Cannot shard {name_of(optimizer)} with differentiable=True: a sharded step is not recorded by autograd. "
@@ -166,8 +166,8 @@ def check_settings_on_host(optimizer: torch.optim.Optimizer, ratios: Mapping[int
     much of each group is stepped there."""
     for index in sorted(index for index, ratio in ratios.items() if ratio):
         group, cannot = optimizer.param_groups[index], f"Cannot offload group {index} of the optimizer:"
-        found = {key: value.device for key, value in group.items() if isinstance(value, torch.Tensor) and not value.is_cpu}
-        for key, device in found.items():
+        devices = {key: value.device for key, value in group.items() if isinstance(value, torch.Tensor) and not value.is_cpu}
+        for key, device in devices.items():
             raise ValueError(
                 f"{cannot} its {key} is a tensor on {device}, which a step on the host cannot use. Give a number, or a tensor "
                 "on the CPU."

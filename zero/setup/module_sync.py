@@ -23,8 +23,8 @@ def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group) ->
     """Copies rank 0's frozen parameters and buffers to all ranks."""
     if group.size == 1:
         return
-    latent = chosen.frozen
-    laid_out = {id(tensor) for index, tensor in enumerate(chosen.tensors) if index not in latent}
+    unplaced = chosen.frozen
+    laid_out = {id(tensor) for index, tensor in enumerate(chosen.tensors) if index not in unplaced}
     frozen = [(name, param) for name, param in model.named_parameters() if id(param) not in laid_out]
     odd = []
     with torch.no_grad():
@@ -147,12 +147,12 @@ def _kept_buffers(model: nn.Module, patterns: tuple[str, ...] | None) -> list[st
     module."""
     if patterns is not None:
         return [pattern.replace("*", ".*") for pattern in patterns]
-    found = []
+    kept = []
     for prefix, module in model.named_modules():
         for pattern in getattr(module, "_keep_in_fp32_modules_strict", None) or ():
             within = f"^{re.escape(prefix)}\\..*" if prefix else ""
-            found.append(within + pattern.replace("*", ".*"))
-    return found
+            kept.append(within + pattern.replace("*", ".*"))
+    return kept
 
 
 def _broadcast_bits(group: Group, tensor: torch.Tensor) -> None:

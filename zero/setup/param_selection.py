@@ -53,8 +53,8 @@ def specs_of(
 ) -> list[ParamSpec]:
     shapes, named = [tuple(tensor.shape) for tensor in tensors], map(dtype_name, dtypes)
     return [
-        ParamSpec(name, shape, dtype, group, own.offload, stays, work, own.away)
-        for name, shape, dtype, group, own, stays, work in zip(names, shapes, named, groups, places, kept, works, strict=True)
+        ParamSpec(name, shape, dtype, group, place.offload, stays, work, place.away)
+        for name, shape, dtype, group, place, stays, work in zip(names, shapes, named, groups, places, kept, works, strict=True)
     ]
 
 
@@ -105,12 +105,12 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
 
 def fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:
     """Returns the parameters that stay in fp32: their name, or their module's, matches one of the patterns."""
-    found = set()
+    islands = set()
     for name, param in model.named_parameters(remove_duplicate=False):
         parents = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 2)]
         if any(fnmatch.fnmatch(part, pattern) for part in parents for pattern in patterns):
-            found.add(id(param))
-    return found
+            islands.add(id(param))
+    return islands
 
 
 def _dtype_for(name: str, param: nn.Parameter, dtype: str | None, island: bool) -> torch.dtype:

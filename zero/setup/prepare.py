@@ -65,7 +65,7 @@ def check_params_and_settings(
     check_views(model, params.names, params.tensors)
     check_dtypes(accelerators.get(device_of(params).type), set(params.dtypes))
     places = dict(zip(params.groups, params.places, strict=True))
-    check_settings_on_host(optimizer, {group: own.offload for group, own in places.items()})
+    check_settings_on_host(optimizer, {group: place.offload for group, place in places.items()})
     check_streams(optimizer, places)
     if device_of(params).type == "cpu":
         check_capturable(optimizer)
@@ -85,7 +85,7 @@ def prepare(
     num_shares = group.inner.size if stage_of(config.stage).shards_optimizer else 1
     is_on_host = any(place.offload for place in params.places) or device.type == "cpu"
     block_numel = BLOCK_NUMEL if is_on_host and not has_fused_step else None
-    latent = range(len(params.names))  # placed one by one as the plan is carried out
+    unplaced = range(len(params.names))  # placed one by one as the plan is carried out
     verify_same_setup(model, optimizer, params, config, group)
     place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
     ranks_here, shards_weights = _ranks_that_share_memory(group, torch.device("cpu")), stage_of(config.stage).shards_weights
@@ -93,15 +93,15 @@ def prepare(
     if bucket_bytes == "auto":
         on_network = device.type == "cpu" and ranks_here < group.size
         bucket_bytes = default_bucket_bytes(sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in specs), group.size, on_network)
-    layout = FlatLayout.build(specs, num_shares, bucket_bytes, config.align_bytes, latent, block_numel)
+    layout = FlatLayout.build(specs, num_shares, bucket_bytes, config.align_bytes, unplaced, block_numel)
     memory_guard = MemoryGuard(place, optimizer, has_fused_step, ranks_here, shards_weights)
     if config.homes.threads != "auto" and config.homes.piece_bytes != "auto":
         memory_guard.homes.pace = Pace(config.homes.threads, config.homes.piece_bytes)
-    filled = layout.extended([index for index in latent if index not in params.frozen])
+    filled = layout.extended([index for index in unplaced if index not in params.frozen])
     groups = [optimizer.param_groups[number] for number in sorted(set(params.groups))]
-    homes = [home for own in groups for home in homes_of(own, config).values()]
+    homes = [home for param_group in groups for home in homes_of(param_group, config).values()]
     try:
-        plans_homes = config.homes != Homes() or any("homes" in own for own in groups)
+        plans_homes = config.homes != Homes() or any("homes" in param_group for param_group in groups)
         held = sum(tensor.nbytes for tensor in params.tensors if not tensor.is_meta) if plans_homes else None
         coming = _frozen_to_come(model, config, device, num_shares)
         run_on_all(group, lambda: memory_guard.reserve(homes, filled, held=held, frozen=coming))

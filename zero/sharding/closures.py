@@ -113,8 +113,8 @@ class _Evaluations:
 
     def _agreed(self, outline: dict[str, Any]) -> dict[str, Any]:
         """What one remembers that has masters."""
-        told = map(json.loads, exchange_texts(self._state.group, json.dumps(outline)))
-        return next(filter(None, told), {})
+        outlines = map(json.loads, exchange_texts(self._state.group, json.dumps(outline)))
+        return next(filter(None, outlines), {})
 
     def _agree(self, goes_on: bool) -> None:
         if len(set(state_numbers(self._state, float(goes_on), "another evaluation"))) != 1:

@@ -38,12 +38,12 @@ def fill(sharding: ShardingState, values: Mapping[torch.Tensor, Values], remedy:
     """Reads the values of those of these parameters that are in shares, and returns these. Where a rank fails to read, all
     ranks raise once the others have read; values that were read by then are the same on all ranks. A collective."""
     sharding.publisher.begin()
-    its = dict(_parts_by_param(sharding, values))
-    num_elements = sum(part.span.numel for each in its.values() for part in each)
+    parts = dict(_parts_by_param(sharding, values))
+    num_elements = sum(part.span.numel for each in parts.values() for part in each)
     with ProgressBar("loading", num_elements, sharding.group.rank == 0, "elements") as bar:
 
         def read() -> None:
-            for line, numbers in _read_ahead(_pieces(part for each in its.values() for part in each)):
+            for line, numbers in _read_ahead(_pieces(part for each in parts.values() for part in each)):
                 line.copy_(numbers)
                 bar.advance(line.numel())
 
@@ -55,8 +55,8 @@ def fill(sharding: ShardingState, values: Mapping[torch.Tensor, Values], remedy:
                 publish(sharding, failure)
             finally:
                 sharding.publisher.end()
-    sharding.placer.weights.note_written(*its)
-    return list(its)
+    sharding.placer.weights.note_written(*parts)
+    return list(parts)
 
 
 def _parts_by_param(
@@ -71,14 +71,14 @@ def _parts_by_param(
 
     for index, tensor in enumerate(sharding.params.tensors):
         if tensor in values and not lies_nowhere(sharding, index):
-            its = formats[index]
+            form = formats[index]
             yield tensor, [
-                _Part(values[tensor], piece.in_param, its, partial(line_of, piece, master, its))
+                _Part(values[tensor], piece.in_param, form, partial(line_of, piece, master, form))
                 for piece, master in sharding.masters.of(index)
             ]
-    for tensor, its, pieces in sharding.placer.weights.frozen_pieces():
+    for tensor, form, pieces in sharding.placer.weights.frozen_pieces():
         if tensor in values:
-            yield tensor, [_Part(values[tensor], in_param, its, memory.detach) for in_param, memory in pieces]
+            yield tensor, [_Part(values[tensor], in_param, form, memory.detach) for in_param, memory in pieces]
 
 
 class _Piece(NamedTuple):

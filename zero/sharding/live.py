@@ -17,7 +17,7 @@ def remember(optimizer: Any) -> None:
 
 def optimizers_of(model: nn.Module) -> list[Any]:
     """The sharded optimizers that manage parameters of a model, in the order of these. No collective."""
-    return list(dict.fromkeys(found for found in map(optimizer_of, model.parameters()) if found is not None))
+    return list(dict.fromkeys(optimizer for optimizer in map(optimizer_of, model.parameters()) if optimizer is not None))
 
 
 def optimizer_of(param: nn.Parameter) -> Any:

@@ -67,12 +67,12 @@ def load_from(
     """Loads as `load` does; returns the path of the checkpoint too."""
     optimizer, group = about.optimizer, about.sharding.group
     finish_saving(optimizer)
-    found, manifest = all_or_none(group, "A load", lambda: _found(directory, tag, about, optimizer_states))
+    folder, manifest = all_or_none(group, "A load", lambda: _found(directory, tag, about, optimizer_states))
     has_schedule = about.scheduler is not None and bool(scheduler_states)
     flags = {"optimizer_states": bool(optimizer_states), "schedule": has_schedule, "counters": bool(counters)}
-    require_same_args(group, "A load", checkpoint=manifest.digest, tag=found.name, **flags)
-    all_or_none(group, "A load", lambda: _verify(found, manifest, group.rank, group.size))
-    with contextlib.closing(Lines(found, manifest)) as lines:
+    require_same_args(group, "A load", checkpoint=manifest.digest, tag=folder.name, **flags)
+    all_or_none(group, "A load", lambda: _verify(folder, manifest, group.rank, group.size))
+    with contextlib.closing(Lines(folder, manifest)) as lines:
         loading = _Loading(about, manifest, lines, bool(optimizer_states), has_schedule)
         all_or_none(group, "A load", lambda: loading.check(range(group.rank, len(manifest.files), group.size)))
         all_or_none(group, "A load", loading.read_plain)
@@ -93,7 +93,7 @@ def load_from(
             _take_random_numbers(lines, loading.training["ranks"], about)
         if about.engine is not None:
             about.engine.restart((counters and loading.training["engine"]) or about.engine.counters)
-    return found, loading.extra
+    return folder, loading.extra
 
 
 def latest(directory: str | os.PathLike[str]) -> str | None:
@@ -103,15 +103,15 @@ def latest(directory: str | os.PathLike[str]) -> str | None:
 
 def _found(directory: Any, tag: str | None, about: TrainingSnapshot, optimizer_states: bool) -> tuple[Path, Manifest]:
     about.sharding.offloader.check_load("load", optimizer_states)
-    found = Folder.at(directory).find(tag)
-    return found, read_manifest(found)
+    folder = Folder.at(directory).find(tag)
+    return folder, read_manifest(folder)
 
 
 def _verify(folder: Path, manifest: Manifest, rank: int, size: int) -> None:
     """Each file is read by one rank."""
-    mine = range(rank, len(manifest.files), size)
-    with ProgressBar(f"checking {folder.name}", sum(manifest.files[number].num_bytes for number in mine), rank == 0) as bar:
-        for number in mine:
+    numbers = range(rank, len(manifest.files), size)
+    with ProgressBar(f"checking {folder.name}", sum(manifest.files[number].num_bytes for number in numbers), rank == 0) as bar:
+        for number in numbers:
             check_file(folder, manifest, number, bar.advance)
 
 
@@ -124,9 +124,9 @@ class _Loading:
         self._lines = lines
         self._states = states  # of the optimizer
         self._schedule = schedule
-        there = [*manifest.parameters, *manifest.buffers, *manifest.aliases]
-        here = [*about.named.parameters, *about.named.buffers, *about.named.aliases]
-        self._wrappers = num_wrappers(here), num_wrappers(there)
+        stored_names = [*manifest.parameters, *manifest.buffers, *manifest.aliases]
+        names = [*about.named.parameters, *about.named.buffers, *about.named.aliases]
+        self._wrappers = num_wrappers(names), num_wrappers(stored_names)
         self._plain: dict[str, dict[str, Any]] = {}  # by parameter
         self.training = values.decode(manifest.training, lines.extra)
         self.extra: Any = None
@@ -141,8 +141,8 @@ class _Loading:
         """Raises unless everything that the model has is in the checkpoint, and everything that is in it has a place; of its
         files this rank looks at some."""
         self._lines.check(files)
-        there = {name: tensor for name, tensor in self._tensors().items() if not self._stays(name)}
-        wrong = self._differing("", there, self._manifest.parameters)
+        tensors = {name: tensor for name, tensor in self._tensors().items() if not self._stays(name)}
+        wrong = self._differing("", tensors, self._manifest.parameters)
         wrong += self._differing("buffer ", self._about.named.buffers, self._manifest.buffers)
         if wrong:
             more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
@@ -156,9 +156,9 @@ class _Loading:
         wrong = [f"{kind}{name} is not in it" for name in tensors if self._source(name) not in stored]
         wrong += [f"{kind}{name} is in it and not in the model" for name in stored if name not in used]
         for name, tensor in tensors.items():
-            its, mine = stored.get(self._source(name)), tuple(self._specs.get(name, tensor).shape)
-            if its is not None and its.shape != mine:
-                wrong.append(f"{kind}{name} has shape {its.shape} in it and {mine} in the model")
+            entry, shape = stored.get(self._source(name)), tuple(self._specs.get(name, tensor).shape)
+            if entry is not None and entry.shape != shape:
+                wrong.append(f"{kind}{name} has shape {entry.shape} in it and {shape} in the model")
         return wrong
 
     def read_plain(self) -> None:
@@ -167,11 +167,11 @@ class _Loading:
         lacking = _TRAINING - self.training.keys()
         if lacking:
             raise BadCheckpoint(f"Cannot load: the manifest lacks {', '.join(sorted(lacking))}. {ANOTHER}")
-        modules, own = self.training["modules"], self._about.named.modules
-        if set(modules) != set(map(self._source, own)):
+        modules, model_modules = self.training["modules"], self._about.named.modules
+        if set(modules) != set(map(self._source, model_modules)):
             raise ValueError(
                 f"Cannot load: modules with extra state are {', '.join(modules) or 'none'} in the checkpoint and "
-                f"{', '.join(own) or 'none'} in the model. Build the model that was saved."
+                f"{', '.join(model_modules) or 'none'} in the model. Build the model that was saved."
             )
         kind, saved = type(self._about.scheduler).__name__, self.training["schedule"]
         if self._schedule and saved not in (None, kind):
@@ -183,7 +183,7 @@ class _Loading:
             logger.warning("The checkpoint has no schedule, so this training's stays as it is.")
         if self._states:
             self._check_optimizer()
-            self._plain = {name: values.decode(its.plain) for name, its in self._manifest.parameters.items()}
+            self._plain = {name: values.decode(entry.plain) for name, entry in self._manifest.parameters.items()}
 
     def _check_optimizer(self) -> None:
         about, saved = self._about, self.training["groups"]
@@ -195,16 +195,16 @@ class _Loading:
             )
         # A step leaves frozen ones alone, and not all that save list them.
         frozen = {self._source(name) for name, param in about.named.parameters.items() if not param.requires_grad}
-        own = [set(map(self._source, group["params"])) - frozen for group in about.groups()]
-        theirs = [set(group["params"]) - frozen for group in saved]
-        if own != theirs:
-            number = next((n for n, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b), min(len(own), len(theirs)))
-            one = own[number] if number < len(own) else set()
-            other = theirs[number] if number < len(theirs) else set()
+        groups = [set(map(self._source, group["params"])) - frozen for group in about.groups()]
+        stored = [set(group["params"]) - frozen for group in saved]
+        if groups != stored:
+            pairs = enumerate(zip(groups, stored, strict=False))
+            number = next((n for n, (a, b) in pairs if a != b), min(len(groups), len(stored)))
+            one, other = (names[number] if number < len(names) else set() for names in (groups, stored))
             differing = sorted(one ^ other)
             raise ValueError(
-                f"Cannot load: the optimizer has {len(own)} groups and the saved one {len(theirs)}, and group {number} differs "
-                f"in {', '.join(differing[:_MOST_NAMED]) or 'nothing but its place'}. {hint}"
+                f"Cannot load: the optimizer has {len(groups)} groups and the saved one {len(stored)}, and group {number} "
+                f"differs in {', '.join(differing[:_MOST_NAMED]) or 'nothing but its place'}. {hint}"
             )
         about.sharding.updater.check(saved)
 

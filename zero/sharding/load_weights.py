@@ -113,28 +113,28 @@ class _Match:
 
     @staticmethod
     def of(named: Named, files: WeightFiles, strict: bool) -> _Match:
-        match, there = _Match(), dict[str, str]()
-        twice = [f"{key} and {there[unwrapped(key)]}" for key in files.tensors if there.setdefault(unwrapped(key), key) != key]
+        match, keys = _Match(), dict[str, str]()
+        twice = [f"{key} and {keys[unwrapped(key)]}" for key in files.tensors if keys.setdefault(unwrapped(key), key) != key]
         tensors: dict[str, Any] = {**named.parameters, **named.buffers}
         names: dict[str, list[str]] = {name: [name] for name in tensors}
         for alias, name in named.aliases.items():
             names[name].append(alias)
-        rename = _renaming([alias for each in names.values() for alias in each], list(there))
+        rename = _renaming([alias for each in names.values() for alias in each], list(keys))
         used, shapes, kinds = set[str](), [], []
         for name, tensor in tensors.items():
-            found = [there[key] for key in map(rename, names[name]) if key in there]
-            used.update(found)
-            if not found:
+            matches = [keys[key] for key in map(rename, names[name]) if key in keys]
+            used.update(matches)
+            if not matches:
                 match.missing.append(name)
-            elif files.tensors[found[0]].shape != tuple(tensor.shape):
-                shapes.append(f"{name} is {tuple(tensor.shape)} here and {files.tensors[found[0]].shape} there")
-            elif files.tensors[found[0]].dtype.is_floating_point is not tensor.is_floating_point():
-                kinds.append(f"{name} is {tensor.dtype} here and {files.tensors[found[0]].dtype} there")
+            elif files.tensors[matches[0]].shape != tuple(tensor.shape):
+                shapes.append(f"{name} is {tuple(tensor.shape)} here and {files.tensors[matches[0]].shape} there")
+            elif files.tensors[matches[0]].dtype.is_floating_point is not tensor.is_floating_point():
+                kinds.append(f"{name} is {tensor.dtype} here and {files.tensors[matches[0]].dtype} there")
             else:
-                match.keys[tensor] = found[0]
+                match.keys[tensor] = matches[0]
         match.unexpected = [key for key in files.tensors if key not in used]
         wrong = {"of another shape": shapes, "of a dtype that cannot be held": kinds, "of one name": twice}
-        problems = [f"{what}: {_some(found)}" for what, found in wrong.items() if found]
+        problems = [f"{what}: {_some(entries)}" for what, entries in wrong.items() if entries]
         is_wrong = bool(problems)
         if strict:
             problems += [f"missing: {_some(match.missing)}"] if match.missing else []
@@ -147,9 +147,9 @@ class _Match:
         return match
 
 
-def _renaming(here: list[str], there: list[str]) -> Any:
+def _renaming(names: list[str], keys: list[str]) -> Any:
     """What a name of the model is called in the files: the same, or with a prefix that one side has and the other has not."""
-    known = set(there)
+    known = set(keys)
 
     def added(prefix: str) -> Any:
         return lambda name: prefix + name
@@ -158,11 +158,11 @@ def _renaming(here: list[str], there: list[str]) -> Any:
         return lambda name: name.removeprefix(prefix)
 
     ways = [added("")]
-    for name in here[:3]:
-        ways += [added(key.removesuffix(name)) for key in there if key.endswith("." + name)]
-    for key in there[:3]:
-        ways += [removed(name.removesuffix(key)) for name in here if name.endswith("." + key)]
-    return max(ways, key=lambda way: sum(way(name) in known for name in here))
+    for name in names[:3]:
+        ways += [added(key.removesuffix(name)) for key in keys if key.endswith("." + name)]
+    for key in keys[:3]:
+        ways += [removed(name.removesuffix(key)) for name in names if name.endswith("." + key)]
+    return max(ways, key=lambda way: sum(way(name) in known for name in names))
 
 
 def _some(what: list[str]) -> str:

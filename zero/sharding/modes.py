@@ -19,19 +19,19 @@ def give_modes(sharded: Any, inner: torch.optim.Optimizer) -> None:
     """Gives a sharded optimizer `train` and `eval` if the optimizer that it was made from has them; both objects do the same
     until the training is closed. Without modes it gets neither, as libraries look whether an optimizer has them."""
     for mode in MODES:
-        own: Callable[..., Any] | None = getattr(type(inner), mode, None)
-        if callable(own):
-            switch = partial(_switch, weakref.ref(sharded), own, inner, mode)
+        method: Callable[..., Any] | None = getattr(type(inner), mode, None)
+        if callable(method):
+            switch = partial(_switch, weakref.ref(sharded), method, inner, mode)
             setattr(sharded, mode, switch)
             setattr(inner, mode, switch)
 
 
-def _switch(sharded: weakref.ref[Any], own: Callable[..., Any], inner: torch.optim.Optimizer, mode: str) -> Any:
+def _switch(sharded: weakref.ref[Any], method: Callable[..., Any], inner: torch.optim.Optimizer, mode: str) -> Any:
     """Changes the mode on all ranks, and publishes the weights that the optimizer sets. A collective."""
-    found = sharded()
-    if found is None or found._sharding.lifetime.is_over:
-        return own(inner)
-    return switch_mode(found.sharding, mode, partial(own, inner))
+    optimizer = sharded()
+    if optimizer is None or optimizer._sharding.lifetime.is_over:
+        return method(inner)
+    return switch_mode(optimizer.sharding, mode, partial(method, inner))
 
 
 @torch.no_grad()

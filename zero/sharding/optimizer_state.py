@@ -62,8 +62,8 @@ def whole_state_dict(sharding: ShardingState, inner: torch.optim.Optimizer) -> d
     for group in inner.param_groups:
         named = [names[index[id(param)]] for param in group["params"] if id(param) in index]
         groups.append({**group, "params": named})
-    found = {"state": states, "elementwise": elementwise, "masters": masters, "param_groups": groups}
-    return {**found, "kernels": sharding.config.kernels}
+    result = {"state": states, "elementwise": elementwise, "masters": masters, "param_groups": groups}
+    return {**result, "kernels": sharding.config.kernels}
 
 
 def edited(sharding: ShardingState, piece: Piece, master: torch.Tensor) -> torch.Tensor:
@@ -141,17 +141,17 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
 
 
 def _elementwise_keys(
-    inner: torch.optim.Optimizer, told: Any, states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, torch.Size]
+    inner: torch.optim.Optimizer, saved: Any, states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, torch.Size]
 ) -> dict[str, set[str]]:
     """The keys of each parameter's state that go with its elements: as it was saved, by parameter or in older states for all of
     them; else by shape. An optimizer that treats every element by itself has the same keys for all."""
-    if isinstance(told, Mapping):
-        return {name: set(told.get(name, ())) for name in states}
-    found = {name: {key for key, value in state.items() if goes_with_elements(key, value, shapes[name])}
+    if isinstance(saved, Mapping):
+        return {name: set(saved.get(name, ())) for name in states}
+    keys = {name: {key for key, value in state.items() if goes_with_elements(key, value, shapes[name])}
              for name, state in states.items()}  # fmt: skip
     if all(map(is_elementwise, members_of(inner))):
-        return dict.fromkeys(states, set().union(*found.values()) if told is None else set(told))
-    return found
+        return dict.fromkeys(states, set().union(*keys.values()) if saved is None else set(saved))
+    return keys
 
 
 def _names_in_groups(
@@ -170,8 +170,8 @@ def _names_in_groups(
             if id(param) in sharding.params.index:
                 names[number] = sharding.params.names[sharding.params.index[id(param)]]
     if names:
-        told = [f"{number} as {name}" for number, name in names.items()]
-        logger.warning("State of a plain optimizer is taken by position: %s", ", ".join(told))
+        pairs = [f"{number} as {name}" for number, name in names.items()]
+        logger.warning("State of a plain optimizer is taken by position: %s", ", ".join(pairs))
     return names
 
 
@@ -231,14 +231,14 @@ def _give_pieces(
     form = masters.formats[param]
     for piece, master in masters.of(param):
         masters.streams.use(piece.bucket)
-        own: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for key, value in state.items():
             if key in elementwise:
                 line = form.flatten(value.to(master.device))
-                own[key] = masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]).clone()
+                entries[key] = masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]).clone()
             else:
-                own[key] = plain_entry(masters, inner, param, value)
-        inner.state[master] = own
+                entries[key] = plain_entry(masters, inner, param, value)
+        inner.state[master] = entries
 
 
 def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: int) -> tuple[dict[str, Any], set[str]]:
@@ -247,10 +247,10 @@ def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: i
         shape = sharding.params.tensors[param].shape
         return kept, {key for key, value in kept.items() if goes_with_elements(key, value, shape)}
     stepped = [(piece, master) for piece, master in sharding.masters.of(param) if master in inner.state]
-    own, pieces = [(master, inner.state[master]) for _, master in stepped], [piece for piece, _ in stepped]
+    local, pieces = [(master, inner.state[master]) for _, master in stepped], [piece for piece, _ in stepped]
     name = sharding.params.names[param]
     known: dict[str, list[Any]] = {}
-    for text in exchange_texts(sharding.group, _described(own)):  # a rank without a piece learns here what the others have
+    for text in exchange_texts(sharding.group, _described(local)):  # a rank without a piece learns here what the others have
         for described in json.loads(text):
             for key, entry in described.items():
                 if json.dumps(known.setdefault(key, entry)) != json.dumps(entry) or entry[0] == "unknown":
@@ -262,12 +262,12 @@ def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: i
     whole: dict[str, Any] = {}
     for key, (kind, dtype, value) in known.items():
         if kind == "elements":
-            states = {piece: state for piece, (_, state) in zip(pieces, own, strict=True)}
+            states = {piece: state for piece, (_, state) in zip(pieces, local, strict=True)}
 
             def entry(piece: Piece, key: str = key, states: Mapping[Any, Any] = states) -> torch.Tensor:
                 sharding.masters.streams.use(piece.bucket, writes=False)
-                found: torch.Tensor = states[piece][key]
-                return found
+                tensor: torch.Tensor = states[piece][key]
+                return tensor
 
             whole[key] = sharding.to_home(param, sharding.window.grad_ops.whole(param, entry, getattr(torch, dtype)))
         else:
@@ -275,10 +275,10 @@ def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: i
     return whole, {key for key, (kind, _, _) in known.items() if kind == "elements"}
 
 
-def _described(own: Sequence[tuple[torch.Tensor, Mapping[str, Any]]]) -> str:
+def _described(states: Sequence[tuple[torch.Tensor, Mapping[str, Any]]]) -> str:
     """The kind and dtype of every entry of every master's state, and what goes with no element."""
-    described: list[dict[str, list[Any]]] = [{} for _ in own]
-    for entries, (master, state) in zip(described, own, strict=True):
+    described: list[dict[str, list[Any]]] = [{} for _ in states]
+    for entries, (master, state) in zip(described, states, strict=True):
         for key, value in state.items():
             if goes_with_elements(key, value, master.shape):
                 entries[key] = ["elements", dtype_name(value.dtype), None]

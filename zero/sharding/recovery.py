@@ -24,18 +24,18 @@ def rebuild(sharding: ShardingState, group: Any) -> None:
     sharding.masters.abandon()
     sharding.placer.weights.reconnect()
     window.forget()
-    mine = {
+    local = {
         "steps": sync.step,
         "settled": sync.sync_count,
         "layout": sharding.layout_ref.layout.digest,
         "torn": is_torn,
     }
-    everyone = [json.loads(text) for text in exchange_texts(sharding.group, json.dumps(mine))]
-    sync.sync_count = max(told["settled"] for told in everyone)
-    for rank, told in enumerate(everyone):
-        found = "in the middle of a step" if told["torn"] else f"after {told['steps']} steps"
-        if told["torn"] or (told["steps"], told["layout"]) != (everyone[0]["steps"], everyone[0]["layout"]):
+    everyone = [json.loads(text) for text in exchange_texts(sharding.group, json.dumps(local))]
+    sync.sync_count = max(progress["settled"] for progress in everyone)
+    for rank, progress in enumerate(everyone):
+        moment = "in the middle of a step" if progress["torn"] else f"after {progress['steps']} steps"
+        if progress["torn"] or (progress["steps"], progress["layout"]) != (everyone[0]["steps"], everyone[0]["layout"]):
             raise RanksDiffer(
-                f"Cannot go on after rebuild: rank {rank} was lost {found}, rank 0 after {everyone[0]['steps']}, so their "
+                f"Cannot go on after rebuild: rank {rank} was lost {moment}, rank 0 after {everyone[0]['steps']}, so their "
                 "weights differ. The ranks are connected again. Load a checkpoint on all of them and go on from that."
             )

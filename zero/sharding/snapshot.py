@@ -72,9 +72,9 @@ class TrainingSnapshot:
         self.scheduler = scheduler if scheduler is not None or engine is None else engine.lr_scheduler
         self.sharding: ShardingState = optimizer.sharding
         self.named = Named.of(optimizer.model)
-        own = {id(param): name for name, param in self.named.parameters.items()}
+        names = {id(param): name for name, param in self.named.parameters.items()}
         params = self.sharding.params
-        self.managed = [own.get(id(tensor), name) for name, tensor in zip(params.names, params.tensors, strict=True)]
+        self.managed = [names.get(id(tensor), name) for name, tensor in zip(params.names, params.tensors, strict=True)]
         self.left_out: set[str] = set()  # parameters that are not saved
 
     def leave_out_frozen(self) -> None:
@@ -138,12 +138,12 @@ class TrainingSnapshot:
 
     def outlines(self) -> dict[str, Outline]:
         """Every parameter that is saved, as all ranks know it."""
-        found = {name: _outline(tensor, None, tensor.dtype) for name, tensor in self.named.parameters.items()}
+        outlines = {name: _outline(tensor, None, tensor.dtype) for name, tensor in self.named.parameters.items()}
         formats = self.sharding.window.grad_ops.formats
         for index, (name, tensor) in enumerate(zip(self.managed, self.sharding.params.tensors, strict=True)):
             value = tensor.dtype if lies_nowhere(self.sharding, index) else sum_dtype(tensor.dtype)
-            found[name] = _outline(tensor, formats[index].order, value)
-        return {name: outline for name, outline in found.items() if name not in self.left_out}
+            outlines[name] = _outline(tensor, formats[index].order, value)
+        return {name: outline for name, outline in outlines.items() if name not in self.left_out}
 
 
 def _outline(tensor: torch.Tensor, order: tuple[int, ...] | None, value: torch.dtype) -> Outline:
@@ -240,13 +240,13 @@ def _add(
         assert key_of(name, key, start) not in tensors, key_of(name, key, start)
         tensors[key_of(name, key, start)] = line(entry.detach())  # type: ignore[index]
         if come is not None:
-            found = exact_value if key == VALUE and exact_value is not None else partial(state.__getitem__, key)
-            cargo.late[key_of(name, key, start)] = partial(_late, come, line, found)  # type: ignore[index]
+            source = exact_value if key == VALUE and exact_value is not None else partial(state.__getitem__, key)
+            cargo.late[key_of(name, key, start)] = partial(_late, come, line, source)  # type: ignore[index]
     part.state[name], part.plain[name] = dtypes, plain
 
 
 def _late(
-    come: Callable[[], None], line: Callable[[torch.Tensor], torch.Tensor], found: Callable[[], torch.Tensor]
+    come: Callable[[], None], line: Callable[[torch.Tensor], torch.Tensor], source: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
     come()
-    return line(found().detach())
+    return line(source().detach())

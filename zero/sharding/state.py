@@ -154,8 +154,8 @@ class ShardingState:
         """Sends the rounds of this window that other ranks have sent and this one has not: other collectives of tensors are to
         come after the same ones on every rank. A collective."""
         reducer = self.window.reducer
-        told = exchange_about(self.group, subject, str(reducer.sent).encode())
-        reducer.send_missing_rounds(max(map(int, told)), keep=True)
+        messages = exchange_about(self.group, subject, str(reducer.sent).encode())
+        reducer.send_missing_rounds(max(map(int, messages)), keep=True)
 
     def check_on_disk(self) -> None:
         """Raises on all ranks where one has lost what it had on disk, or where that was changed in a way that does not count.

@@ -245,7 +245,7 @@ class StateOffloader:
         for param, tensor in ours:
             memory = self._weights.memory_of(param)
             if tensor.numel() and memory is not None and not starts_where(tensor, memory):
-                stored.own[param] = self._moved(tensor.data, home)
+                stored.assigned[param] = self._moved(tensor.data, home)
         chunks[index] = flat.new_empty(0)
         for _, tensor in ours:
             tensor.data = chunks[index]  # of the same device and dtype, or autograd would make it a new node, without our hooks
@@ -253,7 +253,7 @@ class StateOffloader:
         return stored
 
     def _load_chunk(self, index: int, stored: _StoredChunk) -> None:
-        loaded = {param: self._moved(values, self._homes.device) for param, values in stored.own.items()}
+        loaded = {param: self._moved(values, self._homes.device) for param, values in stored.assigned.items()}
         self._weights.whole_chunks[index] = self._moved(stored.flat, self._homes.device)
         for param in self._weights.layout_ref.layout.chunks[index].params:
             memory = self._weights.memory_of(param)
@@ -288,7 +288,7 @@ class _StoredChunk(NamedTuple):
     before a step takes it in."""
 
     flat: torch.Tensor
-    own: dict[int, torch.Tensor]  # by parameter
+    assigned: dict[int, torch.Tensor]  # by parameter
 
 
 class _Guard:

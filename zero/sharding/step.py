@@ -41,9 +41,9 @@ def step(state: ShardingState) -> StepDecision | None:
 def _log_skip(state: ShardingState, decision: StepDecision | None) -> None:
     if decision is not None and state.group.rank == 0:
         scale = state.loss_scaler.scale
-        told = "" if scale is None or scale.window is None else f" The loss scale is {scale.value:g} from now on."
+        note = "" if scale is None or scale.window is None else f" The loss scale is {scale.value:g} from now on."
         number, norm, where = state.window.sync.step, decision.grad_norm, decision.nonfinite
-        logger.info("Skipped step %d: the norm of the gradients is %s: %s.%s", number, norm, where, told)
+        logger.info("Skipped step %d: the norm of the gradients is %s: %s.%s", number, norm, where, note)
 
 
 def judge(state: ShardingState) -> StepDecision | None:

@@ -57,8 +57,8 @@ class UnreadParams:
             return
         values: dict[torch.Tensor, Values] = {}
         for param, before in self._before.items():
-            its = before.viewed()
-            values[param] = Cast(its, param.dtype) if sharding.config.masters == "rounded" else its
+            stored = before.viewed()
+            values[param] = Cast(stored, param.dtype) if sharding.config.masters == "rounded" else stored
         filled = set(fill(sharding, values, _UNCHANGED))
         whole = [param for param in self._before if param not in filled and not isinstance(param, Absent)]
         run_on_all(sharding.group, partial(self._place, whole), partial(failed_on, _UNCHANGED))
@@ -70,12 +70,12 @@ class UnreadParams:
             become(param, before)
 
     def _to_meta(self) -> None:
-        here = accelerators.current().device()
+        device = accelerators.current().device()
         for param in self._params:
-            there = param.device
-            if there.type != here.type or there.index not in (None, here.index or 0):
+            param_device = param.device
+            if param_device.type != device.type or param_device.index not in (None, device.index or 0):
                 raise ValueError(
-                    f"Cannot shard: {param.label} would be read to {param.device}, and the accelerator is {here}. Move the "
+                    f"Cannot shard: {param.label} would be read to {param.device}, and the accelerator is {device}. Move the "
                     "model there first, as with model.to(accelerators.current().device()); that reads nothing."
                 )
         for param in self._params:

@@ -48,13 +48,13 @@ def set_state(optimizer: ShardedOptimizer, param: nn.Parameter, key: str, value:
     state = optimizer.inner.state
 
     def entry(_: Piece, master: torch.Tensor) -> torch.Tensor:
-        found = state.get(master, {}).get(key)
-        if not isinstance(found, torch.Tensor) or found.shape != master.shape:
+        moment = state.get(master, {}).get(key)
+        if not isinstance(moment, torch.Tensor) or moment.shape != master.shape:
             raise ValueError(
                 f"Cannot set state {key!r} of {sharding.params.names[index]}: the optimizer keeps no such moment of it yet. "
                 "Step once before, and use one of its own keys."
             )
-        return found
+        return moment
 
     _fill(optimizer, index, value, entry)
 
@@ -87,8 +87,8 @@ def _fill(
     line = form.flatten(value.detach())
     for piece, master in sharding.masters.of(index):
         sharding.masters.streams.use(piece.bucket)
-        own = target(piece, master)
-        own.copy_(form.shaped_like(own, line[piece.in_param.start : piece.in_param.stop]))
+        tensor = target(piece, master)
+        tensor.copy_(form.shaped_like(tensor, line[piece.in_param.start : piece.in_param.stop]))
 
 
 def _check_shape(param: nn.Parameter, value: torch.Tensor, what: str) -> None:

@@ -34,9 +34,9 @@ def add_command(
     return parser
 
 
-def tell(as_json: bool, found: Mapping[str, Any], text: str) -> None:
+def tell(as_json: bool, answer: Mapping[str, Any], text: str) -> None:
     """Prints the answer, as JSON for programs or as text for people."""
-    sys.stdout.write((json.dumps(found, indent=2) if as_json else text.rstrip("\n")) + "\n")
+    sys.stdout.write((json.dumps(answer, indent=2) if as_json else text.rstrip("\n")) + "\n")
 
 
 def complain(words: object) -> None:
@@ -49,8 +49,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> 
     lines = [tuple(head), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) if at < left else cell.rjust(width)
-                  for at, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+        "  ".join(cell.ljust(width) if index < left else cell.rjust(width)
+                  for index, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
         for line in lines
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bytes_of(text: str) -> int:
-    found = re.fullmatch(r"(\d+)\s*([KMG]?)B?", text.strip(), re.IGNORECASE)
-    if found is None or not int(found[1]):
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)B?", text.strip(), re.IGNORECASE)
+    if match is None or not int(match[1]):
         raise ValueError(f"Cannot use --shard-size {text}: it takes a number of bytes, with K, M or G behind it. Try 5G.")
-    return int(found[1]) * _UNITS[found[2].upper()]
+    return int(match[1]) * _UNITS[match[2].upper()]

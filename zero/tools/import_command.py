@@ -17,8 +17,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("out", help="the directory to write a checkpoint into")
     parser.add_argument("--tag", help="which checkpoint of DeepSpeed's (default: the latest)")
     parser.add_argument("--optimizer", metavar="FILE", help="the optimizer's state, where it lies apart")
-    told = "names in a model's state dict that are no parameters, such as '*.mask'; may be given several times"
-    parser.add_argument("--buffer", metavar="PATTERN", action="append", default=[], help=told)
+    help_text = "names in a model's state dict that are no parameters, such as '*.mask'; may be given several times"
+    parser.add_argument("--buffer", metavar="PATTERN", action="append", default=[], help=help_text)
 
 
 def run(args: argparse.Namespace) -> int:

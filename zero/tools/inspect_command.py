@@ -30,23 +30,23 @@ def run(args: argparse.Namespace) -> int:
     from zero.checkpoint.folder import Folder, check_file, read_manifest
     from zero.errors import BadCheckpoint
 
-    found, wrong = Folder.at(args.directory).find(args.tag), []
+    folder, wrong = Folder.at(args.directory).find(args.tag), []
     try:
-        manifest = read_manifest(found)
+        manifest = read_manifest(folder)
     except BadCheckpoint as error:
         complain(error)
         return NO
     for number in range(0 if args.no_check else len(manifest.files)):
         try:
-            check_file(found, manifest, number)
+            check_file(folder, manifest, number)
         except BadCheckpoint as error:
             wrong.append(str(error))
-    told = {"path": str(found), **_figures(manifest), "damaged": wrong}
-    text = pairs({name: value for name, value in told.items() if name != "damaged"}) + "\n"
+    answer = {"path": str(folder), **_figures(manifest), "damaged": wrong}
+    text = pairs({name: value for name, value in answer.items() if name != "damaged"}) + "\n"
     if args.parameters:
         text += "\n" + table(("name", "dtype and shape"), _shapes(manifest).items(), left=2) + "\n\n"
     text += "not checked" if args.no_check else f"{len(manifest.files)} files, {len(wrong)} of them damaged"
-    tell(args.json, {**told, "parameters": _shapes(manifest)}, text)
+    tell(args.json, {**answer, "parameters": _shapes(manifest)}, text)
     for problem in wrong:
         complain(problem)
     return NO if wrong else DONE
@@ -75,6 +75,6 @@ def _figures(manifest: Manifest) -> Mapping[str, Any]:
 
 
 def _shapes(manifest: Manifest) -> dict[str, str]:
-    found = {name: f"{stored.dtype} {list(stored.shape)}" for name, stored in manifest.parameters.items()}
-    found |= {name: f"{buffer.dtype} {list(buffer.shape)}, a buffer" for name, buffer in manifest.buffers.items()}
-    return found | {alias: f"is {name}" for alias, name in manifest.aliases.items()}
+    shapes = {name: f"{stored.dtype} {list(stored.shape)}" for name, stored in manifest.parameters.items()}
+    shapes |= {name: f"{buffer.dtype} {list(buffer.shape)}, a buffer" for name, buffer in manifest.buffers.items()}
+    return shapes | {alias: f"is {name}" for alias, name in manifest.aliases.items()}

@@ -135,14 +135,14 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"Cannot plan with --batch {args.batch}: {args.model} makes no model. Give a function that does.")
     rows, counted = _rows(args, subject, space, bucket_bytes)
     best = recommended(rows, args.ranks, args.accumulation)
-    told = f"activations of {args.batch} a micro-batch are included: {counted}" if counted else "activations come on top"
+    note = f"activations of {args.batch} a micro-batch are included: {counted}" if counted else "activations come on top"
     ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
     if args.shard_ranks < args.ranks:
         ranks += f" in groups of {args.shard_ranks}"
     lines = [
         f"{subject.words}, {subject.dtypes}, {ranks}, {space.words}", "",
         _table(rows, best, space), "",
-        f"The peak is that of {'a rehearsed window' if counted else 'model states alone'}; {told}.",
+        f"The peak is that of {'a rehearsed window' if counted else 'model states alone'}; {note}.",
         "Nothing fits. Take more ranks, devices with more memory, or a narrower dtype." if best is None else
         f"* is recommended: stage {best.stage}{_WORDS[best.offload]}, "
         f"{format_bytes(best.cost.peak)} a rank.", *([] if owners is None else ["", *owners.words()]),
@@ -189,14 +189,15 @@ def _space(args: argparse.Namespace) -> Space:
     host = parse_bytes(args.host_memory) if args.host_memory else accelerators.get("cpu").memory().total
     disk = parse_bytes(args.disk) if args.disk else None
     if args.memory is None and accelerator.device().type == "cpu":
-        here = args.ranks_per_host or args.ranks
-        each = None if host is None else host // here
-        return Space(f"{here} of them sharing {format_bytes(host)} of one host", each, None, True, disk and disk // here)
-    here = args.ranks_per_host or min(args.ranks, 8 if args.memory else accelerator.device_count())
+        per_host = args.ranks_per_host or args.ranks
+        each = None if host is None else host // per_host
+        words = f"{per_host} of them sharing {format_bytes(host)} of one host"
+        return Space(words, each, None, True, disk and disk // per_host)
+    per_host = args.ranks_per_host or min(args.ranks, 8 if args.memory else accelerator.device_count())
     device = parse_bytes(args.memory) if args.memory else accelerator.memory().total
     of = "devices" if args.memory else accelerator.name
-    words = f"{of} of {format_bytes(device)}, {here} of them beside {format_bytes(host)} of one host"
-    return Space(words, device, None if host is None else host // here, False, disk and disk // here)
+    words = f"{of} of {format_bytes(device)}, {per_host} of them beside {format_bytes(host)} of one host"
+    return Space(words, device, None if host is None else host // per_host, False, disk and disk // per_host)
 
 
 def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes: int) -> tuple[list[Row], str]:

@@ -58,8 +58,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _add(group: Any, name: str, default: Any, words: str, **options: Any) -> None:
-    told = "" if default is None else f" (default: {default})"
-    group.add_argument(name, default=default, help=words + told, **options)
+    suffix = "" if default is None else f" (default: {default})"
+    group.add_argument(name, default=default, help=words + suffix, **options)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,15 +113,15 @@ def _train(options: Options, text: Text) -> int:
 
     display = Display(options.steps, options.log_every, options.json)
     try:
-        found = train(options, text, display.show)
+        result = train(options, text, display.show)
     finally:
         display.close()
-    engine = found.engine
+    engine = result.engine
     is_first = engine.optimizer.sharding.group.rank == 0
-    if found.stopped_by is not None:
+    if result.stopped_by is not None:
         if is_first:
             complain(
-                f"Stopped at step {engine.global_steps} of {options.steps} ({found.stopped_by}), which is saved in "
+                f"Stopped at step {engine.global_steps} of {options.steps} ({result.stopped_by}), which is saved in "
                 f"{options.directory}. The same command goes on."
             )
         return INTERRUPTED
@@ -140,7 +140,7 @@ def _train(options: Options, text: Text) -> int:
         write_report(options.report, records, summary, shown, sample)
         files = _files(options)
         answer = {
-            "parameters": numel, "steps": options.steps, "begun_at": found.begun_at, "loss": records[-1]["loss"],
+            "parameters": numel, "steps": options.steps, "begun_at": result.begun_at, "loss": records[-1]["loss"],
             "tokens_per_second": speed,
             "stages": [{"stage": stage, **two.as_dict()} for stage, two in stages.items()],
             "sample": sample, **files,

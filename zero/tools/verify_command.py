@@ -40,13 +40,13 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks is not None and args.ranks < 1:
         raise ValueError(f"Cannot verify with --ranks {args.ranks}: there is at least one. Give a positive number.")
     try:
-        found = _verified(path, name, *_place()) if launched else _verified_by_ranks(path, name, args.ranks or 1)
+        result = _verified(path, name, *_place()) if launched else _verified_by_ranks(path, name, args.ranks or 1)
     except ProcessException as error:
         complain(error)
         return IMPOSSIBLE
     if not launched or _place()[0] == 0:
-        tell(args.json, found["dict"], found["text"])
-    return DONE if found["dict"]["equal"] else NO
+        tell(args.json, result["dict"], result["text"])
+    return DONE if result["dict"]["equal"] else NO
 
 
 def _place() -> tuple[int, int]:
@@ -68,10 +68,10 @@ def _verified(path: str, name: str, rank: int, num_ranks: int) -> dict[str, Any]
     from zero.tools.verify.compare import verify
 
     sys.path.insert(0, str(Path(path).resolve().parent))  # as if the script itself had been started
-    found = runpy.run_path(path, run_name="verified_script").get(name)
-    if not callable(found):
+    function = runpy.run_path(path, run_name="verified_script").get(name)
+    if not callable(function):
         raise ValueError(f"Cannot use {path}:{name}: there is no such function. Define it at the top of the script.")
-    arguments = found(rank, num_ranks) if len(inspect.signature(found).parameters) == 2 else found()
+    arguments = function(rank, num_ranks) if len(inspect.signature(function).parameters) == 2 else function()
     if not isinstance(arguments, dict):
         raise TypeError(
             f"Cannot verify with {name}(): it returned a {type(arguments).__name__}, and zero.verify takes arguments by name. "
@@ -89,8 +89,8 @@ def _verified_by_ranks(path: str, name: str, num_ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         spawn(_as_rank, (path, name, num_ranks, _free_port(), str(answer)), nprocs=num_ranks)  # type: ignore[no-untyped-call]
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        return found
+        result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return result
 
 
 def _as_rank(rank: int, path: str, name: str, num_ranks: int, port: int, answer: str) -> None:
@@ -100,9 +100,9 @@ def _as_rank(rank: int, path: str, name: str, num_ranks: int, port: int, answer:
         os.environ.update({variable: str(value) for variable, value in place.items()}, MASTER_ADDR="127.0.0.1")
     # All ranks are on this host, whose own name may resolve to nothing.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    found = _verified(path, name, rank, num_ranks)
+    result = _verified(path, name, rank, num_ranks)
     if rank == 0:
-        Path(answer).write_text(json.dumps(found), encoding="utf-8")
+        Path(answer).write_text(json.dumps(result), encoding="utf-8")
 
 
 def _free_port() -> int:

@@ -18,9 +18,9 @@ dtypes = st.sampled_from(sorted(ITEM_BYTES))
 @st.composite
 def layouts(draw):
     specs = [ParamSpec(f"p{index}", shape, draw(dtypes)) for index, shape in enumerate(draw(shapes))]
-    latent = draw(st.sets(st.integers(0, max(0, len(specs) - 1)))) if specs else set()
+    unplaced = draw(st.sets(st.integers(0, max(0, len(specs) - 1)))) if specs else set()
     bucket_bytes, align_bytes = draw(st.sampled_from([1, 28, 64, 100, 1000, 10**6])), draw(st.sampled_from([16, 64]))
-    return FlatLayout.build(specs, draw(st.integers(1, 5)), bucket_bytes, align_bytes, latent)
+    return FlatLayout.build(specs, draw(st.integers(1, 5)), bucket_bytes, align_bytes, unplaced)
 
 
 def placed(layout):
@@ -112,9 +112,9 @@ def test_padding_is_in_the_gaps_and_nothing_else_is(layout):
 
 @some_sixty
 @given(layouts())
-def test_a_latent_parameter_lies_nowhere_and_extending_leaves_the_others_where_they_are(layout):
-    latent = [param for param, slot in enumerate(layout.slots) if slot is None]
-    extended = layout.extended(latent)
+def test_an_unplaced_parameter_lies_nowhere_and_extending_leaves_the_others_where_they_are(layout):
+    unplaced = [param for param, slot in enumerate(layout.slots) if slot is None]
+    extended = layout.extended(unplaced)
     assert all(slot is not None for slot in extended.slots)
     for param, slot in enumerate(layout.slots):
         if slot is not None:
@@ -163,7 +163,7 @@ def test_digests_differ_exactly_where_layouts_do():
         FlatLayout.build(specs, 3, 1000),
         FlatLayout.build(specs, 2, 16),
         FlatLayout.build([ParamSpec("a", (4, 3), "float32"), specs[1]], 2, 1000),
-        FlatLayout.build(specs, 2, 1000, latent=[0]),
+        FlatLayout.build(specs, 2, 1000, unplaced=[0]),
     ]
     assert len({one.digest, *(other.digest for other in others)}) == 6
 
@@ -221,16 +221,16 @@ def whole_layouts(draw):
     """Some parameters with one owner each, some that are anybody's, some that join later."""
     kinds, works = st.sampled_from(["float32", "bfloat16"]), st.integers(0, 3)
     specs = [ParamSpec(f"p{at}", shape, draw(kinds), work=draw(works)) for at, shape in enumerate(draw(shapes))]
-    latent = draw(st.sets(st.integers(0, max(0, len(specs) - 1)))) if specs else set()
-    options = draw(st.sampled_from([1, 64, 10**6])), 16, latent, draw(st.sampled_from([None, 8]))
-    return FlatLayout.build(specs, draw(st.integers(1, 5)), *options), latent
+    unplaced = draw(st.sets(st.integers(0, max(0, len(specs) - 1)))) if specs else set()
+    options = draw(st.sampled_from([1, 64, 10**6])), 16, unplaced, draw(st.sampled_from([None, 8]))
+    return FlatLayout.build(specs, draw(st.integers(1, 5)), *options), unplaced
 
 
 @some_sixty
 @given(whole_layouts())
 def test_a_parameter_with_an_owner_is_one_piece_of_that_rank_and_nobody_elses(found):
-    layout, latent = found
-    layout = layout.extended(latent)
+    layout, unplaced = found
+    layout = layout.extended(unplaced)
     for param, spec in enumerate(layout.params):
         pieces = {rank: list(layout.pieces(param, rank)) for rank in range(layout.num_shares)}
         assert sum(piece.in_param.numel for own in pieces.values() for piece in own) == spec.numel

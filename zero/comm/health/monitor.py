@@ -69,8 +69,8 @@ class RankMonitor:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LOOK_S)
         hosts = [f"host/{rank}" for rank in range(self._size)]
-        told = self._store.ask(lambda store: [store.get(key).decode() for key in hosts] if store.check(hosts) else [])
-        self._hosts = told or []
+        names = self._store.ask(lambda store: [store.get(key).decode() for key in hosts] if store.check(hosts) else [])
+        self._hosts = names or []
 
     @property
     def is_of_this_process(self) -> bool:
@@ -91,9 +91,9 @@ class RankMonitor:
     def diagnose(self, noticed: str, is_gone: Callable[[int], bool]) -> str:
         """Returns why the ranks cannot go on, as the first of them found it; `noticed` is what this rank saw."""
         self._store.ask(self._raise_alarm)
-        found = self._store.line("cause") or self._look_for_others(noticed, is_gone)
-        agreed = self._store.ask(lambda store: store.compare_set("cause", "", found))
-        return found if agreed is None else agreed.decode()
+        cause = self._store.line("cause") or self._look_for_others(noticed, is_gone)
+        agreed = self._store.ask(lambda store: store.compare_set("cause", "", cause))
+        return cause if agreed is None else agreed.decode()
 
     def report_exit(self, error: BaseException) -> None:
         """Publishes the error that ends this rank."""
@@ -112,9 +112,9 @@ class RankMonitor:
         store.set("alarm", "1")
 
     def _look_for_others(self, noticed: str, is_gone: Callable[[int], bool]) -> str:
-        own = self._store.line(f"end/{self._rank}")
-        if own:  # a thread of this rank failed, and broke off what the others wait for
-            return f"{self._named(self._rank)} {own}"
+        reason = self._store.line(f"end/{self._rank}")
+        if reason:  # a thread of this rank failed, and broke off what the others wait for
+            return f"{self._named(self._rank)} {reason}"
         absent = [rank for rank in range(self._size) if rank != self._rank]
         left: dict[int, str] = {}
         gone: dict[int, bool] = {}  # by rank; touched once, since a touch that finds nothing spoils the connection
@@ -122,9 +122,9 @@ class RankMonitor:
         while absent and (waited := time.monotonic() - begun) < _MEETING_S:
             left |= {rank: words for rank in absent if (words := self._store.line(f"end/{rank}"))}
             absent = [rank for rank in absent if rank not in left and not self._store.line(f"here/{rank}")]
-            told = self._store.line("cause")
-            if told:  # another rank was faster
-                return told
+            cause = self._store.line("cause")
+            if cause:  # another rank was faster
+                return cause
             if waited > _LAST_WORDS_S:
                 gone |= {rank: is_gone(rank) for rank in absent if rank not in gone}
                 if all(gone[rank] for rank in absent):

@@ -141,7 +141,7 @@ class SharedArena:
 
     def update_progress(self, finished: Iterable[int]) -> None:
         """All ranks have finished so many collectives of each line."""
-        self._read = [max(known, told) for known, told in zip(self._read, finished, strict=True)]
+        self._read = [max(known, reported) for known, reported in zip(self._read, finished, strict=True)]
 
     def restart(self) -> None:
         """Nobody reads anything any more, and collectives are counted anew."""
@@ -162,8 +162,8 @@ def counts_of(whole: torch.Tensor) -> torch.Tensor:
 
 def map_peer(message: bytes) -> torch.Tensor:
     """Maps the whole arena that a handshake describes. Raises OSError where it is another one, or cannot be reached."""
-    process, theirs, num_bytes, word = _INTRODUCTION.unpack(message)
-    with closing(reach(process, theirs, num_bytes)) as descriptor:
+    process, remote_fd, num_bytes, word = _INTRODUCTION.unpack(message)
+    with closing(reach(process, remote_fd, num_bytes)) as descriptor:
         mapping = mmap.mmap(descriptor, num_bytes)
     if mapping[:_WORD_BYTES] != word:
         raise OSError(f"the memory of process {process} is another one's")

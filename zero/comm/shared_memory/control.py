@@ -35,7 +35,7 @@ class Messages:
         """What this rank says of itself, for `meet`."""
         return b""
 
-    def meet(self, told: Sequence[bytes]) -> None:
+    def meet(self, handshakes: Sequence[bytes]) -> None:
         """Reaches all ranks, by what they say of themselves; an OSError where that cannot be."""
 
     def introduced(self) -> None:
@@ -68,8 +68,8 @@ class _SummedNumbers:
         return self._pending.done()
 
     def wait(self) -> list[int]:
-        found: list[int] = self._pending.wait().tolist()
-        return found
+        numbers: list[int] = self._pending.wait().tolist()
+        return numbers
 
 
 class Connected(Group, Protocol):
@@ -94,18 +94,18 @@ class ByPipes(Messages):
     def handshake(self) -> bytes:
         return self._pipes.handshake()
 
-    def meet(self, told: Sequence[bytes]) -> None:
-        self._pipes.meet(told)
+    def meet(self, handshakes: Sequence[bytes]) -> None:
+        self._pipes.meet(handshakes)
 
     def introduced(self) -> None:
         self._pipes.introduced()
 
     def exchange(self, message: bytes) -> list[bytes]:
         framed = _LENGTH.pack(len(message)) + message
-        told = self.messages(self._call(_EXCHANGES, framed[:MOST_BYTES]))
-        if any(_LENGTH.unpack_from(head)[0] > MOST_BYTES - _LENGTH.size for head in told):
-            told = [head + tail for head, tail in zip(told, self._group.all_gather_bytes(framed[MOST_BYTES:]), strict=True)]
-        return [whole[_LENGTH.size :] for whole in told]
+        frames = self.messages(self._call(_EXCHANGES, framed[:MOST_BYTES]))
+        if any(_LENGTH.unpack_from(head)[0] > MOST_BYTES - _LENGTH.size for head in frames):
+            frames = [head + tail for head, tail in zip(frames, self._group.all_gather_bytes(framed[MOST_BYTES:]), strict=True)]
+        return [whole[_LENGTH.size :] for whole in frames]
 
     def tell(self, number: int) -> Numbers:
         return _PipedNumbers(self, self._call(_NUMBERS, _NUMBER.pack(number)))

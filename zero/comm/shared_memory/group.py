@@ -39,13 +39,13 @@ def through_shared_memory(group: Group, wanted: bool = True, make_messages: Call
         return group
     reason = _Reason("" if wanted else "it was turned off")
     arena, messages = reason.unless(SharedArena), reason.unless(make_messages or partial(Messages, group))
-    told = group.all_gather_bytes(b"" if arena is None or messages is None else arena.handshake() + messages.handshake())
-    if not all(told):
+    handshakes = group.all_gather_bytes(b"" if arena is None or messages is None else arena.handshake() + messages.handshake())
+    if not all(handshakes):
         reason.note(_ANOTHERS)
     others = [rank for rank in range(group.size) if rank != group.rank]
-    arenas = reason.unless(lambda: {rank: map_peer(told[rank][:INTRODUCTION_BYTES]) for rank in others})
+    arenas = reason.unless(lambda: {rank: map_peer(handshakes[rank][:INTRODUCTION_BYTES]) for rank in others})
     if messages is not None:
-        reason.unless(partial(messages.meet, [theirs[INTRODUCTION_BYTES:] for theirs in told]))
+        reason.unless(partial(messages.meet, [handshake[INTRODUCTION_BYTES:] for handshake in handshakes]))
     reasons = [message.decode() for message in group.all_gather_bytes(reason.text.encode())]
     if arena is not None:
         arena.introduced()
@@ -95,7 +95,7 @@ class SharedMemoryGroup:
         self._arena = arena
         self._messages = messages
         self._lines = [_Line() for _ in range(LINES)]
-        self._counts = [counts_of(theirs) for theirs in arenas.values()]
+        self._counts = [counts_of(memory) for memory in arenas.values()]
 
     @property
     def inner(self) -> Group:
@@ -117,8 +117,8 @@ class SharedMemoryGroup:
         if not bucket.is_cpu:
             return self._group.all_to_all(bucket)
         share_bytes = bucket.nbytes // self.size
-        told = self._tell(_SUMS, self._shared(bucket))
-        return SideBySide(_Sum(told, bucket.dtype, bucket.dtype, self.rank * share_bytes, share_bytes))
+        message = self._tell(_SUMS, self._shared(bucket))
+        return SideBySide(_Sum(message, bucket.dtype, bucket.dtype, self.rank * share_bytes, share_bytes))
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if not bucket.is_cpu:
@@ -128,8 +128,8 @@ class SharedMemoryGroup:
     def all_gather(self, bucket: torch.Tensor) -> Pending:
         if not bucket.is_cpu:
             return self._group.all_gather(bucket)
-        mine = _bytes(bucket).view(self.size, -1)[self.rank]
-        return _Gathering(self, self._tell(_WEIGHTS, self._part(mine)), bucket)
+        share = _bytes(bucket).view(self.size, -1)[self.rank]
+        return _Gathering(self, self._tell(_WEIGHTS, self._part(share)), bucket)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         if not tensor.is_cpu or not tensor.is_contiguous():
@@ -141,19 +141,19 @@ class SharedMemoryGroup:
 
     @contextlib.contextmanager
     def rank0_view(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
-        told = self._tell(_WEIGHTS, self._shared(memory) if self.rank == 0 else None)
-        seen = told.row(0, 0, memory.nbytes).view(memory.dtype).view(memory.shape)
+        message = self._tell(_WEIGHTS, self._shared(memory) if self.rank == 0 else None)
+        seen = message.row(0, 0, memory.nbytes).view(memory.dtype).view(memory.shape)
         try:
             yield seen
         finally:
-            told.finish()
+            message.finish()
 
     def common(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         lent = [self._lend(size) for size in sizes] if self.rank == 0 else []
-        told = self.all_gather_bytes(json.dumps([self._arena.offset(each) or 0 for each in lent]).encode())[0]
+        message = self.all_gather_bytes(json.dumps([self._arena.offset(each) or 0 for each in lent]).encode())[0]
         if self.rank == 0:
             return lent
-        return [self.arenas[0][at : at + size] for at, size in zip(json.loads(told), sizes, strict=True)]
+        return [self.arenas[0][offset : offset + size] for offset, size in zip(json.loads(message), sizes, strict=True)]
 
     def beside(self) -> GroupBeside | None:
         return None
@@ -218,16 +218,16 @@ class SharedMemoryGroup:
 
     def _hear(self) -> None:
         """How many collectives of each line all ranks have finished by now."""
-        told = [[line.finished for line in self._lines], *(counts.tolist() for counts in self._counts)]
-        self._arena.update_progress(map(min, zip(*told, strict=True)))
+        finished = [[line.finished for line in self._lines], *(counts.tolist() for counts in self._counts)]
+        self._arena.update_progress(map(min, zip(*finished, strict=True)))
 
     def _tell(self, line: int, part: torch.Tensor | None) -> _Told:
         counted, offset = self._lines[line], 0
         number = counted.begin()
         if part is not None and part.numel():  # what is empty lies nowhere
-            found = self._arena.offset(part)
-            assert found is not None
-            offset = found
+            position = self._arena.offset(part)
+            assert position is not None
+            offset = position
             self._arena.send(part, line, number)
         return _Told(self, partial(self._finish, line, counted, number), part, self._messages.tell(offset))
 
@@ -296,9 +296,9 @@ class _Told:
 class _Sum(UnreducedResult):
     """The sum of all ranks' stretches, read straight from their memory."""
 
-    def __init__(self, told: _Told, sum_dtype: torch.dtype, dtype: torch.dtype, begin: int, num_bytes: int) -> None:
+    def __init__(self, message: _Told, sum_dtype: torch.dtype, dtype: torch.dtype, begin: int, num_bytes: int) -> None:
         super().__init__(sum_dtype)
-        self._told = told
+        self._told = message
         self._dtype = dtype
         self._span = begin, num_bytes
 
@@ -315,8 +315,8 @@ class _Sum(UnreducedResult):
 class _Gathering:
     """A bucket that other ranks' shares are to be copied into."""
 
-    def __init__(self, group: SharedMemoryGroup, told: _Told, bucket: torch.Tensor) -> None:
-        self._told = told
+    def __init__(self, group: SharedMemoryGroup, message: _Told, bucket: torch.Tensor) -> None:
+        self._told = message
         self._bucket = bucket
         self._ranks = group.rank, group.size
 
@@ -324,10 +324,10 @@ class _Gathering:
         return self._told.done()
 
     def wait(self) -> torch.Tensor:
-        own, size = self._ranks
+        this_rank, size = self._ranks
         shares = _bytes(self._bucket).view(size, -1)
         for rank, share in enumerate(shares):
-            if rank != own:
+            if rank != this_rank:
                 share.copy_(self._told.row(rank, 0, share.numel()))
         self._told.finish()
         return self._bucket

@@ -27,10 +27,10 @@ def memory_file(num_bytes: int) -> int:
     return descriptor
 
 
-def reach(process: int, theirs: int, num_bytes: int) -> int:
+def reach(process: int, remote_fd: int, num_bytes: int) -> int:
     """Returns a descriptor of the memory file of so many bytes that another process has open. Raises OSError where it is
     another file."""
-    descriptor = os.open(f"/proc/{process}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(f"/proc/{process}/fd/{remote_fd}", os.O_RDWR | os.O_CLOEXEC)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(os.close, descriptor)
         size, seals = os.fstat(descriptor).st_size, fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)

@@ -62,10 +62,10 @@ class Pipes:
         offered = (self._ways[other].offered if other in self._ways else -1 for other in range(self.size))
         return struct.pack(f"<{1 + self.size}q", os.getpid(), *offered)
 
-    def meet(self, told: Sequence[bytes]) -> None:
+    def meet(self, handshakes: Sequence[bytes]) -> None:
         """Opens what the others offer; an OSError where that cannot be reached."""
         for other, way in self._ways.items():
-            process, *offered = struct.unpack(f"<{1 + self.size}q", told[other])
+            process, *offered = struct.unpack(f"<{1 + self.size}q", handshakes[other])
             way.open(f"/proc/{process}/fd/{offered[self.rank]}")
 
     def introduced(self) -> None:
@@ -88,9 +88,9 @@ class Pipes:
     def _begin(self, connection: int) -> None:
         self.connection = connection
         inboxes = [{other: _Inbox() for other in self._ways} for _ in range(self._num_channels)]
-        self._channels = [_Channel(mine) for mine in inboxes]
+        self._channels = [_Channel(boxes) for boxes in inboxes]
         for other, way in self._ways.items():
-            way.begin(connection, [mine[other] for mine in inboxes])
+            way.begin(connection, [boxes[other] for boxes in inboxes])
 
     def call(self, channel: int, message: bytes, limit_s: float) -> Call:
         """Sends a message to all others. They do the same: the n-th calls of a channel belong together."""
@@ -101,13 +101,13 @@ class Pipes:
                 way.send(channel, message)
             return Call(self, of_channel, number, message, limit_s)
 
-    def take(self, channel: _Channel, number: int, found: dict[int, bytes]) -> set[int]:
+    def take(self, channel: _Channel, number: int, received: dict[int, bytes]) -> set[int]:
         """Adds what has come by now of the messages with that number; says which ranks will send none any more."""
         with self._whole():
             for way in self._ways.values():
                 way.move()
-            never = channel.take(number, found)
-            return never | {other for other, way in self._ways.items() if way.is_gone} - found.keys()
+            never = channel.take(number, received)
+            return never | {other for other, way in self._ways.items() if way.is_gone} - received.keys()
 
     def give_up(self) -> None:
         """This rank takes part in no call of this connection any more."""
@@ -161,17 +161,17 @@ class _Channel:
         self.num_calls += 1
         return self.num_calls - 1
 
-    def take(self, number: int, found: dict[int, bytes]) -> set[int]:
+    def take(self, number: int, received: dict[int, bytes]) -> set[int]:
         """As for all ways, of ranks that gave up."""
         never = set[int]()
         for other, inbox in self.inboxes.items():
             if number >= inbox.end:
                 never.add(other)
             elif number in inbox.messages:
-                found[other] = inbox.messages.pop(number)
-        if found.keys() >= self.inboxes.keys():
+                received[other] = inbox.messages.pop(number)
+        if received.keys() >= self.inboxes.keys():
             self.open.discard(number)
-        return never - found.keys()
+        return never - received.keys()
 
     @property
     def first_open(self) -> int:

@@ -50,8 +50,8 @@ def set_accelerator(accelerator: Any) -> None:
 class AcceleratorCalls:
     """An accelerator of this library behind DeepSpeed's interface; `own` is that accelerator."""
 
-    def __init__(self, own: Accelerator) -> None:
-        self.own = own
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.own = accelerator
 
     def __repr__(self) -> str:
         return f"AcceleratorCalls({self.own!r})"

@@ -69,7 +69,7 @@ class Hjson:
         return text
 
     def _members(self, closing: str) -> Any:
-        found = []
+        members = []
         while not self._closes(closing):
             key = self._quoted() if self._peek() in ("'", '"') else self._take(_KEY)
             if not key and self._text[self._at - 1 : self._at] not in ("'", '"'):
@@ -79,16 +79,16 @@ class Hjson:
                 self._fail(f"a colon is missing after the key {key[:40]!r}")
             self._at += 1
             self._skip()
-            found.append((key, self._value()))
+            members.append((key, self._value()))
             self._separate(closing)
-        return self._pairs(found)
+        return self._pairs(members)
 
     def _items(self) -> list[Any]:
-        found = []
+        items = []
         while not self._closes("]"):
-            found.append(self._value())
+            items.append(self._value())
             self._separate("]")
-        return found
+        return items
 
     def _closes(self, closing: str) -> bool:
         """Whether a block ends here, which is read then."""

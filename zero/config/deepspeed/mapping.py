@@ -220,19 +220,19 @@ def _offloads_weights(written: Written) -> bool:
 
 def _shard_ranks(written: Written) -> int | Literal["host"] | None:
     hpz, mics = "zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"
-    own = "zero_accelerators.shard_ranks"
+    key = "zero_accelerators.shard_ranks"
     sizes: dict[str, int | Literal["host"]] = {}
-    if own in written and written.value(own) == "host":
-        sizes[own] = "host"
-    elif own in written:
-        sizes[own] = written.whole(own, 1, least=1)
+    if key in written and written.value(key) == "host":
+        sizes[key] = "host"
+    elif key in written:
+        sizes[key] = written.whole(key, 1, least=1)
     for path, off in ((hpz, 1), (mics, 0)):  # what asks for nothing, and what is below it
         size = written.whole(path, off, least=0 if path == hpz else -1)
         if size > off:
             sizes[path] = size
     if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{path} {size}" for path, size in sizes.items())
-        raise ValueError(f"Cannot use {told}: they say how many ranks share the states, and differ. Keep {own}.")
+        settings = ", ".join(f"{path} {size}" for path, size in sizes.items())
+        raise ValueError(f"Cannot use {settings}: they say how many ranks share the states, and differ. Keep {key}.")
     return next(iter(sizes.values()), None)
 
 

@@ -21,9 +21,9 @@ class ConfigProblems(ValueError):
     """Everything that is wrong with one configuration. `unanswered` are the keys that are "auto" where nothing in the call
     implies a value, each with the name of the argument that would."""
 
-    def __init__(self, found: list[str], unanswered: Mapping[str, str | None]) -> None:
+    def __init__(self, messages: list[str], unanswered: Mapping[str, str | None]) -> None:
         self.unanswered = dict(unanswered)
-        problems = [*found, *([_about_auto(self.unanswered)] if unanswered else [])]
+        problems = [*messages, *([_about_auto(self.unanswered)] if unanswered else [])]
         if len(problems) > 1:
             numbered = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(problems, 1))
             problems = [f"Cannot use the DeepSpeed configuration: it has {len(problems)} problems.{numbered}"]

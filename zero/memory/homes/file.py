@@ -161,8 +161,11 @@ class StateFile:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self.pace.threads, thread_name_prefix="zero.disk")
         size, whole = self.pace.piece_bytes, region.num_bytes
-        cuts = [(at, min(size, whole - at)) for at in range(0, whole, size)]
-        return [self._threads.submit(self._move, move, memory[at : at + length], region.start + at) for at, length in cuts]
+        cuts = [(offset, min(size, whole - offset)) for offset in range(0, whole, size)]
+        return [
+            self._threads.submit(self._move, move, memory[offset : offset + length], region.start + offset)
+            for offset, length in cuts
+        ]
 
     def _move(self, move: Callable[..., int], memory: torch.Tensor, start: int) -> None:
         """All of a piece, however short the single calls are. It is there until this is done, whatever becomes of the rest."""

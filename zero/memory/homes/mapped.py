@@ -39,14 +39,14 @@ class MappedFile:
         self._file.close()
 
 
-def map_of(told: str, sizes: Sequence[int]) -> list[torch.Tensor]:
+def map_of(identity: str, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Maps the file of another process of this host. Raises OSError where it is another one."""
-    process, theirs, *expected = map(int, told.split())
-    descriptor = os.open(f"/proc/{process}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
+    process, fd, *expected = map(int, identity.split())
+    descriptor = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         if [status.st_dev, status.st_ino] != expected:
-            raise OSError(errno.ESTALE, f"descriptor {theirs} of process {process} is another file")
+            raise OSError(errno.ESTALE, f"descriptor {fd} of process {process} is another file")
         return _map(descriptor, sizes)
     finally:
         os.close(descriptor)

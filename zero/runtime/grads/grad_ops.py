@@ -67,8 +67,8 @@ class ShardedGradOps:
         """The ranks whose own gradients are not finite, where that is looked for. A collective."""
         if not self._inflight.checks_finite:
             return []
-        told = self.exchange_numbers([float(not self._inflight.is_finite)], "the search for what is not finite")
-        return [rank for rank, [found] in enumerate(told) if found]
+        flags = self.exchange_numbers([float(not self._inflight.is_finite)], "the search for what is not finite")
+        return [rank for rank, [flag] in enumerate(flags) if flag]
 
     def pieces(self, param: int) -> tuple[Piece, ...]:
         return tuple(self._layout_ref.layout.pieces(param, self._rank))
@@ -92,8 +92,8 @@ class ShardedGradOps:
             return  # it stood for a gradient that turned out to be none
         self._note_change(param, operator, (*arguments, *keywords.values()))
         for piece in self.pieces(param):
-            own = [self._cut(argument, piece) for argument in arguments]
-            operator(self.shard.piece(piece), *own, **{name: self._cut(value, piece) for name, value in keywords.items()})
+            parts = [self._cut(argument, piece) for argument in arguments]
+            operator(self.shard.piece(piece), *parts, **{name: self._cut(value, piece) for name, value in keywords.items()})
         self.forget_norms(param)
 
     @property
@@ -102,8 +102,8 @@ class ShardedGradOps:
         return zlib.crc32(repr(sorted(self._changes.items())).encode()) if self._changes else 0
 
     def _note_change(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        told = f"{operator} {[self._described(argument) for argument in arguments]}"
-        self._changes[param] = zlib.crc32(told.encode(), self._changes.get(param, 0))
+        description = f"{operator} {[self._described(argument) for argument in arguments]}"
+        self._changes[param] = zlib.crc32(description.encode(), self._changes.get(param, 0))
 
     def _described(self, argument: Any) -> Any:
         """Describes a number by its value, whatever its type; a tensor of several numbers, of which each rank uses its own
@@ -121,14 +121,14 @@ class ShardedGradOps:
         self._settle("unscale_")
         local = float(found_inf.item())
         for pieces in self._at_one_time(piece for param in params for piece in self.pieces(param)):
-            mine = [self.shard.piece(piece) for piece in pieces]
-            for indices in by_device(mine):
-                there = [mine[index] for index in indices]
-                found_there, inverse = found_inf.to(there[0].device), inverse_scale.to(there[0].device)
-                torch._amp_foreach_non_finite_check_and_unscale_(there, found_there, inverse)
-                local = max(local, float(found_there.item()))
-        found = max(self.exchange_numbers([local], "unscale_"))
-        found_inf.fill_(found[0])
+            grads = [self.shard.piece(piece) for piece in pieces]
+            for indices in by_device(grads):
+                device_grads = [grads[index] for index in indices]
+                device_found_inf, inverse = found_inf.to(device_grads[0].device), inverse_scale.to(device_grads[0].device)
+                torch._amp_foreach_non_finite_check_and_unscale_(device_grads, device_found_inf, inverse)
+                local = max(local, float(device_found_inf.item()))
+        largest = max(self.exchange_numbers([local], "unscale_"))
+        found_inf.fill_(largest[0])
         self._norms.clear()
 
     # for the updater ---------------------------------------------------------------------------------------------
@@ -149,10 +149,10 @@ class ShardedGradOps:
         squares = dict(zip(in_memory, self._inflight.sums.squares(shard.present()), strict=True))
         apart = list(filter(shard.stream.has, sorted(shard.shares)))
         for bucket, following in itertools.zip_longest(apart, apart[1:]):
-            own = shard.sum_of(bucket)
+            share = shard.sum_of(bucket)
             if following is not None:
                 shard.stream.come(following)
-            [squares[bucket]] = self._inflight.sums.squares([own])
+            [squares[bucket]] = self._inflight.sums.squares([share])
         for bucket, rows in shard.deferred.items():
             squares[bucket] = rows.square(sum_dtype(self._layout_ref.dtype_of(bucket)))
         return sum(squares[bucket] for bucket in sorted(squares))
@@ -191,7 +191,7 @@ class ShardedGradOps:
 
     def whole(self, param: int, values: Callable[[Piece], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Returns all of a parameter's values, from every rank's pieces, in its shape. A collective."""
-        found: list[torch.Tensor] = [torch.empty(0, dtype=dtype, device=self.shard.device)]
+        parts: list[torch.Tensor] = [torch.empty(0, dtype=dtype, device=self.shard.device)]
         for index, part, _ in self._layout_ref.layout.parts(param):
             bucket = self._layout_ref.layout.buckets[index]
             gathered = torch.zeros(bucket.span.numel, dtype=dtype, device=self.shard.device)
@@ -202,15 +202,15 @@ class ShardedGradOps:
                 read()
             if self._sharded:
                 self._group.inner.all_gather(gathered).wait()
-            found.append(gathered[part.start : part.stop])
-        return self.formats[param].unflatten(torch.cat(found)).clone(memory_format=torch.preserve_format)
+            parts.append(gathered[part.start : part.stop])
+        return self.formats[param].unflatten(torch.cat(parts)).clone(memory_format=torch.preserve_format)
 
     def _read(self, param: int, bucket: int, values: Callable[[Piece], torch.Tensor], gathered: torch.Tensor) -> None:
-        mine = self._rank * self._layout_ref.layout.buckets[bucket].share_numel
+        offset = self._rank * self._layout_ref.layout.buckets[bucket].share_numel
         for piece in self.pieces(param):
             if piece.bucket == bucket:
                 line = self.formats[param].line_of(values(piece))
-                gathered[mine + piece.in_share.start : mine + piece.in_share.stop].copy_(line)
+                gathered[offset + piece.in_share.start : offset + piece.in_share.stop].copy_(line)
 
     def exchange_numbers(self, numbers: Sequence[float], subject: str = "an operation on .grad") -> list[tuple[float, ...]]:
         """Returns every rank's numbers, by rank. All ranks pass as many."""
@@ -227,22 +227,22 @@ class ShardedGradOps:
         for pieces in self._at_one_time(present):
             for piece, amount in zip(pieces, norms_of([self.shard.piece(piece) for piece in pieces], order), strict=True):
                 local[piece.param].append(amount)
-        mine = [joined(norms, order) for norms in local.values()]
+        local_norms = [joined(norms, order) for norms in local.values()]
         subject = f"the {order:g}-norm of {len(missing)} gradients"
-        parts = [tuple(mine)]
+        parts = [tuple(local_norms)]
         if self._sharded:
-            parts = self.exchange_numbers(mine, subject)[: self._layout_ref.layout.num_shares]
+            parts = self.exchange_numbers(local_norms, subject)[: self._layout_ref.layout.num_shares]
         known.update(zip(missing, (joined(norms, order) for norms in zip(*parts, strict=True)), strict=True))
 
     def _at_one_time(self, pieces: Iterable[Piece]) -> list[list[Piece]]:
         """All that may be in memory together: what is there anyway, then what is on disk, piece by piece."""
-        here, apart = list[Piece](), list[list[Piece]]()
+        in_memory, apart = list[Piece](), list[list[Piece]]()
         for piece in pieces:
             if self.shard.stream.has(piece.bucket):
                 apart.append([piece])
             else:
-                here.append(piece)
-        return [here, *apart] if here else apart
+                in_memory.append(piece)
+        return [in_memory, *apart] if in_memory else apart
 
     def _cut(self, argument: Any, piece: Piece) -> Any:
         """A tensor operand's part that lies beside a piece; numbers and 0-dim tensors as they are."""

@@ -44,7 +44,7 @@ class FusedAdam:
                 if not same_bits(olds[number], rounds_to):
                     exact(olds[number], master, out=master)
             slope = slopes[: master.numel()]
-            add_scaled(add_stretch, [own[number] for own in rows], slope, gradient.factors)
+            add_scaled(add_stretch, [chunks[number] for chunks in rows], slope, gradient.factors)
             kernel(torch.split(slope, stretches[number].sizes)[1::2], stretches[number].cut_out(tensors))
             if news:
                 news[number].copy_(master)
@@ -58,15 +58,16 @@ class _Stretch(NamedTuple):
 
     def cut_out(self, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """The masters of what lies here, and then the moments."""
-        here = [
-            tensors[at] if own is None else [whole[own.start : own.stop] for whole in tensors[at]] for at, own in self.pieces
+        per_piece = [
+            tensors[index] if span is None else [whole[span.start : span.stop] for whole in tensors[index]]
+            for index, span in self.pieces
         ]
-        return [list(of_one_kind) for of_one_kind in zip(*here, strict=True)]
+        return [list(of_one_kind) for of_one_kind in zip(*per_piece, strict=True)]
 
 
 def _cut(pieces: Sequence[Span], numel: int, most: int) -> list[_Stretch]:
     """Stretches of at most so many elements."""
-    found, begin = list[_Stretch](), 0
+    stretches, begin = list[_Stretch](), 0
     starts, stops = [piece.start for piece in pieces], [piece.stop for piece in pieces]
     while begin < numel:
         stop = min(numel, begin + most)
@@ -74,16 +75,16 @@ def _cut(pieces: Sequence[Span], numel: int, most: int) -> list[_Stretch]:
         if last >= 0 and stop < stops[last]:
             stop -= (stop - starts[last]) % _REGISTER
         stretch, end = _Stretch([], []), begin
-        for at in range(bisect_right(stops, begin), bisect_left(starts, stop)):
-            first, behind = max(begin, starts[at]), min(stop, stops[at])
+        for index in range(bisect_right(stops, begin), bisect_left(starts, stop)):
+            first, behind = max(begin, starts[index]), min(stop, stops[index])
             stretch.sizes.extend((first - end, behind - first))
-            is_whole = behind - first == stops[at] - starts[at]
-            stretch.pieces.append((at, None if is_whole else Span(first, behind).shifted(-starts[at])))
+            is_whole = behind - first == stops[index] - starts[index]
+            stretch.pieces.append((index, None if is_whole else Span(first, behind).shifted(-starts[index])))
             end = behind
         stretch.sizes.append(stop - end)
-        found.append(stretch)
+        stretches.append(stretch)
         begin = stop
-    return found
+    return stretches
 
 
 def _kernel_of(settings: Settings) -> Callable[..., None]:

@@ -49,8 +49,8 @@ class Gradient(NamedTuple):
     rows: Sequence[torch.Tensor]
     factors: Sequence[float] = ()
 
-    def cut(self, there: slice) -> Gradient:
-        return self._replace(rows=[row[there] for row in self.rows])
+    def cut(self, part: slice) -> Gradient:
+        return self._replace(rows=[row[part] for row in self.rows])
 
 
 class Settings(NamedTuple):
@@ -141,8 +141,8 @@ class FusedStep:
         places = (*self._counters.values(), *self._moments.values()) if foreign else ()
         ours = set(map(storage_of, places))
         values = [known.clone() if _lies_in(ours, known) else known for _, _, _, known in foreign]
-        for (state, name, own, _), known in zip(foreign, values, strict=True):
-            state[name] = own.zero_() if known is None else own.copy_(torch.as_tensor(known).reshape(own.shape))
+        for (state, name, target, _), known in zip(foreign, values, strict=True):
+            state[name] = target.zero_() if known is None else target.copy_(torch.as_tensor(known).reshape(target.shape))
 
     @torch.no_grad()
     def step(
@@ -157,49 +157,49 @@ class FusedStep:
         """Steps a block of a bucket's `masters`, whose gradient is `gradient`, with what was taken over. The block's `weights`
         are compared with and `rounded` written, where there are such."""
         for group, step, span, run in self._runs(block, members):
-            there, part = slice(span.start, span.stop), slice(span.start - block.span.start, span.stop - block.span.start)
+            in_share, part = slice(span.start, span.stop), slice(span.start - block.span.start, span.stop - block.span.start)
             old, new = (None if whole is None else whole[part] for whole in (weights, rounded))
             if group is not None:
                 names = _moments_of(group)
-                moments = [self._moment(block.bucket, name, masters)[there] for name in names]
-                elements = Elements(masters[there], moments, old, new, partial(self._one_by_one, run, names, span.start))
-                self._kernel.step(self._settings(group, step), gradient.cut(there), elements)
+                moments = [self._moment(block.bucket, name, masters)[in_share] for name in names]
+                elements = Elements(masters[in_share], moments, old, new, partial(self._one_by_one, run, names, span.start))
+                self._kernel.step(self._settings(group, step), gradient.cut(in_share), elements)
                 continue
             if old is not None:
-                adopt(old, masters[there])
+                adopt(old, masters[in_share])
             if new is not None:
-                new.copy_(masters[there])
+                new.copy_(masters[in_share])
 
     def _one_by_one(
         self, run: Sequence[Member], names: Sequence[str], begin: int
     ) -> list[tuple[Span, tuple[torch.Tensor, ...]]]:
         state = self._inner.state
-        return [(piece.in_share.shifted(-begin), (own, *map(state[own].__getitem__, names))) for piece, own, _ in run]
+        return [(piece.in_share.shifted(-begin), (master, *map(state[master].__getitem__, names))) for piece, master, _ in run]
 
     def _runs(
         self, block: Block, members: Sequence[Member]
     ) -> Iterator[tuple[dict[str, Any] | None, float, Span, list[Member]]]:
         """Group, step, place and members of what is stepped alike, together all of the block."""
-        found: list[tuple[dict[str, Any] | None, float, int, list[Member]]] = []  # with where each begins
+        runs: list[tuple[dict[str, Any] | None, float, int, list[Member]]] = []  # with where each begins
         for member, step in zip(members, self._advance(block, members), strict=True):
             piece, _, group = member
-            if not found or found[-1][0] is not group or found[-1][1] != step:
-                found.append((group, step, piece.in_share.start if found else block.span.start, []))
-            found[-1][-1].append(member)
-        found = found or [(None, 0.0, block.span.start, [])]
-        for (group, step, begin, run), (_, _, end, _) in itertools.pairwise([*found, (None, 0.0, block.span.stop, [])]):
+            if not runs or runs[-1][0] is not group or runs[-1][1] != step:
+                runs.append((group, step, piece.in_share.start if runs else block.span.start, []))
+            runs[-1][-1].append(member)
+        runs = runs or [(None, 0.0, block.span.start, [])]
+        for (group, step, begin, run), (_, _, end, _) in itertools.pairwise([*runs, (None, 0.0, block.span.stop, [])]):
             yield group, step, Span(begin, end), run
 
     def _advance(self, block: Block, members: Sequence[Member]) -> list[float]:
         """Counts a step in the state of each master that is used, and gives the count; 0 for the others."""
         counters = self._counters[block]
-        used = [at for at, (_, _, group) in enumerate(members) if group is not None]
+        used = [index for index, (_, _, group) in enumerate(members) if group is not None]
         if len(used) == len(members):
             counters += 1
         else:
             counters[used] += 1
         counts = counters.tolist()
-        return [0.0 if group is None else counts[at] for at, (_, _, group) in enumerate(members)]
+        return [0.0 if group is None else counts[index] for index, (_, _, group) in enumerate(members)]
 
     def _misplaced_state(self, block: Block, members: Sequence[Member], masters: torch.Tensor) -> Iterator[_Foreign]:
         """What lies elsewhere, or nowhere yet. There may be thousands of members, so little is done for each: what lies in its
@@ -207,13 +207,13 @@ class FusedStep:
         lines: dict[str, tuple[torch.Tensor, int]] = {}  # of moments, with their addresses
         counters = self._counters[block]
         first_counter, counter_bytes = address_of(counters), counters.element_size()
-        for at, (piece, master, group) in enumerate(members):
+        for index, (piece, master, group) in enumerate(members):
             if group is None:
                 continue
             state, start, shape = self._inner.state[master], piece.in_share.start, master.shape
             known = state.get("step")  # first, as torch has it
-            if not isinstance(known, torch.Tensor) or address_of(known) != first_counter + at * counter_bytes:
-                yield state, "step", counters[at], known
+            if not isinstance(known, torch.Tensor) or address_of(known) != first_counter + index * counter_bytes:
+                yield state, "step", counters[index], known
             for name in _moments_of(group):
                 if name not in lines:
                     line = self._moment(block.bucket, name, masters)

@@ -57,8 +57,8 @@ def square(rows: Sequence[torch.Tensor], factors: Sequence[float], dtype: torch.
     """The square of the norm of their sum times the factors, all of which are of that dtype."""
     numel, threads = rows[0].numel(), torch.get_num_threads()
     scratch = torch.empty(passes().zero_num_blocks(numel), dtype=torch.float64, device="cpu")
-    found: float = passes().zero_square(_DTYPES[dtype], _told(rows, factors, numel), numel, scratch.data_ptr(), threads)
-    return found
+    result: float = passes().zero_square(_DTYPES[dtype], _told(rows, factors, numel), numel, scratch.data_ptr(), threads)
+    return result
 
 
 def step_adam(

@@ -23,10 +23,10 @@ from zero.runtime.kernels.native import passes
 def check_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, on_host: bool = False) -> None:
     """Refuses kernels that the device or the optimizer does not have, by trying them: torch has no list of where they run.
     `on_host`: masters are stepped on the host."""
-    reason, step, own = None, fused_step_of(optimizer, kernels), list[torch.optim.Optimizer]()
+    reason, step, muon = None, fused_step_of(optimizer, kernels), list[torch.optim.Optimizer]()
     if kernels == "fused":
-        own = [member for member in members_of(optimizer) if type(member) in MUON]
-    members = [member for member in members_of(optimizer) if member not in own]
+        muon = [member for member in members_of(optimizer) if type(member) in MUON]
+    members = [member for member in members_of(optimizer) if member not in muon]
     if kernels != "torch" and any(group.get("whole") for member in members for group in member.param_groups):
         reason = "a group says that its tensors are whole, and those step as the optimizer has it"
     elif step is not None:

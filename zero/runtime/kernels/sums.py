@@ -66,6 +66,6 @@ class CompiledSums(SumsByTorch):
         return native.square(rows, factors, sum_dtype)
 
     def squares(self, sums: Sequence[torch.Tensor]) -> list[float]:
-        here = {number: native.square([own], (), own.dtype) for number, own in enumerate(sums) if own.is_cpu}
-        others = iter(super().squares([own for own in sums if not own.is_cpu]))
-        return [here[number] if number in here else next(others) for number in range(len(sums))]
+        on_host = {number: native.square([tensor], (), tensor.dtype) for number, tensor in enumerate(sums) if tensor.is_cpu}
+        others = iter(super().squares([tensor for tensor in sums if not tensor.is_cpu]))
+        return [on_host[number] if number in on_host else next(others) for number in range(len(sums))]

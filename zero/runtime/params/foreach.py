@@ -18,11 +18,11 @@ def num_of_many(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> in
 
 def one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], many: int) -> list[Any] | None:
     """What it gives, called for one of so many at a time."""
-    found: list[Any] = []
+    results: list[Any] = []
     for number in range(many):
-        own = {name: _part(value, number) for name, value in kwargs.items()}
-        found += func(*(_part(value, number) for value in args), **own) or ()
-    return found or None
+        keywords = {name: _part(value, number) for name, value in kwargs.items()}
+        results += func(*(_part(value, number) for value in args), **keywords) or ()
+    return results or None
 
 
 def _part(value: Any, number: int) -> Any:

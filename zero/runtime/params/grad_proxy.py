@@ -135,23 +135,23 @@ def _each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A `_foreach_` operator as one operator a tensor."""
     results = []
     for index in range(len(args[0])):
-        own = [arg[index] if isinstance(arg, (list, tuple)) else arg for arg in args]
-        if not isinstance(own[0], ShardedGrad):
-            raise _refusal(f"_foreach_{name}", _first_in(own))
+        arguments = [arg[index] if isinstance(arg, (list, tuple)) else arg for arg in args]
+        if not isinstance(arguments[0], ShardedGrad):
+            raise _refusal(f"_foreach_{name}", _first_in(arguments))
         if name == "norm":
-            results.append(_norm(own[0], own[1] if len(own) > 1 else None, kwargs.get("dtype")))
+            results.append(_norm(arguments[0], arguments[1] if len(arguments) > 1 else None, kwargs.get("dtype")))
         else:
             single = _OF_ONE_TENSOR.get(name, name)
-            results.append(_one(single, getattr(aten, single, None), own, kwargs))
+            results.append(_one(single, getattr(aten, single, None), arguments, kwargs))
     return results if name == "norm" else None
 
 
 def _unscale(grads: Sequence[Any], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    mine = [grad for grad in grads if isinstance(grad, ShardedGrad)]
+    sharded = [grad for grad in grads if isinstance(grad, ShardedGrad)]
     others = [grad for grad in grads if not isinstance(grad, ShardedGrad)]
     if others:
         torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inverse_scale)
-    mine[0].shares.unscale([grad.param for grad in mine], found_inf, inverse_scale)
+    sharded[0].shares.unscale([grad.param for grad in sharded], found_inf, inverse_scale)
 
 
 def _check_windows(arguments: Sequence[Any]) -> None:
@@ -168,9 +168,9 @@ def _check_windows(arguments: Sequence[Any]) -> None:
 def _first_in(arguments: Sequence[Any]) -> ShardedGrad | None:
     """The `ShardedGrad` that an operator was given, which may be in a list."""
     for argument in arguments:
-        found = _first_in(argument) if isinstance(argument, (list, tuple)) else argument
-        if isinstance(found, ShardedGrad):
-            return found
+        candidate = _first_in(argument) if isinstance(argument, (list, tuple)) else argument
+        if isinstance(candidate, ShardedGrad):
+            return candidate
     return None
 
 

@@ -146,8 +146,8 @@ class ParamPlacer:
     @torch.no_grad()
     def detach(self, values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
         """Gives these parameters these values, as memory of their own."""
-        for tensor, own in values:
-            self.weights.detach(tensor, own)
+        for tensor, value in values:
+            self.weights.detach(tensor, value)
 
     @torch.no_grad()
     def remove(self, dtypes: Mapping[int, torch.dtype], before: FlatLayout) -> None:
@@ -165,12 +165,12 @@ class ParamPlacer:
 
     def _own(self, param: int, dtype: torch.dtype) -> torch.Tensor:
         layout, tensor = self.weights.layout_ref.layout, self._params.tensors[param]
-        own = tensor.detach().to(dtype, copy=True)
+        data = tensor.detach().to(dtype, copy=True)
         if tensor.dtype != dtype:
             pieces = list(layout.pieces(param, self._masters.rank))
             if sum(piece.in_param.numel for piece in pieces) == tensor.numel():
-                own.copy_(self._formats[param].unflatten(torch.cat([self._masters.streams.piece(piece) for piece in pieces])))
-        return own
+                data.copy_(self._formats[param].unflatten(torch.cat([self._masters.streams.piece(piece) for piece in pieces])))
+        return data
 
     def release(self) -> None:
         self._masters.release()

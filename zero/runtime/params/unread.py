@@ -135,9 +135,9 @@ def become(param: Any, values: torch.Tensor) -> Any:
     kept = {name: value for name, value in param.__dict__.items() if name not in _OWN}
     torch._C._swap_tensor_impl(param, other)
     param.__class__, other.__class__ = other.__class__, param.__class__
-    mine, others = ({name: each.__dict__.pop(name) for name in _OWN if name in each.__dict__} for each in (param, other))
+    attributes, others = ({name: each.__dict__.pop(name) for name in _OWN if name in each.__dict__} for each in (param, other))
     param.__dict__.update(others | kept)
-    other.__dict__.update(mine)
+    other.__dict__.update(attributes)
     param.requires_grad_(requires_grad)
     if hooks:
         param._backward_hooks = hooks

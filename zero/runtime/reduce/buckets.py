@@ -32,7 +32,7 @@ _KEPT = 2  # staging buffers that wait for the next window: one to fill while an
 _FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
 
 
-class _Round:
+class _Filling:
     """What a bucket will send next: its buffer, and whose gradients are in it."""
 
     __slots__ = ("buffer", "filled", "producers")
@@ -63,8 +63,8 @@ class Reducer(Timed):
         self._formats = formats
         self._accelerator = accelerator
         self.staging = staging
-        self._rounds: dict[int, _Round] = {}
-        self._fp32_rounds: dict[int, _Round] = {}
+        self._rounds: dict[int, _Filling] = {}
+        self._fp32_rounds: dict[int, _Filling] = {}
         self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
         self._arrived: dict[int, None] = {}  # buckets that something came for since the last settling, the latest last
 
@@ -110,15 +110,15 @@ class Reducer(Timed):
         is_first = index not in rounds or not rounds[index].filled >> param & 1
         if not (exact and is_first) and dtype != sum_dtype(dtype):
             rounds, dtype = self._fp32_rounds, sum_dtype(dtype)
-        round_ = rounds.get(index)
-        if round_ is None:
+        filling = rounds.get(index)
+        if filling is None:
             if rounds is self._fp32_rounds:
                 self.inflight.shard.materialize(index)  # or there would be two of its buffers
-            round_ = rounds[index] = _Round(self._open(index, dtype))
-        self._note_producer(round_)
-        fresh = not round_.filled >> param & 1
-        round_.filled |= 1 << param
-        return round_.buffer, fresh
+            filling = rounds[index] = _Filling(self._open(index, dtype))
+        self._note_producer(filling)
+        fresh = not filling.filled >> param & 1
+        filling.filled |= 1 << param
+        return filling.buffer, fresh
 
     def _open(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = self.staging.borrow(self.layout_ref.layout.buckets[index].span.numel, dtype)
@@ -131,11 +131,11 @@ class Reducer(Timed):
                 buffer[gap.start : gap.stop].zero_()
         return buffer
 
-    def _note_producer(self, round_: _Round) -> None:
+    def _note_producer(self, filling: _Filling) -> None:
         if not self._accelerator.is_synchronous:
-            stream = self._accelerator.current_stream(round_.buffer.device.index)
-            if stream not in round_.producers:
-                round_.producers.append(stream)
+            stream = self._accelerator.current_stream(filling.buffer.device.index)
+            if stream not in filling.producers:
+                filling.producers.append(stream)
 
     # stop 3: reduce ----------------------------------------------------------------------------------------------
 
@@ -146,8 +146,8 @@ class Reducer(Timed):
             missing = self.layout_ref.layout.params_in[index]
             if self._expected is not None:
                 missing &= self._expected
-            round_ = self._rounds.get(index)
-            if missing if round_ is None else missing & ~round_.filled:
+            filling = self._rounds.get(index)
+            if missing if filling is None else missing & ~filling.filled:
                 return
             if self._rounds.keys().isdisjoint(self.order):
                 return
@@ -162,22 +162,22 @@ class Reducer(Timed):
     def _close(self, index: int, wide: bool = False) -> torch.Tensor:
         """The bucket's round, ready to be sent: zeros where nothing arrived."""
         bucket, dtype = self.layout_ref.layout.buckets[index], self.layout_ref.dtype_of(index)
-        round_ = (self._fp32_rounds if wide else self._rounds).pop(index, None)
-        if round_ is None:
+        filling = (self._fp32_rounds if wide else self._rounds).pop(index, None)
+        if filling is None:
             return self.staging.borrow(bucket.span.numel, sum_dtype(dtype) if wide else dtype).zero_()
         if len(self.layout_ref.layout.gaps[index]) <= _FEW_GAPS:
             for param in bucket.params:
-                if not round_.filled >> param & 1:
-                    for at, part, _ in self.layout_ref.layout.parts(param):
-                        if at == index:
-                            round_.buffer[part.start : part.stop].zero_()
-        if round_.producers:
+                if not filling.filled >> param & 1:
+                    for bucket_index, part, _ in self.layout_ref.layout.parts(param):
+                        if bucket_index == index:
+                            filling.buffer[part.start : part.stop].zero_()
+        if filling.producers:
             # Hooks of one backward may run on several streams; the collective starts on this one and must see what all wrote.
-            current = self._accelerator.current_stream(round_.buffer.device.index)
-            for stream in round_.producers:
+            current = self._accelerator.current_stream(filling.buffer.device.index)
+            for stream in filling.producers:
                 if stream != current:
                     current.wait_stream(stream)
-        return round_.buffer
+        return filling.buffer
 
     # settling ----------------------------------------------------------------------------------------------------
 
@@ -253,8 +253,8 @@ class Reducer(Timed):
     def drop(self) -> None:
         """Forgets what has not been sent."""
         for rounds in (self._rounds, self._fp32_rounds):
-            for round_ in rounds.values():
-                self.staging.give_back(round_.buffer)
+            for filling in rounds.values():
+                self.staging.give_back(filling.buffer)
             rounds.clear()
 
     def release(self) -> None:

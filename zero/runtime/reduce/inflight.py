@@ -31,7 +31,7 @@ _ALWAYS_SENT = 2  # rounds on their way: one that others work at, and one that i
 _AHEAD = 2  # buckets that the host may have filled on a device before that has come to filling them
 
 
-class _Round(NamedTuple):
+class _InFlight(NamedTuple):
     """A round that is going on."""
 
     bucket: int
@@ -39,7 +39,7 @@ class _Round(NamedTuple):
     pending: Pending
     is_last: bool  # of those that are declared for its bucket
     filled: Event | None  # on this rank's device
-    let_go: Callable[[], None] | None  # of where it waited
+    release: Callable[[], None] | None  # of where it waited
 
 
 class _Waiting(NamedTuple):
@@ -95,7 +95,7 @@ class InflightReductions(Timed):
         self._ranks = group.inner.rank, group.inner.size
         are_replicas = group.outer is not None and in_shares(layout_ref, group)
         self._across = SumsAcross(group.outer, shard, self.sums.add) if group.outer is not None and are_replicas else None
-        self._in_flight: deque[_Round] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._waiting: deque[_Waiting] = deque()
         self._patience = Patience()
 
@@ -134,18 +134,18 @@ class InflightReductions(Timed):
             self._greatest = greatest if self._greatest is None else torch.maximum(self._greatest, greatest)
 
     def _send(
-        self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool, let_go: Callable[[], None] | None = None
+        self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool, release: Callable[[], None] | None = None
     ) -> None:
         pending = self._narrowing.reduce(bucket, buffer, dtype)
         filled = None if pending.done() else self._staging.mark(buffer)
-        self._in_flight.append(_Round(bucket, buffer, pending, is_last, filled, let_go))
+        self._in_flight.append(_InFlight(bucket, buffer, pending, is_last, filled, release))
         self._await_device()
 
     def _has_room(self, num_bytes: int) -> bool:
         """See [Note: ahead of other ranks]."""
         if len(self._in_flight) < _ALWAYS_SENT:
             return True
-        sent = sum(round_.buffer.nbytes for round_ in self._in_flight)
+        sent = sum(in_flight.buffer.nbytes for in_flight in self._in_flight)
         return not self._waiting and sent + num_bytes <= self._staging.room()
 
     def _put_aside(self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool) -> None:
@@ -161,9 +161,9 @@ class InflightReductions(Timed):
             buffer = self._staging.borrow(mirror.numel(), mirror.dtype)
             arrival = self.shard.homes.host.read(mirror, buffer)
             arrival.wait()
-            self._send(bucket, buffer, dtype, is_last, partial(self._let_go, mirror, arrival))
+            self._send(bucket, buffer, dtype, is_last, partial(self._release_mirror, mirror, arrival))
 
-    def _let_go(self, mirror: torch.Tensor, transfer: Transfer) -> None:
+    def _release_mirror(self, mirror: torch.Tensor, transfer: Transfer) -> None:
         transfer.finish()
         self.shard.homes.host.give_back(mirror)
 
@@ -208,12 +208,12 @@ class InflightReductions(Timed):
 
     def abandon(self) -> None:
         """Forgets the rounds that are going on and will not be waited for. They may still write to their buffers."""
-        for round_ in self._in_flight:
-            self._staging.discard(round_.buffer)
-            if round_.let_go is not None:
-                round_.let_go()
+        for in_flight in self._in_flight:
+            self._staging.discard(in_flight.buffer)
+            if in_flight.release is not None:
+                in_flight.release()
         for waiting in self._waiting:
-            self._let_go(waiting.mirror, waiting.transfer)
+            self._release_mirror(waiting.mirror, waiting.transfer)
         self._in_flight.clear()
         self._waiting.clear()
         self.forget_errors()
@@ -222,18 +222,18 @@ class InflightReductions(Timed):
 
     def _retire(self, keep: bool) -> None:
         self._patience.one_came()
-        round_ = self._in_flight.popleft()
+        in_flight = self._in_flight.popleft()
         if self._across is None:
-            self._land(round_.bucket, round_.buffer, round_.pending, keep)
+            self._land(in_flight.bucket, in_flight.buffer, in_flight.pending, keep)
         else:
-            self._pass_on(round_, self._across, keep)
-        if round_.let_go is not None:
-            round_.let_go()
+            self._pass_on(in_flight, self._across, keep)
+        if in_flight.release is not None:
+            in_flight.release()
         self._send_waiting()
 
-    def _pass_on(self, round_: _Round, across: SumsAcross, keep: bool) -> None:
+    def _pass_on(self, in_flight: _InFlight, across: SumsAcross, keep: bool) -> None:
         """Sends the sum of the inner group across, or keeps it for later; see [Note: across once]."""
-        bucket, buffer, pending, is_last, *_ = round_
+        bucket, buffer, pending, is_last, *_ = in_flight
         inner, goes_on = self._wait(pending), is_last and buffer.is_cpu
         if goes_on and (bucket not in self.shard.partial or not keep):
             across.begin(bucket, inner, self._scaling.accumulate_factor, keep)
@@ -274,8 +274,8 @@ class InflightReductions(Timed):
             return False
         if not is_lent:
             self._staging.give_back(buffer)
-        let_go = partial(self._release, pending, buffer if is_lent else None)
-        self.shard.defer(bucket, DeferredSum(rows, (self._scaling.accumulate_factor,), self.sums, num_bytes, is_lent, let_go))
+        release = partial(self._release, pending, buffer if is_lent else None)
+        self.shard.defer(bucket, DeferredSum(rows, (self._scaling.accumulate_factor,), self.sums, num_bytes, is_lent, release))
         return True
 
     def _defers_in_place(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
@@ -285,15 +285,13 @@ class InflightReductions(Timed):
         is_whole = self._layout_ref.layout.num_shares < num_ranks  # so that others read all of it
         if is_whole or not self.sums.can_defer(buffer.dtype, 1, pending.sum_dtype):
             return False
-        rows, own = self._rows_of(pending), buffer.view(num_ranks, -1)[rank]
+        rows, target = self._rows_of(pending), buffer.view(num_ranks, -1)[rank]
         if len(rows) > 1:
-            self._add_up(rows, own)
+            self._add_up(rows, target)
         pending.release()
-        let_go = partial(self._staging.give_back, buffer)
-        self.shard.defer(
-            bucket,
-            DeferredSum([own], (self._scaling.accumulate_factor,), self.sums, buffer.untyped_storage().nbytes(), True, let_go),
-        )
+        release = partial(self._staging.give_back, buffer)
+        factors, num_bytes = (self._scaling.accumulate_factor,), buffer.untyped_storage().nbytes()
+        self.shard.defer(bucket, DeferredSum([target], factors, self.sums, num_bytes, True, release))
         return True
 
     def _release(self, pending: UnreducedResult, buffer: torch.Tensor | None) -> None:

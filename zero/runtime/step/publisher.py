@@ -115,12 +115,12 @@ class WeightPublisher(Timed):
 class _Inexact:
     """A gathering from which the weights come out other than they went in."""
 
-    def __init__(self, gathering: Pending, masters: Masters, bucket: int, own: torch.Tensor) -> None:
+    def __init__(self, gathering: Pending, masters: Masters, bucket: int, share: torch.Tensor) -> None:
         self._gathering = gathering
         self._masters = masters
         self._bucket = bucket
-        self._own = own
-        self._published = own.clone()
+        self._own = share
+        self._published = share.clone()
 
     def done(self) -> bool:
         return self._gathering.done()

@@ -120,7 +120,11 @@ class Updater(Timed):
     def batches(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
         """What is stepped together."""
         index, groups = self._params.index, self._inner.param_groups
-        held = [((number, at), id(p)) for number, group in enumerate(groups) for at, p in enumerate(group["params"])]
+        held = [
+            ((number, position), id(p))
+            for number, group in enumerate(groups)
+            for position, p in enumerate(group["params"])
+        ]
         self._places = {index[param]: place for place, param in held if param in index}
         if not steps_by_blocks(self._inner):
             return [blocks]
@@ -267,7 +271,7 @@ class Updater(Timed):
         kept = [group["params"] for group in groups]
         try:
             for number, group in enumerate(groups):
-                group["params"] = [master for (own, _), master in masters if own == number]
+                group["params"] = [master for (group_index, _), master in masters if group_index == number]
             yield
         finally:
             for group, params in zip(groups, kept, strict=True):
@@ -320,9 +324,9 @@ class Updater(Timed):
         )
 
     def _where_nonfinite(self) -> str:
-        found, ranks = self._nonfinite_names(), ", ".join(map(str, self._grad_ops.sources_of_nonfinite()))
-        more = len(found) - _MOST_NAMES
-        names = ", ".join(found[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        nonfinite, ranks = self._nonfinite_names(), ", ".join(map(str, self._grad_ops.sources_of_nonfinite()))
+        more = len(nonfinite) - _MOST_NAMES
+        names = ", ".join(nonfinite[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
         return f"in {names}, from rank {ranks}" if ranks else f"in {names}"
 
     def _nonfinite_names(self) -> list[str]:

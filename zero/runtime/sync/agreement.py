@@ -95,16 +95,16 @@ class Codec:
         code, step, settles, digest, settings, sent, clears, weight, changes, micro_steps, flags = _HEAD.unpack_from(message)
         if len(message) != self._num_bytes:  # of a rank with another layout, which its digest says
             return Counts(OCCASIONS[code], step, settles, digest)
-        masks, at = [], _HEAD.size
+        masks, offset = [], _HEAD.size
         for size in (self._param_bytes,) * 6 + (self._bucket_bytes,) * 3:
-            masks.append(int.from_bytes(message[at : at + size], "little"))
-            at += size
+            masks.append(int.from_bytes(message[offset : offset + size], "little"))
+            offset += size
         used, put, trained, removed, replaced, lost, open_, wide, later = masks
         return Counts(
             OCCASIONS[code], step, settles, digest, settings, sent, clears, weight,
             bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8), changes, micro_steps,
             used, put, trained, removed, replaced, lost, open_, wide, later,
-            order=tuple(bucket for bucket in self._order.unpack_from(message, at) if bucket >= 0),
+            order=tuple(bucket for bucket in self._order.unpack_from(message, offset) if bucket >= 0),
         )  # fmt: skip
 
 
@@ -282,10 +282,10 @@ def _different_edits(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroEr
                 f"{first.clears} times. Clear them on all ranks alike."
             )
         # Where one rank took a gradient away and then had another one, it was replaced there, and removed where it had none.
-        mine, theirs = counts.removed | counts.replaced, first.removed | first.replaced
-        differ = set_bits((mine ^ theirs) & counts.put & first.put)
+        edits, first_edits = counts.removed | counts.replaced, first.removed | first.replaced
+        differ = set_bits((edits ^ first_edits) & counts.put & first.put)
         if differ:
-            one, other = (rank, first_rank) if mine >> differ[0] & 1 else (first_rank, rank)
+            one, other = (rank, first_rank) if edits >> differ[0] & 1 else (first_rank, rank)
             return RanksDiffer(
                 f"Cannot go on: rank {one} removed or replaced the gradient of {names[differ[0]]}, rank {other} kept it. "
                 "Edit gradients on all ranks alike."

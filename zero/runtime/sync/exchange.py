@@ -85,8 +85,8 @@ class WindowSync:
             return exchange_texts(self._group, place)[rank]
         specs = self._layout_ref.layout.params
         params = (f"parameter {spec.name} {spec.shape} {spec.dtype} in group {spec.group}" for spec in specs)
-        mine = self._settings() if what == "settings" else "\n".join((self._configuration, *params))
-        texts = exchange_texts(self._group, mine)
+        text = self._settings() if what == "settings" else "\n".join((self._configuration, *params))
+        texts = exchange_texts(self._group, text)
         return first_difference(texts[0], texts[rank], rank)
 
 

@@ -32,7 +32,7 @@ class Share:
 
     number: int  # the same on all ranks
     bucket: Span  # in the chunk
-    own: Span  # in the chunk
+    span: Span  # in the chunk
     memory: torch.Tensor  # on the device, or what is served where that is enough
     is_served: bool  # it is what other ranks read, or would
     is_renewed: bool = False  # in other memory than at the last `renewed`
@@ -73,10 +73,10 @@ class ShareExchange:
         """Whether no other rank reads the shares of this one, so that they need not be on the host."""
         return self.group.inner.size == 1
 
-    def add(self, number: int, bucket: Span, own: Span, values: torch.Tensor, lives_on: torch.device) -> Share:
+    def add(self, number: int, bucket: Span, span: Span, values: torch.Tensor, lives_on: torch.device) -> Share:
         """A share that is new. Other ranks read these values; where the share `lives_on` another device there is a copy."""
         memory = values.to(lives_on)
-        self._shares[number] = share = Share(number, bucket, own, memory, memory is values)
+        self._shares[number] = share = Share(number, bucket, span, memory, memory is values)
         self.versions.add(number, values)
         return share
 
@@ -117,8 +117,8 @@ class ShareExchange:
             if self.group.size > 1:  # else there is no rank to compare with
                 self._edits.note(shares[0].number, written, memory)
             for share in shares:
-                edited = share.own.overlap(written)
-                inside = Span(0, 0) if edited is None else edited.shifted(-share.own.start)
+                edited = share.span.overlap(written)
+                inside = Span(0, 0) if edited is None else edited.shifted(-share.span.start)
                 values = memory[:0] if edited is None else memory[edited.start : edited.stop]
                 self.versions.edit(share.number, inside, values.to(self.versions.newest(share.number).device), is_first)
                 if share.is_served:
@@ -261,7 +261,7 @@ class ShardedChunk(GatheredChunk):
         self.common = common  # the whole chunk, in memory that all ranks see, or of a rank alone
         self._exchange = exchange
         present, published = weakly(exchange.present), weakly(exchange.published)
-        parts = [Part(each.bucket, each.own, partial(present, each), partial(published, each)) for each in shares]
+        parts = [Part(each.bucket, each.span, partial(present, each), partial(published, each)) for each in shares]
         self._scheduled = Scheduled(self.number, numel, dtype, parts)
 
     @property
@@ -289,9 +289,9 @@ class ShardedChunk(GatheredChunk):
         landing = memory if memory.is_cpu else torch.empty(memory.shape, dtype=memory.dtype, device="cpu")
         pulls, copies = list[Pull](), list[Transfer]()
         for share in self._shares:
-            copies.append(read(share.memory, memory[share.own.start : share.own.stop]))
+            copies.append(read(share.memory, memory[share.span.start : share.span.stop]))
             pulls.append(self._exchange.pull(share, landing[share.bucket.start : share.bucket.stop]))
-        return _Landing(pulls, copies, landing, memory, [share.own for share in self._shares])
+        return _Landing(pulls, copies, landing, memory, [share.span for share in self._shares])
 
     def edited(self, written: Span) -> None:
         assert self.memory is not None
@@ -318,13 +318,13 @@ class _Landing:
         copies: Sequence[Transfer],
         landing: torch.Tensor,
         memory: torch.Tensor,
-        own: Sequence[Span],
+        spans: Sequence[Span],
     ) -> None:
         self._pulls = pulls
         self._copies = copies  # of what this rank has
         self._landing = landing
         self._memory = memory
-        self._own = own
+        self._own = spans
 
     def wait(self) -> None:
         for pull in self._pulls:
@@ -333,6 +333,6 @@ class _Landing:
             copy.wait()
         if self._landing is not self._memory:
             start = 0
-            for own in (*self._own, Span(self._memory.numel(), self._memory.numel())):  # what this rank has is there
-                self._memory[start : own.start] = self._landing[start : own.start]
-                start = own.stop
+            for span in (*self._own, Span(self._memory.numel(), self._memory.numel())):  # what this rank has is there
+                self._memory[start : span.start] = self._landing[start : span.start]
+                start = span.stop

@@ -28,7 +28,7 @@ class Part(NamedTuple):
     """This rank's share of a bucket."""
 
     bucket: Span  # in the chunk
-    own: Span  # in the chunk
+    share: Span  # in the chunk
     present: Callable[[], torch.Tensor]  # what the last step left there, for the thread that edits weights
     published: Callable[[], torch.Tensor]  # the same in host memory, for any thread
 
@@ -107,21 +107,21 @@ class Gathers:
 
     def issue(self, turn: Turn, chunk: Scheduled, memory: torch.Tensor) -> Gather:
         """Begins to fill memory."""
-        owns = [memory[part.own.start : part.own.stop] for part in chunk.parts]
-        for own, part in zip(owns, chunk.parts, strict=True):
-            self._host.read(part.present(), own).wait()
-        return self._issue(turn, chunk, owns, memory)
+        shares = [memory[part.share.start : part.share.stop] for part in chunk.parts]
+        for share, part in zip(shares, chunk.parts, strict=True):
+            self._host.read(part.present(), share).wait()
+        return self._issue(turn, chunk, shares, memory)
 
     def issue_for_others(self, turn: Turn, chunk: Scheduled) -> None:
         """Takes part in what this rank does not need."""
-        owns = [part.present().to(self._device, copy=True) for part in chunk.parts]  # which may be edited meanwhile
-        self._issue(turn, chunk, owns, self._room(chunk))
+        shares = [part.present().to(self._device, copy=True) for part in chunk.parts]  # which may be edited meanwhile
+        self._issue(turn, chunk, shares, self._room(chunk))
 
     def issue_in_thread(self, turn: Turn, chunk: Scheduled) -> None:
         """The same, in a thread beside those that read and edit weights. It does not wait for what they gave the device."""
         with self._on_stream():
-            owns = [part.published().to(self._device, copy=True) for part in chunk.parts]
-            self._issue(turn, chunk, owns, self._room(chunk))
+            shares = [part.published().to(self._device, copy=True) for part in chunk.parts]
+            self._issue(turn, chunk, shares, self._room(chunk))
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -146,20 +146,20 @@ class Gathers:
                 self._scratch = torch.empty(chunk.numel * chunk.dtype.itemsize, dtype=torch.uint8, device=self._device)
         return self._scratch[: chunk.numel * chunk.dtype.itemsize].view(chunk.dtype)
 
-    def _issue(self, turn: Turn, chunk: Scheduled, owns: Sequence[torch.Tensor], memory: torch.Tensor) -> Gather:
+    def _issue(self, turn: Turn, chunk: Scheduled, shares: Sequence[torch.Tensor], memory: torch.Tensor) -> Gather:
         """Nothing can fail here, unless the group is lost: all that takes memory was made."""
         if self._broken is not None:
             raise GroupLost("Cannot gather weights: a gather broke off before. Start the ranks again.") from self._broken
         pending = []
         try:
-            for part, own in zip(chunk.parts, owns, strict=True):
-                pending.append(self._beside.gather(own, memory[part.bucket.start : part.bucket.stop]))
-                self.num_bytes += (part.bucket.numel - part.own.numel) * memory.itemsize
+            for part, share in zip(chunk.parts, shares, strict=True):
+                pending.append(self._beside.gather(share, memory[part.bucket.start : part.bucket.stop]))
+                self.num_bytes += (part.bucket.numel - part.share.numel) * memory.itemsize
         except BaseException as error:
             self._broken = error
             raise
         self._drop_done()
-        self._outstanding.append(Gather(turn, [memory, *owns], pending, self._in_current_stream()))
+        self._outstanding.append(Gather(turn, [memory, *shares], pending, self._in_current_stream()))
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, daemon=True, name="zero-gathers")
             self._watcher.start()
@@ -167,12 +167,12 @@ class Gathers:
 
     def _drop_done(self) -> bool:
         """Returns whether there was any that other ranks came to by themselves."""
-        found = False
+        unprompted = False
         while self._outstanding and self._outstanding[0].done():
             gather = self._outstanding.popleft()
             gather.let_its_stream_wait()
-            found |= not gather.was_told
-        return found
+            unprompted |= not gather.was_told
+        return unprompted
 
     def _watch(self) -> None:
         """Ends when nothing is on its way, or never will be."""

@@ -57,24 +57,24 @@ class ShareMemory:
                 return files.enter_context(contextlib.closing(MappedFile(directory, sizes))) if makes else None
 
             made = run_on_all(group, make)
-            told = b""
+            identity = b""
             if is_common:
-                told = group.inner.all_gather_bytes(b"" if made is None else made.identity().encode())[0]
+                identity = group.inner.all_gather_bytes(b"" if made is None else made.identity().encode())[0]
 
             def reach() -> list[torch.Tensor]:
                 try:
-                    return map_of(told.decode(), sizes) if made is None else made.tensors
+                    return map_of(identity.decode(), sizes) if made is None else made.tensors
                 except OSError as error:
                     raise DiskFailed(
                         f"Cannot map the file in {directory} for weights, which another rank made: {error}. Set "
                         "shared_memory=False."
                     ) from error
 
-            found = run_on_all(group, reach)
+            tensors = run_on_all(group, reach)
         if alone or is_common:
-            self._whole.update(zip(chunks, found, strict=True))
+            self._whole.update(zip(chunks, tensors, strict=True))
         else:
-            self._on_disk.update(zip(buckets, found, strict=True))
+            self._on_disk.update(zip(buckets, tensors, strict=True))
 
     def _num_bytes(self, chunk: int) -> int:
         return self._layout_ref.layout.chunks[chunk].numel * self._item(chunk)
@@ -94,14 +94,14 @@ class ShareMemory:
     def take_share(self, bucket: int, whole: torch.Tensor | None) -> tuple[torch.Tensor, torch.device]:
         """Memory where this rank's share is read, a part of the whole where there is one, and the device where the share
         lives."""
-        found, home = self._layout_ref.layout.buckets[bucket], self._home_of(bucket)
-        own, dtype = found.share(self._exchange.group.inner.rank), DTYPES[self._layout_ref.layout.chunks[found.chunk].dtype]
+        entry, home = self._layout_ref.layout.buckets[bucket], self._home_of(bucket)
+        span, dtype = entry.share(self._exchange.group.inner.rank), DTYPES[self._layout_ref.layout.chunks[entry.chunk].dtype]
         if whole is not None:
-            return whole[own.start : own.stop], home.device
+            return whole[span.start : span.stop], home.device
         if bucket in self._on_disk:
             return self._on_disk.pop(bucket).view(dtype), home.device
-        read_in = home if found.offloaded or self._exchange.is_alone else DeviceHome(torch.device("cpu"))
-        return read_in.allocate(own.numel, dtype), home.device
+        read_in = home if entry.offloaded or self._exchange.is_alone else DeviceHome(torch.device("cpu"))
+        return read_in.allocate(span.numel, dtype), home.device
 
     def forget(self) -> None:
         """Frees what was not taken."""

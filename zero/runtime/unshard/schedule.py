@@ -120,8 +120,8 @@ class Schedule:
         scheduled. A collective."""
         window = self._window
         numbers = [window.num_issued, *(chunk.number for chunk in window.fetched)]
-        told = exchange_about(self._group, "weights in shares", struct.pack(f"<{len(numbers)}I", *numbers))
-        everyones = [struct.unpack(f"<{len(theirs) // _NUMBER_BYTES}I", theirs) for theirs in told]
+        messages = exchange_about(self._group, "weights in shares", struct.pack(f"<{len(numbers)}I", *numbers))
+        everyones = [struct.unpack(f"<{len(message) // _NUMBER_BYTES}I", message) for message in messages]
         with self._lock:
             self._issue_before(max(num_issued for num_issued, *_ in everyones))
             window.order, window.places = (), {}
@@ -134,8 +134,8 @@ class Schedule:
         fetches, seen = [], Counter[int]()
         common = in_common([*self._now, *self._before]) if self._before else []
         stable = {places[self._group.rank] for places in common}
-        for at, chunk in enumerate(self._window.fetched):
-            if at in stable:
+        for position, chunk in enumerate(self._window.fetched):
+            if position in stable:
                 fetches.append(_Fetch(chunk, seen[chunk.number]))
             seen[chunk.number] += 1
         return fetches
@@ -167,13 +167,13 @@ def in_common(lists: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Returns the places, in each of these lists, of what all of them have in one order."""
     first, *others = lists
     if all(other == first for other in others):
-        return [(at,) * len(lists) for at in range(len(first))]
+        return [(position,) * len(lists) for position in range(len(first))]
     starts, common = [0] * len(others), []
-    for at, value in enumerate(first):
+    for position, value in enumerate(first):
         ends = (start + _REACH for start in starts)
         near = [other[start:end] for other, start, end in zip(others, starts, ends, strict=True)]
         if all(value in values for values in near):
-            found = [start + values.index(value) for start, values in zip(starts, near, strict=True)]
-            common.append((at, *found))
-            starts = [place + 1 for place in found]
+            positions = [start + values.index(value) for start, values in zip(starts, near, strict=True)]
+            common.append((position, *positions))
+            starts = [place + 1 for place in positions]
     return common

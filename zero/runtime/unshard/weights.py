@@ -63,8 +63,8 @@ class ShardedWeights:
 
     @property
     def num_disk_bytes(self) -> int:
-        own = sum(share.memory.nbytes for bucket, share in self._shares.items() if self._is_on_disk(bucket))
-        return own + (0 if self._frozen is None else self._frozen.num_disk_bytes)
+        num_bytes = sum(share.memory.nbytes for bucket, share in self._shares.items() if self._is_on_disk(bucket))
+        return num_bytes + (0 if self._frozen is None else self._frozen.num_disk_bytes)
 
     def _is_on_disk(self, bucket: int) -> bool:
         layout = self.layout_ref.layout
@@ -91,11 +91,11 @@ class ShardedWeights:
         with torch.inference_mode(False):  # steps will change it
             for index in layout.buckets_in(chunk):
                 bucket = layout.buckets[index]
-                own = bucket.share(self.exchange.group.inner.rank)
+                span = bucket.share(self.exchange.group.inner.rank)
                 values, lives_on = self._memory.take_share(index, whole)
                 if not source.is_meta:  # else it gets values later
-                    values.copy_(source[own.start : own.stop])
-                self._shares[index] = self.exchange.add(self._first_number + 2 * index, bucket.span, own, values, lives_on)
+                    values.copy_(source[span.start : span.stop])
+                self._shares[index] = self.exchange.add(self._first_number + 2 * index, bucket.span, span, values, lives_on)
         shares = [self._shares[index] for index in layout.buckets_in(chunk)]
         self.chunks[chunk] = ShardedChunk(self.exchange, layout.chunks[chunk].numel, dtype, shares, whole)
         return False
@@ -212,11 +212,11 @@ class ShardedWeights:
 
     def share_moves(self, moved: Moved) -> Iterator[Move]:
         for chunk in self.chunks:
-            there = [index for index in self.layout_ref.layout.buckets_in(chunk) if not self._shares[index].memory.is_cpu]
-            if there and self.exchange.is_alone and self.chunks[chunk].common is not None:
+            on_device = [index for index in self.layout_ref.layout.buckets_in(chunk) if not self._shares[index].memory.is_cpu]
+            if on_device and self.exchange.is_alone and self.chunks[chunk].common is not None:
                 yield partial(self._move_all, chunk, moved)
             else:
-                yield from (partial(self._move_share, self._shares[index], moved) for index in there)
+                yield from (partial(self._move_share, self._shares[index], moved) for index in on_device)
         if self._frozen is not None:
             yield from self._frozen.share_moves(moved)
 
@@ -240,7 +240,7 @@ class ShardedWeights:
         self.chunks[chunk].move(common)
         for index in self.layout_ref.layout.buckets_in(chunk):
             share = self._shares[index]
-            share.memory, share.is_renewed = common[share.own.start : share.own.stop], True
+            share.memory, share.is_renewed = common[share.span.start : share.span.stop], True
             self.exchange.versions.move(share.number, share.memory)
 
     # a step ------------------------------------------------------------------------------------------------------
@@ -266,8 +266,8 @@ class ShardedWeights:
 
     def _plain_unwritten(self) -> dict[str, torch.Tensor]:
         """Plain tensors that have no values yet."""
-        found = {name: (made(), version) for name, (made, version) in self._unwritten.items()}
-        empty = {name: tensor for name, (tensor, version) in found.items() if tensor is not None and tensor._version == version}
+        pairs = {name: (made(), version) for name, (made, version) in self._unwritten.items()}
+        empty = {name: tensor for name, (tensor, version) in pairs.items() if tensor is not None and tensor._version == version}
         self._unwritten = {name: self._unwritten[name] for name in empty}
         return empty
 

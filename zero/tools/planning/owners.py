@@ -54,10 +54,10 @@ class Owners:
 
 def for_muon(params: Sequence[ParamSpec]) -> list[ParamSpec]:
     """Puts what `"type": "Muon"` in a configuration gives to Muon into a group of its own, with the work of each."""
-    found = []
+    specs = []
     for spec in params:
         is_matrix = is_for_muon(spec.name, len(spec.shape))
-        found.append(replace(spec, work=spec.numel * min(spec.shape[-2:])) if is_matrix else replace(spec, group=1))
-    if not any(spec.work for spec in found):
+        specs.append(replace(spec, work=spec.numel * min(spec.shape[-2:])) if is_matrix else replace(spec, group=1))
+    if not any(spec.work for spec in specs):
         raise ValueError("Cannot plan for Muon: there is no matrix. Give a model's config.json, or a function that makes it.")
-    return found
+    return specs

@@ -59,7 +59,7 @@ def _parts_of(numel: int, dtype: str, bucket_bytes: int) -> tuple[ParamSpec, ...
         raise ValueError(f"Cannot plan a model of {numel} parameters: it has at least one. Give more.")
     most = max(1, bucket_bytes // ITEM_BYTES[dtype])
     sizes = [most] * (numel // most) + [numel % most] * bool(numel % most)
-    return tuple(ParamSpec(str(at), (size,), dtype) for at, size in enumerate(sizes))
+    return tuple(ParamSpec(str(index), (size,), dtype) for index, size in enumerate(sizes))
 
 
 def _from_config(path: Path, dtype: str | None) -> Subject:
@@ -110,13 +110,13 @@ def _function(text: str) -> Callable[..., Any]:
         if not Path(place).is_file():
             raise ValueError(f"Cannot use {text!r}: there is no file {place!r}. Give the path of a Python script.")
         sys.path.insert(0, str(Path(place).resolve().parent))  # as if the script itself had been started
-        found = runpy.run_path(place, run_name="planned_script").get(name)
+        target = runpy.run_path(place, run_name="planned_script").get(name)
     else:
         sys.path.insert(0, "")
-        found = getattr(importlib.import_module(place), name, None)
-    if not callable(found):
+        target = getattr(importlib.import_module(place), name, None)
+    if not callable(target):
         raise ValueError(f"Cannot use {text!r}: there is no such function in {place}. Define it at the top.")
-    function: Callable[..., Any] = found
+    function: Callable[..., Any] = target
     return function
 
 

@@ -175,18 +175,18 @@ def _step(engine: Engine, options: Options, text: Text, records: MetricsWriter, 
         losses.append(loss.detach() * (len(part) / options.batch))
         engine.backward(loss)
         engine.step()
-    mine = accelerators.current().memory()
-    here = [float(torch.stack(losses).sum()), mine.allocated or 0, wish.look() or ""]
-    told = [json.loads(message) for message in exchange_texts(group, json.dumps(here))]
+    memory = accelerators.current().memory()
+    local = [float(torch.stack(losses).sum()), memory.allocated or 0, wish.look() or ""]
+    gathered = [json.loads(message) for message in exchange_texts(group, json.dumps(local))]
     seconds = time.perf_counter() - began
     record = records.write(
-        loss=math.fsum(loss for loss, _, _ in told),
+        loss=math.fsum(loss for loss, _, _ in gathered),
         seconds=round(seconds, 4),
         tokens_per_second=round(options.batch * options.context / seconds, 1),
         ranks=group.size,
-        memory_by_rank=[allocated for _, allocated, _ in told],
+        memory_by_rank=[allocated for _, allocated, _ in gathered],
     )
-    return record, next((reason for _, _, reason in told if reason), "")
+    return record, next((reason for _, _, reason in gathered if reason), "")
 
 
 def _forget_after(path: Path, step: int) -> None:

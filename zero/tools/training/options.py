@@ -63,7 +63,7 @@ class Options:
 
     def homes_at(self, stage: int) -> dict[str, str]:
         """Where each kind of state lives at a stage; weights have a home of their own at that of the training alone."""
-        found = {}
+        homes = {}
         for given in self.homes:
             kind, _, place = given.partition("=")
             if kind not in (WEIGHTS, *KINDS) or not place:
@@ -72,8 +72,8 @@ class Options:
                     " and of cpu, disk:/a/directory."
                 )
             if kind != WEIGHTS or stage == self.stage:
-                found[kind] = place
-        return found
+                homes[kind] = place
+        return homes
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises where some rank would have nothing to do."""

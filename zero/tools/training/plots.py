@@ -65,7 +65,7 @@ def layers(xs: Numbers, series: Mapping[str, Numbers], tell: Callable[[float], s
 
 
 def _colors(series: Mapping[str, Numbers]) -> list[str]:
-    return [COLORS[at % len(COLORS)] for at in range(len(series))]
+    return [COLORS[index % len(COLORS)] for index in range(len(series))]
 
 
 def _drawing(
@@ -79,8 +79,8 @@ def _drawing(
     for value in ticks(frame.first, frame.last):
         parts.append(f'<text x="{frame.x(value):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{value:g}</text>')
     parts += drawn
-    for at, (name, color) in enumerate(zip(series, _colors(series), strict=True)):
-        y = TOP + 8 + 18 * at
+    for index, (name, color) in enumerate(zip(series, _colors(series), strict=True)):
+        y = TOP + 8 + 18 * index
         parts.append(f'<rect x="{WIDTH - RIGHT + 14}" y="{y - 8}" width="11" height="11" fill="{color}"/>')
         parts.append(f'<text x="{WIDTH - RIGHT + 31}" y="{y + 2}">{html.escape(name)}</text>')
     return "\n".join([*parts, "</svg>"])

@@ -75,8 +75,8 @@ class Verification:
 
     def __str__(self) -> str:
         where = f"{self.num_parameters} parameters, stage {self.stage}, ranks: {self.num_ranks}, steps: {self.num_steps}"
-        told = "equal" if self.first is None else f"different: {self.first}"
-        return "\n".join([f"{told} ({where})", *(f"tolerance of {line}" for line in self.tolerance)])
+        result = "equal" if self.first is None else f"different: {self.first}"
+        return "\n".join([f"{result} ({where})", *(f"tolerance of {line}" for line in self.tolerance)])
 
     def as_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -126,21 +126,21 @@ class _Subject:
         accelerator = accelerators.current()
         optimizer = as_one(optimizer)
         is_made = isinstance(optimizer, torch.optim.Optimizer)
-        own, given = copy.deepcopy((model, optimizer if is_made else None))
-        example = given if is_made or optimizer is None else given_optimizer(optimizer, list(own.parameters()))
+        replica, given = copy.deepcopy((model, optimizer if is_made else None))
+        example = given if is_made or optimizer is None else given_optimizer(optimizer, list(replica.parameters()))
         config = effective(read_config(source, Implied(world_size=group.size)), example, None, accelerator)
         if example is None and config.optimizer is None:
             raise ValueError("Cannot verify a training without an optimizer. Pass optimizer=, or write one in config.")
         config = config.model_copy(update={"report": Report()})  # what is tried here is no part of the training's own log
         check_supported(config)
-        move(own, accelerator.device())
+        move(replica, accelerator.device())
         for param, state in given.state.items() if given is not None else ():
             state.update({key: value.to(param.device) for key, value in state.items() if _is_elementwise(value, param)})
-        for tensor in (*own.parameters(), *own.buffers()):
+        for tensor in (*replica.parameters(), *replica.buffers()):
             if tensor.numel():
                 first = group.all_gather_bytes(bytes_of(tensor))[0]
                 tensor.data.copy_(torch.frombuffer(bytearray(first), dtype=tensor.dtype).reshape(tensor.shape))
-        return _Subject(own, given, None if is_made else optimizer, config, group)
+        return _Subject(replica, given, None if is_made else optimizer, config, group)
 
     def copied(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """A copy of the model, and an optimizer of its own."""
@@ -221,9 +221,9 @@ class _Pair:
 
     def _tolerance_of(self, dtype: str) -> str:
         sums = dtype_name(sum_dtype(getattr(torch, dtype)))
-        told = f"{dtype}: {_ROUNDINGS} roundings of {sums} a step, and of what moved {_FIRST_STEP:g}, {self._later:g} later"
-        told = told if sums == dtype else f"{told}; one rounding to {dtype} in the weights"
-        return f"{told}; of what Muon moved {_LATER_STEPS['bfloat16']:g}" if self._rounded else told
+        text = f"{dtype}: {_ROUNDINGS} roundings of {sums} a step, and of what moved {_FIRST_STEP:g}, {self._later:g} later"
+        text = text if sums == dtype else f"{text}; one rounding to {dtype} in the weights"
+        return f"{text}; of what Muon moved {_LATER_STEPS['bfloat16']:g}" if self._rounded else text
 
     @property
     def _later(self) -> float:
@@ -233,10 +233,10 @@ class _Pair:
     def difference(self, step: int) -> tuple[int, Difference] | None:
         """The first on this rank, in the order of the parameters, with the parameter's number."""
         for index, name in enumerate(self.names):
-            for what, found, expected, moved in self._tensors(index):
+            for what, actual, expected, moved in self._tensors(index):
                 by_muon = self._plain_number[index] in self._rounded and what in ("weight", "master")
                 part = _FIRST_STEP if step == 0 and not by_muon else self._later
-                wrong = _compared(found, expected, moved, part, step + 1)
+                wrong = _compared(actual, expected, moved, part, step + 1)
                 if wrong is not None:
                     return index, Difference(step, name, what, self._sharded.sharding.group.rank, *wrong)
         return None
@@ -248,51 +248,53 @@ class _Pair:
         master, moved, form = plain.masters[number], plain.moved[number], sharding.window.grad_ops.formats[index]
         state = plain.inner.state.get(master, {})
         yield "weight", sharding.params.tensors[index], plain.weights[number], moved
-        for piece, mine in sharding.masters.of(index):
-            here = slice(piece.in_param.start, piece.in_param.stop)
-            yield "master", form.line_of(mine), form.flatten(master)[here], moved
-            own = self._sharded.inner.state.get(mine, {})
-            if own.keys() != state.keys():
-                yield f"state ({', '.join(own) or 'none'}; plain: {', '.join(state) or 'none'})", _ONE, 0 * _ONE, 0.0
+        for piece, local in sharding.masters.of(index):
+            span = slice(piece.in_param.start, piece.in_param.stop)
+            yield "master", form.line_of(local), form.flatten(master)[span], moved
+            local_state = self._sharded.inner.state.get(local, {})
+            if local_state.keys() != state.keys():
+                yield f"state ({', '.join(local_state) or 'none'}; plain: {', '.join(state) or 'none'})", _ONE, 0 * _ONE, 0.0
                 continue
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    goes_along = value.shape == master.shape and own[key].shape == mine.shape
-                    mine_of, values = (form.line_of(own[key]), form.flatten(value)[here]) if goes_along else (own[key], value)
-                    yield key, mine_of, values, float(value.abs().max()) if value.numel() else 0.0
+                    goes_along = value.shape == master.shape and local_state[key].shape == local.shape
+                    actual, expected = (
+                        (form.line_of(local_state[key]), form.flatten(value)[span]) if goes_along else (local_state[key], value)
+                    )
+                    yield key, actual, expected, float(value.abs().max()) if value.numel() else 0.0
 
 
 _ONE = torch.ones(1)
 
 
 def _compared(
-    found: torch.Tensor, expected: torch.Tensor, moved: float, part: float, num_steps: int
+    actual: torch.Tensor, expected: torch.Tensor, moved: float, part: float, num_steps: int
 ) -> tuple[float, float, float, float] | None:
     """Where two tensors differ most and by more than is allowed: what is there, what should be, the difference, the limit."""
     if not expected.numel():
         return None
     wide = sum_dtype(expected.dtype) if expected.is_floating_point() else torch.float64
-    mine, theirs = found.detach().to(wide), expected.detach().to(found.device, wide)
-    same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+    output, target = actual.detach().to(wide), expected.detach().to(actual.device, wide)
+    same = (output == target) | (output.isnan() & target.isnan())
     if bool(same.all()):
         return None
-    limit = theirs.abs().nan_to_num(posinf=0.0).max() * (_ROUNDINGS * num_steps * torch.finfo(wide).eps) + part * moved
-    limits = limit + theirs.abs().nan_to_num(posinf=0.0) * (torch.finfo(expected.dtype).eps if expected.dtype != wide else 0.0)
-    excess = torch.where(same, 0.0, (mine - theirs).abs().nan_to_num(nan=torch.inf) - limits)
-    at = int(excess.reshape(-1).argmax())
-    if not bool(excess.reshape(-1)[at] > 0):
+    limit = target.abs().nan_to_num(posinf=0.0).max() * (_ROUNDINGS * num_steps * torch.finfo(wide).eps) + part * moved
+    limits = limit + target.abs().nan_to_num(posinf=0.0) * (torch.finfo(expected.dtype).eps if expected.dtype != wide else 0.0)
+    excess = torch.where(same, 0.0, (output - target).abs().nan_to_num(nan=torch.inf) - limits)
+    index = int(excess.reshape(-1).argmax())
+    if not bool(excess.reshape(-1)[index] > 0):
         return None
-    here, there = float(mine.reshape(-1)[at]), float(theirs.reshape(-1)[at])
-    return here, there, abs(here - there), float(limits.reshape(-1)[at])
+    value, target_value = float(output.reshape(-1)[index]), float(target.reshape(-1)[index])
+    return value, target_value, abs(value - target_value), float(limits.reshape(-1)[index])
 
 
-def _first_of_all(mine: tuple[int, Difference] | None, group: Group) -> Difference | None:
+def _first_of_all(local: tuple[int, Difference] | None, group: Group) -> Difference | None:
     """The difference of the first parameter, and of the first rank that has one there; the same on every rank."""
-    texts = exchange_texts(group, json.dumps(None if mine is None else [mine[0], asdict(mine[1])]))
-    told = [found for found in map(json.loads, texts) if found is not None]
-    if not told:
+    texts = exchange_texts(group, json.dumps(None if local is None else [local[0], asdict(local[1])]))
+    entries = [entry for entry in map(json.loads, texts) if entry is not None]
+    if not entries:
         return None
-    _, difference = min(told, key=lambda one: (one[0], one[1]["rank"]))
+    _, difference = min(entries, key=lambda one: (one[0], one[1]["rank"]))
     return Difference(**difference)
 
 

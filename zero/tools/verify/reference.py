@@ -74,10 +74,10 @@ class PlainRun:
 
     def _global_grad(self, index: int, scale: float) -> torch.Tensor | None:
         """The sum over the ranks, divided as was asked; None where no rank had a gradient."""
-        master, mine = self.masters[index], self._sums.get(index)
-        values = torch.zeros_like(master) if mine is None else mine
+        master, local_sum = self.masters[index], self._sums.get(index)
+        values = torch.zeros_like(master) if local_sum is None else local_sum
         sent = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        messages = self._group.all_gather_bytes(bytes([mine is not None]) + sent)
+        messages = self._group.all_gather_bytes(bytes([local_sum is not None]) + sent)
         if not any(message[0] for message in messages):
             return None
         total = torch.zeros(master.numel(), dtype=master.dtype)
