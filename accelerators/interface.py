@@ -104,8 +104,9 @@ class Accelerator:
     def reset_peak_memory(self, index: int | None = None) -> None:
         """Begins a new peak. Where the device cannot, `peak_since` stays at "process start"."""
         index = self._index(index)
-        if self._ask("reset_peak_memory_stats", index, default=_ABSENT) is not _ABSENT:
-            self._peaks_reset.add(index)
+        with contextlib.suppress(RuntimeError):  # how some devices say so
+            if self._ask("reset_peak_memory_stats", index, default=_ABSENT) is not _ABSENT:
+                self._peaks_reset.add(index)
 
     def _peak_since(self, index: int) -> Literal["last reset", "process start"]:
         return "last reset" if index in self._peaks_reset else "process start"

@@ -85,9 +85,11 @@ def test_memory_that_torch_keeps_for_later_is_available(give):
 
 def test_a_peak_that_the_module_cannot_reset_is_since_process_start(give):
     counters = {"memory_allocated": lambda i: 10, "max_memory_allocated": lambda i: 20}
-    it = give(fake_device_module(2, **counters))
-    it.reset_peak_memory()
-    assert it.memory().peak_since == "process start"
+    refused = {"reset_peak_memory_stats": refuse(RuntimeError)}
+    for functions in (counters, counters | refused):
+        it = give(fake_device_module(2, **functions))
+        it.reset_peak_memory()
+        assert it.memory().peak_since == "process start"
     it = give(fake_device_module(2, **counters, reset_peak_memory_stats=lambda i: None))
     it.reset_peak_memory(1)
     assert (it.memory(0).peak_since, it.memory(1).peak_since) == ("process start", "last reset")

@@ -171,7 +171,7 @@ def test_a_gpt_of_a_million_parameters_ends_at_most_1_percent_above_the_loss_wit
 
 
 class Float8:
-    """A code as somebody may add it."""
+    """A code as somebody may add it. The largest number of its dtype is 448."""
 
     def __init__(self, seed):
         """It draws no random numbers."""
@@ -180,7 +180,8 @@ class Float8:
         return numel
 
     def encode(self, rows, messages):
-        messages.copy_(rows.to(torch.float8_e4m3fn).view(torch.uint8))
+        finite = torch.where(rows.isfinite(), rows.clamp(-448.0, 448.0), torch.nan)
+        messages.copy_(finite.to(torch.float8_e4m3fn).view(torch.uint8))
 
     def decode(self, messages, numel):
         return messages.view(torch.float8_e4m3fn).float()
@@ -190,9 +191,29 @@ def test_every_name_has_a_code():
     assert set(get_args(Coded)) == set(CODES)
 
 
+ALL_CODES = pytest.mark.parametrize("code", [*CODES.values(), Float8])
+
+
+@ALL_CODES
+def test_a_code_keeps_its_sizes_and_what_is_not_finite(code):
+    code = code(0)
+    for numel in (1, 2, 255, 256, 1000):
+        rows = torch.linspace(-1e30, 1e30, 3 * numel).view(3, numel)
+        rows[1, numel // 2] = torch.inf
+        rows[2, numel // 3] = torch.nan
+        size = code.num_bytes(numel)
+        memory = torch.full((4, size), 255, dtype=torch.uint8)
+        code.encode(rows, memory[1:])  # they begin after another message
+        numbers = code.decode(memory[1:], numel)
+        assert numbers.dtype == torch.float32 and numbers.shape == rows.shape
+        assert numbers[0].isfinite().all()
+        assert not numbers[1, numel // 2].isfinite() and not numbers[2, numel // 3].isfinite()
+
+
+@ALL_CODES
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_another_code_needs_nothing_but_its_name(monkeypatch, stage):
-    monkeypatch.setitem(CODES, "int8", Float8)
+def test_a_code_needs_nothing_but_its_name(monkeypatch, stage, code):
+    monkeypatch.setitem(CODES, "int8", code)
     begun = mlp()
 
     def program(group, reduce_dtype):
@@ -202,8 +223,9 @@ def test_another_code_needs_nothing_but_its_name(monkeypatch, stage):
         ledger.section = "training"
         losses = train(model, optimizer, group.rank, 5)
         sent = [entry.num_bytes for entry in ledger.of("training", "all_to_all")]
-        buckets = [bucket.share_numel * group.size for bucket in optimizer.sharding.layout_ref.layout.buckets]
-        return losses, [weight.clone() for weight in weights(model)], sent == 5 * buckets
+        shares = [bucket.share_numel for bucket in optimizer.sharding.layout_ref.layout.buckets]
+        is_sent = sent == 5 * [code(0).num_bytes(numel) * group.size for numel in shares]
+        return losses, [weight.clone() for weight in weights(model)], is_sent
 
     coded, exact = (run_ranks(2, partial(program, reduce_dtype=dtype)) for dtype in ("int8", None))
     for (losses, found, is_sent), (expected, _, _) in zip(coded, exact, strict=True):
@@ -219,8 +241,11 @@ def test_one_rank_sends_nothing_and_is_plain_torch():
     assert all(torch.equal(one, other) for one, other in zip(*map(weights, models), strict=True))
 
 
+@ALL_CODES
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_is_skipped_by_all_and_forgotten(value):
+def test_a_gradient_that_is_not_finite_is_skipped_by_all_and_forgotten(monkeypatch, value, code):
+    monkeypatch.setitem(CODES, "int8", code)
+
     def program(group):
         model = mlp()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)

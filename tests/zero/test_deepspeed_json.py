@@ -777,11 +777,6 @@ def test_the_command_refuses_a_file_with_the_reason_on_stderr(capsys):
     assert said.out == "" and "Did you mean 'loss_scale_window'?" in said.err
 
 
-if __name__ == "__main__":
-    for json_file in FILES:
-        json_file.with_suffix(".txt").write_text(golden(json_file))
-
-
 def test_within_one_block_all_problems_are_told_too():
     tree = {
         "fp16": {"enabled": True, "initial_scale_power": 900, "loss_scale_window": 0, "hysteresis": 0, "min_loss_scale": -1},

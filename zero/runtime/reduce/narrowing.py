@@ -67,7 +67,11 @@ class RoundedTo(AsItIs):
 
 
 class Code(Protocol):
-    """Numbers as bytes. A transport need not be able to add them: they are read where they arrive."""
+    """Numbers as bytes. A transport need not be able to add them: they are read where they arrive.
+
+    What is not finite comes out so, and what is finite comes out finite, however large. A message may begin at any multiple of
+    its size.
+    """
 
     def num_bytes(self, numel: int) -> int:
         """Of the message for so many numbers."""
