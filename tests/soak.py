@@ -32,7 +32,7 @@ import zero
 from tests import ranks
 from tests.faults import FailingAdamW, end_as_the_interpreter_does
 from zero.checkpoint.values import first_difference
-from zero.errors import GroupLost, ZeroError
+from zero.errors import GroupLost, RanksDiffer, ZeroError
 
 WORLD = 2
 LIMIT_S = 3.0  # of the ranks; one that stalls does so for more than twice as long
@@ -172,8 +172,11 @@ class Program:
                 self.go_on_after(error, torn and isinstance(error, Trouble))
                 continue
             self.schedule.step()
-            if self.finish_step() is not None:
-                return "ends, and starts again"
+            try:
+                if self.finish_step() is not None:
+                    return "ends, and starts again"
+            except RanksDiffer as error:  # this rank came to a save, and the other one failed in the update before
+                self.go_on_after(error, torn=False)
         self.save(steps, async_save=False)
         return None
 
@@ -202,7 +205,7 @@ class Program:
         return ends if ends is not None and ends.kind == "ends, and starts again" else None
 
     def go_on_after(self, error: Exception, torn: bool) -> None:
-        if isinstance(error, GroupLost):
+        if isinstance(error, (GroupLost, RanksDiffer)):
             self.note("rebuild")
             try:
                 self.optimizer.rebuild()
@@ -210,7 +213,11 @@ class Program:
                 torn = True
         else:
             self.note("clear")
-            self.optimizer.zero_grad()
+            try:
+                self.optimizer.zero_grad()
+            except RanksDiffer as lost:  # the other one has stepped, and came to a save
+                self.go_on_after(lost, torn)
+                return
         if self.optimizer.any_rank(torn):
             self.done = self.load()
 
@@ -291,6 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=20260801)
     given = parser.parse_args(arguments)
+    print(f"seed {given.seed}", flush=True)
     planned = faults(given.steps, given.seed)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         begun = time.monotonic()

@@ -1,6 +1,7 @@
 """A group of parameters is added whole, or everything is as it was: also where adding it fails in the middle."""
 
 import itertools
+import os
 import sys
 from collections import deque
 from functools import partial
@@ -12,6 +13,7 @@ from torch import nn
 from tests.promises.loops import on_ranks
 from tests.zoo.case import filled
 from zero.errors import ZeroError
+from zero.memory.homes.file import StateFile
 from zero.memory.shard import LayoutRef
 from zero.optim.several import Optimizers
 from zero.runtime.grads import ownership
@@ -104,7 +106,8 @@ def parts_of(value):
         return None
     slots = {name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())}
     names = sorted({*slots, *getattr(value, "__dict__", ())})
-    return {name: getattr(value, name) for name in names if hasattr(value, name) and (type(value), name) not in CACHES}
+    parts = {name: getattr(value, name) for name in names if hasattr(value, name) and (type(value), name) not in CACHES}
+    return {**parts, "size on disk": os.fstat(value.fileno()).st_size} if isinstance(value, StateFile) else parts
 
 
 def changes(before, after):
@@ -289,8 +292,10 @@ def test_a_layer_that_took_the_place_of_another_is_trained_once_it_was_added(sta
     def swapped(model, optimizer, rank):
         for step in range(4):
             if step == 2:
-                model[1] = filled(nn.Linear(6, 2), real=True)
-                optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.01})
+                model[1] = filled(nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 3)), real=True)
+                model[1][1].bias.requires_grad_(False)
+                optimizer.add_param_group({"params": [model[1][0].weight, model[1][1].weight], "lr": 0.01})
+                optimizer.add_param_group({"params": [model[1][0].bias], "weight_decay": 0.0})
             loss_of(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -30,7 +30,7 @@ from tests.devices import needs_linux, needs_sim
 from tests.faults import end_as_the_interpreter_does
 from tests.zoo.case import filled
 from zero.comm.loopback import run_ranks
-from zero.errors import GroupLost, NonFinite, RankFailed, RanksDiffer
+from zero.errors import CheckpointFailed, GroupLost, NonFinite, RankFailed, RanksDiffer
 
 LIMIT_S = 1.5
 
@@ -125,9 +125,9 @@ def test_close_at_stage_3_can_be_tried_again_after_rebuild():
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def lose_it_in_the_update(rank, world, folder):
+def lose_it_in_the_update(rank, world, folder, stage, clears):
     model = small()
-    optimizer = sharded(model)
+    optimizer = sharded(model, stage=stage)
     one_step(model, optimizer, rank, 0)
     zero.save(folder, optimizer)
     model(torch.ones(1, 4)).sum().backward()
@@ -135,6 +135,8 @@ def lose_it_in_the_update(rank, world, folder):
     with broken or contextlib.nullcontext(), pytest.raises(MemoryError) if rank == 1 else contextlib.nullcontext():
         optimizer.step()
     model.zero_grad()  # which no other rank hears of
+    if clears:
+        optimizer.zero_grad()  # of this all do
     for _ in range(2):
         with pytest.raises(RanksDiffer, match=r"rank 1 was lost in the middle of a step.*Load a checkpoint"):
             optimizer.rebuild()
@@ -143,8 +145,89 @@ def lose_it_in_the_update(rank, world, folder):
     return optimizer.any_rank(rank == 1)
 
 
-def test_ranks_lost_in_the_middle_of_a_step_are_connected_but_told_to_load_and_go_on_from_that(tmp_path):
-    assert ranks.run(2, lose_it_in_the_update, tmp_path) == [True, True]
+@pytest.mark.parametrize(("stage", "clears"), [(2, False), (2, True), (3, True)])
+def test_ranks_lost_in_the_middle_of_a_step_are_connected_but_told_to_load_and_go_on_from_that(tmp_path, stage, clears):
+    assert ranks.run(2, lose_it_in_the_update, tmp_path, stage, clears) == [True, True]
+
+
+def torn_alone(rank, world, folder, stage, how):
+    """One rank fails in the middle of an update, and all go on. Returns losses from what was loaded on, and what was raised."""
+    model = small()
+    optimizer = sharded(model, stage=stage)
+    one_step(model, optimizer, rank, 0)
+    zero.save(folder, optimizer)
+    model(torch.full((1, 4), float(rank))).square().mean().backward()
+    broken = mock.patch.object(optimizer.sharding.updater, "step", side_effect=MemoryError) if rank == 1 else None
+    with broken or contextlib.nullcontext(), pytest.raises(MemoryError) if rank == 1 else contextlib.nullcontext():
+        optimizer.step()
+    raised = None
+    if how == "next step":
+        model.zero_grad()
+        with pytest.raises(RankFailed, match=r"rank 1 failed.* in the update") as caught:
+            one_step(model, optimizer, rank, 1)
+        raised = str(caught.value)
+        optimizer.zero_grad()
+        with pytest.raises(CheckpointFailed, match=r"rank 1: ValueError: Cannot save: an update or a load failed"):
+            zero.save(folder, optimizer, "torn")
+    zero.load(folder, optimizer)
+    one_step(model, optimizer, rank, 1)
+    optimizer.check()
+    optimizer.rebuild()  # the weights are whole
+    return raised, optimizer.whole_state(model[0].weight)["momentum_buffer"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_update_that_failed_on_one_rank_is_told_at_the_next_step_and_mended_by_a_load(tmp_path, stage):
+    at_once, told = (ranks.run(2, torn_alone, tmp_path / how, stage, how) for how in ("load at once", "next step"))
+    assert told[0][0] == told[1][0] is not None
+    assert all(torch.equal(one[1], at_once[0][1]) for one in (*at_once, *told))
+
+
+def torn_while_another_saves(rank, world, folder):
+    model = small()
+    optimizer = sharded(model)
+    one_step(model, optimizer, rank, 0)
+    zero.save(folder, optimizer, async_save=True)  # of which ranks tell each other later
+    model(torch.full((1, 4), float(rank))).square().mean().backward()
+    if rank == 0:
+        with mock.patch.object(optimizer.sharding.updater, "step", side_effect=MemoryError), pytest.raises(MemoryError):
+            optimizer.step()
+        with pytest.raises(RanksDiffer, match="rank 1 of 2 came to a save"):
+            optimizer.zero_grad()
+    else:
+        optimizer.step()
+        with pytest.raises(RanksDiffer, match="rank 1 of 2 came to a save"):
+            zero.save(folder, optimizer)
+    with pytest.raises(RanksDiffer, match="rank 0 was lost in the middle of a step, and rank 1 has taken 2"):
+        optimizer.rebuild()
+    zero.load(folder, optimizer)
+    one_step(model, optimizer, rank, 1)
+    optimizer.check()
+    return optimizer.sharding.window.sync.step
+
+
+def test_where_ranks_parted_before_they_told_of_a_save_they_do_so_after_rebuild(tmp_path):
+    assert ranks.run(2, torn_while_another_saves, tmp_path) == [2, 2]
+
+
+def of_different_steps(rank, world, folder):
+    model = small()
+    optimizer = sharded(model)
+    one_step(model, optimizer, rank, 0)
+    zero.save(folder, optimizer)
+    if rank == 1:
+        optimizer.sharding.window.sync.count_step()
+    for _ in range(2):
+        with pytest.raises(RanksDiffer, match="so their weights differ"):
+            optimizer.rebuild()
+    zero.load(folder, optimizer)
+    optimizer.rebuild()
+    one_step(model, optimizer, rank, 1)
+    return optimizer.sharding.window.sync.step
+
+
+def test_ranks_that_were_lost_after_different_steps_load_and_go_on(tmp_path):
+    assert ranks.run(2, of_different_steps, tmp_path) == [2, 2]
 
 
 # Time limits ------------------------------------------------------------------------------------------------------------

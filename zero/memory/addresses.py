@@ -1,4 +1,4 @@
-"""Where memory lies. No other file finds out by an address which memory a tensor has.
+"""Where memory lies: what finds out by an address which memory a tensor has asks here.
 
 Everywhere else a parameter is its number in the table. Code that exchanges memory through `.data`, or by `model.half()`,
 reports it nowhere, and no version counter counts it: only the address shows it. What hands addresses on, to C++, to files or to

@@ -45,6 +45,7 @@ class Masters:
         self.layout_ref = layout_ref
         self.rank = rank
         self.formats = formats
+        self.is_whole = True  # False once an update or a load failed in the middle, until one is complete
         self._rounded_at_start = rounded
         self._weights = weights
         self._fetched: dict[int, tuple[Transfer, torch.Tensor]] = {}  # weights in their masters' home, or on their way to it

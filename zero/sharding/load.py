@@ -79,7 +79,7 @@ def load_from(
         about.sharding.placer.weights.check_edits(loading.written())
         loading.take_plain()
         about.sharding.offloader.give_up()
-        optimizer.zero_grad()
+        about.sharding.window.end(on_all=True)
         about.sharding.publisher.take_edits()
         loading.fill_unshared()
         about.sharding.publisher.begin()

@@ -60,7 +60,7 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
         for sharding in sharded:
             sharding.placer.weights.check_edits(match.keys)
         for optimizer in optimizers:
-            optimizer.zero_grad()
+            optimizer.sharding.window.end(on_all=True)
             optimizer.sharding.publisher.take_edits()
             optimizer.sharding.window.reducer.inflight.forget_errors()
         rest = {tensor: files.tensors[key] for tensor, key in match.keys.items()}

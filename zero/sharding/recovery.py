@@ -7,19 +7,17 @@ from typing import Any
 
 from zero.comm.exchange import exchange_texts
 from zero.errors import RanksDiffer
-from zero.runtime.grads.phase import Phase
 from zero.sharding.state import ShardingState
 
 
 def rebuild(sharding: ShardingState, group: Any) -> None:
-    """Connects all ranks anew and drops what was on its way. Raises on all of them where some rank had stepped already or is in
-    the middle of a step; the new connections then serve to load a checkpoint. A collective."""
+    """Connects all ranks anew and drops what was on its way. Raises on all of them where some rank had stepped already or
+    failed in the middle of a step; the new connections then serve to load a checkpoint. A collective."""
     window, sync = sharding.window, sharding.window.sync
-    is_torn = window.phase is Phase.TORN
     sharding.group.reconnect(group)
     window.reducer.restart()
     sharding.publisher.abandon()
-    if not is_torn:
+    if sharding.masters.is_whole:
         sharding.masters.streams.flush()  # what was written to masters since the last step
     sharding.masters.abandon()
     sharding.placer.weights.reconnect()
@@ -28,14 +26,19 @@ def rebuild(sharding: ShardingState, group: Any) -> None:
         "steps": sync.step,
         "settled": sync.sync_count,
         "layout": sharding.layout_ref.layout.digest,
-        "torn": is_torn,
+        "torn": not sharding.masters.is_whole,
     }
     everyone = [json.loads(text) for text in exchange_texts(sharding.group, json.dumps(local))]
     sync.sync_count = max(progress["settled"] for progress in everyone)
+    most = max(progress["steps"] for progress in everyone)
+    ahead = next((rank for rank, progress in enumerate(everyone) if progress["steps"] == most and not progress["torn"]), 0)
     for rank, progress in enumerate(everyone):
-        moment = "in the middle of a step" if progress["torn"] else f"after {progress['steps']} steps"
-        if progress["torn"] or (progress["steps"], progress["layout"]) != (everyone[0]["steps"], everyone[0]["layout"]):
+        same = all(progress[name] == everyone[ahead][name] for name in ("steps", "layout"))
+        if progress["torn"] or not same:
+            sharding.masters.is_whole &= sync.step == most  # a rank that is behind lacks a step that others have taken
+            sync.go_on_from(most)  # so that all are at the same one as they load
+            moment = "in the middle of a step" if progress["torn"] else f"after {progress['steps']} steps"
             raise RanksDiffer(
-                f"Cannot go on after rebuild: rank {rank} was lost {moment}, rank 0 after {everyone[0]['steps']}, so their "
+                f"Cannot go on after rebuild: rank {rank} was lost {moment}, and rank {ahead} has taken {most}, so their "
                 "weights differ. The ranks are connected again. Load a checkpoint on all of them and go on from that."
             )

@@ -85,7 +85,7 @@ def save(
         folder.path / tag, sharding.group, write_and_commit if async_save else lambda: writer.commit(plan), async_save
     )
     if async_save:
-        sharding.lifetime.note_save(saving)
+        sharding.lifetime.last_save = saving
     else:
         saving.wait()
     return saving

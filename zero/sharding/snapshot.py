@@ -58,7 +58,7 @@ def snapshot_of(target: Any, scheduler: Any) -> TrainingSnapshot:
 
 def finish_saving(optimizer: ShardedOptimizer) -> None:
     """Waits for a save in the background, and raises if it failed. A collective, if there is one."""
-    saving = optimizer.sharding.lifetime.take_save()
+    saving = optimizer.sharding.lifetime.last_save  # kept: where ranks did not come together, they do so the next time
     if saving is not None and not saving.reported:
         saving.wait()
 
@@ -99,6 +99,11 @@ class TrainingSnapshot:
         sharding, window = self.sharding, self.sharding.window
         sharding.offloader.check("save")
         sharding.window.check_cleared()
+        if not sharding.masters.is_whole:
+            raise ValueError(
+                "Cannot save: an update or a load failed in the middle, so that weights may be stepped in part. Load a "
+                "checkpoint."
+            )
         pending = window.needs_sync or (window.scaling.is_settled and window.phase is not Phase.STEPPED)
         if not mid_window and (pending or (self.engine is not None and self.engine.in_window)):
             raise ValueError(

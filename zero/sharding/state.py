@@ -27,7 +27,6 @@ from zero.runtime.kernels.select import check_kernels, host_step_dtypes
 from zero.runtime.params.hooks import GradHooks
 from zero.runtime.params.placement import ParamPlacer
 from zero.runtime.params.table import Params
-from zero.runtime.params.tracking import Noted
 from zero.runtime.profiling import Clock
 from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.step.updater import Updater
@@ -48,25 +47,15 @@ class Lifetime:
     def __init__(self, group: Group) -> None:
         self.owns_group = False
         self.is_over = False
+        self.last_save: PendingSave | None = None  # in the background; ranks may have yet to tell each other how it went
         self._group = group
-        self._pending_save: PendingSave | None = None  # a checkpoint that is being written in the background
-
-    def note_save(self, saving: PendingSave) -> None:
-        self._pending_save = saving
-
-    def take_save(self) -> PendingSave | None:
-        """Returns the save in the background, which the caller waits for."""
-        saving, self._pending_save = self._pending_save, None
-        return saving
 
     def close_group(self) -> None:
         """Closes the group if it is owned, once ranks need not tell each other any more how a save went."""
-        if not self.owns_group:
-            return
-        if self._pending_save is None:
+        if self.owns_group and self.last_save is not None:
+            self.last_save.on_reported(self._group.close)
+        elif self.owns_group:
             self._group.close()
-        else:
-            self._pending_save.on_reported(self._group.close)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,14 +179,14 @@ class ShardingState:
         """Takes in a group of the optimizer, with parameters that are new, or leaves everything as it was."""
         inner, homes = self.updater.inner, self.memory_guard.homes
         first, num_groups, layout = len(self.params.tensors), len(inner.param_groups), self.layout_ref.layout
-        noted, reserved = self.window.sync.tracker.noted, homes.reserved()
+        reserved = homes.reserved()
         try:
             inner.add_param_group(param_group)
             check_optimizer(inner, self.config)
             tensors = [param for param in inner.param_groups[-1]["params"] if id(param) not in self.params.index]
             self.add_params(self.params.names_in(model, tensors), tensors, len(inner.param_groups) - 1)
         except BaseException:
-            self._remove_params(first, layout, noted)
+            self._remove_params(first, layout)
             homes.give_back(reserved)
             if len(inner.param_groups) > num_groups:
                 remove_last_group(inner)
@@ -235,11 +224,11 @@ class ShardingState:
             self.hooks.attach(index, self.params.tensors[index], self.window.before_grad, self.window.grad_ready)
         manage(tensors, self.window)
 
-    def _remove_params(self, first: int, layout: FlatLayout, noted: Noted) -> None:
+    def _remove_params(self, first: int, layout: FlatLayout) -> None:
         """Forgets parameters that were added last, however far that came."""
         leave(self.params.tensors[first:])
         self.hooks.detach(first)
-        self.window.sync.tracker.forget(first, noted)
+        self.window.sync.tracker.forget(first)
         self.window.grads.forget(first)
         del self.window.grad_ops.formats[first:]
         self.params.forget(first)

@@ -93,6 +93,7 @@ class StateOffloader:
             return names
         else:
             home = HostHome(self._accelerator, None if pinned else False)
+            home.link = self._homes.host.link  # what crosses is counted there
         parts = {
             "masters": self._master_parts,
             "moments": self._moment_parts,

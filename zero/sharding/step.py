@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from zero.comm.exchange import run_on_all
-from zero.errors import DiskFailed, ZeroError
+from zero.errors import DiskFailed, GroupLost, ZeroError
 from zero.plan.layout import Block
 from zero.runtime.grads.phase import Phase
 from zero.runtime.params.table import Params
@@ -75,10 +75,12 @@ def update(state: ShardingState, used: int, coefficient: float) -> None:
 def begin_update(state: ShardingState) -> None:
     state.publisher.begin()
     state.window.move_to(Phase.STEPPING)
+    state.masters.is_whole = False
 
 
 def end_update(state: ShardingState) -> None:
     state.publisher.end()
+    state.masters.is_whole = True
     state.window.move_to(Phase.STEPPED)
 
 
@@ -91,6 +93,9 @@ def torn_by_failure(state: ShardingState) -> Iterator[None]:
         if state.window.phase is Phase.STEPPING:
             state.window.move_to(Phase.TORN)
             state.window.annotate_error(error)
+            if state.publisher.is_writing:
+                with contextlib.suppress(GroupLost):
+                    state.publisher.end()  # as the others did: they read the weights of this version
         raise
 
 

@@ -277,17 +277,17 @@ class Window(Timed):
             self.settle(occasion)
         return self.used
 
-    def end(self, to_zeros: bool = False) -> None:
+    def end(self, to_zeros: bool = False, on_all: bool = False) -> None:
         """Throws the gradients away, or makes them zeros, which count as gradients of the next window.
 
-        A collective, unless a step has used the window, or an error that all ranks know ended it, and nothing came since.
-        Otherwise a rank cannot know what the others have: this one may have failed alone, and this is how they learn of it.
+        A collective `on_all` ranks, and else unless a step has used the window, or an error that all ranks know ended it, and
+        nothing came since. A rank cannot know what the others have: this one may have failed alone, and so they learn of it.
         """
         self.check_cleared()
         cleared = sum(1 << index for index in set_bits(self.used) if self.params.tensors[index].grad is None)
         kept, error = self.used & ~cleared, None
         edits = self._scan_grads() if to_zeros else GradEdits(0, 0, 0)
-        if self.needs_sync or edits.local or self.phase not in (Phase.STEPPED, Phase.ABORTED):
+        if on_all or self.needs_sync or edits.local or self.phase not in (Phase.STEPPED, Phase.ABORTED):
             agreement = self._agree("zero_grad", edits)
             with torch.no_grad():
                 self.reducer.send_missing_rounds(agreement.rounds, keep=not agreement.discard)

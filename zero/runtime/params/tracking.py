@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,14 +17,6 @@ from zero.memory.weights import Weights
 from zero.runtime.params.table import Params
 
 logger = logging.getLogger("zero")
-
-class Noted(NamedTuple):
-    """What is known of the model."""
-
-    tables: list[tuple[dict[str, Any], list[Any]]]  # of parameters and of children, and what was in each
-    unmanaged: frozenset[str]  # its trainable parameters that the user was told we leave alone
-    replaced: int = 0  # parameters that it has no longer, as bits
-
 
 class ParamTracker:
     """Finds parameters that were replaced or moved, and trainable ones that are not managed.
@@ -50,11 +42,14 @@ class ParamTracker:
         self._params = params
         self._weights = weights
         self._formats = formats
+        self._unmanaged = set(unmanaged)  # trainable parameters of the model that the user was told we leave alone
         self._members: set[int] = set()  # parameters that are the model's; others the optimizer alone knows
         self._places = KnownMemory()
-        self.noted = Noted(self._tables(), frozenset(unmanaged))
+        self._tables: list[tuple[dict[str, Any], list[Any]]] = []
+        self._replaced = 0
         self._renew = weakref.WeakMethod(renew)  # attaches hooks anew; weakly, as its object holds this one
         self.register()
+        self._note_tables()
 
     def check_model(self) -> None:
         """At the start of a backward: looks for parametrizations that were added, which give a parameter a new node without our
@@ -64,15 +59,14 @@ class ParamTracker:
             renew()
 
     def register(self) -> None:
-        """Takes in parameters that are managed from now on. What was replaced in the model until now is found before."""
+        """Takes in parameters that are managed from now on. What changed in the model is looked at when ranks settle, as other
+        groups may be added before."""
         present = {id(param) for param in self._model.parameters()}
         self._members.update(index for index, tensor in enumerate(self._params.tensors) if id(tensor) in present)
-        if self._model_changed():
-            self._look_through_the_model()
 
-    def forget(self, first: int, noted: Noted) -> None:
-        """Takes no notice of this parameter and all after it. `noted` was known of the model before."""
-        self._members, self.noted = {index for index in self._members if index < first}, noted
+    def forget(self, first: int) -> None:
+        """Takes no notice of this parameter and all after it."""
+        self._members = {index for index in self._members if index < first}
         self._places.forget(first)
 
     def invalidate(self) -> None:
@@ -83,7 +77,7 @@ class ParamTracker:
         """The parameters, as bits, that the model has in another place by now, or has no longer."""
         if self._model_changed():
             self._look_through_the_model()
-        return self.noted.replaced | sum(1 << index for index in self.relocated() if not self._fits(index))
+        return self._replaced | sum(1 << index for index in self.relocated() if not self._fits(index))
 
     @torch.no_grad()
     def copy_back(self) -> None:
@@ -102,31 +96,29 @@ class ParamTracker:
         return self._places.changed(self._params.tensors)
 
     def _model_changed(self) -> bool:
-        return not all(len(table) == len(kept) and all(map(is_, table.values(), kept)) for table, kept in self.noted.tables)
+        return not all(len(table) == len(kept) and all(map(is_, table.values(), kept)) for table, kept in self._tables)
 
-    def _tables(self) -> list[tuple[dict[str, Any], list[Any]]]:
+    def _note_tables(self) -> None:
         tables = [table for module in self._model.modules() for table in (module._parameters, module._modules)]
-        return [(table, list(table.values())) for table in tables]
+        self._tables = [(table, list(table.values())) for table in tables]
 
     def _look_through_the_model(self) -> None:
+        self._note_tables()
         names = dict(self._model.named_parameters())
         present = {id(param) for param in names.values()}
         known = self._params.index
         new = [name for name, param in names.items() if param.requires_grad and id(param) not in known]
-        new = [name for name in new if name not in self.noted.unmanaged]
+        new = [name for name in new if name not in self._unmanaged]
         gone = [index for index in self._members if id(self._params.tensors[index]) not in present]
-        # What is merely gone was removed on purpose, as was what a managed parameter took the place of. With something new that
-        # is not managed, it may be what that replaces.
-        unknown = {name for name, param in names.items() if id(param) not in known}
-        replaced = sum(1 << index for index in gone if new or self._params.names[index] in unknown)
-        unmanaged = self.noted.unmanaged
-        if new and not replaced:
-            unmanaged |= set(new)
+        # What is merely gone was removed on purpose, as was what a frozen or a managed parameter took the place of. With
+        # something new that should be trained and is not managed, it may be what that replaces.
+        self._replaced = sum(1 << index for index in gone) if new else 0
+        if new and not self._replaced:
+            self._unmanaged.update(new)
             logger.warning(
                 "Trainable parameters were attached after sharding and are not trained: %s. Give them to the optimizer with "
                 "add_param_group.", ", ".join(new),
             )  # fmt: skip
-        self.noted = Noted(self._tables(), unmanaged, replaced)
 
     def _place_of(self, index: int) -> torch.Tensor:
         memory = self._weights.memory_of(index)

@@ -37,11 +37,13 @@ class WeightPublisher(Timed):
         self._masters = masters
         self._in_eight_bits = in_eight_bits and group.inner.size > 1
         self.num_bytes = 0  # sent so far, by this rank
+        self.is_writing = False
         self._in_flight: deque[Pending] = deque()
 
     def begin(self) -> None:
         """Begins writing weights, after taking over the user's edits. A collective where weights are in shares."""
         self._weights.begin_step()
+        self.is_writing = True
         self.follow_edits()
 
     def take_edits(self) -> None:
@@ -56,6 +58,7 @@ class WeightPublisher(Timed):
 
     def end(self) -> None:
         """Makes what was written the new weights."""
+        self.is_writing = False
         self._weights.end_step()
 
     def prefetch(self, batch: Sequence[Block]) -> None:
@@ -98,6 +101,7 @@ class WeightPublisher(Timed):
 
     def abandon(self) -> None:
         """Forgets what was being sent over connections that are lost."""
+        self.is_writing = False
         self._in_flight.clear()
 
     @stop("publish")
