@@ -284,6 +284,34 @@ def test_a_weight_that_was_replaced_before_another_group_was_added_is_found():
     on_ranks(2, replaced, partial(two_layers, "left out"), first_layer, stage=2)
 
 
+@pytest.mark.parametrize("remedy", ["added", "frozen"])
+def test_what_was_replaced_and_named_can_be_put_right(remedy):
+    def swapped(model, optimizer, group):
+        model[1] = filled(nn.Linear(6, 3), real=True)
+        for _ in range(2):
+            loss_of(model, group.rank, 0).backward()
+            with pytest.raises(ZeroError, match=r"Cannot train 1\.weight, 1\.bias"):
+                optimizer.step()
+            optimizer.zero_grad()
+        if remedy == "added":
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+        else:
+            model[1].requires_grad_(False)
+        before = [param.detach().clone() for param in model.parameters()]
+        loss_of(model, group.rank, 0).backward()
+        optimizer.step()
+        model.append(nn.Linear(3, 3))  # after what is gone was accounted for, this is merely new
+        loss_of(model, group.rank, 1).backward()
+        optimizer.step()
+        return [bool((param != was).any()) for param, was in zip(model.parameters(), before, strict=False)]
+
+    def both_layers(model):
+        return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+    trained = on_ranks(2, swapped, partial(two_layers, "both"), both_layers, stage=2)
+    assert trained == 2 * [[True, True, remedy == "added", remedy == "added"]]
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_layer_that_took_the_place_of_another_is_trained_once_it_was_added(stage):
     def both_layers(model):

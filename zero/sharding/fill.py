@@ -129,18 +129,19 @@ def failed_on(
     return CheckpointFailed(f"Cannot {what}: it failed on {where}. {remedy}")
 
 
-def publish(sharding: ShardingState, failure: Failure, write: Callable[[int], None] | None = None) -> None:
-    """Publishes every rank's shares as the weights of all ranks, each bucket once `write` has filled all of it. Where that
-    fails on a rank, the others go on to the end, and all raise then. A collective."""
+def publish(
+    sharding: ShardingState, failure: Failure, write: Callable[[int], None] = lambda _: None, writes_all: bool = False
+) -> None:
+    """Publishes every rank's shares as the weights of all ranks, each bucket once `write` has filled it. `writes_all`: that
+    replaces all masters and states. Where it fails on a rank, the others go on to the end, and all raise then. A collective."""
     layout, masters = sharding.layout_ref.layout, sharding.masters
-    are_whole, masters.is_whole = masters.is_whole or write is not None, False
+    masters.is_whole &= not writes_all
 
     def send_all() -> None:
         waiting = deque(map(layout.blocks, range(len(layout.buckets))))
         try:
             for bucket in range(len(layout.buckets)):
-                if write is not None:
-                    write(bucket)
+                write(bucket)
                 masters.publish(waiting[0])
                 sharding.publisher.send(waiting.popleft())
             masters.streams.flush()
@@ -153,4 +154,4 @@ def publish(sharding: ShardingState, failure: Failure, write: Callable[[int], No
             sharding.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
 
     run_on_all(sharding.group, send_all, failure)
-    masters.is_whole = are_whole
+    masters.is_whole |= writes_all

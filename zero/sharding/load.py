@@ -274,7 +274,7 @@ class _Loading:
                     self._fill_piece(piece, master)
                 bar.advance(sharding.layout_ref.layout.buckets[bucket].share_numel)
 
-            publish(sharding, partial(failed_on, LOAD_AGAIN, what="complete a load"), write)
+            publish(sharding, partial(failed_on, LOAD_AGAIN, what="complete a load"), write, self._states)
         if self._states:
             take_settings(about.optimizer.inner, self.training["groups"])
             sharding.updater.order_state()

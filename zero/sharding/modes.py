@@ -44,8 +44,10 @@ def switch_mode(state: ShardingState, mode: str, act: Callable[[], Any]) -> Any:
     blocks = [block for bucket in range(len(layout.buckets)) for block in layout.blocks(bucket)]
     sync.set_phase(f"in {what}")
     sync.tracker.copy_back()
+    were_whole = state.masters.is_whole
     state.publisher.begin()
     try:
+        state.masters.is_whole = False
         state.adopt_on_all()
         with state.updater.all_masters():
             result = run_on_all(state.group, act)
@@ -54,5 +56,6 @@ def switch_mode(state: ShardingState, mode: str, act: Callable[[], Any]) -> Any:
         state.publisher.wait(sum(1 << param for param, slot in enumerate(layout.slots) if slot is not None))
     finally:
         state.publisher.end()
+    state.masters.is_whole = were_whole
     sync.set_phase("before a backward")
     return result

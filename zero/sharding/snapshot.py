@@ -58,9 +58,14 @@ def snapshot_of(target: Any, scheduler: Any) -> TrainingSnapshot:
 
 def finish_saving(optimizer: ShardedOptimizer) -> None:
     """Waits for a save in the background, and raises if it failed. A collective, if there is one."""
-    saving = optimizer.sharding.lifetime.last_save  # kept: where ranks did not come together, they do so the next time
-    if saving is not None and not saving.reported:
-        saving.wait()
+    lifetime = optimizer.sharding.lifetime
+    saving = lifetime.last_save
+    try:
+        if saving is not None and not saving.reported:
+            saving.wait()
+    finally:
+        if saving is not None and saving.reported:  # else ranks did not come together, and do so the next time
+            lifetime.last_save = None
 
 
 class TrainingSnapshot:

@@ -61,8 +61,11 @@ class ParamTracker:
     def register(self) -> None:
         """Takes in parameters that are managed from now on. What changed in the model is looked at when ranks settle, as other
         groups may be added before."""
-        present = {id(param) for param in self._model.parameters()}
-        self._members.update(index for index, tensor in enumerate(self._params.tensors) if id(tensor) in present)
+        self._members |= self._present()
+
+    def _present(self) -> set[int]:
+        ids = {id(param) for param in self._model.parameters()}
+        return {index for index, tensor in enumerate(self._params.tensors) if id(tensor) in ids}
 
     def forget(self, first: int) -> None:
         """Takes no notice of this parameter and all after it."""
@@ -75,7 +78,7 @@ class ParamTracker:
 
     def replaced(self) -> int:
         """The parameters, as bits, that the model has in another place by now, or has no longer."""
-        if self._model_changed():
+        if self._replaced or self._model_changed():
             self._look_through_the_model()
         return self._replaced | sum(1 << index for index in self.relocated() if not self._fits(index))
 
@@ -104,15 +107,15 @@ class ParamTracker:
 
     def _look_through_the_model(self) -> None:
         self._note_tables()
-        names = dict(self._model.named_parameters())
-        present = {id(param) for param in names.values()}
-        known = self._params.index
+        names, known, present = dict(self._model.named_parameters()), self._params.index, self._present()
         new = [name for name, param in names.items() if param.requires_grad and id(param) not in known]
         new = [name for name in new if name not in self._unmanaged]
-        gone = [index for index in self._members if id(self._params.tensors[index]) not in present]
+        gone = self._members - present
         # What is merely gone was removed on purpose, as was what a frozen or a managed parameter took the place of. With
         # something new that should be trained and is not managed, it may be what that replaces.
         self._replaced = sum(1 << index for index in gone) if new else 0
+        if not self._replaced:
+            self._members = present
         if new and not self._replaced:
             self._unmanaged.update(new)
             logger.warning(
