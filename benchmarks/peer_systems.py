@@ -167,7 +167,7 @@ def ours(
     engine, optimizer, *_ = zero.initialize(model=model, config=config)
     in_one_pass = options.kernels != "torch"
     layout, rank = optimizer.sharding.layout_ref.layout, optimizer.sharding.group.inner.rank
-    cost = cost_of(layout, stage, options.world, rank, 2, options.accumulation, one_host=shared, one_pass=in_one_pass)
+    cost = cost_of(layout, stage, options.world, rank, 2, options.accumulation, one_host=shared, fused_step=in_one_pass)
     return driven(engine)._replace(predicted_bytes=cost.peak)
 
 
