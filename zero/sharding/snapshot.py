@@ -105,6 +105,7 @@ class TrainingSnapshot:
         sharding.offloader.check("save")
         sharding.window.check_cleared()
         if not sharding.masters.is_whole:
+            sharding.masters.streams.check()  # where it failed by a disk, that is what to say
             raise ValueError(
                 "Cannot save: an update or a load failed in the middle, so that weights may be stepped in part. Load a "
                 "checkpoint."
