@@ -302,6 +302,7 @@ HARMLESS: dict[str, str] = {
         "What a parameter has while its own memory goes to the host is read by nobody; an element more is no harm."
     ),
     "boundary in RankMonitor.wait_for_start, Compare 1": "The clock never says the moment of the deadline itself.",
+    "boundary in Gathers._watch, Compare 1": "Nor that of the end of the grace.",
     "discarded rounds are kept": "The sums are cleared some lines below. Not keeping them saves the work of adding them up.",
     "off by one in Counts, Constant 14": (
         "A default that the library never uses: whoever makes Counts there says what was used."

@@ -385,9 +385,15 @@ def test_a_weight_that_is_not_finite_takes_no_other_masters_with_it(value):
         assert masters.isfinite().all() and weight.isfinite().all()
 
 
-@pytest.mark.parametrize("way", ["zero_grad", "model", "skipped", "load"])
-def test_nothing_of_gradients_that_were_thrown_away_comes_with_the_next_ones(way, tmp_path):
+@pytest.mark.parametrize(
+    ("way", "num_local"),
+    [("zero_grad", None), ("model", None), ("skipped", None), ("load", None), ("skipped", 2), ("load", 2)],
+)
+def test_nothing_of_gradients_that_were_thrown_away_comes_with_the_next_ones(way, num_local, tmp_path):
+    world = 2 if num_local is None else 4
+
     def program(group):
+        group = group if num_local is None else by_host(group, num_local)
         model = Scaled()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = shard(model, inner, stage=2, group=group, on_nonfinite="skip", reduce_dtype="int8")
@@ -413,7 +419,7 @@ def test_nothing_of_gradients_that_were_thrown_away_comes_with_the_next_ones(way
         optimizer.close()
         return norm, narrowing._coder.missing
 
-    assert run_ranks(2, program) == [(0.0, {})] * 2
+    assert run_ranks(world, program) == [(0.0, {})] * world
 
 
 def test_finite_halves_stay_finite_with_what_the_rounding_took_away():
