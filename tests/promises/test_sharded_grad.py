@@ -235,6 +235,22 @@ def test_deleting_and_assigning_gradients_works_on_all_ranks_alike(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_was_assigned_and_then_removed_is_none(stage):
+    def program(group, model):
+        optimizer = shard(model, sgd(model), stage=stage, group=group)
+        before = model[0].weight.detach().clone()
+        backward(model, group.rank)
+        model[0].weight.grad = torch.ones(model[0].weight.shape)
+        backward(model, group.rank, 1)  # where what was assigned is noticed
+        model[0].weight.grad = None
+        optimizer.step()
+        return before, model[0].weight.detach().clone(), model[0].bias.detach().clone()
+
+    for before, weight, bias in on_loopback(2, real_mlp, program):
+        assert torch.equal(weight, before) and not torch.equal(bias, real_mlp()[0].bias)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_that_only_one_rank_removed_is_named_on_all(stage):
     def program(group, model):
         optimizer = shard(model, sgd(model), stage=stage, group=group)
