@@ -20,7 +20,7 @@ def test_two_stretches_share_memory_from_the_first_byte_that_both_have():
     assert not share_memory(base[:10], base[10:]) and not share_memory(base[10:], base[:10])
 
 
-def test_all_views_of_one_memory_have_its_storage_whoever_made_them():
+def test_all_views_of_one_memory_have_its_storage():
     """Two tensors of one array have storages of their own, which begin at one address."""
     array = np.zeros(8, dtype=np.float32)
     one, other = torch.from_numpy(array), torch.from_numpy(array)
