@@ -1,8 +1,7 @@
-"""Prints the table of configuration keys in docs/from-deepspeed.md, out of what reads them: `python docs/key_table.py`."""
+"""The table of configuration keys in docs/from-deepspeed.md, out of what reads them. `python -m tests.texts` writes it."""
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -35,7 +34,3 @@ def table() -> str:
         rows = [f"| {shown} | {f'`{meaning}`' if keys is USED else meaning} |" for shown, meaning in _rows(keys)]
         parts.append("\n".join([f"### {title}", "", f"| key | {column} |", "|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(table())
