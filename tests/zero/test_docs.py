@@ -19,7 +19,7 @@ import accelerators
 import zero
 from tests import programs
 from tests.devices import needs_muon, needs_transformers
-from tests.pasted import BLOCK, ROOT, Block, blocks_of, paste
+from tests.pasted import BLOCK, ROOT, Block, Prompt, blocks_of, paste
 from tests.texts import defaults, texts
 from zero.__main__ import main
 from zero.config.deepspeed.keys import KNOWN
@@ -94,6 +94,15 @@ def test_a_page_runs_in_one_process_and_one_shell(page, tmp_path):
             printed = ""
         elif not name:
             printed, by = printed + out if by == language == "python" else out, language
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.stem)
+def test_a_block_of_python_can_be_pasted_at_a_prompt(page, monkeypatch):
+    prompt = Prompt()
+    monkeypatch.setattr(prompt, "runcode", lambda code: None)
+    for block in blocks_of(page.read_text(encoding="utf-8")):
+        if block.language == "python" and not block.name:
+            prompt.paste(block.code)
 
 
 def test_every_fence_on_every_page_is_a_block_that_was_looked_at():
