@@ -14,7 +14,7 @@ CLASSES = {"optimizer": zero.ShardedOptimizer, "engine": zero.Engine}
 
 
 def documented(kind):
-    for part in (part for part in CLASSES[kind].__mro__ if part.__module__.startswith("zero.")):
+    for part in (part for part in reversed(CLASSES[kind].__mro__) if part.__module__.startswith("zero.")):
         for name, member in vars(part).items():
             if not name.startswith("_") and inspect.isfunction(member):
                 yield name, inspect.getdoc(member) or ""

@@ -12,20 +12,56 @@ class Accumulation:
     def __init__(self, declared: int, counted: bool) -> None:
         self.declared = declared  # micro-steps that make a step
         self.counted = counted  # False: the window ends where the caller steps, whatever their number
-        self.coalescing = False  # inside coalesce_grad_reduction
+        self._coalescing = False  # inside coalesce_grad_reduction
         self._in_engine = False
         self.begin()
 
     def begin(self) -> None:
-        self.override: bool | None = None  # the caller's own word, until the window ends
+        self._override: bool | None = None  # the caller's own word, until the window ends
         self.micro_steps = 0  # of this window
         self.divided = False  # whether the gradients of this window carry the declared divisor
         self._backwards = self._own_backwards = 0  # since the last micro-step, by the engine and by the caller
 
+    def resize(self, declared: int) -> None:
+        """So many micro-steps make a step from the next window on."""
+        if self.num_micro_batches:
+            raise ValueError(
+                "Cannot change the batch size in the middle of an accumulation: its gradients were divided for another. Call "
+                "it after a step, or after discard()."
+            )
+        self.declared = declared
+
+    def set_boundary(self, is_boundary: bool) -> None:
+        """Says whether this micro-step is the last of its window, whatever the count says."""
+        if not self.counted:
+            raise ValueError(
+                f"Cannot use set_gradient_accumulation_boundary({is_boundary}): micro-steps are not counted "
+                "(managed_gradient_accumulation is false), and every step ends a window. Call step where it should end."
+            )
+        self._override = is_boundary
+
+    @contextlib.contextmanager
+    def coalesce(self) -> Iterator[None]:
+        """No step is taken inside."""
+        if self._coalescing:
+            raise ValueError("Cannot nest coalesce_grad_reduction(): one block makes one reduction. Use the outer one.")
+        self._coalescing = True
+        try:
+            yield
+        finally:
+            self._coalescing = False
+
+    def check_step(self) -> None:
+        """Raises inside `coalesce`."""
+        if self._coalescing:
+            raise ValueError(
+                "Cannot step inside coalesce_grad_reduction(): gradients are reduced where the block ends. Step after it."
+            )
+
     @property
     def at_end(self) -> bool:
-        if self.override is not None:
-            return self.override
+        if self._override is not None:
+            return self._override
         return self.counted and self.micro_steps + 1 >= self.declared
 
     @property

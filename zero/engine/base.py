@@ -1,45 +1,74 @@
-"""What an engine says about its model and its configuration, under DeepSpeed's names."""
+"""What every engine has, with or without an optimizer: DeepSpeed's names for its model and its configuration."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import os
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from accelerators.launch import read_launch
 from zero.comm.group import Group
 from zero.config.schema import Batch, ZeroConfig
-from zero.engine.accumulation import Accumulation
-from zero.engine.checkpoints import state_dict_of
+from zero.engine.checkpoints import state_dict_of, write_weights
+from zero.engine.forward import run_forward
 from zero.engine.loading import loader_of
-from zero.sharding.optimizer import ShardedOptimizer
 
 
-class ModelAnswers:
-    """The accessors of every engine, with or without an optimizer. It has methods only; the state they read belongs to the
-    engine."""
+class BaseEngine:
+    """A model, its configuration and the ranks that share it."""
 
-    module: nn.Module
+    def __init__(
+        self, module: nn.Module, config: ZeroConfig, group: Group, device: torch.device, training_dataloader: Any = None
+    ) -> None:
+        self.module = module
+        self.training_dataloader = training_dataloader
+        self._config = config
+        self._group = group
+        self._default_device = device  # where a model without parameters is
+        self._sizes = config.batch
 
     @property
     def config(self) -> ZeroConfig:
         """The effective configuration. No collective."""
-        raise NotImplementedError
+        return self._config
 
     @property
     def group(self) -> Group:
         """The ranks that train together."""
+        return self._group
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is. No collective."""
+        return next((param.device for param in self.module.parameters()), self._default_device)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model's forward, with the casts and the autocast of the configuration. No collective."""
+        return run_forward(self.module, self.config, self.device, inputs, named)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Calls the model, as `engine(...)` does."""
+        return self(*inputs, **named)
+
+    def close(self) -> None:
+        """Ends the training."""
         raise NotImplementedError
 
-    # what it was told --------------------------------------------------------------------------------------------
+    def destroy(self) -> None:
+        """As `close`."""
+        self.close()
+
+    # the configuration -------------------------------------------------------------------------------------------
 
     @property
     def batch(self) -> Batch | None:
-        """How many samples make a step; None where the configuration does not say."""
-        return self.config.batch
+        """How many samples make a step now; None where the configuration does not say."""
+        return self._sizes
 
     def train_batch_size(self) -> int:
         """Samples that make a step, over all ranks."""
@@ -160,11 +189,29 @@ class ModelAnswers:
         """This rank's number on its host, as the launcher said; 0 where none did."""
         return read_launch(os.environ).local_rank or 0
 
-    # the model's own answers -------------------------------------------------------------------------------------
+    # the model ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model's forward is compiled."""
+        return self.module._compiled_call_impl is not None
 
     def module_state_dict(self, *arguments: Any, exclude_frozen_parameters: bool = False, **options: Any) -> dict[str, Any]:
         """The model's state dict, its weights in the dtype that they train in. No collective."""
         return state_dict_of(self.module, *arguments, exclude_frozen=exclude_frozen_parameters, **options)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+        max_shard_bytes: int | None = None,
+    ) -> bool:
+        """Writes the model's state dict, in the dtype that it trains in, for plain torch: safetensors where the name ends so,
+        with `max_shard_bytes` in files of about that size and an index; else with torch.save. Rank 0 writes, with one tensor
+        in memory at a time; a collective."""
+        path = Path(save_dir) / save_filename
+        return write_weights(self.group, path, self.module, exclude_frozen_parameters, max_shard_bytes)
 
     def __getattr__(self, name: str) -> Any:
         """Looks up on the model what the engine does not have. Where a method of the model returns the model, the engine is
@@ -189,65 +236,3 @@ class ModelAnswers:
             return self if answer is self.module else answer
 
         return ask
-
-
-class Answers(ModelAnswers):
-    """The accessors of an engine with an optimizer."""
-
-    optimizer: ShardedOptimizer
-    _accumulation: Accumulation
-    _sizes: Batch | None
-
-    @property
-    def config(self) -> ZeroConfig:
-        """The effective configuration. No collective."""
-        return self.optimizer.config
-
-    @property
-    def group(self) -> Group:
-        """The ranks that train together."""
-        return self.optimizer.group
-
-    @property
-    def batch(self) -> Batch | None:
-        """How many samples make a step now; None where the configuration does not say."""
-        return self._sizes
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-steps that make a step."""
-        return self._accumulation.declared
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the number of samples of a step from the next window on: more or fewer micro-steps of the same size. All
-        ranks call it alike, between two windows. No collective."""
-        now = self._batch("set_train_batch_size")
-        self._resize(Batch.of(global_samples=train_batch_size, micro_samples=now.micro_samples, world_size=now.world_size))
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Changes the number of samples of a micro-step from the next window on; the number of micro-steps stays.
-        No collective."""
-        now = self._batch("set_train_micro_batch_size")
-        self._resize(Batch.of(micro_samples=micro_batch_size, accumulation=now.accumulation, world_size=now.world_size))
-
-    def _resize(self, batch: Batch) -> None:
-        if self._accumulation.num_micro_batches:
-            raise ValueError(
-                "Cannot change the batch size in the middle of an accumulation: its gradients were divided for another. Call "
-                "it after a step, or after discard()."
-            )
-        self._sizes = batch
-        self._accumulation.declared = batch.accumulation
-        self.optimizer.sharding.window.scaling.divisor = batch.accumulation
-
-    def loss_scale(self) -> float:
-        """What the next loss is multiplied with; 1.0 where losses are not scaled."""
-        scale = self.optimizer.loss_scale
-        return 1.0 if scale is None else scale.value
-
-    def get_lr(self) -> list[Any]:
-        """The learning rate of each group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def get_mom(self) -> list[Any]:
-        """The momentum of each group: its betas where it has them."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""An engine's checkpoints, under DeepSpeed's names and with its returns."""
+"""Weights of an engine in files for plain torch, and loading as DeepSpeed does."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from zero.comm.group import Group
 from zero.memory.values import Values
 from zero.runtime.params.reading import ParamReader
 from zero.sharding.load import latest, load_from
-from zero.sharding.optimizer import ShardedOptimizer
-from zero.sharding.save import save
 from zero.sharding.snapshot import finish_saving, snapshot_of
 
 logger = logging.getLogger("zero")
@@ -87,73 +85,18 @@ def _write_torch(path: Path, whole: dict[str, Any]) -> None:
         os.replace(beside, path)
 
 
-class Checkpoints:
-    """The engine's methods for checkpoints. It has methods only; what they save belongs to the engine."""
-
-    module: nn.Module
-    optimizer: ShardedOptimizer
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        **options: Any,
-    ) -> bool:
-        """Saves as `zero.save` does, and takes its other options; `client_state` is rank 0's. In the middle of an accumulation
-        the state after the last step is saved, and after a load that window begins anew. A collective."""
-        engine: Any = self
-        if engine.in_window:
-            logger.warning(
-                "A checkpoint is saved in the middle of an accumulation: the gradients of this window are not in it. After a "
-                "load, send its micro-batches backward again."
-            )
-        options = {"is_latest": save_latest, "exclude_frozen": exclude_frozen_parameters, "mid_window": True, **options}
-        save(save_dir, engine, None if tag is None else str(tag), dict(client_state or {}), **options)
-        return True
-
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-        max_shard_bytes: int | None = None,
-    ) -> bool:
-        """Writes the model's state dict, in the dtype that it trains in, for plain torch: safetensors where the name ends so,
-        with `max_shard_bytes` in files of about that size and an index; else with torch.save. Rank 0 writes, with one tensor
-        in memory at a time; a collective."""
-        path = Path(save_dir) / save_filename
-        return write_weights(self.optimizer.group, path, self.module, exclude_frozen_parameters, max_shard_bytes)
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, Any]:
-        """Loads a checkpoint and returns its path and the client state; `(None, None)` where there is none yet and no tag was
-        given. What does not match is refused, even with `load_module_strict=False`: export the checkpoint, and load the part
-        that fits into the model before it is sharded. A collective."""
-        about = snapshot_of(self, None)
-        if custom_load_fn is not None:
-            raise ValueError(
-                "Cannot use custom_load_fn: weights are loaded as shares. Export the checkpoint, and load it into the model "
-                "before it is sharded."
-            )
-        finish_saving(self.optimizer)  # or the first one, which is still being written, would not be there
-        tag = None if tag is None else str(tag)
-        if tag is None:
-            tag = all_or_none(about.sharding.group, "A load", lambda: latest(load_dir))
-            require_same_args(about.sharding.group, "A load", latest=tag)
-        if tag is None:
-            logger.warning("There is no checkpoint in %s yet, so nothing was loaded.", load_dir)
-            return None, None
-        states, schedule = load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only
-        path, extra = load_from(load_dir, about, tag, states, schedule, not load_module_only)
-        return str(path), extra
+def load_into(
+    engine: Any, load_dir: str | os.PathLike[str], tag: str | None, states: bool, schedule: bool, weights: bool
+) -> tuple[str | None, Any]:
+    """Loads a checkpoint, the latest where no tag is given, and returns its path and the client state; `(None, None)` where
+    there is none yet. A collective."""
+    about = snapshot_of(engine, None)
+    finish_saving(engine.optimizer)  # or the first one, which is still being written, would not be there
+    if tag is None:
+        tag = all_or_none(about.sharding.group, "A load", lambda: latest(load_dir))
+        require_same_args(about.sharding.group, "A load", latest=tag)
+    if tag is None:
+        logger.warning("There is no checkpoint in %s yet, so nothing was loaded.", load_dir)
+        return None, None
+    path, extra = load_from(load_dir, about, str(tag), states, schedule, weights)
+    return str(path), extra

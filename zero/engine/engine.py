@@ -3,53 +3,80 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import nn
 
-from zero.engine.accessors import Answers
+from zero.config.schema import Batch
 from zero.engine.accumulation import Accumulation
-from zero.engine.checkpoints import Checkpoints
-from zero.engine.forward import run_forward
+from zero.engine.base import BaseEngine
+from zero.engine.checkpoints import load_into
 from zero.engine.progress import Progress
 from zero.graph.backend import compile
 from zero.runtime.profiling import during
 from zero.sharding.optimizer import ShardedOptimizer
+from zero.sharding.save import save
+
+logger = logging.getLogger("zero")
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
 
-class Engine(Answers, Checkpoints):
+def _of_optimizer(
+    method: Callable[Concatenate[ShardedOptimizer, Arguments], Result],
+) -> Callable[Concatenate[Engine, Arguments], Result]:
+    """The method of that name of an engine's optimizer, as one of the engine."""
+
+    @functools.wraps(method)
+    def call(engine: Engine, /, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        result: Result = getattr(engine.optimizer, method.__name__)(*arguments, **options)
+        return result
+
+    return call
+
+
+class Engine(BaseEngine):
     """A model and its sharded optimizer behind `engine(x)`, `engine.backward(loss)` and `engine.step()`.
 
     It is not a module: `engine.module` is the plain model. Attributes that the engine does not have (`state_dict`,
-    `named_parameters`, `train`, `generate`) are looked up on that model. Methods that are collectives say so.
+    `named_parameters`, `train`, `generate`) are looked up on that model. Methods that are collectives say so. `no_sync`,
+    `weight`, `no_contribution`, `settle`, `whole_grad`, `whole_state`, `any_rank`, `check`, `offload_states` and
+    `reload_states` are those of its `ShardedOptimizer`.
     """
+
+    # of the optimizer, with its signatures and docstrings
+    no_sync = _of_optimizer(ShardedOptimizer.no_sync)
+    weight = _of_optimizer(ShardedOptimizer.weight)
+    no_contribution = _of_optimizer(ShardedOptimizer.no_contribution)
+    settle = _of_optimizer(ShardedOptimizer.settle)
+    whole_grad = _of_optimizer(ShardedOptimizer.whole_grad)
+    whole_state = _of_optimizer(ShardedOptimizer.whole_state)
+    any_rank = _of_optimizer(ShardedOptimizer.any_rank)
+    check = _of_optimizer(ShardedOptimizer.check)
+    offload_states = _of_optimizer(ShardedOptimizer.offload_states)
+    reload_states = _of_optimizer(ShardedOptimizer.reload_states)
 
     def __init__(self, optimizer: ShardedOptimizer, lr_scheduler: Any = None, training_dataloader: Any = None) -> None:
         self._sharding = sharding = optimizer.sharding
-        self.module = optimizer.model
+        super().__init__(optimizer.model, optimizer.config, sharding.group, sharding.accelerator.device(), training_dataloader)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.training_dataloader = training_dataloader
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
-        self._sizes = self.config.batch
         self._accumulation = Accumulation(self.config.accumulation or 1, self.config.count_micro_steps)
         sharding.window.policy.counting = self._accumulation
         sharding.window.scaling.divisor = self._accumulation.declared
         self._applied = False
         self._progress = Progress(self.config.report, optimizer)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is. No collective."""
-        device = next((param.device for param in self.module.parameters()), None)
-        return self.optimizer.sharding.accelerator.device() if device is None else device
 
     # the loop ----------------------------------------------------------------------------------------------------
 
@@ -60,13 +87,9 @@ class Engine(Answers, Checkpoints):
             window.scaling.expect_plain()
         window.sync.set_phase("in the forward")
         with during("forward", window.clock):
-            outputs = run_forward(self.module, self.config, self.device, inputs, named)
+            outputs = super().__call__(*inputs, **named)
         window.sync.set_phase("after the forward")
         return outputs
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Calls the model, as `engine(...)` does."""
-        return self(*inputs, **named)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any
@@ -109,10 +132,7 @@ class Engine(Answers, Checkpoints):
         """Counts a micro-step. At the end of a window it also settles, clips, steps, clears the gradients and, unless the step
         was skipped, advances the scheduler with `lr_kwargs`. A collective at the end of a window, else none."""
         accumulation = self._accumulation
-        if accumulation.coalescing:
-            raise ValueError(
-                "Cannot step inside coalesce_grad_reduction(): gradients are reduced where the block ends. Step after it."
-            )
+        accumulation.check_step()
         if accumulation.at_end or not accumulation.counted:
             self._take_step(lr_kwargs)
         else:
@@ -126,7 +146,8 @@ class Engine(Answers, Checkpoints):
         has a gradient. A collective."""
         window = self.optimizer.sharding.window
         has_any = window.needs_sync or window.scaling.is_settled  # by a `.grad` of the caller's own, for instance
-        counts = self._exchange(self._accumulation.num_micro_batches, self._accumulation.divided, has_any)
+        numbers = [self._accumulation.num_micro_batches, self._accumulation.divided, has_any]
+        counts = window.grad_ops.exchange_numbers(numbers)
         num_micro_batches = sum(count for count, _, _ in counts)
         if not num_micro_batches and not any(has_any for _, _, has_any in counts):
             return
@@ -169,6 +190,29 @@ class Engine(Answers, Checkpoints):
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
+    # batches -----------------------------------------------------------------------------------------------------
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps that make a step."""
+        return self._accumulation.declared
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the number of samples of a step from the next window on: more or fewer micro-steps of the same size. All
+        ranks call it alike, between two windows. No collective."""
+        now = self._batch("set_train_batch_size")
+        self._resize(Batch.of(global_samples=train_batch_size, micro_samples=now.micro_samples, world_size=now.world_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the number of samples of a micro-step from the next window on; the number of micro-steps stays.
+        No collective."""
+        now = self._batch("set_train_micro_batch_size")
+        self._resize(Batch.of(micro_samples=micro_batch_size, accumulation=now.accumulation, world_size=now.world_size))
+
+    def _resize(self, batch: Batch) -> None:
+        self._accumulation.resize(batch.accumulation)
+        self._sizes = batch
+        self.optimizer.sharding.window.scaling.divisor = batch.accumulation
+
     # windows -----------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -177,51 +221,20 @@ class Engine(Answers, Checkpoints):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Says whether this micro-step is the last of its window; it overrides the count until the next step. No collective."""
-        if not self._accumulation.counted:
-            raise ValueError(
-                f"Cannot use set_gradient_accumulation_boundary({is_boundary}): micro-steps are not counted "
-                "(managed_gradient_accumulation is false), and every step ends a window. Call step where it should end."
-            )
-        self._accumulation.override = bool(is_boundary)
+        self._accumulation.set_boundary(bool(is_boundary))
 
     @property
     def in_window(self) -> bool:
         """Whether a window has begun that no step has ended. No collective."""
         return self._accumulation.num_micro_batches > 0
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Gradients of backwards inside wait on this rank until the window is settled. No collective."""
-        return self.optimizer.no_sync()
-
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Gradients of the backwards inside wait on this rank, and are reduced together at the end of the block. Call `step`
         after the block, once for each block. A collective at the end, unless the block raises."""
-        accumulation = self._accumulation
-        if accumulation.coalescing:
-            raise ValueError("Cannot nest coalesce_grad_reduction(): one block makes one reduction. Use the outer one.")
-        accumulation.coalescing = True
-        try:
-            with self.optimizer.no_sync():
-                yield
-        finally:
-            accumulation.coalescing = False
+        with self._accumulation.coalesce(), self.optimizer.no_sync():
+            yield
         self.settle()
-
-    def weight(self, amount: float) -> None:
-        """The next micro-batch counts `amount`, and the gradient becomes the mean over all weights. No collective."""
-        self.optimizer.weight(amount)
-
-    def no_contribution(self) -> None:
-        """This rank has nothing to send backward in this window. No collective."""
-        self.optimizer.no_contribution()
-
-    def settle(self) -> None:
-        """Makes the gradients of this window final. A collective."""
-        self.optimizer.settle()
-
-    def _exchange(self, *numbers: float) -> list[tuple[float, ...]]:
-        return self.optimizer.sharding.window.grad_ops.exchange_numbers(numbers)
 
     # looking -----------------------------------------------------------------------------------------------------
 
@@ -235,6 +248,19 @@ class Engine(Answers, Checkpoints):
         """The norm of the last window's gradients before clipping; None before the first step. No collective."""
         return self.optimizer.grad_norm
 
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with; 1.0 where losses are not scaled."""
+        scale = self.optimizer.loss_scale
+        return 1.0 if scale is None else scale.value
+
+    def get_lr(self) -> list[Any]:
+        """The learning rate of each group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum of each group: its betas where it has them."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
+
     def get_global_grad_norm(self) -> float | None:
         """As `grad_norm`."""
         return self.grad_norm
@@ -243,36 +269,10 @@ class Engine(Answers, Checkpoints):
         """Whether the last `step` ended a window and was not skipped."""
         return self._applied
 
-    def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
-        """The global gradient of a parameter, whole on every rank. A collective."""
-        return self.optimizer.whole_grad(param)
-
-    def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's state of a parameter, whole on every rank. A collective."""
-        return self.optimizer.whole_state(param)
-
-    def any_rank(self, flag: bool) -> bool:
-        """True where any rank passed True. A collective."""
-        return self.optimizer.any_rank(flag)
-
-    def check(self) -> None:
-        """Raises unless all ranks have the same weights. A collective."""
-        self.optimizer.check()
-
     def rebuild(self, group: Any = None) -> None:
         """Goes on after a lost collective where every rank is still there; this window is thrown away. A collective."""
         self.optimizer.rebuild(group)
         self._accumulation.begin()
-
-    def offload_states(
-        self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
-    ) -> None:
-        """Moves what training keeps on the device to the host until `reload_states`. No collective."""
-        self.optimizer.offload_states(include, device, pin_memory, non_blocking)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves back what `offload_states` moved. No collective."""
-        self.optimizer.reload_states(non_blocking)
 
     def empty_partition_cache(self) -> None:
         """Gives memory that torch keeps for later back to the device. No collective."""
@@ -283,10 +283,48 @@ class Engine(Answers, Checkpoints):
         """Compiles the model in place, as `zero.compile` does. No collective."""
         compile(self, backend, **{**(compile_kwargs or {}), **options})
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the model's forward is compiled."""
-        return self.module._compiled_call_impl is not None
+    # checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        **options: Any,
+    ) -> bool:
+        """Saves as `zero.save` does, and takes its other options; `client_state` is rank 0's. In the middle of an accumulation
+        the state after the last step is saved, and after a load that window begins anew. A collective."""
+        if self.in_window:
+            logger.warning(
+                "A checkpoint is saved in the middle of an accumulation: the gradients of this window are not in it. After a "
+                "load, send its micro-batches backward again."
+            )
+        options = {"is_latest": save_latest, "exclude_frozen": exclude_frozen_parameters, "mid_window": True, **options}
+        save(save_dir, self, None if tag is None else str(tag), dict(client_state or {}), **options)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, Any]:
+        """Loads a checkpoint and returns its path and the client state; `(None, None)` where there is none yet and no tag was
+        given. What does not match is refused, even with `load_module_strict=False`: export the checkpoint, and load the part
+        that fits into the model before it is sharded. A collective."""
+        if custom_load_fn is not None:
+            raise ValueError(
+                "Cannot use custom_load_fn: weights are loaded as shares. Export the checkpoint, and load it into the model "
+                "before it is sharded."
+            )
+        weights = not load_module_only
+        return load_into(self, load_dir, tag, weights and load_optimizer_states, weights and load_lr_scheduler_states, weights)
 
     @property
     def counters(self) -> dict[str, int]:
@@ -309,7 +347,3 @@ class Engine(Answers, Checkpoints):
         """Makes the model plain again: no hooks, and memory of its own for every parameter. A collective at stage 3."""
         self.optimizer.close()
         self._progress.close()
-
-    def destroy(self) -> None:
-        """As `close`."""
-        self.close()

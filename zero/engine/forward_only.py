@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -14,9 +13,7 @@ from zero.checkpoint.folder import Folder
 from zero.comm.exchange import all_or_none
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
-from zero.engine.accessors import ModelAnswers
-from zero.engine.checkpoints import write_weights
-from zero.engine.forward import run_forward
+from zero.engine.base import BaseEngine
 from zero.memory.formats import DTYPES
 from zero.setup.module_sync import cast_buffers, sync_module_states
 from zero.setup.param_selection import ManagedParams, fp32_islands
@@ -25,7 +22,7 @@ from zero.sharding.unread import UnreadParams
 _NOTHING = ManagedParams([], [], [], [], [], [], [], [])
 
 
-class ForwardEngine(ModelAnswers):
+class ForwardEngine(BaseEngine):
     """An engine without an optimizer: rank 0's values on all ranks, in the dtype of the configuration. Constructing it is a
     collective."""
 
@@ -33,11 +30,10 @@ class ForwardEngine(ModelAnswers):
     lr_scheduler: None = None
     global_steps = global_samples = micro_steps = skipped_steps = 0
 
-    def __init__(self, model: nn.Module, config: ZeroConfig, group: Group, training_dataloader: Any = None) -> None:
-        self.module = model
-        self.training_dataloader = training_dataloader
-        self._config = config
-        self._group = group
+    def __init__(
+        self, model: nn.Module, config: ZeroConfig, group: Group, device: torch.device, training_dataloader: Any = None
+    ) -> None:
+        super().__init__(model, config, group, device, training_dataloader)
         UnreadParams(model).begin(group, shards_weights=False)
         sync_module_states(model, _NOTHING, group)
         if config.dtype is not None:
@@ -46,29 +42,6 @@ class ForwardEngine(ModelAnswers):
                 if param.is_floating_point() and id(param) not in kept:
                     param.data = param.data.to(DTYPES[config.dtype])
         cast_buffers(model, config)
-
-    @property
-    def config(self) -> ZeroConfig:
-        """The effective configuration. No collective."""
-        return self._config
-
-    @property
-    def group(self) -> Group:
-        """The ranks that have the model."""
-        return self._group
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is. No collective."""
-        return next((param.device for param in self.module.parameters()), torch.device("cpu"))
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward, with the casts and the autocast of the configuration. No collective."""
-        return run_forward(self.module, self.config, self.device, inputs, named)
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Calls the model, as `engine(...)` does. No collective."""
-        return self(*inputs, **named)
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
         """Raises: this engine only runs forward."""
@@ -104,25 +77,10 @@ class ForwardEngine(ModelAnswers):
     def _refuse(self, what: str, instead: str = "Pass") -> NoReturn:
         raise ValueError(f"Cannot {what}: this engine has no optimizer. {instead} optimizer=, or write one in config.")
 
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-        max_shard_bytes: int | None = None,
-    ) -> bool:
-        """Writes the model's state dict; as of an engine that trains. A collective."""
-        path = Path(save_dir) / save_filename
-        return write_weights(self.group, path, self.module, exclude_frozen_parameters, max_shard_bytes)
-
     def loss_scale(self) -> float:
         """1.0: nothing is scaled."""
         return 1.0
 
     def close(self) -> None:
         """Leaves the group of ranks; the model stays as it is. No collective."""
-        self._group.close()
-
-    def destroy(self) -> None:
-        """As `close`."""
-        self.close()
+        self.group.close()

@@ -160,7 +160,7 @@ def _forward_only(
     _close_last(model)
     move(model, accelerator.device())
     logger.warning("There is no optimizer, neither in the call nor in the configuration: this engine only runs forward.")
-    return ForwardEngine(model, config, group, loader), None, loader, None
+    return ForwardEngine(model, config, group, accelerator.device(), loader), None, loader, None
 
 
 def _close_last(model: nn.Module) -> None:
