@@ -247,6 +247,32 @@ def test_what_is_on_its_way_at_a_step_or_at_the_end_is_waited_for(steps):
     ranks.run(2, left, steps)
 
 
+def settled(rank, world):
+    """Rank 1 takes part late in what rank 0 has on its way."""
+
+    def issue_late(*arguments, issue=Gathers.issue_for_others):
+        time.sleep(0.5)
+        issue(*arguments)
+
+    with collectives_beside(), mock.patch.object(gathers, "_GRACE_S", 20.0):  # rank 0 tells nobody that it waits
+        training = Training(rank, "all")
+        training.train(3)
+        if rank == 0:
+            training.model[0](torch.ones(1, WIDTH)).square().mean().backward()  # the next weights come meanwhile
+            on_the_way = [*training.schedule._gathers._outstanding]
+            assert on_the_way and not all(gather.done() for gather in on_the_way)
+            training.schedule.settle()
+            assert all(gather.done() for gather in on_the_way)
+        else:
+            with mock.patch.object(Gathers, "issue_for_others", issue_late):
+                training.schedule.settle()
+        training.optimizer.close()
+
+
+def test_once_settled_nothing_is_on_its_way():
+    ranks.run(2, settled)
+
+
 def short_of_memory(rank, world):
     """Rank 0 has no memory for a moment, for what it does not need itself, and reads again."""
     with collectives_beside():
