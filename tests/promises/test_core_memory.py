@@ -5,7 +5,9 @@ import ctypes
 import gc
 import itertools
 import os
+import time
 import weakref
+from unittest import mock
 
 import psutil
 import pytest
@@ -371,6 +373,32 @@ def vary(model, optimizer, rank, step):
     optimizer.zero_grad(set_to_none=kind != 0)
     if kind == 0:
         optimizer.zero_grad()
+
+
+def parts_with_pages(rank, world):
+    """Of shared memory that weights were sent from, the number of parts after steps in which rank 1 is behind."""
+    model = nn.Sequential(*(nn.Linear(1080 - 8 * number, 1024, bias=False) for number in range(8)))  # a bucket each
+    optimizer = shard(model, torch.optim.AdamW(model.parameters()), stage=2, bucket_bytes=5 * MIB)
+    send = optimizer.sharding.publisher.send
+
+    def send_late(batch):
+        time.sleep(0.03 * rank)
+        send(batch)
+
+    with mock.patch.object(optimizer.sharding.publisher, "send", send_late):
+        for _ in range(4):
+            sum(layer(torch.ones(2, layer.in_features)).sum() for layer in model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(optimizer.sharding.layout_ref.layout.buckets) == 8
+    stretches = optimizer.sharding.group.inner._arena._stretches
+    optimizer.close()
+    return sum(stretch.sent[0] == 1 and stretch.sent[1] >= 0 and not stretch.vacant for stretch in stretches)
+
+
+@pytest.mark.promise("M05")
+def test_weights_are_sent_from_two_parts_of_shared_memory_however_far_behind_other_ranks_are():
+    assert max(ranks.run(2, parts_with_pages)) <= 2
 
 
 @pytest.mark.promise("M06")

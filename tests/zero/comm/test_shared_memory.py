@@ -59,6 +59,18 @@ def test_a_stretch_is_lent_again_only_when_nobody_holds_it_and_all_have_read_it(
     assert place in map(arena.offset, both)
 
 
+def test_a_stretch_also_serves_what_is_nearly_as_large_and_the_addresses_for_it_take_no_memory():
+    arena = SharedArena()
+    before = pages(arena)
+    lent = arena.lend(2**20).fill_(1)
+    place = arena.offset(lent)
+    assert pages(arena) == before + 2**20
+    del lent
+    for num_bytes in (2**20 + 2**16, 2**20, 2**20 - 2**16):
+        assert arena.offset(arena.lend(num_bytes)) == place
+    assert arena.offset(arena.lend(2**21)) != place
+
+
 def test_pages_that_nobody_asks_for_are_given_back():
     arena = SharedArena()
     before = pages(arena)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -38,7 +37,7 @@ class WeightPublisher(Timed):
         self._in_eight_bits = in_eight_bits and group.inner.size > 1
         self.num_bytes = 0  # sent so far, by this rank
         self.is_writing = False
-        self._in_flight: deque[Pending] = deque()
+        self._in_flight: Pending | None = None
 
     def begin(self) -> None:
         """Begins writing weights, after taking over the user's edits. A collective where weights are in shares."""
@@ -69,13 +68,18 @@ class WeightPublisher(Timed):
 
     @stop("publish")
     def send(self, batch: Sequence[Block]) -> None:
-        """Stop 7: sends the buckets that are complete with these blocks, and takes in those that have come."""
-        while self._in_flight and self._in_flight[0].done():
-            self._in_flight.popleft().wait()
+        """Stop 7: sends the buckets that are complete with these blocks, each once the one before has come: a step takes no
+        more memory where other ranks are behind."""
         for bucket in (block.bucket for block in batch if block.is_last):
             new = self._weights.to_publish(bucket)
             if new is not None:
-                self._in_flight.append(self._gather(bucket, new))
+                self._take_in()
+                self._in_flight = self._gather(bucket, new)
+
+    def _take_in(self) -> None:
+        pending, self._in_flight = self._in_flight, None
+        if pending is not None:
+            pending.wait()
 
     def _gather(self, bucket: int, new: torch.Tensor) -> Pending:
         if self._is_inexact(new):
@@ -102,13 +106,12 @@ class WeightPublisher(Timed):
     def abandon(self) -> None:
         """Forgets what was being sent over connections that are lost."""
         self.is_writing = False
-        self._in_flight.clear()
+        self._in_flight = None
 
     @stop("publish")
     def wait(self, params: int) -> None:
         """Waits until every weight is the new one: on a device, for whatever is issued next."""
-        while self._in_flight:
-            self._in_flight.popleft().wait()
+        self._take_in()
         # Writing the flat buffer tells the parameters' version counters nothing; without this, backward through a graph from
         # before the step would take the new weights for the old ones and give wrong gradients where plain torch raises.
         # Those beside them keep their values, and their graphs.
