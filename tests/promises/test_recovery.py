@@ -31,6 +31,7 @@ from tests.faults import end_as_the_interpreter_does
 from tests.zoo.case import filled
 from zero.comm.loopback import run_ranks
 from zero.errors import CheckpointFailed, GroupLost, NonFinite, RankFailed, RanksDiffer
+from zero.runtime.step import publisher
 
 LIMIT_S = 1.5
 
@@ -183,6 +184,41 @@ def test_an_update_that_failed_on_one_rank_is_told_at_the_next_step_and_mended_b
     at_once, told = (ranks.run(2, torn_alone, tmp_path / how, stage, how) for how in ("load at once", "next step"))
     assert told[0][0] == told[1][0] is not None
     assert all(torch.equal(one[1], at_once[0][1]) for one in (*at_once, *told))
+
+
+class InModes(torch.optim.SGD):
+    """An optimizer whose weights change when it is told to train or to evaluate."""
+
+    train = eval = lambda self: None
+
+
+def fail_to_read_a_bucket(rank, world, how):
+    """Of four buckets that an operation sends, rank 0 fails to read the second; then all ranks meet."""
+    model = small()
+    optimizer = zero.shard(model, InModes(model.parameters(), lr=0.1), stage=2, bucket_bytes=16, timeout_s=5.0)
+    one_step(model, optimizer, rank, 0)
+    model(torch.ones(1, 4)).square().mean().backward()
+    sharding = optimizer.sharding
+    assert len(sharding.layout_ref.layout.buckets) == 4
+    pending, gather, sent = [], sharding.publisher._gather, mock.patch.object(sharding.publisher, "_gather")
+    with sent as gathers, mock.patch.object(publisher, "_MOST_ON_THE_WAY", 1):  # each is read before the next is sent
+
+        def begin(*arguments):
+            pending.append(gather(*arguments))
+            if rank == 0 and len(pending) == 2:
+                pending[-1] = mock.Mock(**{"done.return_value": False, "wait.side_effect": KeyboardInterrupt})
+            return pending[-1]
+
+        gathers.side_effect = begin
+        with pytest.raises(KeyboardInterrupt) if rank == 0 else contextlib.nullcontext():
+            getattr(optimizer, how)()
+    return len(pending), optimizer.any_rank(rank == 0)
+
+
+@pytest.mark.parametrize("how", ["step", "eval"])
+def test_a_rank_that_fails_to_read_a_bucket_sends_the_others_and_all_go_on_together(how):
+    (sent, told), others = ranks.run(2, fail_to_read_a_bucket, how)
+    assert (sent, told) == others and sent == 4 and told
 
 
 def torn_while_another_saves(rank, world, folder):

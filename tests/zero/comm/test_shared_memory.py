@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -280,6 +281,22 @@ def test_what_is_shown_is_lent_again_also_where_reading_it_broke_off():
             del memory
             shared.all_gather_bytes(b"")
         return len(set(places))
+
+    assert run_ranks(2, program) == [1, 1]
+
+
+def test_parts_of_a_gather_are_lent_again_also_where_one_rank_could_not_read_them():
+    def program(group):
+        shared = through_shared_memory(group)
+        for _ in range(3):
+            pending = shared.all_gather(torch.ones(2 * 5000))
+            if group.rank == 0:
+                with mock.patch.object(pending._told, "row", side_effect=MemoryError), pytest.raises(MemoryError):
+                    pending.wait()
+            else:
+                pending.wait()
+            shared.all_gather_bytes(b"")
+        return len(shared._arena._stretches)
 
     assert run_ranks(2, program) == [1, 1]
 

@@ -28,7 +28,7 @@ _WORD_BYTES = 16
 _INTRODUCTION = struct.Struct(f"<qqq{_WORD_BYTES}s")
 INTRODUCTION_BYTES = _INTRODUCTION.size
 _TIMES_MEMORY = 4  # addresses, beside what the host has of memory: stretches are never moved together
-_SPARE = 8  # one address in nine is spare, so that a stretch also serves what is nearly as large
+_SPARE = 8  # a stretch has an eighth more addresses than were asked for, and so serves what is nearly as large
 _IDLE_STEPS = 2  # steps for which unused pages are kept: making a page costs more than filling it
 
 
@@ -90,7 +90,7 @@ class SharedArena:
         if fitting:
             return min(fitting, key=lambda one: (one.vacant, one.num_bytes, -one.lent))
         last = self._stretches[-1] if self._stretches else _Stretch(0, mmap.PAGESIZE)  # after what it says of itself
-        start, size = last.start + last.num_bytes, round_up(1 + num_bytes + num_bytes // _SPARE, mmap.PAGESIZE)
+        start, size = last.start + last.num_bytes, round_up(max(1, num_bytes + num_bytes // _SPARE), mmap.PAGESIZE)
         if start + size > len(self._mapping):
             raise MemoryError(
                 f"Cannot allocate {num_bytes} bytes of shared memory: all {len(self._mapping)} addresses are in use. "

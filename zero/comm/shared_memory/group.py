@@ -326,10 +326,12 @@ class _Gathering:
     def wait(self) -> torch.Tensor:
         this_rank, size = self._ranks
         shares = _bytes(self._bucket).view(size, -1)
-        for rank, share in enumerate(shares):
-            if rank != this_rank:
-                share.copy_(self._told.row(rank, 0, share.numel()))
-        self._told.finish()
+        try:
+            for rank, share in enumerate(shares):
+                if rank != this_rank:
+                    share.copy_(self._told.row(rank, 0, share.numel()))
+        finally:
+            self._told.finish()  # or no part sent after it would be free again
         return self._bucket
 
 

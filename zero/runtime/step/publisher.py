@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +17,8 @@ from zero.plan.bits import set_bits
 from zero.plan.layout import Block
 from zero.runtime.params.table import Params
 from zero.runtime.profiling import Timed, stop
+
+_MOST_ON_THE_WAY = 2**23  # bytes of this rank's shares, of which shared memory has copies
 
 
 class WeightPublisher(Timed):
@@ -37,7 +41,7 @@ class WeightPublisher(Timed):
         self._in_eight_bits = in_eight_bits and group.inner.size > 1
         self.num_bytes = 0  # sent so far, by this rank
         self.is_writing = False
-        self._in_flight: Pending | None = None
+        self._in_flight: deque[tuple[Pending, int]] = deque()  # with bytes of this rank's share
 
     def begin(self) -> None:
         """Begins writing weights, after taking over the user's edits. A collective where weights are in shares."""
@@ -68,18 +72,30 @@ class WeightPublisher(Timed):
 
     @stop("publish")
     def send(self, batch: Sequence[Block]) -> None:
-        """Stop 7: sends the buckets that are complete with these blocks, each once the one before has come: a step takes no
-        more memory where other ranks are behind."""
-        for bucket in (block.bucket for block in batch if block.is_last):
-            new = self._weights.to_publish(bucket)
-            if new is not None:
-                self._take_in()
-                self._in_flight = self._gather(bucket, new)
+        """Stop 7: sends the buckets that are complete with these blocks. All are sent, also where one before fails to come, as
+        other ranks wait for them."""
+        buckets = [block.bucket for block in batch if block.is_last]
+        with contextlib.ExitStack() as each:
+            for bucket in reversed(buckets):
+                each.callback(self._send, bucket)
 
-    def _take_in(self) -> None:
-        pending, self._in_flight = self._in_flight, None
-        if pending is not None:
-            pending.wait()
+    def _send(self, bucket: int) -> None:
+        new = self._weights.to_publish(bucket)
+        if new is None:
+            return
+        num_bytes = new.nbytes // self._group.size
+        try:
+            while self._in_flight and (self._in_flight[0][0].done() or self._num_bytes_with(num_bytes) > _MOST_ON_THE_WAY):
+                self._finish_first()
+        finally:
+            self._in_flight.append((self._gather(bucket, new), num_bytes))
+
+    def _num_bytes_with(self, more: int) -> int:
+        return more + sum(num_bytes for _, num_bytes in self._in_flight)
+
+    def _finish_first(self) -> None:
+        pending, _ = self._in_flight.popleft()
+        pending.wait()
 
     def _gather(self, bucket: int, new: torch.Tensor) -> Pending:
         if self._is_inexact(new):
@@ -106,12 +122,13 @@ class WeightPublisher(Timed):
     def abandon(self) -> None:
         """Forgets what was being sent over connections that are lost."""
         self.is_writing = False
-        self._in_flight = None
+        self._in_flight.clear()
 
     @stop("publish")
     def wait(self, params: int) -> None:
         """Waits until every weight is the new one: on a device, for whatever is issued next."""
-        self._take_in()
+        while self._in_flight:
+            self._finish_first()
         # Writing the flat buffer tells the parameters' version counters nothing; without this, backward through a graph from
         # before the step would take the new weights for the old ones and give wrong gradients where plain torch raises.
         # Those beside them keep their values, and their graphs.
