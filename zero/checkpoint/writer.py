@@ -73,12 +73,12 @@ class Writer:
     size: int
     timeout_s: float
 
-    def write(self, cargo: ShardPayload) -> None:
+    def write(self, payload: ShardPayload) -> None:
         path = self.place / file_of(self.rank)
         try:
-            with ProgressBar(f"saving {self.tag}", cargo.num_bytes, self.rank == 0) as bar:
-                size, checksum = write_tensors(path, cargo.tensors, bar.advance, values=cargo.values)
-            part = replace(cargo.part, file=File(path.name, size, checksum))
+            with ProgressBar(f"saving {self.tag}", payload.num_bytes, self.rank == 0) as bar:
+                size, checksum = write_tensors(path, payload.tensors, bar.advance, values=payload.values)
+            part = replace(payload.part, file=File(path.name, size, checksum))
             disk.write(_unseen(self._part_of(self.rank)), [part.text().encode()])
             os.rename(_unseen(self._part_of(self.rank)), self._part_of(self.rank))
         except Exception as error:

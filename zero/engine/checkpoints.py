@@ -1,4 +1,4 @@
-"""Weights of an engine in files for plain torch, and loading as DeepSpeed does."""
+"""Checkpoints of an engine, as DeepSpeed saves and loads them, and its weights in files for plain torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from zero.comm.group import Group
 from zero.memory.values import Values
 from zero.runtime.params.reading import ParamReader
 from zero.sharding.load import latest, load_from
-from zero.sharding.snapshot import finish_saving, snapshot_of
+from zero.sharding.save import save
+from zero.sharding.snapshot import TrainingLoop, finish_saving, snapshot_of
 
 logger = logging.getLogger("zero")
 
@@ -85,8 +86,20 @@ def _write_torch(path: Path, whole: dict[str, Any]) -> None:
         os.replace(beside, path)
 
 
+def save_from(
+    engine: TrainingLoop, save_dir: str | os.PathLike[str], tag: str | None, extra: Mapping[str, Any] | None, **options: Any
+) -> None:
+    """Saves as `zero.save` does, also in the middle of an accumulation. A collective."""
+    if engine.in_window:
+        logger.warning(
+            "A checkpoint is saved in the middle of an accumulation: the gradients of this window are not in it. After a load, "
+            "send its micro-batches backward again."
+        )
+    save(save_dir, engine, None if tag is None else str(tag), dict(extra or {}), **{"mid_window": True, **options})
+
+
 def load_into(
-    engine: Any, load_dir: str | os.PathLike[str], tag: str | None, states: bool, schedule: bool, weights: bool
+    engine: TrainingLoop, load_dir: str | os.PathLike[str], tag: str | None, *, states: bool, schedule: bool, weights: bool
 ) -> tuple[str | None, Any]:
     """Loads a checkpoint, the latest where no tag is given, and returns its path and the client state; `(None, None)` where
     there is none yet. A collective."""

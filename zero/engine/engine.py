@@ -3,66 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
 from zero.config.schema import Batch
 from zero.engine.accumulation import Accumulation
 from zero.engine.base import BaseEngine
-from zero.engine.checkpoints import load_into
+from zero.engine.checkpoints import load_into, save_from
 from zero.engine.progress import Progress
-from zero.graph.backend import compile
 from zero.runtime.profiling import during
 from zero.sharding.optimizer import ShardedOptimizer
-from zero.sharding.save import save
-
-logger = logging.getLogger("zero")
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
-
-
-def _of_optimizer(
-    method: Callable[Concatenate[ShardedOptimizer, Arguments], Result],
-) -> Callable[Concatenate[Engine, Arguments], Result]:
-    """The method of that name of an engine's optimizer, as one of the engine."""
-
-    @functools.wraps(method)
-    def call(engine: Engine, /, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
-        result: Result = getattr(engine.optimizer, method.__name__)(*arguments, **options)
-        return result
-
-    return call
 
 
 class Engine(BaseEngine):
     """A model and its sharded optimizer behind `engine(x)`, `engine.backward(loss)` and `engine.step()`.
 
     It is not a module: `engine.module` is the plain model. Attributes that the engine does not have (`state_dict`,
-    `named_parameters`, `train`, `generate`) are looked up on that model. Methods that are collectives say so. `no_sync`,
-    `weight`, `no_contribution`, `settle`, `whole_grad`, `whole_state`, `any_rank`, `check`, `offload_states` and
-    `reload_states` are those of its `ShardedOptimizer`.
+    `named_parameters`, `train`, `generate`) are looked up on that model. Methods that are collectives say so.
     """
-
-    # of the optimizer, with its signatures and docstrings
-    no_sync = _of_optimizer(ShardedOptimizer.no_sync)
-    weight = _of_optimizer(ShardedOptimizer.weight)
-    no_contribution = _of_optimizer(ShardedOptimizer.no_contribution)
-    settle = _of_optimizer(ShardedOptimizer.settle)
-    whole_grad = _of_optimizer(ShardedOptimizer.whole_grad)
-    whole_state = _of_optimizer(ShardedOptimizer.whole_state)
-    any_rank = _of_optimizer(ShardedOptimizer.any_rank)
-    check = _of_optimizer(ShardedOptimizer.check)
-    offload_states = _of_optimizer(ShardedOptimizer.offload_states)
-    reload_states = _of_optimizer(ShardedOptimizer.reload_states)
 
     def __init__(self, optimizer: ShardedOptimizer, lr_scheduler: Any = None, training_dataloader: Any = None) -> None:
         self._sharding = sharding = optimizer.sharding
@@ -144,10 +109,9 @@ class Engine(BaseEngine):
     def flush(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Steps on a window that is not full, dividing by the number of micro-batches that it has. Does nothing where no rank
         has a gradient. A collective."""
-        window = self.optimizer.sharding.window
+        accumulation, window = self._accumulation, self.optimizer.sharding.window
         has_any = window.needs_sync or window.scaling.is_settled  # by a `.grad` of the caller's own, for instance
-        numbers = [self._accumulation.num_micro_batches, self._accumulation.divided, has_any]
-        counts = window.grad_ops.exchange_numbers(numbers)
+        counts = window.grad_ops.exchange_numbers([accumulation.num_micro_batches, accumulation.divided, has_any])
         num_micro_batches = sum(count for count, _, _ in counts)
         if not num_micro_batches and not any(has_any for _, _, has_any in counts):
             return
@@ -156,7 +120,7 @@ class Engine(BaseEngine):
             params = (param for group in self.optimizer.param_groups for param in group["params"])
             grads = [param.grad for param in params if param.grad is not None]
             if grads:  # a loss may reach no parameter at all
-                torch._foreach_mul_(grads, self._accumulation.declared * len(counts) / num_micro_batches)
+                torch._foreach_mul_(grads, accumulation.declared * len(counts) / num_micro_batches)
         self._take_step(lr_kwargs)
 
     def discard(self) -> None:
@@ -228,6 +192,10 @@ class Engine(BaseEngine):
         """Whether a window has begun that no step has ended. No collective."""
         return self._accumulation.num_micro_batches > 0
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Gradients of backwards inside wait on this rank until the window is settled. No collective."""
+        return self.optimizer.no_sync()
+
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Gradients of the backwards inside wait on this rank, and are reduced together at the end of the block. Call `step`
@@ -235,6 +203,18 @@ class Engine(BaseEngine):
         with self._accumulation.coalesce(), self.optimizer.no_sync():
             yield
         self.settle()
+
+    def weight(self, amount: float) -> None:
+        """The next micro-batch counts `amount`, and the gradient becomes the mean over all weights. No collective."""
+        self.optimizer.weight(amount)
+
+    def no_contribution(self) -> None:
+        """This rank has nothing to send backward in this window. No collective."""
+        self.optimizer.no_contribution()
+
+    def settle(self) -> None:
+        """Makes the gradients of this window final. A collective."""
+        self.optimizer.settle()
 
     # looking -----------------------------------------------------------------------------------------------------
 
@@ -269,19 +249,41 @@ class Engine(BaseEngine):
         """Whether the last `step` ended a window and was not skipped."""
         return self._applied
 
+    def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        """The global gradient of a parameter, whole on every rank. A collective."""
+        return self.optimizer.whole_grad(param)
+
+    def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of a parameter, whole on every rank. A collective."""
+        return self.optimizer.whole_state(param)
+
+    def any_rank(self, flag: bool) -> bool:
+        """True where any rank passed True. A collective."""
+        return self.optimizer.any_rank(flag)
+
+    def check(self) -> None:
+        """Raises unless all ranks have the same weights. A collective."""
+        self.optimizer.check()
+
     def rebuild(self, group: Any = None) -> None:
         """Goes on after a lost collective where every rank is still there; this window is thrown away. A collective."""
         self.optimizer.rebuild(group)
         self._accumulation.begin()
 
+    def offload_states(
+        self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Moves what training keeps on the device to the host until `reload_states`. No collective."""
+        self.optimizer.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Moves back what `offload_states` moved. No collective."""
+        self.optimizer.reload_states(non_blocking)
+
     def empty_partition_cache(self) -> None:
         """Gives memory that torch keeps for later back to the device. No collective."""
         gc.collect()
         self.optimizer.sharding.accelerator.empty_cache()
-
-    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Compiles the model in place, as `zero.compile` does. No collective."""
-        compile(self, backend, **{**(compile_kwargs or {}), **options})
 
     # checkpoints -------------------------------------------------------------------------------------------------
 
@@ -296,13 +298,8 @@ class Engine(BaseEngine):
     ) -> bool:
         """Saves as `zero.save` does, and takes its other options; `client_state` is rank 0's. In the middle of an accumulation
         the state after the last step is saved, and after a load that window begins anew. A collective."""
-        if self.in_window:
-            logger.warning(
-                "A checkpoint is saved in the middle of an accumulation: the gradients of this window are not in it. After a "
-                "load, send its micro-batches backward again."
-            )
-        options = {"is_latest": save_latest, "exclude_frozen": exclude_frozen_parameters, "mid_window": True, **options}
-        save(save_dir, self, None if tag is None else str(tag), dict(client_state or {}), **options)
+        options = {"is_latest": save_latest, "exclude_frozen": exclude_frozen_parameters, **options}
+        save_from(self, save_dir, tag, client_state, **options)
         return True
 
     def load_checkpoint(
@@ -323,8 +320,9 @@ class Engine(BaseEngine):
                 "Cannot use custom_load_fn: weights are loaded as shares. Export the checkpoint, and load it into the model "
                 "before it is sharded."
             )
-        weights = not load_module_only
-        return load_into(self, load_dir, tag, weights and load_optimizer_states, weights and load_lr_scheduler_states, weights)
+        whole = not load_module_only
+        states, schedule = whole and load_optimizer_states, whole and load_lr_scheduler_states
+        return load_into(self, load_dir, tag, states=states, schedule=schedule, weights=whole)
 
     @property
     def counters(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from zero.comm.group import Group
 from zero.errors import ZeroError
 from zero.memory.formats import dtype_name
 from zero.sharding.optimizer import ShardedOptimizer
-from zero.sharding.snapshot import TrainingLoop, TrainingSnapshot, _cargo, finish_saving, snapshot_of
+from zero.sharding.snapshot import TrainingLoop, TrainingSnapshot, finish_saving, payload_of, snapshot_of
 
 
 def save(
@@ -63,7 +63,7 @@ def save(
     plan = Plan(about.outlines(), rest, keep_last, is_latest)
 
     def write() -> None:
-        writer.write(cargo)
+        writer.write(payload)
 
     def write_and_commit() -> None:
         try:
@@ -74,7 +74,7 @@ def save(
         writer.commit(plan)
 
     try:
-        cargo = all_or_none(sharding.group, "A save", lambda: _cargo(about, kept, async_save))
+        payload = all_or_none(sharding.group, "A save", lambda: payload_of(about, kept, async_save))
         if not async_save:
             all_or_none(sharding.group, "A save", write)
             sharding.masters.streams.flush()

@@ -162,8 +162,8 @@ def _outline(tensor: torch.Tensor, order: tuple[int, ...] | None, value: torch.d
 
 
 @torch.no_grad()
-def _cargo(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bool) -> ShardPayload:
-    sharding, cargo = about.sharding, ShardPayload(Part(), {}, {})
+def payload_of(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bool) -> ShardPayload:
+    sharding, payload = about.sharding, ShardPayload(Part(), {}, {})
     masters, streams = sharding.masters, sharding.masters.streams
     streams.flush()
     if copied and any(key[0] in ("masters", "moments") for key in masters.shard.homes.disks):
@@ -182,19 +182,19 @@ def _cargo(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bo
             is_elsewhere = piece.param in elsewhere
             value = partial(edited, sharding, piece, master) if is_elsewhere else partial(torch.Tensor.detach, master)
             name, form = about.managed[piece.param], formats[piece.param]
-            _add(cargo, name, master, states.get(master, {}), piece.in_param, form, value, come)
+            _add(payload, name, master, states.get(master, {}), piece.in_param, form, value, come)
     for index, name in enumerate(about.managed):
         if name not in about.left_out and lies_nowhere(sharding, index) and sharding.group.rank == 0:
             tensor = sharding.params.tensors[index]
-            _add(cargo, name, tensor, states.get(tensor, {}), None, formats[index])
-    tensors: Any = cargo.tensors
+            _add(payload, name, tensor, states.get(tensor, {}), None, formats[index])
+    tensors: Any = payload.tensors
     if sharding.group.rank == 0:
         for name, tensor in about.unmanaged():
-            _add(cargo, name, tensor, {}, None)
+            _add(payload, name, tensor, {}, None)
         tensors.update({buffer_key(name): buffer for name, buffer in about.named.buffers.items()})
         tensors.update(kept)
     tensors["random"] = random_bytes(sharding.accelerator)
-    return cargo.copied() if copied else cargo
+    return payload.copied() if copied else payload
 
 
 class _Coming:
@@ -224,7 +224,7 @@ def _is_ours(sharding: ShardingState, bucket: int) -> bool:
 
 
 def _add(
-    cargo: ShardPayload,
+    payload: ShardPayload,
     name: str,
     value: torch.Tensor,
     state: Mapping[str, Any],
@@ -235,7 +235,7 @@ def _add(
 ) -> None:
     """A stretch of a parameter, or all of it, with its state. `exact_value` returns what `value` should be, and `come` has all
     of them in memory, where they are not yet."""
-    part, tensors = cargo.part, cargo.tensors
+    part, tensors = payload.part, payload.tensors
     start, stop = (0, value.numel()) if span is None else (span.start, span.stop)
     line: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach if form is None else form.line_of
     part.stretches.setdefault(name, []).append((start, stop))
@@ -252,7 +252,7 @@ def _add(
         tensors[key_of(name, key, start)] = line(entry.detach())  # type: ignore[index]
         if come is not None:
             source = exact_value if key == VALUE and exact_value is not None else partial(state.__getitem__, key)
-            cargo.late[key_of(name, key, start)] = partial(_late, come, line, source)  # type: ignore[index]
+            payload.late[key_of(name, key, start)] = partial(_late, come, line, source)  # type: ignore[index]
     part.state[name], part.plain[name] = dtypes, plain
 
 
