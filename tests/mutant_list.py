@@ -46,7 +46,7 @@ NAMED = [
         Replace(the(While).test, "self.sent < len({it})"),
     ),
     Mutant("replicas: the norm is of all of them", "ShardedGradOps.total_norm", Replace(the(Call, "sum").args[0], "squares")),
-    Mutant("replicas: sums of one group are stepped", "InflightReductions.settle", Drop(the(Call, "land_all"))),
+    Mutant("replicas: sums of one group are stepped", "InflightReductions.settle", Drop(the(Call, "retire_all"))),
     Mutant("replicas: what was settled goes across again", "GradientShard.begin_partial", Replace(the(IfExp), "None")),
     Mutant("replicas: what was settled is lost", "GradientShard.end_partial", Drop(the(If))),
     Mutant("replicas: what went across is kept with a partial sum", "GradientShard.add_across", Replace(the(If).test, "True")),
@@ -124,7 +124,7 @@ NAMED = [
     ),
     Mutant("norms are remembered over a change", "ShardedGradOps.apply_inplace", Drop(the(Call, "forget_norms"))),
     Mutant("norms are remembered over a settling", "Window.settle", Drop(the(Call, "forget_norms"))),
-    Mutant("a tensor that has one owner is stepped as a line", "Masters.shaped", Replace(the(IfExp), "{it.orelse}")),
+    Mutant("a tensor that has one owner is stepped as a line", "Masters.unflatten", Replace(the(IfExp), "{it.orelse}")),
     Mutant("keep a stale master", "Updater.step", Drop(the(Call, "adopt"))),
     Mutant("adopt every weight, edited or not", "masters.adopt", Replace(the(If), "master.copy_(weight)")),
     Mutant(

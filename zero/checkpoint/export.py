@@ -17,7 +17,7 @@ from zero.checkpoint.dcp import write_dcp
 from zero.checkpoint.folder import Folder, check_file, read_manifest
 from zero.checkpoint.manifest import VALUE, Manifest
 from zero.checkpoint.progress_bar import ProgressBar
-from zero.checkpoint.reader import Lines
+from zero.checkpoint.reader import CheckpointReader
 from zero.checkpoint.weight_writer import Sizes, in_file, total_bytes, write_file, write_files
 from zero.memory.values import Held, Values, whole
 
@@ -55,9 +55,9 @@ def export(
     with ProgressBar(f"checking {folder.name}", sum(file.num_bytes for file in manifest.files)) as bar:
         for number in range(len(manifest.files)):
             check_file(folder, manifest, number, bar.advance)
-    lines = Lines(folder, manifest)
+    reader = CheckpointReader(folder, manifest)
     try:
-        exporting = _Exporting(manifest, lines, dtype)
+        exporting = _Exporting(manifest, reader, dtype)
         if format == "dcp":
             return exporting.write_distributed(Path(os.fspath(out)))
         made = exporting.write_weights(Path(os.fspath(out)), shard_bytes)
@@ -65,7 +65,7 @@ def export(
             made.append(exporting.write_optimizer(Path(os.fspath(optimizer))))
         return made
     finally:
-        lines.close()
+        reader.close()
 
 
 def read_weights(directory: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, dict[str, Any], Any]:
@@ -75,16 +75,16 @@ def read_weights(directory: str | os.PathLike[str], tag: str | None = None) -> t
     manifest = read_manifest(folder)
     for number in range(len(manifest.files)):
         check_file(folder, manifest, number, lambda _: None)
-    lines = Lines(folder, manifest)
+    reader = CheckpointReader(folder, manifest)
     try:
-        state_dict: dict[str, Any] = {name: lines.whole(name, VALUE) for name in manifest.parameters}
-        state_dict.update({name: lines.buffer(name) for name in manifest.buffers})
+        state_dict: dict[str, Any] = {name: reader.whole(name, VALUE) for name in manifest.parameters}
+        state_dict.update({name: reader.buffer(name) for name in manifest.buffers})
         state_dict.update({alias: state_dict[name] for alias, name in manifest.aliases.items()})
-        modules = values.decode(manifest.training, lines.extra)["modules"]
+        modules = values.decode(manifest.training, reader.extra)["modules"]
         state_dict.update({f"{name}._extra_state" if name else "_extra_state": state for name, state in modules.items()})
-        return folder, state_dict, values.decode(manifest.extra, lines.extra)
+        return folder, state_dict, values.decode(manifest.extra, reader.extra)
     finally:
-        lines.close()
+        reader.close()
 
 
 def _check_asked(out: Path, shard_bytes: int | None, dtype: torch.dtype | None) -> None:
@@ -121,14 +121,14 @@ class _Exporting:
     """One export: the checkpoint, and where its values go."""
 
     manifest: Manifest
-    lines: Lines
+    reader: CheckpointReader
     dtype: torch.dtype | None
 
     def write_weights(self, out: Path, shard_bytes: int | None) -> list[Path]:
         sizes = self._sizes()
         aliases = self.manifest.aliases  # by themselves as safetensors' own `load_model` wants them
         metadata = {"format": "pt", **aliases, _ALIASES: json.dumps(aliases)}
-        modules = values.decode(self.manifest.training, self.lines.extra)["modules"]
+        modules = values.decode(self.manifest.training, self.reader.extra)["modules"]
         if modules:
             metadata[_MODULES] = json.dumps(values.encode(modules, "modules"))
         with ProgressBar(f"writing {out.name}", total_bytes(sizes)) as bar:
@@ -151,13 +151,13 @@ class _Exporting:
 
     def _values(self, name: str) -> Values:
         if name in self.manifest.buffers:
-            return Held(self.lines.buffer(name))
-        return Held(self.lines.whole(name, VALUE).to(self._cast(getattr(torch, self.manifest.parameters[name].dtype))))
+            return Held(self.reader.buffer(name))
+        return Held(self.reader.whole(name, VALUE).to(self._cast(getattr(torch, self.manifest.parameters[name].dtype))))
 
     def write_distributed(self, out: Path) -> list[Path]:
         """Writes a distributed checkpoint. Tensors pass through files of their own, as in `write_optimizer`."""
         out.mkdir(parents=True, exist_ok=True)
-        groups = values.decode(self.manifest.training, self.lines.extra)["groups"]
+        groups = values.decode(self.manifest.training, self.reader.extra)["groups"]
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
             named = {name: Path(scratch) / str(number) for number, name in enumerate(self._sizes())}
             model = {name: in_file(whole(self._values(name)), file) for name, file in named.items()}
@@ -169,7 +169,7 @@ class _Exporting:
     def write_optimizer(self, out: Path) -> Path:
         """Writes the optimizer's state. Tensors pass through files of their own, since torch.save wants all of them at once."""
         out.parent.mkdir(parents=True, exist_ok=True)
-        training = values.decode(self.manifest.training, self.lines.extra)
+        training = values.decode(self.manifest.training, self.reader.extra)
         numbers: dict[str, int] = {}
         for group in training["groups"]:
             group["params"] = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
@@ -186,5 +186,5 @@ class _Exporting:
         stored = self.manifest.parameters[name]
         state: dict[str, Any] = dict(values.decode(stored.plain))
         for key in stored.state:
-            state[key] = in_file(self.lines.whole(name, key), scratch.with_name(f"{scratch.name}.{len(state)}"))
+            state[key] = in_file(self.reader.whole(name, key), scratch.with_name(f"{scratch.name}.{len(state)}"))
         return state

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zero.checkpoint.folder import LATEST
-from zero.checkpoint.found import Found, load_safely
+from zero.checkpoint.imported import ImportedState, load_safely
 from zero.errors import BadCheckpoint
 
 _MODEL, _SHARE = "mp_rank_00_model_states.pt", re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -26,7 +26,7 @@ _OWN = {
 }  # fmt: skip
 
 
-def read_deepspeed(directory: Path, tag: str | None) -> Found:
+def read_deepspeed(directory: Path, tag: str | None) -> ImportedState:
     if tag is None and (directory / LATEST).is_file():
         tag = (directory / LATEST).read_text(encoding="utf-8").strip()
     folder = directory if tag is None else directory / tag
@@ -43,7 +43,7 @@ def read_deepspeed(directory: Path, tag: str | None) -> Found:
             "and import that."
         )
     model = load_safely(models[0] if 0 in models else next(iter(models.values())))
-    contents = Found(aliases=dict(model.get("shared_params") or {}))
+    contents = ImportedState(aliases=dict(model.get("shared_params") or {}))
     if universal.is_file():
         states = [load_safely(universal)]
         _read_universal(folder, contents, model, states[0])
@@ -95,7 +95,7 @@ def _check_complete(
 # stages 1 and 2 ---------------------------------------------------------------------------------------------------------
 
 
-def _read_lines(folder: Path, contents: Found, model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+def _read_lines(folder: Path, contents: ImportedState, model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
     for number, shapes in enumerate(model["param_shapes"]):
         base = states[0]["base_optimizer_state"]
         contents.groups.append({**(base["param_groups"][number] if isinstance(base, dict) else {}), "params": list(shapes)})
@@ -131,7 +131,7 @@ def _state_of(state: Mapping[str, Any], group: int) -> Mapping[str, Any]:
     return known
 
 
-def _take_state(contents: Found, states: Sequence[Mapping[str, Any]], shapes: Mapping[str, Any], cut: Cut) -> None:
+def _take_state(contents: ImportedState, states: Sequence[Mapping[str, Any]], shapes: Mapping[str, Any], cut: Cut) -> None:
     for key, entry in states[0].items():
         goes_along = isinstance(entry, torch.Tensor) and entry.dim() > 0
         entries = cut([state[key] for state in states], shapes) if goes_along else dict.fromkeys(shapes, entry)
@@ -155,7 +155,7 @@ def _scale_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
 # stage 3 ----------------------------------------------------------------------------------------------------------------
 
 
-def _read_shares(folder: Path, contents: Found, model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+def _read_shares(folder: Path, contents: ImportedState, model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
     """Each rank has a part of each parameter, one behind the other, in as many lines as the optimizer steps at a time."""
     lines, shapes_of = [state["fp32_flat_groups"] for state in states], model["param_shapes"]
     groups = states[0]["optimizer_state_dict"]["param_groups"]
@@ -179,7 +179,7 @@ def _group_of_each(what: str, groups: Sequence[Mapping[str, Any]], num_lines: in
     return [number for _, number in numbered]
 
 
-def _read_frozen(contents: Found, models: Sequence[Mapping[str, Any]]) -> None:
+def _read_frozen(contents: ImportedState, models: Sequence[Mapping[str, Any]]) -> None:
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         fragments = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
         parts = [part.reshape(-1) for part in fragments if part is not None]
@@ -202,7 +202,7 @@ def _joined(parts: Sequence[torch.Tensor], shapes: Mapping[str, Any]) -> dict[st
 # universal --------------------------------------------------------------------------------------------------------------
 
 
-def _read_universal(folder: Path, contents: Found, model: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+def _read_universal(folder: Path, contents: ImportedState, model: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Each parameter is whole, in files of its own."""
     groups, shapes_of = base["param_groups"], model["param_shapes"]
     group_of = _group_of_each(f"the universal checkpoint of DeepSpeed in {folder}", groups, len(shapes_of))

@@ -15,8 +15,8 @@ import torch
 from zero.checkpoint import values
 from zero.checkpoint.dcp import is_dcp, model_and_optimizer, read_dcp, tied_again
 from zero.checkpoint.folder import Folder, file_of
-from zero.checkpoint.found import Found, load_safely
 from zero.checkpoint.from_deepspeed import read_deepspeed
+from zero.checkpoint.imported import ImportedState, load_safely
 from zero.checkpoint.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
 from zero.checkpoint.tensor_files import write_tensors
 from zero.errors import BadCheckpoint
@@ -52,7 +52,7 @@ def import_checkpoint(
     return _write(contents, Folder.at(out), f"global_step{contents.more.get('step', 0)}")
 
 
-def _write(contents: Found, folder: Folder, tag: str) -> Path:
+def _write(contents: ImportedState, folder: Folder, tag: str) -> Path:
     place = folder.begin(tag)
     try:
         part, tensors, outlines = Part(), dict[str, torch.Tensor](), dict[str, Outline]()
@@ -87,7 +87,7 @@ def _write(contents: Found, folder: Folder, tag: str) -> Path:
 # torch's ----------------------------------------------------------------------------------------------------------------
 
 
-def _from_dcp(path: Path, optimizer: Any, patterns: Sequence[str]) -> Found:
+def _from_dcp(path: Path, optimizer: Any, patterns: Sequence[str]) -> ImportedState:
     model, optim_state = model_and_optimizer(read_dcp(path))
     if optimizer is not None:
         optim_state = model_and_optimizer(read_dcp(Path(os.fspath(optimizer))))[1]
@@ -103,15 +103,15 @@ def _from_dcp(path: Path, optimizer: Any, patterns: Sequence[str]) -> Found:
     return contents
 
 
-def _from_torch(path: Path, optimizer: Any, patterns: Sequence[str]) -> Found:
+def _from_torch(path: Path, optimizer: Any, patterns: Sequence[str]) -> ImportedState:
     contents = _of_model(path, load_safely(path), patterns)
     if optimizer is not None:
         _take_numbered(contents, load_safely(Path(os.fspath(optimizer))))
     return contents
 
 
-def _of_model(path: Path, loaded: Any, patterns: Sequence[str]) -> Found:
-    contents, first = Found(), dict[Any, str]()
+def _of_model(path: Path, loaded: Any, patterns: Sequence[str]) -> ImportedState:
+    contents, first = ImportedState(), dict[Any, str]()
     if not isinstance(loaded, Mapping):
         raise BadCheckpoint(
             f"Cannot read {path} as a model's state dict: it is a {type(loaded).__name__}. Give a file with a state dict."
@@ -132,7 +132,7 @@ def _of_model(path: Path, loaded: Any, patterns: Sequence[str]) -> Found:
     return contents
 
 
-def _take_numbered(contents: Found, state_dict: Mapping[str, Any]) -> None:
+def _take_numbered(contents: ImportedState, state_dict: Mapping[str, Any]) -> None:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise BadCheckpoint(
             "Cannot read an optimizer's state dict: it has no 'state' and 'param_groups'. Pass what state_dict() returned."

@@ -250,7 +250,7 @@ class TorchGroup:
 
     @property
     def phase(self) -> str:
-        return self._watch.doing
+        return self._watch.phase
 
     def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
         self._watch.note(phase, location)
@@ -339,7 +339,7 @@ class TorchGroup:
         elif not is_kept:
             end_wires()
 
-    def let_go(self) -> Callable[[], None]:
+    def release(self) -> Callable[[], None]:
         return partial(exit_all, self._message_wires, self._give_up("the program ends"))  # see [Note: the end]
 
     def _give_up(self, why: str) -> Callable[[], None]:

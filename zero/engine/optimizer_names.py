@@ -81,25 +81,25 @@ class _SharedGroup(MutableMapping[str, Any]):
     """A group of the user's optimizer, with this rank's shares in place of its parameters."""
 
     def __init__(self, group: dict[str, Any], shares: list[torch.nn.Parameter]) -> None:
-        self._own = group
+        self._group = group
         self._shares = shares
 
     def __getitem__(self, key: str) -> Any:
-        return self._shares if key == "params" else self._own[key]
+        return self._shares if key == "params" else self._group[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
             raise ValueError("Cannot exchange a group's parameters: they are shares. Call add_param_group of the optimizer.")
-        self._own[key] = value
+        self._group[key] = value
 
     def __delitem__(self, key: str) -> None:
-        del self._own[key]
+        del self._group[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._own)
+        return iter(self._group)
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._group)
 
 
 def _no_step(_: torch.optim.Optimizer, *args: Any, **options: Any) -> NoReturn:

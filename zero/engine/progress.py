@@ -24,7 +24,7 @@ class Progress:
         self._clock = sharding.clock() if report.wall_clock else None
         writes = report.tensorboard is not None and self._rank == 0
         self._records = MetricsWriter(None, optimizer, report.tensorboard) if writes else None
-        self._told: dict[str, float] = {}  # milliseconds, when the last line was written
+        self._last_times: dict[str, float] = {}  # milliseconds, when the last line was written
         self._loss: torch.Tensor | None = None  # the sum of what this rank sent backward since the last step
 
     def add(self, loss: torch.Tensor) -> None:
@@ -49,8 +49,8 @@ class Progress:
         parts = [f"step {step}", *(f"{name} {figure}" for name, figure in figures.items())]
         if self._clock is not None:
             now = by_phase(self._clock.read())
-            parts += [f"{name} {(ms - self._told.get(name, 0.0)) / every:.1f} ms a step" for name, ms in now.items()]
-            self._told = now
+            parts += [f"{name} {(ms - self._last_times.get(name, 0.0)) / every:.1f} ms a step" for name, ms in now.items()]
+            self._last_times = now
         if self._report.memory:
             parts.append(str(self._accelerator.memory()))
         if self._rank == 0:

@@ -75,7 +75,7 @@ class ParamFormat:
         return self.unflatten(line) if target.shape == self.shape else line
 
     def view_at(self, line: torch.Tensor, start: int) -> torch.Tensor:
-        """The view of a slot in a line that begins at `start`; in one operation, as `shaped` of a slice are two."""
+        """The view of a slot in a line that begins at `start`; in one operation, as `unflatten` of a slice are two."""
         return line.as_strided(self.shape, self._strides, line.storage_offset() + start)
 
     @cached_property

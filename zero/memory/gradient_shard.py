@@ -167,7 +167,7 @@ class GradientShard(Shard):
 
     def check_resident(self) -> None:
         """Raises while states that gradients need are on the host."""
-        self.homes.check_here("use gradients", NEEDED)
+        self.homes.check_resident("use gradients", NEEDED)
 
     def multiply(self, factor: float) -> None:
         for rows in self.deferred.values():

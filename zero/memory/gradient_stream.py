@@ -39,7 +39,7 @@ class GradientStream:
         """Whether the sum of a bucket lives on disk."""
         return self._home_of(bucket) is not None
 
-    def come(self, bucket: int) -> None:
+    def prefetch(self, bucket: int) -> None:
         """Begins to read a sum that will be used."""
         if bucket in self._here or bucket in self._coming or bucket not in self._shares or not self.has(bucket):
             return
@@ -53,7 +53,7 @@ class GradientStream:
         """Keeps a sum in memory until others are used. What is written to it is kept if `writes`."""
         if not self.has(bucket):
             return
-        self.come(bucket)
+        self.prefetch(bucket)
         if bucket in self._coming:
             transfer, memory = self._coming.pop(bucket)
             transfer.finish()

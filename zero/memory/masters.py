@@ -39,7 +39,7 @@ class Masters:
         rounded: bool = False,
     ) -> None:
         self.shard = shard
-        self.streams = Streams(shard, state, weakly(self.in_bucket), weakly(self.shaped), weakly(self.cut))
+        self.streams = Streams(shard, state, weakly(self.in_bucket), weakly(self.unflatten), weakly(self.cut))
         self.pieces: dict[int, list[tuple[Piece, torch.nn.Parameter]]] = {}  # by parameter
         self._in_block: dict[Block, list[tuple[Piece, torch.nn.Parameter]]] = {}
         self.layout_ref = layout_ref
@@ -79,7 +79,7 @@ class Masters:
             if slot is not None and slot.param not in self.pieces:
                 pieces = layout.pieces(slot.param, self.rank)
                 self.pieces[slot.param] = [
-                    (piece, torch.nn.Parameter(self.shaped(piece, self.shard.piece(piece)))) for piece in pieces
+                    (piece, torch.nn.Parameter(self.unflatten(piece, self.shard.piece(piece)))) for piece in pieces
                 ]
                 for piece, master in self.pieces[slot.param]:
                     self._in_block.setdefault(layout.block_of(piece), []).append((piece, master))
@@ -93,7 +93,7 @@ class Masters:
         for piece, master in self.in_bucket(bucket):
             is_here = share.device == master.device and share.numel() > 0  # of weights that are away nothing is
             line = share[piece.in_share.start : piece.in_share.stop]
-            master.data = self.shaped(piece, line) if is_here else master.new_empty(0)
+            master.data = self.unflatten(piece, line) if is_here else master.new_empty(0)
 
     def renew(self, bucket: int) -> None:
         """Points the masters of a bucket at its weights, which are in other memory by now, where they are these themselves."""
@@ -101,7 +101,7 @@ class Masters:
             self.shard.shares[bucket] = self._weights.share(bucket, self.rank)
             self.cut(bucket)
 
-    def shaped(self, piece: Piece, line: torch.Tensor) -> torch.Tensor:
+    def unflatten(self, piece: Piece, line: torch.Tensor) -> torch.Tensor:
         """What lies in a piece, as the optimizer is given it: a parameter that has one owner in its shape."""
         is_whole = self.layout_ref.layout.buckets[piece.bucket].is_whole
         return self.formats[piece.param].unflatten(line) if is_whole else line

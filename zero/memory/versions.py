@@ -49,7 +49,7 @@ class _Share:
             share[span.start : span.stop] = values
         return share
 
-    def let_go(self, step: int, num_others: int) -> None:
+    def release(self, step: int, num_others: int) -> None:
         """Drops what no rank can ask for any more."""
         others = [version.edits if version.step == step else 0 for version in self.reached.values()]
         reached = min(others, default=self.num_edits) if len(others) == num_others else 0
@@ -122,7 +122,7 @@ class VersionedShares:
             share.newest = edited
             share.num_edits += 1
             share.overwritten.append((span, overwritten))
-            share.let_go(self._step, self._num_others)
+            share.release(self._step, self._num_others)
 
         self._change(replace)
 
@@ -163,7 +163,7 @@ class VersionedShares:
             share = self._shares.get(bucket)
             if share is not None:
                 share.reached[rank] = Version(step, edits)
-                share.let_go(self._step, self._num_others)
+                share.release(self._step, self._num_others)
 
     def _at(self, bucket: int, version: Version) -> torch.Tensor | None:
         """None where it is still to come."""

@@ -22,7 +22,7 @@ from zero.runtime.grads.phase import Phase
 from zero.runtime.step.updater import StepDecision
 from zero.sharding.build import reduction
 from zero.sharding.state import ShardingState
-from zero.sharding.step import begin_update, end_update, judge, step, torn_by_failure
+from zero.sharding.step import begin_update, decide, end_update, step, torn_by_failure
 
 
 def step_with(state: ShardingState, closure: Callable[[], Any] | None) -> tuple[Any, StepDecision | None]:
@@ -89,7 +89,7 @@ class _Evaluations:
         with torch.enable_grad():
             loss = self._closure()
         self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        self._decision = judge(state)
+        self._decision = decide(state)
         if state.window.phase is not Phase.SETTLED:
             raise ValueError("Cannot evaluate: the closure sent no loss backward. Call backward() in it, on every rank.")
 

@@ -18,7 +18,7 @@ from zero.checkpoint.folder import Folder, check_file, read_manifest
 from zero.checkpoint.manifest import ANOTHER, VALUE, Buffer, Manifest, Stored
 from zero.checkpoint.module_names import num_wrappers, rewrapped
 from zero.checkpoint.progress_bar import ProgressBar
-from zero.checkpoint.reader import Lines
+from zero.checkpoint.reader import CheckpointReader
 from zero.checkpoint.rng_state import put_back
 from zero.comm.exchange import all_or_none, require_same_args
 from zero.errors import BadCheckpoint
@@ -72,8 +72,8 @@ def load_from(
     flags = {"optimizer_states": bool(optimizer_states), "schedule": has_schedule, "counters": bool(counters)}
     require_same_args(group, "A load", checkpoint=manifest.digest, tag=folder.name, **flags)
     all_or_none(group, "A load", lambda: _verify(folder, manifest, group.rank, group.size))
-    with contextlib.closing(Lines(folder, manifest)) as lines:
-        loading = _Loading(about, manifest, lines, bool(optimizer_states), has_schedule)
+    with contextlib.closing(CheckpointReader(folder, manifest)) as reader:
+        loading = _Loading(about, reader, bool(optimizer_states), has_schedule)
         all_or_none(group, "A load", lambda: loading.check(range(group.rank, len(manifest.files), group.size)))
         all_or_none(group, "A load", loading.read_plain)
         about.sharding.placer.weights.check_edits(loading.written())
@@ -90,7 +90,7 @@ def load_from(
         about.sharding.placer.weights.note_written(*loading.written())
         if counters:
             _take_counters(about, loading.training)
-            _take_random_numbers(lines, loading.training["ranks"], about)
+            _take_random_numbers(reader, loading.training["ranks"], about)
         if about.engine is not None:
             about.engine.restart((counters and loading.training["engine"]) or about.engine.counters)
     return folder, loading.extra
@@ -118,17 +118,17 @@ def _verify(folder: Path, manifest: Manifest, rank: int, size: int) -> None:
 class _Loading:
     """A checkpoint that is being loaded into a training."""
 
-    def __init__(self, about: TrainingSnapshot, manifest: Manifest, lines: Lines, states: bool, schedule: bool) -> None:
+    def __init__(self, about: TrainingSnapshot, reader: CheckpointReader, states: bool, schedule: bool) -> None:
         self._about = about
-        self._manifest = manifest
-        self._lines = lines
+        self._manifest = manifest = reader.manifest
+        self._reader = reader
         self._states = states  # of the optimizer
         self._schedule = schedule
         stored_names = [*manifest.parameters, *manifest.buffers, *manifest.aliases]
         names = [*about.named.parameters, *about.named.buffers, *about.named.aliases]
         self._wrappers = num_wrappers(names), num_wrappers(stored_names)
         self._plain: dict[str, dict[str, Any]] = {}  # by parameter
-        self.training = values.decode(manifest.training, lines.extra)
+        self.training = values.decode(manifest.training, reader.extra)
         self.extra: Any = None
         self._left_out = set(self.training.get("left_out", ()))
         self._specs = dict(zip(about.managed, about.sharding.layout_ref.layout.params, strict=True))  # weights may be away
@@ -140,7 +140,7 @@ class _Loading:
     def check(self, files: Collection[int]) -> None:
         """Raises unless everything that the model has is in the checkpoint, and everything that is in it has a place; of its
         files this rank looks at some."""
-        self._lines.check(files)
+        self._reader.check(files)
         tensors = {name: tensor for name, tensor in self._tensors().items() if not self._stays(name)}
         wrong = self._differing("", tensors, self._manifest.parameters)
         wrong += self._differing("buffer ", self._about.named.buffers, self._manifest.buffers)
@@ -163,7 +163,7 @@ class _Loading:
 
     def read_plain(self) -> None:
         """Reads what is no tensor of a parameter, and raises unless the optimizer is the one whose state was saved."""
-        self.extra = values.decode(self._manifest.extra, self._lines.extra)
+        self.extra = values.decode(self._manifest.extra, self._reader.extra)
         lacking = _TRAINING - self.training.keys()
         if lacking:
             raise BadCheckpoint(f"Cannot load: the manifest lacks {', '.join(sorted(lacking))}. {ANOTHER}")
@@ -252,9 +252,9 @@ class _Loading:
         for name, param in about.unmanaged():
             if self._stays(name):
                 continue
-            param.copy_(self._lines.whole(self._source(name), VALUE))
+            param.copy_(self._reader.whole(self._source(name), VALUE))
         for name, buffer in about.named.buffers.items():
-            buffer.copy_(self._lines.buffer(self._source(name)))
+            buffer.copy_(self._reader.buffer(self._source(name)))
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -281,10 +281,10 @@ class _Loading:
 
     def _fill_whole(self, name: str, tensor: torch.Tensor) -> None:
         inner, source = self._about.optimizer.inner, self._source(name)
-        tensor.copy_(self._lines.whole(source, VALUE))
+        tensor.copy_(self._reader.whole(source, VALUE))
         if self._states:
             kinds = self._manifest.parameters[source].state
-            entries = {key: self._lines.whole(source, key).to(tensor.device) for key in kinds}
+            entries = {key: self._reader.whole(source, key).to(tensor.device) for key in kinds}
             inner.state.pop(tensor, None)
             if entries or self._plain[source]:
                 inner.state[tensor] = {**entries, **self._plain[source]}
@@ -293,7 +293,7 @@ class _Loading:
         sharding, inner, name = self._about.sharding, self._about.optimizer.inner, self._about.managed[piece.param]
         source = self._source(name)
         form, stored = sharding.window.grad_ops.formats[piece.param], self._manifest.parameters[source]
-        self._lines.copy(source, VALUE, form, piece.in_param, form.line_of(master.detach()))
+        self._reader.copy(source, VALUE, form, piece.in_param, form.line_of(master.detach()))
         if not self._states:
             return
         before, entries = inner.state.pop(master, {}), {}
@@ -301,7 +301,7 @@ class _Loading:
             wide = master.dtype if dtype == stored.value_dtype else dtype_named(dtype)
             held = before.get(key)
             entries[key] = held if _fits(held, master, wide) else torch.empty_like(master, dtype=wide)
-            self._lines.copy(source, key, form, piece.in_param, form.line_of(entries[key].detach()))
+            self._reader.copy(source, key, form, piece.in_param, form.line_of(entries[key].detach()))
         entries |= {key: plain_entry(sharding.masters, inner, piece.param, value) for key, value in self._plain[source].items()}
         if entries:
             inner.state[master] = entries
@@ -342,9 +342,9 @@ def _take_counters(about: TrainingSnapshot, training: Mapping[str, Any]) -> None
         about.sharding.loss_scaler.scale = loaded_scale(optimizer.loss_scale, training, False)
 
 
-def _take_random_numbers(lines: Lines, num_ranks: int, about: TrainingSnapshot) -> None:
+def _take_random_numbers(reader: CheckpointReader, num_ranks: int, about: TrainingSnapshot) -> None:
     group = about.sharding.group
     if num_ranks == group.size:
-        put_back(about.sharding.accelerator, lines.random_bytes(group.rank))
+        put_back(about.sharding.accelerator, reader.random_bytes(group.rank))
     elif group.rank == 0:
         logger.info("Random numbers of %d ranks were saved, and there are %d: they go on as they are.", num_ranks, group.size)

@@ -135,7 +135,7 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
             for piece, master in sharding.masters.of(param):
                 if sharding.masters.is_copy(piece.bucket):  # else it is a part of the weights, which are not loaded here
                     sharding.masters.streams.use(piece.bucket)
-                    master.copy_(sharding.masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]))
+                    master.copy_(sharding.masters.unflatten(piece, line[piece.in_param.start : piece.in_param.stop]))
     sharding.publisher.note_loaded()
     sharding.updater.order_state()
 
@@ -235,7 +235,7 @@ def _give_pieces(
         for key, value in state.items():
             if key in elementwise:
                 line = form.flatten(value.to(master.device))
-                entries[key] = masters.shaped(piece, line[piece.in_param.start : piece.in_param.stop]).clone()
+                entries[key] = masters.unflatten(piece, line[piece.in_param.start : piece.in_param.stop]).clone()
             else:
                 entries[key] = plain_entry(masters, inner, param, value)
         inner.state[master] = entries

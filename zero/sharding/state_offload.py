@@ -133,7 +133,7 @@ class StateOffloader:
     def check(self, what: str, *needed: str) -> None:
         """Raises where something is away that `what` needs."""
         self._finish(True)
-        self._homes.check_here(f"call {what}()", needed or STATES)
+        self._homes.check_resident(f"call {what}()", needed or STATES)
 
     def check_load(self, what: str, is_whole: bool) -> None:
         """The same for what loads everything, or not: what cannot be read any more, or is lost, is not needed then."""

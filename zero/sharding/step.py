@@ -23,7 +23,7 @@ def step(state: ShardingState) -> StepDecision | None:
     """Settles the window and updates the weights with what is in it. Returns what was decided, or None where no rank had a
     gradient. A collective."""
     window, sync = state.window, state.window.sync
-    decision = judge(state)
+    decision = decide(state)
     sync.count_step()
     is_applied = decision is None or decision.apply  # a step without any gradient counts as a finite one
     state.loss_scaler.update(is_applied)
@@ -46,7 +46,7 @@ def _log_skip(state: ShardingState, decision: StepDecision | None) -> None:
         logger.info("Skipped step %d: the norm of the gradients is %s: %s.%s", number, norm, where, note)
 
 
-def judge(state: ShardingState) -> StepDecision | None:
+def decide(state: ShardingState) -> StepDecision | None:
     """Settles the window and decides what is done with what is in it. A collective."""
     window, sync = state.window, state.window.sync
     state.placer.weights.check_written()
@@ -134,7 +134,7 @@ def _step_batches(state: ShardingState, batches: Sequence[Sequence[Block]], used
                 state.masters.streams.prefetch(bucket)
                 if bucket in ahead:
                     state.masters.streams.prefetch(ahead[bucket])
-                    state.window.grad_ops.shard.stream.come(ahead[bucket])
+                    state.window.grad_ops.shard.stream.prefetch(ahead[bucket])
             with state.memory_guard.explain_oom("A step", state.layout_ref):
                 updater.step(batch, used, coefficient)
             publisher.send(waiting.popleft())

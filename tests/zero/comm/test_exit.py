@@ -91,7 +91,7 @@ class Silent:
 
 class Group:
     def __init__(self, closing):
-        self.let_go = lambda: closing
+        self.release = lambda: closing
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])

@@ -291,7 +291,7 @@ def test_parts_of_a_gather_are_lent_again_also_where_one_rank_could_not_read_the
         for _ in range(3):
             pending = shared.all_gather(torch.ones(2 * 5000))
             if group.rank == 0:
-                with mock.patch.object(pending._told, "row", side_effect=MemoryError), pytest.raises(MemoryError):
+                with mock.patch.object(pending._message, "row", side_effect=MemoryError), pytest.raises(MemoryError):
                     pending.wait()
             else:
                 pending.wait()

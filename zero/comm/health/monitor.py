@@ -32,7 +32,7 @@ class RankMonitor:
     """Publishes what this rank does, and finds out which rank is missing and why."""
 
     def __init__(self, store: StoreClient, rank: int, size: int, is_cheap: bool) -> None:
-        self.doing = ""  # now, on this rank
+        self.phase = ""  # now, on this rank
         self._place: weakref.WeakMethod[Callable[[], str]] | None = None  # says where in that it is
         self._store = store
         self._rank = rank
@@ -42,13 +42,13 @@ class RankMonitor:
         self._hosts: list[str] = []  # of all ranks; asked for at the start, as the store may be lost with one
         _watching.add(self)
 
-    def note(self, doing: str, place: Callable[[], str] | None = None) -> None:
+    def note(self, phase: str, place: Callable[[], str] | None = None) -> None:
         """Publishes what this rank does from now on; `place` is a method that says where in it, if the rank ends by an
         error."""
-        is_first, self.doing = not self.doing, doing
+        is_first, self.phase = not self.phase, phase
         self._place = None if place is None else weakref.WeakMethod(place)
         if self._is_cheap or is_first:
-            self._store.tell(f"doing/{self._rank}", doing)
+            self._store.tell(f"doing/{self._rank}", phase)
 
     def wait_for_start(self, limit_s: float, words_of: Callable[[int], str]) -> None:
         """Waits until every rank has written its first line; `words_of` are those that one left which will write none."""
@@ -98,7 +98,7 @@ class RankMonitor:
     def report_exit(self, error: BaseException) -> None:
         """Publishes the error that ends this rank."""
         place = None if self._place is None else self._place()
-        doing = f"{self.doing or _NOWHERE}{'' if place is None else place()}"
+        doing = f"{self.phase or _NOWHERE}{'' if place is None else place()}"
         words = f"{raised(error)}, {doing}"
         self._store.tell(f"end/{self._rank}", words)
         self._store.tell("alarm", "1")  # who waits for this rank looks for that

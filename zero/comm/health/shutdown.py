@@ -29,7 +29,7 @@ _CLOSE_S = 3.0  # for closing connections
 class Leaving(Protocol):
     """A group that has connections to close."""
 
-    def let_go(self) -> Callable[[], None]:
+    def release(self) -> Callable[[], None]:
         """Forgets them; what is returned closes them, and may wait for what is under way."""
 
 
@@ -47,7 +47,7 @@ def opened(group: Leaving) -> None:
 
 def end(store: StoreClient | None, rank: int, end_world: Callable[[], None] | None = None) -> None:
     at_once([partial(leave_words, store, rank)], _WORDS_S)
-    are_closed = close_within_limit([group.let_go() for group, process in list(_open.items()) if process == os.getpid()])
+    are_closed = close_within_limit([group.release() for group, process in list(_open.items()) if process == os.getpid()])
     if are_closed and end_world is not None:  # it would wait for the same
         close_within_limit([end_world])
 

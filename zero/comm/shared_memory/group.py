@@ -221,7 +221,7 @@ class SharedMemoryGroup:
         finished = [[line.finished for line in self._lines], *(counts.tolist() for counts in self._counts)]
         self._arena.update_progress(map(min, zip(*finished, strict=True)))
 
-    def _tell(self, line: int, part: torch.Tensor | None) -> _Told:
+    def _tell(self, line: int, part: torch.Tensor | None) -> _Message:
         counted, offset = self._lines[line], 0
         number = counted.begin()
         if part is not None and part.numel():  # what is empty lies nowhere
@@ -229,7 +229,7 @@ class SharedMemoryGroup:
             assert position is not None
             offset = position
             self._arena.send(part, line, number)
-        return _Told(self, partial(self._finish, line, counted, number), part, self._messages.tell(offset))
+        return _Message(self, partial(self._finish, line, counted, number), part, self._messages.tell(offset))
 
     def _finish(self, line: int, counted: _Line, number: int) -> None:
         counted.finish(number)
@@ -258,7 +258,7 @@ class _Line:
             self.finished += 1
 
 
-class _Told:
+class _Message:
     """The small message of one collective that is going on."""
 
     def __init__(
@@ -296,32 +296,32 @@ class _Told:
 class _Sum(UnreducedResult):
     """The sum of all ranks' stretches, read straight from their memory."""
 
-    def __init__(self, message: _Told, sum_dtype: torch.dtype, dtype: torch.dtype, begin: int, num_bytes: int) -> None:
+    def __init__(self, message: _Message, sum_dtype: torch.dtype, dtype: torch.dtype, begin: int, num_bytes: int) -> None:
         super().__init__(sum_dtype)
-        self._told = message
+        self._message = message
         self._dtype = dtype
         self._span = begin, num_bytes
 
     def done(self) -> bool:
-        return self._told.done()
+        return self._message.done()
 
     def addends(self) -> Sequence[torch.Tensor]:
-        return [self._told.row(rank, *self._span).view(self._dtype) for rank in range(self._told.group.size)]
+        return [self._message.row(rank, *self._span).view(self._dtype) for rank in range(self._message.group.size)]
 
     def release(self) -> None:
-        self._told.finish()
+        self._message.finish()
 
 
 class _Gathering:
     """A bucket that other ranks' shares are to be copied into."""
 
-    def __init__(self, group: SharedMemoryGroup, message: _Told, bucket: torch.Tensor) -> None:
-        self._told = message
+    def __init__(self, group: SharedMemoryGroup, message: _Message, bucket: torch.Tensor) -> None:
+        self._message = message
         self._bucket = bucket
         self._ranks = group.rank, group.size
 
     def done(self) -> bool:
-        return self._told.done()
+        return self._message.done()
 
     def wait(self) -> torch.Tensor:
         this_rank, size = self._ranks
@@ -329,9 +329,9 @@ class _Gathering:
         try:
             for rank, share in enumerate(shares):
                 if rank != this_rank:
-                    share.copy_(self._told.row(rank, 0, share.numel()))
+                    share.copy_(self._message.row(rank, 0, share.numel()))
         finally:
-            self._told.finish()  # or no part sent after it would be free again
+            self._message.finish()  # or no part sent after it would be free again
         return self._bucket
 
 

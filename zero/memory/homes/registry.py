@@ -104,7 +104,7 @@ class Homes:
     def is_any_away(self) -> bool:
         return bool(self._away)
 
-    def check_here(self, what: str, states: Iterable[str]) -> None:
+    def check_resident(self, what: str, states: Iterable[str]) -> None:
         """Raises where one of these states is away, which `what` needs."""
         away = self.away(states)
         if away:

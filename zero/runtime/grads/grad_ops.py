@@ -151,7 +151,7 @@ class ShardedGradOps:
         for bucket, following in itertools.zip_longest(apart, apart[1:]):
             share = shard.sum_of(bucket)
             if following is not None:
-                shard.stream.come(following)
+                shard.stream.prefetch(following)
             [squares[bucket]] = self._inflight.sums.squares([share])
         for bucket, rows in shard.deferred.items():
             squares[bucket] = rows.square(sum_dtype(self._layout_ref.dtype_of(bucket)))

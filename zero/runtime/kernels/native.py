@@ -50,14 +50,14 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 def add(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
     """Writes `factor` times the sum of the rows, or adds it to what is there."""
     numel, threads = target.numel(), torch.get_num_threads()
-    passes().zero_add(_DTYPES[target.dtype], _told(rows, [factor], numel), _address(target, numel), numel, adds, threads)
+    passes().zero_add(_DTYPES[target.dtype], _rows_of(rows, [factor], numel), _address(target, numel), numel, adds, threads)
 
 
 def square(rows: Sequence[torch.Tensor], factors: Sequence[float], dtype: torch.dtype) -> float:
     """The square of the norm of their sum times the factors, all of which are of that dtype."""
     numel, threads = rows[0].numel(), torch.get_num_threads()
     scratch = torch.empty(passes().zero_num_blocks(numel), dtype=torch.float64, device="cpu")
-    result: float = passes().zero_square(_DTYPES[dtype], _told(rows, factors, numel), numel, scratch.data_ptr(), threads)
+    result: float = passes().zero_square(_DTYPES[dtype], _rows_of(rows, factors, numel), numel, scratch.data_ptr(), threads)
     return result
 
 
@@ -75,11 +75,11 @@ def step_adam(
     numel, threads = masters.numel(), torch.get_num_threads()
     places = [_address(tensor, numel) for tensor in (masters, *moments)]
     others = (argument for tensor in (weights, rounded) for argument in _place(tensor, numel))
-    given = _told(rows, factors, numel)
+    given = _rows_of(rows, factors, numel)
     passes().zero_step(_DTYPES[masters.dtype], _numbers(numbers), decoupled, given, *places, *others, numel, threads)
 
 
-def _told(rows: Sequence[torch.Tensor], factors: Sequence[float], numel: int) -> _Rows:
+def _rows_of(rows: Sequence[torch.Tensor], factors: Sequence[float], numel: int) -> _Rows:
     factors = [factor for factor in merged(factors) if factor != 1.0]
     places = (c_void_p * len(rows))(*(_address(row, numel) for row in rows))
     return _Rows(places, len(rows), _DTYPES[rows[0].dtype], _numbers(factors), len(factors))

@@ -86,7 +86,7 @@ class Absent(torch.Tensor):
         if (values.shape, values.dtype) != (self.shape, self.dtype):
             raise self.refusal(f"assign {tuple(values.shape)} {values.dtype} to .data of", _CLOSE)
         with torch.no_grad():
-            self.data.copy_(_own(values))
+            self.data.copy_(_source_of(values))
 
     def numpy(self, *, force: bool = False) -> Any:
         array = self.whole().numpy(force=force)
@@ -151,7 +151,7 @@ class AbsentParameter(Absent, nn.Parameter):
         source = args[0] if len(args) == 1 and not options and isinstance(args[0], torch.Tensor) else None
         if source is None or (source.shape, source.dtype) != (self.shape, self.dtype) or source.is_neg() or source.is_conj():
             raise self.refusal("run set_ on", _CLOSE)
-        return self.copy_(_own(source))
+        return self.copy_(_source_of(source))
 
 
 class AbsentView(Absent):
@@ -318,7 +318,7 @@ def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return type(made)([_view_at(one, of) for one in made])
 
 
-def _own(values: torch.Tensor) -> torch.Tensor:
+def _source_of(values: torch.Tensor) -> torch.Tensor:
     """What is copied to a weight, and may be read from the memory that it is copied to."""
     return values.whole() if isinstance(values, Absent) else values
 

@@ -156,14 +156,14 @@ class ParamPlacer:
         for chunk in reversed(range(len(before.chunks), self.weights.num_chunks)):
             for param in self.weights.layout_ref.layout.chunks[chunk].params:
                 with contextlib.suppress(*NO_MEMORY):
-                    self.weights.detach(self._params.tensors[param], self._own(param, dtypes[param]))
+                    self.weights.detach(self._params.tensors[param], self._value_of(param, dtypes[param]))
             self._masters.forget(chunk)
             self.weights.forget(chunk)
         self._masters.forget(len(before.chunks))
         self.weights.forget(len(before.chunks))
         self.weights.layout_ref.replace(before)
 
-    def _own(self, param: int, dtype: torch.dtype) -> torch.Tensor:
+    def _value_of(self, param: int, dtype: torch.dtype) -> torch.Tensor:
         layout, tensor = self.weights.layout_ref.layout, self._params.tensors[param]
         data = tensor.detach().to(dtype, copy=True)
         if tensor.dtype != dtype:

@@ -50,23 +50,23 @@ class SumsAcross:
         self.begin(bucket, inner.to(self._shard.device), 1.0)
         self._shard.reuse(bucket, inner)
 
-    def land_all(self) -> None:
+    def retire_all(self) -> None:
         """Sends all partial sums, and waits for everything that is on its way."""
         for bucket in sorted(self._shard.partial):
-            self.land(most=1)
+            self.retire(most=1)
             self.begin_partial(bucket)
-        self.land()
+        self.retire()
 
-    def land_done(self, keep: bool) -> None:
+    def retire_done(self, keep: bool) -> None:
         while self._in_flight and self._in_flight[0].pending.done():
-            self._land(keep)
+            self._retire(keep)
 
-    def land(self, most: int = 0, keep: bool = True) -> None:
+    def retire(self, most: int = 0, keep: bool = True) -> None:
         """Waits for replicas, until no more than so many sums are on their way."""
         while len(self._in_flight) > most:
-            self._land(keep)
+            self._retire(keep)
 
-    def _land(self, keep: bool) -> None:
+    def _retire(self, keep: bool) -> None:
         bucket, pending, factor, was_to_be_kept = self._in_flight.popleft()
         keep &= was_to_be_kept
         shard = self._shard

@@ -126,7 +126,7 @@ class InflightReductions(Timed):
         while self._in_flight and self._in_flight[0].pending.done():
             self._retire(keep)
         if self._across is not None:
-            self._across.land_done(keep)
+            self._across.retire_done(keep)
 
     def _look_at(self, buffer: torch.Tensor) -> None:
         if self.checks_finite:
@@ -197,14 +197,14 @@ class InflightReductions(Timed):
     @stop("reduce")
     def _land_across(self, most: int, keep: bool) -> None:
         if self._across is not None:
-            self._across.land(most, keep)
+            self._across.retire(most, keep)
 
     @stop("reduce")
     def settle(self) -> None:
         """Makes sums of the inner group those of all ranks. Nothing is on its way inside. A collective."""
         self._patience.end_window()
         if self._across is not None:
-            self._across.land_all()
+            self._across.retire_all()
 
     def abandon(self) -> None:
         """Forgets the rounds that are going on and will not be waited for. They may still write to their buffers."""

@@ -143,7 +143,7 @@ class _Inexact:
         self._gathering = gathering
         self._masters = masters
         self._bucket = bucket
-        self._own = share
+        self._share = share
         self._published = share.clone()
 
     def done(self) -> bool:
@@ -151,5 +151,5 @@ class _Inexact:
 
     def wait(self) -> torch.Tensor:
         weights = self._gathering.wait()
-        self._masters.note_inexact(self._bucket, self._published, self._own.clone())
+        self._masters.note_inexact(self._bucket, self._published, self._share.clone())
         return weights

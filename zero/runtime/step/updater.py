@@ -219,7 +219,7 @@ class Updater(Timed):
             sums = self._grad_ops.shard.sum_of(block.bucket)
             for piece, master in self._masters.in_block(block):
                 if used >> piece.param & 1 and piece.param in self._places:
-                    master.grad = self._masters.shaped(piece, sums[piece.in_share.start : piece.in_share.stop])
+                    master.grad = self._masters.unflatten(piece, sums[piece.in_share.start : piece.in_share.stop])
                     fed.append((self._places[piece.param], master))
         fed.sort(key=lambda member: member[0])
         try:
@@ -262,7 +262,7 @@ class Updater(Timed):
                 master.grad = None
                 if used >> piece.param & 1:
                     line = self._grad_ops.shard.sum_of(piece.bucket)[piece.in_share.start : piece.in_share.stop]
-                    master.grad = self._masters.shaped(piece, line)
+                    master.grad = self._masters.unflatten(piece, line)
 
     @contextlib.contextmanager
     def _in_groups(self, masters: list[tuple[tuple[int, int], nn.Parameter]]) -> Iterator[None]:

@@ -50,9 +50,9 @@ class WindowSync:
 
     def set_phase(self, where: str, place: Callable[[], str] | None = None) -> None:
         """Publishes what this rank is doing; `place` says more exactly where, if it ends there."""
-        doing = f"{where} of step {self.step + 1}"
-        if doing != self._group.phase:
-            self._group.set_phase(doing, place)
+        phase = f"{where} of step {self.step + 1}"
+        if phase != self._group.phase:
+            self._group.set_phase(phase, place)
 
     def synchronize(self, local: Counts, order: Sequence[int], place: str) -> Agreement:
         """What follows from the counts of all ranks, of which these are this rank's, under the agreed `order` of rounds. Where

@@ -324,7 +324,7 @@ class _Landing:
         self._copies = copies  # of what this rank has
         self._landing = landing
         self._memory = memory
-        self._own = spans
+        self._local_spans = spans
 
     def wait(self) -> None:
         for pull in self._pulls:
@@ -333,6 +333,6 @@ class _Landing:
             copy.wait()
         if self._landing is not self._memory:
             start = 0
-            for span in (*self._own, Span(self._memory.numel(), self._memory.numel())):  # what this rank has is there
+            for span in (*self._local_spans, Span(self._memory.numel(), self._memory.numel())):  # what this rank has is there
                 self._memory[start : span.start] = self._landing[start : span.start]
                 start = span.stop

@@ -66,7 +66,7 @@ class Schedule:
         self._next: Sequence[_Fetch] = ()  # the order of the next window, once this one is settled
         self._before: Sequence[Sequence[int]] = ()  # what each rank fetched in the last window
         self._now: Sequence[Sequence[int]] = ()  # and in this one, once that is settled
-        self._told = 0, 0  # the most that another rank has told: a window, and how many are to be issued there
+        self._requested = 0, 0  # the most that another rank has told: a window, and how many are to be issued there
         self._lock = threading.Lock()
         self._gathers = Gathers(beside, device, host, self._lock, self._tell_late)
 
@@ -98,7 +98,7 @@ class Schedule:
     def issue_told(self, window: int, num_issued: int) -> None:
         """Another rank waits for so many. In the thread that answers."""
         with self._lock:
-            self._told = max(self._told, (window, num_issued))
+            self._requested = max(self._requested, (window, num_issued))
             if window == self._window.number:
                 self._issue_before(num_issued, self._gathers.issue_in_thread)
 
@@ -146,8 +146,8 @@ class Schedule:
         with self._lock:
             self._window, self._next = _Window(self._window.number + 1, self._next), ()
             self._before, self._now = self._now, ()
-            if self._told[0] == self._window.number:
-                self._issue_before(self._told[1])
+            if self._requested[0] == self._window.number:
+                self._issue_before(self._requested[1])
 
     def end(self) -> None:
         """Has other ranks issue what this one has. Nothing is fetched any more."""

@@ -21,7 +21,7 @@ _INERT = re.compile(
 
 
 @dataclass
-class Found:
+class ImportedState:
     """What was read from such files, by name."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # exact
