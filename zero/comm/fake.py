@@ -75,7 +75,8 @@ def fake_group(size: int, shard_ranks: int) -> Group:
 
 class FakeGroup:
     """Rank 0 of `size` ranks, all alike and in pace. What it is sent is what it sends, in memory of its own as with a group
-    that exchanges the pieces of a bucket; so a training with it holds, from moment to moment, what a real one does."""
+    that exchanges the pieces of a bucket; so a training with it holds, from moment to moment, what a real one does, and one
+    of the ranks that need the most."""
 
     rank = 0
     shared_host_memory = None
@@ -93,12 +94,13 @@ class FakeGroup:
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
             return SingleRankResult(bucket, sum_dtype)
-        local, *_ = rows = bucket.view(self.size, -1)
-        pieces = rows[1:].clone()  # of the other ranks
+        rows = bucket.view(self.size, -1)
+        num_kept = 0 if self.size > 2 else 1  # most ranks also receive what they send to themselves, but for the first and last
+        pieces = rows[num_kept:].clone()
 
         def total() -> torch.Tensor:
-            result = torch.empty(local.shape, dtype=sum_dtype, device=local.device)
-            add_rows([local, *pieces], result)
+            result = torch.empty(rows[0].shape, dtype=sum_dtype, device=rows.device)
+            add_rows([*rows[:num_kept], *pieces], result)
             return result
 
         return _Sent(self, total)
