@@ -195,7 +195,7 @@ NAMED = [
     Mutant("weights count in the sum and not in the mean", "agree", Replace(the(keyword, "weight").value.body, "1.0")),
     Mutant("what counts nothing brings its NaN", "LocalGrads.add", Replace(the(If, "zeros_like").test, "False")),
     Mutant("masters from the rounded weights", "Flattener.size_of", Replace(the(IfExp), "{it.orelse}")),
-    Mutant("publish only what this rank owns", "WeightPublisher._send", Replace(the(If, "new").test, "True")),
+    Mutant("publish only what this rank owns", "WeightPublisher.send", Replace(the(comprehension, "new").ifs[0], "False")),
     Mutant("publish before the step is cast", "Updater.step", Drop(the(Call, "publish"))),
     Mutant("the step moves what nobody used", "_step_batches", Replace(the(Call, "updater.step").args[1], "state.params.all")),
     Mutant(

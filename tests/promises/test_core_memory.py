@@ -387,7 +387,7 @@ def parts_with_pages(rank, world):
         time.sleep(0.03 * rank)
         send(batch)
 
-    one_part = mock.patch.object(publisher, "_MOST_ON_THE_WAY", 4 * MIB)
+    one_part = mock.patch.object(publisher, "_MOST_IN_FLIGHT", 4 * MIB)
     with one_part, mock.patch.object(optimizer.sharding.publisher, "send", send_late):
         for _ in range(4):
             sum(layer(torch.ones(2, layer.in_features)).sum() for layer in model).backward()

@@ -130,11 +130,11 @@ def infinities(model, optimizer, rank):
     elements = [(index, item.numel() - 1) for index, item in enumerate(model.items)]
     places = [(bad, index, place, (math.inf, math.nan)[(bad + index) % 2]) for bad in range(2) for index, place in elements]
     in_flight = []
-    judge = optimizer.sharding.updater.decide
+    decide = optimizer.sharding.updater.decide
 
     def note(used):
         in_flight.append(len(optimizer.sharding.memory_guard.homes.host._arriving))
-        return judge(used)
+        return decide(used)
 
     with mock.patch.object(optimizer.sharding.updater, "decide", note):
         wrong, skipped, scale, after = skips_of(model, optimizer, rank, 2, places)

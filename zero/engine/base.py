@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from zero.config.schema import Batch, ZeroConfig
 from zero.engine.checkpoints import state_dict_of, write_weights
 from zero.engine.forward import run_forward
 from zero.engine.loading import loader_of
-from zero.graph.backend import compile
 
 
 class BaseEngine:
@@ -192,10 +190,6 @@ class BaseEngine:
         return read_launch(os.environ).local_rank or 0
 
     # the model ---------------------------------------------------------------------------------------------------
-
-    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Compiles the model in place, as `zero.compile` does. No collective."""
-        compile(self, backend, **{**(compile_kwargs or {}), **options})
 
     @property
     def is_compiled(self) -> bool:

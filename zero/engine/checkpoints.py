@@ -88,14 +88,15 @@ def _write_torch(path: Path, whole: dict[str, Any]) -> None:
 
 def save_from(
     engine: TrainingLoop, save_dir: str | os.PathLike[str], tag: str | None, extra: Mapping[str, Any] | None, **options: Any
-) -> None:
-    """Saves as `zero.save` does, also in the middle of an accumulation. A collective."""
+) -> bool:
+    """Saves as `zero.save` does, also in the middle of an accumulation, and returns True. A collective."""
     if engine.in_window:
         logger.warning(
             "A checkpoint is saved in the middle of an accumulation: the gradients of this window are not in it. After a load, "
             "send its micro-batches backward again."
         )
     save(save_dir, engine, None if tag is None else str(tag), dict(extra or {}), **{"mid_window": True, **options})
+    return True
 
 
 def load_into(

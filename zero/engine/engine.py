@@ -16,6 +16,7 @@ from zero.engine.accumulation import Accumulation
 from zero.engine.base import BaseEngine
 from zero.engine.checkpoints import load_into, save_from
 from zero.engine.progress import Progress
+from zero.graph.backend import compile
 from zero.runtime.profiling import during
 from zero.sharding.optimizer import ShardedOptimizer
 
@@ -117,8 +118,7 @@ class Engine(BaseEngine):
             return
         if any(divided for _, divided, _ in counts):
             self.settle()
-            params = (param for group in self.optimizer.param_groups for param in group["params"])
-            grads = [param.grad for param in params if param.grad is not None]
+            grads = [param.grad for group in self.optimizer.param_groups for param in group["params"] if param.grad is not None]
             if grads:  # a loss may reach no parameter at all
                 torch._foreach_mul_(grads, accumulation.declared * len(counts) / num_micro_batches)
         self._take_step(lr_kwargs)
@@ -299,8 +299,7 @@ class Engine(BaseEngine):
         """Saves as `zero.save` does, and takes its other options; `client_state` is rank 0's. In the middle of an accumulation
         the state after the last step is saved, and after a load that window begins anew. A collective."""
         options = {"is_latest": save_latest, "exclude_frozen": exclude_frozen_parameters, **options}
-        save_from(self, save_dir, tag, client_state, **options)
-        return True
+        return save_from(self, save_dir, tag, client_state, **options)
 
     def load_checkpoint(
         self,
@@ -323,6 +322,10 @@ class Engine(BaseEngine):
         whole = not load_module_only
         states, schedule = whole and load_optimizer_states, whole and load_lr_scheduler_states
         return load_into(self, load_dir, tag, states=states, schedule=schedule, weights=whole)
+
+    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """Compiles the model in place, as `zero.compile` does. No collective."""
+        compile(self, backend, **{**(compile_kwargs or {}), **options})
 
     @property
     def counters(self) -> dict[str, int]:

@@ -67,7 +67,7 @@ def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
 
 
 class Streams:
-    """`state` is the optimizer's; `members` gives the pieces of a bucket and `shaped` a piece in its form; `cut` points the
+    """`state` is the optimizer's; `members` gives the pieces of a bucket and `unflatten` a piece in its form; `cut` points the
     masters of a bucket at its share."""
 
     def __init__(
@@ -75,13 +75,13 @@ class Streams:
         shard: Shard,
         state: MutableMapping[Any, Any],
         members: Callable[[int], Sequence[Member]],
-        shaped: Callable[[Piece, torch.Tensor], torch.Tensor],
+        unflatten: Callable[[Piece, torch.Tensor], torch.Tensor],
         cut: Callable[[int], None],
     ) -> None:
         self._shard = shard
         self._state = state
         self._members = members
-        self._shaped = shaped
+        self._unflatten = unflatten
         self._cut = cut
         self._stored: dict[int, dict[str, Stored]] = {}  # by bucket: lines where they live, by their names
         self._here: OrderedDict[int, _Stretch] = OrderedDict()  # the one that was used last at the end
@@ -296,7 +296,7 @@ class Streams:
 
     def _own(self, piece: Piece, line: torch.Tensor) -> torch.Tensor:
         """A piece of a line, in its form."""
-        return self._shaped(piece, line[piece.in_share.start : piece.in_share.stop])
+        return self._unflatten(piece, line[piece.in_share.start : piece.in_share.stop])
 
     def _point(self, bucket: int, lines: Mapping[str, torch.Tensor]) -> None:
         """Makes masters and states views of these lines."""

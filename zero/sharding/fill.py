@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,7 @@ import torch
 
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.comm.exchange import Failure, run_on_all
-from zero.errors import BadCheckpoint, CheckpointFailed, DiskFailed
+from zero.errors import BadCheckpoint, CheckpointFailed, DiskFailed, GroupLost
 from zero.memory.formats import ParamFormat
 from zero.memory.values import Values, whole
 from zero.plan.layout import Piece
@@ -147,8 +148,9 @@ def publish(
             masters.streams.flush()
         except BaseException:
             masters.abandon()
-            for blocks in waiting:  # as the others do
-                sharding.publisher.send(blocks)
+            with contextlib.suppress(GroupLost):
+                for blocks in waiting:  # as the others do
+                    sharding.publisher.send(blocks)
             raise
         finally:
             sharding.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))

@@ -141,8 +141,9 @@ def _step_batches(state: ShardingState, batches: Sequence[Sequence[Block]], used
         state.masters.streams.flush()
     except BaseException:
         state.masters.abandon()
-        for batch in waiting:  # as the others do
-            publisher.send(batch)
+        with contextlib.suppress(GroupLost):
+            for batch in waiting:  # as the others do
+                publisher.send(batch)
         raise
     finally:
         state.window.grad_ops.forget_norms()  # they are those of before clipping

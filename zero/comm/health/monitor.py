@@ -48,13 +48,13 @@ class RankMonitor:
         is_first, self.phase = not self.phase, phase
         self._place = None if place is None else weakref.WeakMethod(place)
         if self._is_cheap or is_first:
-            self._store.tell(f"doing/{self._rank}", phase)
+            self._store.tell(f"phase/{self._rank}", phase)
 
     def wait_for_start(self, limit_s: float, words_of: Callable[[int], str]) -> None:
         """Waits until every rank has written its first line; `words_of` are those that one left which will write none."""
         self._store.tell(f"host/{self._rank}", socket.gethostname())
         self.note(_NOWHERE if self._is_cheap else _UNWRITTEN)
-        keys = [f"doing/{rank}" for rank in range(self._size)]
+        keys = [f"phase/{rank}" for rank in range(self._size)]
         deadline, pause_s = time.monotonic() + limit_s, _SHORTEST_LOOK_S
         # Looked at again and again: a store that is told to wait for keys logs a warning for each wait that was too short.
         while not self._store.ask(lambda store: store.check(keys)):
@@ -98,8 +98,8 @@ class RankMonitor:
     def report_exit(self, error: BaseException) -> None:
         """Publishes the error that ends this rank."""
         place = None if self._place is None else self._place()
-        doing = f"{self.phase or _NOWHERE}{'' if place is None else place()}"
-        words = f"{raised(error)}, {doing}"
+        last_seen = f"{self.phase or _NOWHERE}{'' if place is None else place()}"
+        words = f"{raised(error)}, {last_seen}"
         self._store.tell(f"end/{self._rank}", words)
         self._store.tell("alarm", "1")  # who waits for this rank looks for that
 
@@ -143,7 +143,7 @@ class RankMonitor:
         return f"{noticed}, though all ranks are there: {self._last_seen(range(self._size))}"
 
     def _last_seen(self, ranks: Iterable[int]) -> str:
-        places = {rank: self._store.line(f"doing/{rank}") or _UNKNOWN for rank in ranks}
+        places = {rank: self._store.line(f"phase/{rank}") or _UNKNOWN for rank in ranks}
         return " and ".join(f"{self._named(rank)} was last seen {place}" for rank, place in places.items())
 
     def _named(self, rank: int) -> str:

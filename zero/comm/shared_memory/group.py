@@ -275,20 +275,21 @@ class _Message:
 
     def row(self, rank: int, begin: int, num_bytes: int) -> torch.Tensor:
         """So many bytes of what that rank has to offer; waits for the message of all ranks."""
-        offsets = self._wait()
+        offsets = self.wait()
         if rank == self.group.rank and self._part is not None:
             return _bytes(self._part)[begin : begin + num_bytes]
         begin += offsets[rank]
         return self.group.arenas[rank][begin : begin + num_bytes]
 
-    def _wait(self) -> list[int]:
+    def wait(self) -> list[int]:
+        """Where the parts of all ranks lie, once all have said so."""
         if self._offsets is None:
             self._offsets = self._coming.wait()
         return self._offsets
 
     def finish(self) -> None:
         """This rank has read all that it wants of it; waits for the message of all ranks, in case it wants nothing."""
-        self._wait()
+        self.wait()
         self._part = None
         self._count()
 
@@ -326,6 +327,7 @@ class _Gathering:
     def wait(self) -> torch.Tensor:
         this_rank, size = self._ranks
         shares = _bytes(self._bucket).view(size, -1)
+        self._message.wait()
         try:
             for rank, share in enumerate(shares):
                 if rank != this_rank:

@@ -192,10 +192,10 @@ class InflightReductions(Timed):
         """Waits for other ranks, until no more than so many rounds are on their way."""
         while len(self) > most:
             self._retire(keep)
-        self._land_across(most, keep)
+        self._retire_across(most, keep)
 
     @stop("reduce")
-    def _land_across(self, most: int, keep: bool) -> None:
+    def _retire_across(self, most: int, keep: bool) -> None:
         if self._across is not None:
             self._across.retire(most, keep)
 
@@ -224,7 +224,7 @@ class InflightReductions(Timed):
         self._patience.one_came()
         in_flight = self._in_flight.popleft()
         if self._across is None:
-            self._land(in_flight.bucket, in_flight.buffer, in_flight.pending, keep)
+            self._keep(in_flight.bucket, in_flight.buffer, in_flight.pending, keep)
         else:
             self._pass_on(in_flight, self._across, keep)
         if in_flight.release is not None:
@@ -241,12 +241,12 @@ class InflightReductions(Timed):
             return
         if keep:
             self.shard.begin_partial(bucket)
-        self._land(bucket, buffer, CompletedResult(inner), keep)
+        self._keep(bucket, buffer, CompletedResult(inner), keep)
         if goes_on:
             across.begin_partial(bucket)
 
     @stop("keep")
-    def _land(self, bucket: int, buffer: torch.Tensor, pending: Pending, keep: bool) -> None:
+    def _keep(self, bucket: int, buffer: torch.Tensor, pending: Pending, keep: bool) -> None:
         if keep and isinstance(pending, UnreducedResult) and self._defers(bucket, buffer, pending):
             return
         if keep and self.shard.home_of(bucket).device == buffer.device:

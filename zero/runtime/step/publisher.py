@@ -10,6 +10,7 @@ import torch
 
 from zero.comm import eight_bits
 from zero.comm.group import Group, Pending
+from zero.errors import GroupLost
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
 from zero.memory.weights import Weights
@@ -18,7 +19,7 @@ from zero.plan.layout import Block
 from zero.runtime.params.table import Params
 from zero.runtime.profiling import Timed, stop
 
-_MOST_ON_THE_WAY = 2**23  # bytes of this rank's shares, of which shared memory has copies
+_MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares, of which shared memory has copies
 
 
 class WeightPublisher(Timed):
@@ -42,15 +43,18 @@ class WeightPublisher(Timed):
         self.num_bytes = 0  # sent so far, by this rank
         self.is_writing = False
         self._in_flight: deque[tuple[Pending, int]] = deque()  # with bytes of this rank's share
+        self._takes_in = True  # False once one failed to come
 
     def begin(self) -> None:
         """Begins writing weights, after taking over the user's edits. A collective where weights are in shares."""
+        self._forget()
         self._weights.begin_step()
         self.is_writing = True
         self.follow_edits()
 
     def take_edits(self) -> None:
         """Takes over what the user edited, before a load. All ranks do it, and have met since they read weights."""
+        self._forget()
         self._weights.take_edits()
         self.follow_edits()
 
@@ -72,26 +76,34 @@ class WeightPublisher(Timed):
 
     @stop("publish")
     def send(self, batch: Sequence[Block]) -> None:
-        """Stop 7: sends the buckets that are complete with these blocks. All are sent, also where one before fails to come, as
-        other ranks wait for them."""
-        buckets = [block.bucket for block in batch if block.is_last]
-        with contextlib.ExitStack() as each:
-            for bucket in reversed(buckets):
-                each.callback(self._send, bucket)
+        """Stop 7: sends the buckets that are complete with these blocks, and takes in those that have come. Where one fails to
+        come the others are sent still, as other ranks wait for them, and nothing more is taken in."""
+        buckets = [(block.bucket, self._weights.to_publish(block.bucket)) for block in batch if block.is_last]
+        waiting = deque((bucket, new) for bucket, new in buckets if new is not None)
+        while waiting:
+            try:
+                self._make_room(waiting[0][1])
+            except BaseException:
+                self._takes_in = False
+                with contextlib.suppress(GroupLost):
+                    while waiting:
+                        self._send(*waiting.popleft())
+                raise
+            self._send(*waiting.popleft())
 
-    def _send(self, bucket: int) -> None:
-        new = self._weights.to_publish(bucket)
-        if new is None:
-            return
-        num_bytes = new.nbytes // self._group.size
-        try:
-            while self._in_flight and (self._in_flight[0][0].done() or self._num_bytes_with(num_bytes) > _MOST_ON_THE_WAY):
-                self._finish_first()
-        finally:
-            self._in_flight.append((self._gather(bucket, new), num_bytes))
+    def _send(self, bucket: int, new: torch.Tensor) -> None:
+        self._in_flight.append((self._gather(bucket, new), self._num_share_bytes(new)))
 
-    def _num_bytes_with(self, more: int) -> int:
-        return more + sum(num_bytes for _, num_bytes in self._in_flight)
+    def _make_room(self, new: torch.Tensor) -> None:
+        """Takes in what has come, and waits until this, too, may be on its way."""
+        while self._takes_in and self._in_flight:
+            num_bytes = self._num_share_bytes(new) + sum(num_bytes for _, num_bytes in self._in_flight)
+            if num_bytes <= _MOST_IN_FLIGHT and not self._in_flight[0][0].done():
+                return
+            self._finish_first()
+
+    def _num_share_bytes(self, new: torch.Tensor) -> int:
+        return new.nbytes // self._group.size
 
     def _finish_first(self) -> None:
         pending, _ = self._in_flight.popleft()
@@ -102,7 +114,7 @@ class WeightPublisher(Timed):
             pending, num_bytes = eight_bits.all_gather(self._group, new)
             pending = _Inexact(pending, self._masters, bucket, new.view(self._group.size, -1)[self._group.rank])
         else:
-            pending, num_bytes = self._group.all_gather(new), new.nbytes // self._group.size
+            pending, num_bytes = self._group.all_gather(new), self._num_share_bytes(new)
         self.num_bytes += num_bytes
         return pending
 
@@ -122,13 +134,21 @@ class WeightPublisher(Timed):
     def abandon(self) -> None:
         """Forgets what was being sent over connections that are lost."""
         self.is_writing = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """What an operation that broke off had on its way, or it would be taken for what is sent next."""
         self._in_flight.clear()
+        self._takes_in = True
 
     @stop("publish")
     def wait(self, params: int) -> None:
         """Waits until every weight is the new one: on a device, for whatever is issued next."""
-        while self._in_flight:
-            self._finish_first()
+        try:
+            while self._takes_in and self._in_flight:
+                self._finish_first()
+        finally:
+            self._forget()
         # Writing the flat buffer tells the parameters' version counters nothing; without this, backward through a graph from
         # before the step would take the new weights for the old ones and give wrong gradients where plain torch raises.
         # Those beside them keep their values, and their graphs.
