@@ -75,8 +75,8 @@ def fake_group(size: int, shard_ranks: int) -> Group:
 
 class FakeGroup:
     """Rank 0 of `size` ranks, all alike and in pace. What it is sent is what it sends, in memory of its own as with a group
-    that exchanges the pieces of a bucket; so a training with it holds, from moment to moment, what a real one does, and one
-    of the ranks that need the most."""
+    that exchanges the pieces of a bucket; so a training with it holds, from moment to moment, what a real one does that
+    is neither the first nor the last."""
 
     rank = 0
     shared_host_memory = None
@@ -95,7 +95,7 @@ class FakeGroup:
         if self.size == 1:
             return SingleRankResult(bucket, sum_dtype)
         rows = bucket.view(self.size, -1)
-        num_kept = 0 if self.size > 2 else 1  # most ranks also receive what they send to themselves, but for the first and last
+        num_kept = 0 if self.size > 2 else 1  # own piece; all but the first and the last rank receive theirs, too
         pieces = rows[num_kept:].clone()
 
         def total() -> torch.Tensor:

@@ -12,7 +12,7 @@ class Accumulation:
     def __init__(self, declared: int, counted: bool) -> None:
         self.declared = declared  # micro-steps that make a step
         self.counted = counted  # False: the window ends where the caller steps, whatever their number
-        self._coalescing = False  # inside coalesce_grad_reduction
+        self._coalescing = False
         self._in_engine = False
         self.begin()
 
@@ -23,7 +23,7 @@ class Accumulation:
         self._backwards = self._own_backwards = 0  # since the last micro-step, by the engine and by the caller
 
     def resize(self, declared: int) -> None:
-        """So many micro-steps make a step from the next window on."""
+        """Sets how many micro-steps make a step, between two windows."""
         if self.num_micro_batches:
             raise ValueError(
                 "Cannot change the batch size in the middle of an accumulation: its gradients were divided for another. Call "
@@ -42,7 +42,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def coalesce(self) -> Iterator[None]:
-        """No step is taken inside."""
+        """A block of coalesce_grad_reduction, which refuses steps."""
         if self._coalescing:
             raise ValueError("Cannot nest coalesce_grad_reduction(): one block makes one reduction. Use the outer one.")
         self._coalescing = True
@@ -52,7 +52,7 @@ class Accumulation:
             self._coalescing = False
 
     def check_step(self) -> None:
-        """Raises inside `coalesce`."""
+        """Raises inside a block of coalesce_grad_reduction."""
         if self._coalescing:
             raise ValueError(
                 "Cannot step inside coalesce_grad_reduction(): gradients are reduced where the block ends. Step after it."

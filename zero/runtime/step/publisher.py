@@ -43,7 +43,7 @@ class WeightPublisher(Timed):
         self.num_bytes = 0  # sent so far, by this rank
         self.is_writing = False
         self._in_flight: deque[tuple[Pending, int]] = deque()  # with bytes of this rank's share
-        self._takes_in = True  # False once one failed to come
+        self._takes_in = True  # False once that failed
 
     def begin(self) -> None:
         """Begins writing weights, after taking over the user's edits. A collective where weights are in shares."""
@@ -76,8 +76,8 @@ class WeightPublisher(Timed):
 
     @stop("publish")
     def send(self, batch: Sequence[Block]) -> None:
-        """Stop 7: sends the buckets that are complete with these blocks, and takes in those that have come. Where one fails to
-        come the others are sent still, as other ranks wait for them, and nothing more is taken in."""
+        """Stop 7: sends the buckets that are complete with these blocks, and takes in those that have come. Where one cannot be
+        taken in, all are still sent, as other ranks wait for them, and no other is taken in."""
         buckets = [(block.bucket, self._weights.to_publish(block.bucket)) for block in batch if block.is_last]
         waiting = deque((bucket, new) for bucket, new in buckets if new is not None)
         while waiting:
@@ -137,7 +137,7 @@ class WeightPublisher(Timed):
         self._forget()
 
     def _forget(self) -> None:
-        """What an operation that broke off had on its way, or it would be taken for what is sent next."""
+        """Forgets what an operation that broke off had on its way, which would come over what is written next."""
         self._in_flight.clear()
         self._takes_in = True
 
