@@ -94,6 +94,15 @@ def test_blocks_of_python_run_one_after_another(tmp_path):
     assert_trained(run(PROGRAM, cwd=tmp_path), 1)
 
 
+def test_the_first_program_runs_without_numpy(tmp_path):
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('it is not installed', name='numpy')")
+    (tmp_path / PROGRAM).write_text(block("first program") + CHECKS["first program"])
+    assert_trained(run(PROGRAM, cwd=tmp_path), 1)
+    shutil.rmtree(tmp_path / "checkpoints")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert_trained(run(*launch, PROGRAM, cwd=tmp_path, OMP_NUM_THREADS="1"), 2)
+
+
 def test_the_backend_of_fifteen_lines_runs_and_keeps_the_contract(tmp_path):
     assert len(block("backend").splitlines()) <= 15
     for _, name, code in ALL:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from accelerators import Accelerator
+from accelerators.host_bytes import host_bytes
 from zero.checkpoint.values import decode, encode
 
 
@@ -26,7 +27,7 @@ def random_bytes(accelerator: Accelerator) -> torch.Tensor:
 
 def put_back(accelerator: Accelerator, saved: torch.Tensor) -> None:
     """Restores what `random_bytes` returned."""
-    states = decode(json.loads(bytes(saved.numpy().tobytes()).decode()))
+    states = decode(json.loads(bytes(host_bytes(saved))))
     random.setstate(states["python"])
     accelerator.set_rng_state(states["torch"])
     if "numpy" in states:

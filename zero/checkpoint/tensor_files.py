@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from accelerators.host_bytes import host_bytes
 from zero.checkpoint.disk import Written, write
 from zero.checkpoint.manifest import ANOTHER
 from zero.errors import BadCheckpoint
@@ -82,8 +83,7 @@ def _host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     line = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
     for part in torch.split(line, max(1, _MOST_ON_HOST // line.dtype.itemsize)) if not line.is_cpu else (line,):
         if part.numel():
-            host: Any = part.cpu().view(torch.uint8).numpy()
-            yield memoryview(host)
+            yield host_bytes(part.cpu())
 
 
 class TensorFiles:
@@ -123,8 +123,7 @@ class TensorFiles:
             return
         if file not in self._raw:
             self._raw[file] = _Raw(self._folder / self._names[file])
-        host: Any = target.detach().view(torch.uint8).numpy()
-        self._raw[file].read(key, span.start * dtype.itemsize, memoryview(host))
+        self._raw[file].read(key, span.start * dtype.itemsize, host_bytes(target.detach()))
 
     def close(self) -> None:
         for opened in self._open.values():

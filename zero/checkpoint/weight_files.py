@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from accelerators.host_bytes import host_bytes
 from zero.errors import BadCheckpoint
 from zero.plan.spans import Span
 
@@ -85,10 +86,10 @@ class WeightFiles:
         self._open.append(opened)
         size = opened.size()
         try:
-            [length] = struct.unpack("<Q", bytes(opened.read(0, 8).numpy()))
+            [length] = struct.unpack("<Q", host_bytes(opened.read(0, 8)))
             if length > size:
                 raise ValueError("its header is longer than the file")
-            header = json.loads(bytes(opened.read(8, length).numpy()))
+            header = json.loads(bytes(host_bytes(opened.read(8, length))))
             header.pop("__metadata__", None)
             unknown = next((name for name, about in header.items() if about["dtype"] not in _DTYPES), None)
             if unknown is not None:
@@ -157,8 +158,7 @@ class _OpenFile:
 
     def read(self, start: int, num_bytes: int) -> torch.Tensor:
         values = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        memory: Any = values.numpy()
-        left, offset = memoryview(memory), start
+        left, offset = host_bytes(values), start
         while left:  # one call reads 2 GiB at most
             num_read = os.preadv(self._descriptor, [left], offset)
             if not num_read:

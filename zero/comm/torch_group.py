@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from accelerators import Accelerator
+from accelerators.host_bytes import host_bytes
 from accelerators.staged.backend import is_staged
 from zero.comm.group import Group, GroupBeside, Pending, TimeLimits, Wire
 from zero.comm.health import shutdown
@@ -233,8 +234,7 @@ class TorchGroup:
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         if self.size == 1:
             return [message]
-        # Gloo ends the process where sizes differ, as they do when one rank asks for something else than the others. So what
-        # is sent first has one size whatever it is about, and says how much is to follow.
+        # Gloo ends the process where sizes differ. So what is sent first always has one size, and says how much is to follow.
         framed = len(message).to_bytes(8, "little") + message
         heads = self._gather(framed[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0"))
         lengths = [8 + int.from_bytes(head[:8], "little") for head in heads]
@@ -246,7 +246,7 @@ class TorchGroup:
         local = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         everyone = torch.empty(self.size * len(message), dtype=torch.uint8, device="cpu")
         self.guarded(lambda: self._in_turns(_gather_into(everyone, local, group=self._wires.messages, async_op=True)))
-        return [row.numpy().tobytes() for row in everyone.view(self.size, -1)]
+        return [bytes(host_bytes(row)) for row in everyone.view(self.size, -1)]
 
     @property
     def phase(self) -> str:

@@ -8,6 +8,8 @@ from functools import cached_property
 
 import torch
 
+from accelerators.host_bytes import host_bytes
+
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
@@ -33,8 +35,7 @@ def goes_with_elements(key: str, value: object, shape: torch.Size) -> bool:
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The bits of a tensor, element by element."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    data: bytes = flat.view(torch.uint8).numpy().tobytes()
-    return data
+    return bytes(host_bytes(flat))
 
 
 def dtype_named(name: str) -> torch.dtype:

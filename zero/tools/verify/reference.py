@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerators.host_bytes import host_bytes
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.engine.forward import run_forward
@@ -76,7 +77,7 @@ class PlainRun:
         """The sum over the ranks, divided as was asked; None where no rank had a gradient."""
         master, local_sum = self.masters[index], self._sums.get(index)
         values = torch.zeros_like(master) if local_sum is None else local_sum
-        sent = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        sent = bytes(host_bytes(values.cpu().contiguous()))
         messages = self._group.all_gather_bytes(bytes([local_sum is not None]) + sent)
         if not any(message[0] for message in messages):
             return None

@@ -1,0 +1,23 @@
+"""The bytes of a tensor of the host, for files and messages."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor of the host, to read and to write. torch's own way to it needs NumPy, which may
+    be missing."""
+    if not tensor.is_cpu or not tensor.is_contiguous():
+        raise ValueError(
+            f"Cannot look at the bytes of a tensor on {tensor.device} with strides {tensor.stride()}: they are not one stretch "
+            "of host memory. Copy it to the host, and call contiguous()."
+        )
+    tensor = tensor.resolve_conj().resolve_neg()  # as numpy() does; by these the simulated device sees that memory is read
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]  # which keeps it alive
+    return memoryview(memory).cast("B")

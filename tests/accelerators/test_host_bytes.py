@@ -1,0 +1,36 @@
+"""Bytes of a tensor, without NumPy."""
+
+import gc
+
+import pytest
+import torch
+
+from accelerators.host_bytes import host_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_they_are_those_of_its_memory_and_can_be_written(dtype):
+    tensor = torch.tensor([[1, 0], [1, 1]], dtype=dtype)
+    view = host_bytes(tensor)
+    assert view.nbytes == tensor.nbytes
+    assert torch.equal(torch.frombuffer(bytearray(view), dtype=dtype), tensor.flatten())
+    view[:] = bytes(tensor.nbytes)
+    assert not tensor.any()
+
+
+def test_they_keep_the_memory_alive():
+    view = host_bytes(torch.full((1000,), 7, dtype=torch.uint8))
+    gc.collect()
+    others = [torch.zeros(1000, dtype=torch.uint8) for _ in range(100)]
+    assert set(view) == {7} and len(others) == 100
+
+
+def test_of_nothing_there_are_none():
+    assert bytes(host_bytes(torch.empty(0, 3))) == b""
+
+
+def test_what_is_not_in_one_stretch_of_host_memory_is_refused():
+    with pytest.raises(ValueError, match="Cannot look at the bytes of a tensor on cpu"):
+        host_bytes(torch.ones(3, 3).t()[:2])
+    with pytest.raises(ValueError, match="on meta"):
+        host_bytes(torch.ones(3, device="meta"))
