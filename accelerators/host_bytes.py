@@ -9,9 +9,9 @@ import torch
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """Returns the memory of a contiguous tensor of the host, to read and to write; of a subclass, which may have its values
-    elsewhere, that of a copy. torch's own way to it needs NumPy, which may be missing."""
+    elsewhere, that of a copy, to read. torch's own way to it needs NumPy, which may be missing."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        return host_bytes(tensor.clone(memory_format=torch.contiguous_format).as_subclass(torch.Tensor)).toreadonly()
     if not tensor.is_cpu or not tensor.is_contiguous():
         raise ValueError(
             f"Cannot look at the bytes of a tensor on {tensor.device} with strides {tensor.stride()}: they are not one stretch "

@@ -25,6 +25,18 @@ def test_they_keep_the_memory_alive():
     assert set(view) == {7} and len(others) == 100
 
 
+class Elsewhere(torch.Tensor):
+    """As a tensor may be that has its values in other memory."""
+
+
+def test_what_is_written_to_a_copy_cannot_be_lost_without_a_word():
+    tensor = torch.arange(3, dtype=torch.uint8).as_subclass(Elsewhere)
+    view = host_bytes(tensor)
+    assert bytes(view) == bytes([0, 1, 2])
+    with pytest.raises(TypeError):
+        view[0] = 7
+
+
 def test_of_nothing_there_are_none():
     assert bytes(host_bytes(torch.empty(0, 3))) == b""
 
