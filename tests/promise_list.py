@@ -38,6 +38,7 @@ AREAS = {
     "P": ("torch.compile", 12),
     "S": ("weights in shares", 14),
     "W": ("whole tensors", 3),
+    "T": ("traps met by trying", 8),
     "I": ("large models in and out", 5),
 }
 IDS = tuple(f"{area}{number:02d}" for area, (_, count) in AREAS.items() for number in range(1, count + 1))

@@ -64,9 +64,6 @@ class KnownMemory:
         """Takes this for the memory of a parameter; None: whatever it has is right."""
         self._addresses[index] = 0 if memory is None else memory.data_ptr()
 
-    def has_changed(self, index: int, memory: torch.Tensor | None) -> bool:
-        return self._addresses[index] != (0 if memory is None else memory.data_ptr())
-
     def changed(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """The parameters that have other memory than was noted, in the order in which they were noted first."""
         return [index for index, address in self._addresses.items() if address and tensors[index].data_ptr() != address]

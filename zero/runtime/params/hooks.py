@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from zero.memory.addresses import KnownMemory
-from zero.runtime.params.absent import Absent
 from zero.runtime.params.table import Params
 
 
 @dataclass
 class _Attached:
-    """The hooks of one parameter, and the node that they are on."""
+    """The hooks of one parameter, and the nodes that they are on."""
 
     param: torch.nn.Parameter
     before: Callable[[int], None]
     ready: Callable[[int], None]
-    node: Node
-    handles: list[Any] = field(default_factory=list)
+    follower: Any = None  # the hook on the parameter itself
+    nodes: list[tuple[Node, tuple[Any, Any]]] = field(default_factory=list)  # the last ones, each with its hooks
+
+
+_MOST_NODES = 2  # that of graphs to come, and that of a graph from before a cast
 
 
 class GradHooks:
@@ -34,15 +35,15 @@ class GradHooks:
     They sit on the parameter's AccumulateGrad node. A hook there runs after all hooks of the user on the
     parameter, whenever those were registered, and not under `autograd.grad`, which writes no `.grad`. Torch
     holds the node only weakly; we keep it, or our hooks would be gone with it. A parameter gets another node where
-    its dtype or device changes through `.data`, as in `model.half(); model.float()`. What survives that is a hook on
-    the parameter itself, which runs just before those of the node: it looks whether the memory is another one, and keeps
-    which parameter it was, for an error that says where a backward broke off.
+    its dtype or device changes through `.data`, as in `model.half(); model.float()`, also if its memory is the same
+    again. What survives that is a hook on the parameter itself, which runs just before those of the node: if the node
+    that runs has none of ours, it gets them. It also keeps which parameter it was, for an error that says where a
+    backward broke off.
     """
 
     def __init__(self, params: Params) -> None:
         self._params = params
         self._attached: dict[int, _Attached] = {}
-        self._memory = KnownMemory()  # as of the last look at the nodes
 
     def attach(
         self, index: int, param: torch.nn.Parameter, before: Callable[[int], None], ready: Callable[[int], None]
@@ -55,42 +56,43 @@ class GradHooks:
                 hooks._follow(index)
 
         with _training(param):
-            self._attached[index] = _Attached(param, before, ready, get_gradient_edge(param).node)
-            self._memory.note(index, _memory_of(param))
-            self._attached[index].handles.append(param.register_hook(follow))  # type: ignore[no-untyped-call]
-        self._sit_on(index)
+            self._attached[index] = _Attached(param, before, ready)
+            self._attached[index].follower = param.register_hook(follow)  # type: ignore[no-untyped-call]
+            self._sit_on(index, get_gradient_edge(param).node)
 
     def renew(self) -> None:
         """Attaches anew where a parameter has another node by now."""
         for index, attached in self._attached.items():
             with _training(attached.param):
-                node = get_gradient_edge(attached.param).node
-            self._memory.note(index, _memory_of(attached.param))
-            if node is not attached.node:
-                attached.node = node
-                self._sit_on(index)
+                self._sit_on(index, get_gradient_edge(attached.param).node)
 
     def _follow(self, index: int) -> None:
-        attached, self._params.reached = self._attached[index], index
-        if self._memory.has_changed(index, _memory_of(attached.param)):
-            self.renew()
+        self._params.reached = index
+        node = torch._C._current_autograd_node()
+        if node is not self._attached[index].nodes[-1][0]:
+            self._sit_on(index, node)
 
-    def _sit_on(self, index: int) -> None:
+    def _sit_on(self, index: int, node: Node) -> None:
+        """Puts our hooks on a node that has none of them."""
         attached = self._attached[index]
+        if any(node is each for each, _ in attached.nodes):
+            return
         before, ready = attached.before, attached.ready
-        attached.handles.append(attached.node.register_prehook(lambda _: before(index)))
-        attached.handles.append(attached.node.register_hook(lambda _, __: ready(index)))
+        handles = node.register_prehook(lambda _: before(index)), node.register_hook(lambda _, __: ready(index))
+        attached.nodes.append((node, handles))
+        if len(attached.nodes) > _MOST_NODES:
+            _remove(attached.nodes.pop(0)[1])
 
     def detach(self, first: int = 0) -> None:
         """Removes the hooks of this parameter and of all after it."""
         for index in [index for index in self._attached if index >= first]:
-            for handle in self._attached.pop(index).handles:
-                handle.remove()
-        self._memory.forget(first)
+            attached = self._attached.pop(index)
+            _remove((attached.follower, *(handle for _, handles in attached.nodes for handle in handles)))
 
 
-def _memory_of(param: torch.nn.Parameter) -> torch.Tensor | None:
-    return None if isinstance(param, Absent) else param
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 @contextlib.contextmanager

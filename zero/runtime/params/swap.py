@@ -12,7 +12,7 @@ from torch import nn
 from zero.memory.gathered import GatheredChunk
 from zero.runtime.params.absent import AbsentParameter
 
-_OWN = ("in_chunk", "label", "shadow")  # what an absent parameter knows, and a plain one does not
+_OWN = ("in_chunk", "label", "shadow", "source")  # attributes of parameters without memory, which go with the implementation
 
 
 def can_swap() -> bool:
@@ -22,13 +22,13 @@ def can_swap() -> bool:
 
 def become_absent(param: nn.Parameter, absent: AbsentParameter) -> None:
     """Takes the memory of a parameter. `absent` is used up."""
-    _exchange(param, absent)
+    exchange(param, absent)
 
 
 def become_plain(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
     """Gives a parameter memory. Returns what it was, for `become_absent`."""
     other = nn.Parameter(values, param.requires_grad)
-    _exchange(param, other)
+    exchange(param, other)
     return other
 
 
@@ -82,8 +82,8 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.reshape(-1).view(torch.uint8)
 
 
-def _exchange(param: nn.Parameter, other: nn.Parameter) -> None:
-    """Exchanges the implementations and classes of two parameters. The gradient and the hooks of the user stay."""
+def exchange(param: nn.Parameter, other: nn.Parameter) -> None:
+    """Exchanges the implementations and classes of two parameters. The gradient, the user's attributes and hooks stay."""
     hooks, accumulated, grad = param._backward_hooks, param._post_accumulate_grad_hooks, param.grad
     param.grad = None  # which would go with the implementation
     try:
@@ -98,8 +98,10 @@ def _exchange(param: nn.Parameter, other: nn.Parameter) -> None:
     ours, others = ({name: each.__dict__.pop(name) for name in _OWN if name in each.__dict__} for each in (param, other))
     param.__dict__.update(others)
     other.__dict__.update(ours)
-    if hooks:
+    # The tables of hooks stay with the object, and each implementation refers to the one that was set on it. An empty table is
+    # set too: torch sets none where there is one, and hooks that come later would be in a table that nothing refers to.
+    if hooks is not None:
         param._backward_hooks = hooks
-    if accumulated:
+    if accumulated is not None:
         param._post_accumulate_grad_hooks = accumulated
     param.grad = grad

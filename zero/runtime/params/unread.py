@@ -20,6 +20,7 @@ from torch import nn
 from zero.memory.values import Cast, Held, Joined, Values, Viewed, whole
 from zero.plan.spans import Span
 from zero.runtime.params.operators import Kind, operator_of
+from zero.runtime.params.swap import exchange
 
 _SHARD = "Shard the model first, with zero.shard or a trainer that does."
 _AT_ONCE = 2**22  # elements that are compared at a time
@@ -129,25 +130,10 @@ def become(param: Any, values: torch.Tensor) -> Any:
     other: Any = values if type(values) is Unread else nn.Parameter(values, False)
     if type(values) is Unread:
         other = _make(values.source, values.shadow, values.device, values.label)
-    requires_grad, grad, hooks = param.requires_grad, param.grad, param._backward_hooks
-    accumulated = param._post_accumulate_grad_hooks
-    param.grad = None
-    kept = {name: value for name, value in param.__dict__.items() if name not in _OWN}
-    torch._C._swap_tensor_impl(param, other)
-    param.__class__, other.__class__ = other.__class__, param.__class__
-    attributes, others = ({name: each.__dict__.pop(name) for name in _OWN if name in each.__dict__} for each in (param, other))
-    param.__dict__.update(others | kept)
-    other.__dict__.update(attributes)
+    requires_grad = param.requires_grad
+    exchange(param, other)
     param.requires_grad_(requires_grad)
-    if hooks:
-        param._backward_hooks = hooks
-    if accumulated:
-        param._post_accumulate_grad_hooks = accumulated
-    param.grad = grad
     return other
-
-
-_OWN = ("source", "shadow", "label")
 
 
 def _make(values: Values, shadow: torch.Tensor, device: torch.device, label: str) -> Any:
