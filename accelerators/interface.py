@@ -40,6 +40,7 @@ class Accelerator:
     name: str = ""
     visible_devices_variable: str | None = None  # the environment variable that hides devices from a process
     compile_backend: str = "aot_eager"  # what torch.compile may use; eager kernels where no compiler serves the device
+    has_dlpack: bool = False  # torch.from_dlpack makes a tensor of its own of any stretch of the device's memory
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or type(self).name
@@ -110,6 +111,18 @@ class Accelerator:
 
     def _peak_since(self, index: int) -> Literal["last reset", "process start"]:
         return "last reset" if index in self._peaks_reset else "process start"
+
+    def with_own_storage(self, stretch: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor on the memory of a one-dimensional `stretch`, which it keeps alive, with a storage that is no longer.
+
+        Tools take tensors of one storage for parts of one weight, and `torch.save` writes storages whole. It is `stretch`
+        itself if the device has no way to that.
+        """
+        if not self.has_dlpack:
+            return stretch
+        with torch.inference_mode(False):  # or no parameter could have this memory
+            own: torch.Tensor = torch.from_dlpack(stretch)  # type: ignore[attr-defined]
+            return own
 
     def empty_cache(self) -> None:
         """Gives memory that torch keeps for later back to the device."""

@@ -18,6 +18,7 @@ class CpuAccelerator(Accelerator):
     name = "cpu"
     communication_backend = "gloo"
     compile_backend = "inductor"
+    has_dlpack = True
     is_synchronous = True
     can_pin = False  # every page of it is host memory already
     has_streams = False

@@ -16,6 +16,7 @@ class CudaAccelerator(Accelerator):
     communication_backend = "gloo" if sys.platform == "win32" else "nccl"  # what ROCm has is called nccl too; Windows has none
     visible_devices_variable = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
     compile_backend = "inductor"
+    has_dlpack = True
 
     def unavailable_reason(self) -> str | None:
         if torch.version.cuda is None and torch.version.hip is None:

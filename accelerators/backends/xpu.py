@@ -22,6 +22,7 @@ class XpuAccelerator(Accelerator):
     name = "xpu"
     visible_devices_variable = "ZE_AFFINITY_MASK"
     compile_backend = "inductor"
+    has_dlpack = True
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)

@@ -6,6 +6,8 @@ import os
 from functools import cached_property
 from types import ModuleType
 
+import torch
+
 from accelerators.interface import Accelerator
 from accelerators.simulated.settings import read_settings
 from accelerators.simulated.start import bring_up, is_up, why_not
@@ -34,6 +36,11 @@ class SimulatedAccelerator(Accelerator):
         """The device's own where it has one, which torch knows once the device is up."""
         bring_up()
         return super().communication_backend
+
+    def with_own_storage(self, stretch: torch.Tensor) -> torch.Tensor:
+        from accelerators.simulated.storage import with_own_storage  # which needs the device to be up, as the tensor shows
+
+        return with_own_storage(stretch)
 
     @property
     def module(self) -> ModuleType | None:

@@ -127,7 +127,8 @@ class Call:
                 replace_storage(use.tensor, storage, use.host.size(), use.host.stride(), use.host.storage_offset())
             elif use.written and use.host.size() != use.tensor.size():
                 storage = use.tensor.untyped_storage()
-                replace_storage(use.tensor, storage, use.host.size(), use.host.stride(), use.host.storage_offset())
+                offset = use.host.storage_offset() - torch_private.start_in_block(storage) // use.host.element_size()
+                replace_storage(use.tensor, storage, use.host.size(), use.host.stride(), offset)
 
     def _raise_result(self, result: Any) -> Any:
         if isinstance(result, torch.Tensor):

@@ -94,8 +94,9 @@ def resize_(self: torch.Tensor, size: Any, *, memory_format: torch.memory_format
     block = block_of(self)
     if block is not None:
         lanes.run_lane(current_lane(index))
-        kept = min(grown.numel(), block.num_bytes // self.element_size())
-        grown[:kept].copy_(block.base(self.dtype)[:kept])
+        start, size = torch_private.start_in_block(storage), self.element_size()
+        kept = min(grown.numel(), storage.nbytes() // size)
+        grown[:kept].copy_(block.base(self.dtype)[start // size :][:kept])
     return replace_storage(self, new_storage(grown.untyped_storage(), index), size, stride, 0)
 
 

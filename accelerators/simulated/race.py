@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import torch
 
+from accelerators.simulated import torch_private
 from accelerators.simulated.place import Place, describe
 from accelerators.simulated.settings import settings
 
@@ -171,9 +172,9 @@ class Grave:
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage from a tensor's first to its last, as a history takes them."""
+    """The bytes of its memory from a tensor's first to its last, as a history takes them."""
     size = tensor.element_size()
-    start = int(tensor.storage_offset()) * size
+    start = torch_private.start_in_block(tensor.untyped_storage()) + int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
         return start, start + tensor.numel() * size
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.size(), tensor.stride(), strict=True))

@@ -36,7 +36,10 @@ def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
         return _clone_elsewhere(self)
     block = getattr(self, "_sim_block", None)
     lanes.run_all(self.device.index)  # rare, so the simplest wait that is right
-    memory = torch.empty(0).untyped_storage() if block is None else _clone_elsewhere(block.memory)
+    memory = torch.empty(0).untyped_storage()
+    if block is not None:
+        start = torch_private.start_in_block(self)
+        memory = block.base(torch.uint8)[start : start + self.nbytes()].clone().untyped_storage()
     return new_storage(memory, self.device.index)
 
 

@@ -118,7 +118,19 @@ def host_view(tensor: torch.Tensor, block: Block | None) -> torch.Tensor:
     """A device tensor as a host tensor on the same memory, which it keeps alive."""
     if block is None:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-    return block.base(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    offset = tensor.storage_offset() + torch_private.start_in_block(tensor.untyped_storage()) // tensor.element_size()
+    return block.base(tensor.dtype).as_strided(tensor.size(), tensor.stride(), offset)
+
+
+def with_own_storage(stretch: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor on a stretch of a block, with a storage that is no longer."""
+    block = block_of(stretch)
+    if block is None or not stretch.numel():
+        return stretch
+    start = torch_private.start_in_block(stretch.untyped_storage()) + int(stretch.storage_offset()) * stretch.element_size()
+    storage = torch_private.storage_at(block.memory.data_ptr() + start, stretch.device, stretch.nbytes)
+    storage._sim_block, storage._sim_start = block, start  # type: ignore[attr-defined]
+    return tensor_on(storage, _prototype(stretch.device.index, stretch.dtype), stretch.size(), stretch.stride(), 0)
 
 
 def new_storage(memory: torch.UntypedStorage, index: int) -> torch.UntypedStorage:
@@ -144,8 +156,10 @@ def tensor_on(storage: torch.UntypedStorage, prototype: torch.Tensor, size: Any,
 
 
 def view_of(tensor: torch.Tensor, dtype: torch.dtype, size: Any, stride: Any, offset: Any) -> torch.Tensor:
-    """Another tensor on a device tensor's storage."""
-    return tensor_on(tensor.untyped_storage(), _prototype(tensor.device.index, dtype), size, stride, offset)
+    """Another tensor on a device tensor's storage, at an offset in its block."""
+    storage = tensor.untyped_storage()
+    offset -= torch_private.start_in_block(storage) // dtype.itemsize
+    return tensor_on(storage, _prototype(tensor.device.index, dtype), size, stride, offset)
 
 
 def replace_storage(tensor: torch.Tensor, storage: torch.UntypedStorage, size: Any, stride: Any, offset: Any) -> torch.Tensor:

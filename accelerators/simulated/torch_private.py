@@ -219,6 +219,11 @@ def storage_at(address: int, device: torch.device, num_bytes: int) -> torch.Unty
     return storage
 
 
+def start_in_block(storage: torch.UntypedStorage) -> int:
+    """Returns the byte of its allocation that a storage begins at: not the first one if it is that of a stretch."""
+    return getattr(storage, "_sim_start", 0)
+
+
 def overwrite(address: int, num_bytes: int) -> None:
     """Fills memory with ones, which are NaN in every floating dtype."""
     ctypes.memset(address, 0xFF, num_bytes)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+import accelerators
 from zero.memory.formats import DTYPES, ParamFormat
 from zero.memory.homes.registry import Move, Moved
 from zero.memory.place import Place
@@ -50,7 +51,7 @@ class Weights(Protocol):
         """Drops this chunk and all after it."""
 
     def attach(self, param: int, tensor: torch.nn.Parameter, param_format: ParamFormat) -> None:
-        """Makes the parameter what lies in its slot."""
+        """Makes the parameter what lies in its slot, with a storage of its own, by which tools tell weights apart."""
 
     def detach(self, tensor: torch.nn.Parameter, values: torch.Tensor) -> None:
         """Makes the parameter a plain one, with these values as its memory."""
@@ -167,7 +168,8 @@ class FlatBuffer:
             del self.chunks[each]
 
     def attach(self, param: int, tensor: torch.nn.Parameter, param_format: ParamFormat) -> None:
-        tensor.data = param_format.unflatten(self.memory_of(param))
+        memory = self.memory_of(param)
+        tensor.data = param_format.unflatten(accelerators.get(memory.device.type).with_own_storage(memory))
 
     def detach(self, tensor: torch.nn.Parameter, values: torch.Tensor) -> None:
         tensor.data = values

@@ -257,9 +257,13 @@ class StateOffloader:
         loaded = {param: self._moved(values, self._homes.device) for param, values in stored.assigned.items()}
         self._weights.whole_chunks[index] = self._moved(stored.flat, self._homes.device)
         for param in self._weights.layout_ref.layout.chunks[index].params:
-            memory = self._weights.memory_of(param)
-            if memory is not None and not self._params.tensors[param].numel():  # else something was assigned meanwhile
-                self._params.tensors[param].data = loaded.get(param, self._formats[param].unflatten(memory))
+            tensor = self._params.tensors[param]
+            if self._weights.memory_of(param) is None or tensor.numel():  # which has no memory, or was assigned something meanwhile
+                continue
+            if param in loaded:
+                tensor.data = loaded[param]
+            else:
+                self._weights.attach(param, tensor, self._formats[param])
         self._renew_masters(index)
 
     def _renew_masters(self, chunk: int) -> None:

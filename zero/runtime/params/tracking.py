@@ -47,6 +47,7 @@ class ParamTracker:
         self._places = KnownMemory()
         self._tables: list[tuple[dict[str, Any], list[Any]]] = []
         self._replaced = 0
+        self._warned_of_sharing = False
         self._renew = weakref.WeakMethod(renew)  # attaches hooks anew; weakly, as its object holds this one
         self.register()
         self._note_tables()
@@ -86,9 +87,20 @@ class ParamTracker:
     def copy_back(self) -> None:
         """Copies what was assigned to `.data` to where the parameter lies."""
         for index in self.relocated():
-            tensor, place = self._params.tensors[index], self._place_of(index)
-            place.copy_(tensor)
-            tensor.data = place
+            tensor = self._params.tensors[index]
+            self._place_of(index).copy_(tensor)
+            if tensor.is_cpu and tensor.is_shared():  # type: ignore[no-untyped-call]
+                self._warn_of_sharing(index)
+            self._weights.attach(index, tensor, self._formats[index])
+
+    def _warn_of_sharing(self, index: int) -> None:
+        if not self._warned_of_sharing:
+            logger.warning(
+                "Weights were moved to memory that processes share (%s), and are back where this optimizer updates them: another "
+                "process keeps what they were. Send it a state_dict() after each step that it is to see.",
+                self._params.names[index],
+            )
+        self._warned_of_sharing = True
 
     def relocated(self) -> list[int]:
         """Parameters that do not lie where they were put."""

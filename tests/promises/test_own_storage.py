@@ -1,0 +1,137 @@
+"""Each weight has a storage of its own, so that tools which compare storages or write them see separate weights."""
+
+import copy
+import io
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_model
+from torch import nn
+
+from tests.promises.loops import alone, weights
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+DTYPES = pytest.mark.parametrize("dtype", [None, "bfloat16"])
+
+
+def build():
+    torch.manual_seed(0)
+    layers = nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 5), nn.Linear(5, 4), nn.Conv2d(3, 2, 3)
+    tied = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    tied[3].weight = tied[0].weight
+    return tied
+
+
+def sharded(stage, dtype=None):
+    return alone(build, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, dtype=dtype)
+
+
+def equal(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.promise("T07")
+@STAGES
+@DTYPES
+def test_safetensors_writes_every_weight_and_tied_ones_once(stage, dtype, tmp_path):
+    model, optimizer = sharded(stage, dtype)
+    save_model(model, str(tmp_path / "model.safetensors"))
+    names = set(dict(model.named_parameters()))
+    assert set(load_file(tmp_path / "model.safetensors")) == names
+    assert equal(load_file(tmp_path / "model.safetensors"), {name: model.state_dict()[name] for name in names})
+
+
+@STAGES
+def test_accelerate_writes_every_weight(stage, tmp_path):
+    from accelerate import Accelerator
+
+    model, _ = sharded(stage)
+    Accelerator(cpu=True).save_model(model, tmp_path)
+    assert equal(load_file(tmp_path / "model.safetensors"), weights(model))
+
+
+@STAGES
+@DTYPES
+def test_torch_writes_the_bytes_of_one_weight_alone_and_ties_stay(stage, dtype):
+    model, _ = sharded(stage, dtype)
+    for param in model.parameters():
+        file = io.BytesIO()
+        torch.save(param, file)
+        assert param.untyped_storage().nbytes() == param.nbytes
+        file.seek(0)
+        loaded = torch.load(file)
+        assert torch.equal(loaded, param) and loaded.untyped_storage().nbytes() == param.nbytes
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert loaded["0.weight"].data_ptr() == loaded["3.weight"].data_ptr()
+
+
+@STAGES
+def test_storages_tell_weights_apart_and_a_tied_weight_from_another(stage):
+    model, optimizer = sharded(stage)
+    one_step_of(model, optimizer)
+    storages = [param.untyped_storage().data_ptr() for param in model.parameters()]
+    assert len(set(storages)) == len(storages)
+    assert model[0].weight.untyped_storage().data_ptr() == model[3].weight.untyped_storage().data_ptr()
+
+
+def one_step_of(model, optimizer):
+    optimizer.zero_grad()
+    sum(param.float().square().sum() for param in model.parameters()).backward()
+    optimizer.step()
+
+
+@STAGES
+def test_a_copy_of_a_model_and_one_that_outlives_its_optimizer_keep_their_memory(stage):
+    model, optimizer = sharded(stage)
+    twin, kept, values = copy.deepcopy(model), model[2].weight.detach(), weights(model)
+    one_step_of(model, optimizer)
+    stepped = model[2].weight.detach().clone()
+    optimizer.close()
+    del model, optimizer
+    assert equal(weights(twin), values)
+    assert torch.equal(kept, stepped)  # which the step wrote, and nothing since
+
+
+@STAGES
+def test_after_an_edit_by_data_an_offload_and_a_load_each_has_its_own_storage_again(stage):
+    model, optimizer = sharded(stage)
+    saved = copy.deepcopy(optimizer.state_dict())
+    model[2].weight.data = model[2].weight.data * 2
+    one_step_of(model, optimizer)
+    optimizer.offload_states()
+    optimizer.reload_states()
+    optimizer.load_state_dict(saved)
+    one_step_of(model, optimizer)
+    assert all(param.untyped_storage().nbytes() == param.nbytes for param in model.parameters())
+
+
+def _read(model, ready, seen):
+    ready.wait()
+    seen.put({name: value.tolist() for name, value in model.state_dict().items()})
+
+
+@STAGES
+def test_a_spawned_process_gets_the_weights(stage):
+    model, optimizer = sharded(stage)
+    context = torch.multiprocessing.get_context("spawn")
+    ready, seen = context.Event(), context.SimpleQueue()
+    process = context.Process(target=_read, args=(model, ready, seen))
+    process.start()
+    ready.set()
+    assert seen.get() == {name: value.tolist() for name, value in model.state_dict().items()}
+    process.join()
+
+
+@STAGES
+def test_weights_that_leave_shared_memory_are_named(stage, caplog):
+    model, optimizer = sharded(stage)
+    model.share_memory()
+    with caplog.at_level(logging.WARNING, logger="zero"):
+        one_step_of(model, optimizer)
+        one_step_of(model, optimizer)
+    assert [record.getMessage() for record in caplog.records if "processes share" in record.getMessage()] != []
+    assert len([record for record in caplog.records if "processes share" in record.getMessage()]) == 1
