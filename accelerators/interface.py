@@ -113,7 +113,7 @@ class Accelerator:
         return "last reset" if index in self._peaks_reset else "process start"
 
     def with_own_storage(self, stretch: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor on the memory of a one-dimensional `stretch`, which it keeps alive, with a storage that is no longer.
+        """Returns a tensor on the memory of a one-dimensional `stretch`, which it keeps alive, with a storage of that alone.
 
         Tools take tensors of one storage for parts of one weight, and `torch.save` writes storages whole. It is `stretch`
         itself if the device has no way to that.

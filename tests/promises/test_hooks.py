@@ -1,4 +1,4 @@
-"""Hooks of parameters are called as in plain torch: those of the user whenever they were registered, and those of the window."""
+"""Hooks of parameters are called as in plain torch: the user's whenever they were registered, and those of the window."""
 
 import itertools
 

@@ -35,7 +35,7 @@ def equal(found, expected):
 @STAGES
 @DTYPES
 def test_safetensors_writes_every_weight_and_tied_ones_once(stage, dtype, tmp_path):
-    model, optimizer = sharded(stage, dtype)
+    model, _ = sharded(stage, dtype)
     save_model(model, str(tmp_path / "model.safetensors"))
     names = set(dict(model.named_parameters()))
     assert set(load_file(tmp_path / "model.safetensors")) == names
@@ -116,7 +116,7 @@ def _read(model, ready, seen):
 
 @STAGES
 def test_a_spawned_process_gets_the_weights(stage):
-    model, optimizer = sharded(stage)
+    model, _ = sharded(stage)
     context = torch.multiprocessing.get_context("spawn")
     ready, seen = context.Event(), context.SimpleQueue()
     process = context.Process(target=_read, args=(model, ready, seen))

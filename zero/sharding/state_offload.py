@@ -258,8 +258,8 @@ class StateOffloader:
         self._weights.whole_chunks[index] = self._moved(stored.flat, self._homes.device)
         for param in self._weights.layout_ref.layout.chunks[index].params:
             tensor = self._params.tensors[param]
-            if self._weights.memory_of(param) is None or tensor.numel():  # which has no memory, or was assigned something meanwhile
-                continue
+            if self._weights.memory_of(param) is None or tensor.numel():
+                continue  # it has no memory, or was assigned something meanwhile
             if param in loaded:
                 tensor.data = loaded[param]
             else:

@@ -10,19 +10,20 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import unserializable_hook
 
 from zero.runtime.params.table import Params
 
 
 @dataclass
 class _Attached:
-    """The hooks of one parameter, and the nodes that they are on."""
+    """The hooks of one parameter: on itself, and on its last nodes."""
 
     param: torch.nn.Parameter
     before: Callable[[int], None]
     ready: Callable[[int], None]
-    follower: Any = None  # the hook on the parameter itself
-    nodes: list[tuple[Node, tuple[Any, Any]]] = field(default_factory=list)  # the last ones, each with its hooks
+    on_param: list[Any] = field(default_factory=list)
+    nodes: list[tuple[Node, list[Any]]] = field(default_factory=list)
 
 
 _MOST_NODES = 2  # that of graphs to come, and that of a graph from before a cast
@@ -50,6 +51,7 @@ class GradHooks:
     ) -> None:
         ours = weakref.ref(self)  # the parameter keeps its hooks alive, and with us itself
 
+        @unserializable_hook  # type: ignore[untyped-decorator]  # or torch warns where a model is sent to a process
         def follow(_: torch.Tensor) -> None:
             hooks = ours()
             if hooks is not None:
@@ -57,7 +59,7 @@ class GradHooks:
 
         with _training(param):
             self._attached[index] = _Attached(param, before, ready)
-            self._attached[index].follower = param.register_hook(follow)  # type: ignore[no-untyped-call]
+            self._attached[index].on_param.append(param.register_hook(follow))  # type: ignore[no-untyped-call]
             self._sit_on(index, get_gradient_edge(param).node)
 
     def renew(self) -> None:
@@ -77,9 +79,10 @@ class GradHooks:
         attached = self._attached[index]
         if any(node is each for each, _ in attached.nodes):
             return
-        before, ready = attached.before, attached.ready
-        handles = node.register_prehook(lambda _: before(index)), node.register_hook(lambda _, __: ready(index))
-        attached.nodes.append((node, handles))
+        before, ready, handles = attached.before, attached.ready, list[Any]()
+        attached.nodes.append((node, handles))  # before there is a hook, so that all are removed wherever this breaks off
+        handles.append(node.register_prehook(lambda _: before(index)))
+        handles.append(node.register_hook(lambda _, __: ready(index)))
         if len(attached.nodes) > _MOST_NODES:
             _remove(attached.nodes.pop(0)[1])
 
@@ -87,7 +90,7 @@ class GradHooks:
         """Removes the hooks of this parameter and of all after it."""
         for index in [index for index in self._attached if index >= first]:
             attached = self._attached.pop(index)
-            _remove((attached.follower, *(handle for _, handles in attached.nodes for handle in handles)))
+            _remove((*attached.on_param, *(handle for _, handles in attached.nodes for handle in handles)))
 
 
 def _remove(handles: Iterable[Any]) -> None:

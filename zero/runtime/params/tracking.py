@@ -96,8 +96,8 @@ class ParamTracker:
     def _warn_of_sharing(self, index: int) -> None:
         if not self._warned_of_sharing:
             logger.warning(
-                "Weights were moved to memory that processes share (%s), and are back where this optimizer updates them: another "
-                "process keeps what they were. Send it a state_dict() after each step that it is to see.",
+                "Weights were moved to memory that processes share (%s), and are back where this optimizer updates them: other "
+                "processes keep what they were. Send them a state_dict() after each step that they are to see.",
                 self._params.names[index],
             )
         self._warned_of_sharing = True
