@@ -121,8 +121,8 @@ class Accelerator:
         if not self.has_dlpack:
             return stretch
         with torch.inference_mode(False):  # or no parameter could have this memory
-            own: torch.Tensor = torch.from_dlpack(stretch)  # type: ignore[attr-defined]
-            return own
+            tensor: torch.Tensor = torch.from_dlpack(stretch)  # type: ignore[attr-defined]
+            return tensor
 
     def empty_cache(self) -> None:
         """Gives memory that torch keeps for later back to the device."""

@@ -112,12 +112,12 @@ class Engine(BaseEngine):
         has a gradient. A collective."""
         accumulation, window = self._accumulation, self.optimizer.sharding.window
         has_any = window.needs_sync or window.scaling.is_settled  # by a `.grad` of the caller's own, for instance
+        self.settle()  # first, as it hears of a rank that failed before
         counts = window.grad_ops.exchange_numbers([accumulation.num_micro_batches, accumulation.divided, has_any])
         num_micro_batches = sum(count for count, _, _ in counts)
         if not num_micro_batches and not any(has_any for _, _, has_any in counts):
             return
         if any(divided for _, divided, _ in counts):
-            self.settle()
             grads = [param.grad for group in self.optimizer.param_groups for param in group["params"] if param.grad is not None]
             if grads:  # a loss may reach no parameter at all
                 torch._foreach_mul_(grads, accumulation.declared * len(counts) / num_micro_batches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,57 @@ from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span
 
 _MOST_ON_THE_WAY = 2  # buckets that travel back to the device while the next one is stepped
+
+
+KINDS = ("masters", "moments")
+ALL = -1  # parameters, as bits
+
+
+class Wholeness:
+    """This rank's masters and moments are whole unless an update of them broke off and nothing has replaced them since.
+
+    An update that succeeds leaves torn what was torn before it: it steps values that are stepped in part.
+    """
+
+    def __init__(self) -> None:
+        self._torn = dict.fromkeys(KINDS, 0)  # parameters, as bits
+        self._before = self._torn  # the update that runs
+        self._params = 0
+        self._cause = ""
+
+    def __reduce__(self) -> tuple[type[Wholeness], tuple[()]]:
+        """A copy of a model, or one in another process, is trained by nobody."""
+        return Wholeness, ()
+
+    @property
+    def is_whole(self) -> bool:
+        return not any(self._torn.values())
+
+    def begin(self, cause: str, params: int = ALL, kinds: Collection[str] = KINDS) -> None:
+        """Begins to write what these parameters have of these kinds: torn from here on, unless `end` is reached."""
+        self._before, self._params = self._torn, params
+        self._cause = cause if self.is_whole else self._cause
+        self._torn = {kind: bits | (params if kind in kinds else 0) for kind, bits in self._torn.items()}
+
+    def end(self, replaced: Collection[str] = ()) -> None:
+        """Ends an update that wrote all that it should, of these kinds without reading what was there."""
+        self._torn = {kind: bits & ~(self._params if kind in replaced else 0) for kind, bits in self._before.items()}
+
+    def note_loaded(self, _: torch.nn.Module, incompatible: Any) -> None:
+        """Notes that the user has loaded all weights of the model, as a hook of its `load_state_dict`."""
+        if not incompatible.missing_keys:
+            self._torn = {**self._torn, "masters": 0}
+
+    def describe(self) -> str:
+        return f"{self._cause} broke off, so weights may be stepped in part"
+
+    def check(self, what: str) -> None:
+        """Raises where something is torn."""
+        if not self.is_whole:
+            raise ValueError(
+                f"Cannot {what}: {self.describe()}. Load a checkpoint on all ranks, with zero.load, or with load_state_dict of "
+                "the model and of the optimizer."
+            )
 
 
 class Masters:
@@ -45,7 +96,7 @@ class Masters:
         self.layout_ref = layout_ref
         self.rank = rank
         self.formats = formats
-        self.is_whole = True  # False once an update or a load failed in the middle, until one is complete
+        self.wholeness = Wholeness()
         self._rounded_at_start = rounded
         self._weights = weights
         self._fetched: dict[int, tuple[Transfer, torch.Tensor]] = {}  # weights in their masters' home, or on their way to it

@@ -163,6 +163,8 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
             weights.expect_buffers(MetaBuffers(model, place.device).unwritten)
             unread.fill(sharding)
         manage(chosen.tensors, sharding.window)
+        noted = sharding.masters.wholeness.note_loaded
+        sharding.lifetime.on_load = model.register_load_state_dict_post_hook(noted)  # type: ignore[no-untyped-call]
         on_failure.pop_all()
     if place.is_host:
         place.accelerator.empty_cache()  # the weights lay elsewhere before, in pieces too small to have gone by themselves

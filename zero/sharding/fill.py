@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -12,13 +10,13 @@ from typing import NamedTuple
 import torch
 
 from zero.checkpoint.progress_bar import ProgressBar
-from zero.comm.exchange import Failure, run_on_all
-from zero.errors import BadCheckpoint, CheckpointFailed, DiskFailed, GroupLost
+from zero.errors import BadCheckpoint, CheckpointFailed, DiskFailed
 from zero.memory.formats import ParamFormat
 from zero.memory.values import Values, whole
-from zero.plan.layout import Piece
+from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span
 from zero.sharding.optimizer_state import lies_nowhere
+from zero.sharding.publish import by_bucket, publish
 from zero.sharding.state import ShardingState
 
 _AT_ONCE = 2**20  # elements: what is read to the same memory again and again needs no new pages, and stays in a cache
@@ -38,26 +36,32 @@ class _Part(NamedTuple):
 def fill(sharding: ShardingState, values: Mapping[torch.Tensor, Values], remedy: str = LOAD_AGAIN) -> list[torch.nn.Parameter]:
     """Reads the values of those of these parameters that are in shares, and returns these. Where a rank fails to read, all
     ranks raise once the others have read; values that were read by then are the same on all ranks. A collective."""
-    sharding.publisher.begin()
     parts = dict(_parts_by_param(sharding, values))
-    num_elements = sum(part.span.numel for each in parts.values() for part in each)
-    with ProgressBar("loading", num_elements, sharding.group.rank == 0, "elements") as bar:
+    batches = by_bucket(sharding)
 
-        def read() -> None:
-            for line, numbers in _read_ahead(_pieces(part for each in parts.values() for part in each)):
-                line.copy_(numbers)
-                bar.advance(line.numel())
-
-        failure = partial(failed_on, remedy)
+    def written() -> Iterator[Sequence[Block]]:
+        sharding.publisher.follow_edits()
         try:
-            run_on_all(sharding.group, read, failure)
+            _read(sharding, [part for each in parts.values() for part in each])
         finally:
-            try:
-                publish(sharding, failure)
-            finally:
-                sharding.publisher.end()
+            for blocks in batches:
+                sharding.masters.publish(blocks)
+                yield blocks
+
+    params = sum(1 << index for index, tensor in enumerate(sharding.params.tensors) if tensor in parts)
+    masters = ["masters"]
+    failure = partial(failed_on, remedy)
+    publish(sharding, batches, written(), "a load of weights", failure, params=params, kinds=masters, replaces=masters)
     sharding.placer.weights.note_written(*parts)
     return list(parts)
+
+
+def _read(sharding: ShardingState, parts: Sequence[_Part]) -> None:
+    num_elements = sum(part.span.numel for part in parts)
+    with ProgressBar("loading", num_elements, sharding.group.rank == 0, "elements") as bar:
+        for line, numbers in _read_ahead(_pieces(parts)):
+            line.copy_(numbers)
+            bar.advance(line.numel())
 
 
 def _parts_by_param(
@@ -128,32 +132,3 @@ def failed_on(
         return error  # which all of them see
     where = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in failed.items())
     return CheckpointFailed(f"Cannot {what}: it failed on {where}. {remedy}")
-
-
-def publish(
-    sharding: ShardingState, failure: Failure, write: Callable[[int], None] = lambda _: None, writes_all: bool = False
-) -> None:
-    """Publishes every rank's shares as the weights of all ranks, each bucket once `write` has filled it. `writes_all`: that
-    replaces all masters and states. Where it fails on a rank, the others go on to the end, and all raise then. A collective."""
-    layout, masters = sharding.layout_ref.layout, sharding.masters
-    masters.is_whole &= not writes_all
-
-    def send_all() -> None:
-        waiting = deque(map(layout.blocks, range(len(layout.buckets))))
-        try:
-            for bucket in range(len(layout.buckets)):
-                write(bucket)
-                masters.publish(waiting[0])
-                sharding.publisher.send(waiting.popleft())
-            masters.streams.flush()
-        except BaseException:
-            masters.abandon()
-            with contextlib.suppress(GroupLost):
-                for blocks in waiting:  # as the others do
-                    sharding.publisher.send(blocks)
-            raise
-        finally:
-            sharding.publisher.wait(sum(1 << index for index, slot in enumerate(layout.slots) if slot is not None))
-
-    run_on_all(sharding.group, send_all, failure)
-    masters.is_whole |= writes_all

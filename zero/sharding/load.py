@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,19 @@ from zero.checkpoint.module_names import num_wrappers, rewrapped
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.reader import CheckpointReader
 from zero.checkpoint.rng_state import put_back
-from zero.comm.exchange import all_or_none, require_same_args
+from zero.comm.exchange import all_or_none, require_same_args, run_on_all
 from zero.errors import BadCheckpoint
 from zero.memory.formats import dtype_named
+from zero.memory.masters import KINDS
 from zero.optim.several import name_of
-from zero.plan.layout import Piece
-from zero.sharding.fill import LOAD_AGAIN, failed_on, publish
+from zero.plan.layout import Block, Piece
+from zero.sharding.fill import LOAD_AGAIN, failed_on
 from zero.sharding.loss_scaler import loaded_scale
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import lies_nowhere, plain_entry, take_settings
+from zero.sharding.publish import by_bucket, publish
 from zero.sharding.snapshot import TrainingLoop, TrainingSnapshot, finish_saving, snapshot_of
+from zero.sharding.state import ShardingState
 
 logger = logging.getLogger("zero")
 
@@ -80,13 +83,11 @@ def load_from(
         loading.take_plain()
         about.sharding.offloader.give_up()
         about.sharding.window.end(on_all=True)
-        about.sharding.publisher.take_edits()
-        loading.fill_unshared()
-        about.sharding.publisher.begin()
-        try:
+        with _torn_by_failure(about.sharding, loading.kinds):
+            run_on_all(group, about.sharding.publisher.take_edits, _load_failed)
+            loading.place_late()
+            run_on_all(group, loading.fill_unshared, _load_failed)
             loading.fill()
-        finally:
-            about.sharding.publisher.end()
         about.sharding.placer.weights.note_written(*loading.written())
         if counters:
             _take_counters(about, loading.training)
@@ -94,6 +95,19 @@ def load_from(
         if about.engine is not None:
             about.engine.restart((counters and loading.training["engine"]) or about.engine.counters)
     return folder, loading.extra
+
+
+_load_failed = partial(failed_on, LOAD_AGAIN, what="complete a load")
+
+
+@contextlib.contextmanager
+def _torn_by_failure(sharding: ShardingState, kinds: Collection[str]) -> Iterator[None]:
+    """Leaves torn what is loaded where what replaces them breaks off, whatever of it was written."""
+    try:
+        yield
+    except BaseException:
+        sharding.masters.wholeness.begin("a load", kinds=kinds)
+        raise
 
 
 def latest(directory: str | os.PathLike[str]) -> str | None:
@@ -237,15 +251,19 @@ class _Loading:
             # which a schedule goes on from; with the optimizer's state it comes from there
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
 
-    @torch.no_grad()
-    def fill_unshared(self) -> None:
-        """Changes what every rank writes alike: parameters that are not trained, and buffers. From here on nothing is expected
-        to fail."""
+    def place_late(self) -> None:
+        """Places parameters whose exact value would be rounded otherwise. From here on nothing is expected to fail. A
+        collective."""
         about, sharding = self._about, self._about.sharding
         sharding.begin_load()
         late = [index for index, name in enumerate(about.managed) if lies_nowhere(sharding, index) and self._had_master(name)]
         if late:
-            sharding.window.place_params(late)  # or the exact value would be rounded
+            sharding.window.place_params(late)
+
+    @torch.no_grad()
+    def fill_unshared(self) -> None:
+        """Changes what every rank writes alike: parameters that are not trained, and buffers."""
+        about, sharding = self._about, self._about.sharding
         for index, name in enumerate(about.managed):
             if lies_nowhere(sharding, index) and not self._stays(name):
                 self._fill_whole(name, sharding.params.tensors[index])
@@ -266,18 +284,28 @@ class _Loading:
             streams.abandon()
         use = streams.overwrite if self._states else streams.use
         total = sum(share.numel() for share in masters.shard.shares.values())
+        batches, kinds = by_bucket(sharding), self.kinds
         with ProgressBar("loading", total, sharding.group.rank == 0, "elements") as bar:
 
-            def write(bucket: int) -> None:
-                use(bucket)
-                for piece, master in masters.in_bucket(bucket):
-                    self._fill_piece(piece, master)
-                bar.advance(sharding.layout_ref.layout.buckets[bucket].share_numel)
+            def written() -> Iterator[Sequence[Block]]:
+                sharding.publisher.follow_edits()
+                for bucket, blocks in enumerate(batches):
+                    use(bucket)
+                    for piece, master in masters.in_bucket(bucket):
+                        self._fill_piece(piece, master)
+                    masters.publish(blocks)
+                    bar.advance(sharding.layout_ref.layout.buckets[bucket].share_numel)
+                    yield blocks
 
-            publish(sharding, partial(failed_on, LOAD_AGAIN, what="complete a load"), write, self._states)
+            publish(sharding, batches, written(), "a load", _load_failed, kinds=kinds, replaces=kinds)
         if self._states:
             take_settings(about.optimizer.inner, self.training["groups"])
             sharding.updater.order_state()
+
+    @property
+    def kinds(self) -> Collection[str]:
+        """What of the shares is replaced."""
+        return KINDS if self._states else ["masters"]
 
     def _fill_whole(self, name: str, tensor: torch.Tensor) -> None:
         inner, source = self._about.optimizer.inner, self._source(name)

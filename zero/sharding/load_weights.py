@@ -61,7 +61,7 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
             sharding.placer.weights.check_edits(match.keys)
         for optimizer in optimizers:
             optimizer.sharding.window.end(on_all=True)
-            optimizer.sharding.publisher.take_edits()
+            run_on_all(optimizer.group, optimizer.sharding.publisher.take_edits, partial(failed_on, LOAD_AGAIN))
             optimizer.sharding.window.reducer.inflight.forget_errors()
         rest = {tensor: files.tensors[key] for tensor, key in match.keys.items()}
         for sharding in sharded:
@@ -80,6 +80,10 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
                 run_on_all(sharded[0].group, read, partial(failed_on, LOAD_AGAIN))
             else:
                 read()
+    except BaseException:
+        for sharding in sharded:  # whatever of it was read: the rest is of before
+            sharding.masters.wholeness.begin("a load of weights", kinds=["masters"])
+        raise
     finally:
         files.close()
     return LoadedWeights(match.missing, match.unexpected)

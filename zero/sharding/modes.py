@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from zero.comm.exchange import run_on_all
+from zero.errors import RankFailed
+from zero.plan.layout import Block
+from zero.sharding.publish import by_bucket, publish
 from zero.sharding.state import ShardingState
 
 MODES = ("train", "eval")
@@ -34,28 +36,30 @@ def _switch(sharded: weakref.ref[Any], method: Callable[..., Any], inner: torch.
     return switch_mode(optimizer.sharding, mode, partial(method, inner))
 
 
+def _failed(what: str, error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
+    where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    return error or RankFailed(f"Cannot complete {what}(): it failed on {where}. Load a checkpoint on all ranks.")
+
+
 @torch.no_grad()
 def switch_mode(state: ShardingState, mode: str, act: Callable[[], Any]) -> Any:
     """Calls `act`, which writes the masters, and publishes them. Edits of the weights are adopted before. A collective."""
     what = f"optimizer.{mode}"
     state.offloader.check(what)
     state.even_rounds(what)
-    layout, sync = state.layout_ref.layout, state.window.sync
-    blocks = [block for bucket in range(len(layout.buckets)) for block in layout.blocks(bucket)]
+    sync = state.window.sync
     sync.set_phase(f"in {what}")
     sync.tracker.copy_back()
-    were_whole = state.masters.is_whole
-    state.publisher.begin()
-    try:
-        state.masters.is_whole = False
-        state.adopt_on_all()
+    batches, results = by_bucket(state), list[Any]()
+
+    def written() -> Iterator[Sequence[Block]]:
+        state.adopt()
         with state.updater.all_masters():
-            result = run_on_all(state.group, act)
-        state.masters.publish(blocks)
-        state.publisher.send(blocks)
-        state.publisher.wait(sum(1 << param for param, slot in enumerate(layout.slots) if slot is not None))
-    finally:
-        state.publisher.end()
-    state.masters.is_whole = were_whole
+            results.append(act())
+        for blocks in batches:
+            state.masters.publish(blocks)
+            yield blocks
+
+    publish(state, batches, written(), f"{what}()", partial(_failed, what))
     sync.set_phase("before a backward")
-    return result
+    return results[0]

@@ -188,8 +188,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The global gradient of a parameter, whole on every rank; None where no rank had one. A collective."""
         window, index = self.sharding.window, self._index(param)
         self.sharding.offloader.check("whole_grad", "weights", "gradients")
+        window.settle("whole_grad")  # first, as it hears of a rank that failed before
         exchange_about(self.group, f"whole_grad of {self.sharding.params.names[index]}", b"")
-        window.settle("whole_grad")
         if not window.used >> index & 1:
             return None
         shard = window.grad_ops.shard
@@ -215,12 +215,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return gathered(params_of(self.model if what is None else what))
 
     def check(self) -> None:
-        """Raises, with the name of the first parameter, unless all ranks have the same weights, frozen too. A collective."""
+        """Raises, with the name of the first parameter, unless all ranks have the same weights, frozen too; and where an update
+        broke off that no load has made up for. A collective."""
         self.sharding.offloader.check("check", "weights")
         params = self.sharding.params
         named = dict(zip(params.names, params.tensors, strict=True))
         named |= {name: param for name, param in self.model.named_parameters() if not param.requires_grad}
         check_weights(named, self.sharding.group)
+        self.sharding.check_whole_on_all("vouch for the weights")
 
     def state_dict(self) -> dict[str, Any]:
         """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective."""
@@ -229,6 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         sharding.even_rounds("a state_dict")
+        sharding.check_whole_on_all("make a state_dict")
         sharding.check_on_disk()
         state_dict = {**whole_state_dict(sharding, self.inner), "skipped_steps": self.skipped_steps}
         if self.loss_scale is not None:

@@ -119,6 +119,7 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
     kernels = state_dict.get("kernels", sharding.config.kernels)
     if kernels != sharding.config.kernels:
         logger.warning("State of a run with kernels=%r goes on with kernels=%r, as here.", kernels, sharding.config.kernels)
+    sharding.masters.wholeness.begin("load_state_dict()", kinds=["moments"])
     take_settings(inner, groups)
     sharding.updater.forget_moments()
     for param, name in enumerate(sharding.params.names):
@@ -138,6 +139,7 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
                     master.copy_(sharding.masters.unflatten(piece, line[piece.in_param.start : piece.in_param.stop]))
     sharding.publisher.note_loaded()
     sharding.updater.order_state()
+    sharding.masters.wholeness.end(["moments"])
 
 
 def _elementwise_keys(

@@ -17,7 +17,8 @@ def rebuild(sharding: ShardingState, group: Any) -> None:
     sharding.group.reconnect(group)
     window.reducer.restart()
     sharding.publisher.abandon()
-    if sharding.masters.is_whole:
+    wholeness = sharding.masters.wholeness
+    if wholeness.is_whole:
         sharding.masters.streams.flush()  # what was written to masters since the last step
     sharding.masters.abandon()
     sharding.placer.weights.reconnect()
@@ -26,7 +27,7 @@ def rebuild(sharding: ShardingState, group: Any) -> None:
         "steps": sync.step,
         "settled": sync.sync_count,
         "layout": sharding.layout_ref.layout.digest,
-        "torn": not sharding.masters.is_whole,
+        "torn": not wholeness.is_whole,
     }
     everyone = [json.loads(text) for text in exchange_texts(sharding.group, json.dumps(local))]
     sync.sync_count = max(progress["settled"] for progress in everyone)
@@ -35,7 +36,8 @@ def rebuild(sharding: ShardingState, group: Any) -> None:
     for rank, progress in enumerate(everyone):
         same = all(progress[name] == everyone[ahead][name] for name in ("steps", "layout"))
         if progress["torn"] or not same:
-            sharding.masters.is_whole &= sync.step == most  # a rank that is behind lacks a step that others have taken
+            if sync.step != most:
+                wholeness.begin("a step that other ranks have taken")  # which this one lacks
             sync.go_on_from(most)  # so that all are at the same one as they load
             moment = "in the middle of a step" if progress["torn"] else f"after {progress['steps']} steps"
             raise RanksDiffer(

@@ -104,12 +104,7 @@ class TrainingSnapshot:
         sharding, window = self.sharding, self.sharding.window
         sharding.offloader.check("save")
         sharding.window.check_cleared()
-        if not sharding.masters.is_whole:
-            sharding.masters.streams.check()  # where it failed by a disk, that is what to say
-            raise ValueError(
-                "Cannot save: an update or a load failed in the middle, so that weights may be stepped in part. Load a "
-                "checkpoint."
-            )
+        sharding.check_whole("save")
         pending = window.needs_sync or (window.scaling.is_settled and window.phase is not Phase.STEPPED)
         if not mid_window and (pending or (self.engine is not None and self.engine.in_window)):
             raise ValueError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +40,8 @@ from zero.setup.param_selection import is_kept, specs_of, works_of
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.state_offload import StateOffloader
 
+logger = logging.getLogger("zero")
+
 if TYPE_CHECKING:
     from zero.checkpoint.writer import PendingSave
 
@@ -47,6 +52,7 @@ class Lifetime:
     def __init__(self, group: Group) -> None:
         self.owns_group = False
         self.is_over = False
+        self.on_load: Any = None  # the hook by which wholeness hears that the user has loaded the model
         self.last_save: PendingSave | None = None  # in the background; ranks may have yet to tell each other how it went
         self._group = group
 
@@ -107,7 +113,10 @@ class ShardingState:
                     "Cannot close: the device has no room for the whole model, whose weights are in shares. Nothing was "
                     "changed. Save or export it, and let go of the optimizer and the model together."
                 ) from error
+        if not self.masters.wholeness.is_whole:
+            logger.warning("The model is plain again, but %s. Load a checkpoint.", self.masters.wholeness.describe())
         self.lifetime.is_over = True
+        self.lifetime.on_load.remove()
         self.hooks.detach()
         leave(self.params.tensors)
         self.placer.detach(values)
@@ -151,6 +160,16 @@ class ShardingState:
         A collective where states are on disk."""
         if self.masters.shard.homes.disks:
             run_on_all(self.group, self.masters.streams.check, reading_failed)
+
+    def check_whole(self, what: str) -> None:
+        """Raises where an update broke off, and nothing has replaced what it left."""
+        if not self.masters.wholeness.is_whole:
+            self.masters.streams.check()  # where it failed by a disk, that is what to say
+            self.masters.wholeness.check(what)
+
+    def check_whole_on_all(self, what: str) -> None:
+        """Raises on all ranks where that is so on one. A collective."""
+        run_on_all(self.group, partial(self.check_whole, what), _torn_elsewhere)
 
     def adopt(self) -> None:
         """Takes all edits of the weights over."""
@@ -233,6 +252,11 @@ class ShardingState:
         del self.window.grad_ops.formats[first:]
         self.params.forget(first)
         self.layout_ref.replace(layout)
+
+
+def _torn_elsewhere(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
+    rank, text = next(iter(failed.items()))
+    return error or ValueError(f"{text.partition(': ')[2]} This is so on rank {rank}.")
 
 
 def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer, params: Params) -> None:

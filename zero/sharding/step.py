@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
-from zero.comm.exchange import run_on_all
-from zero.errors import DiskFailed, GroupLost, ZeroError
+from zero.errors import DiskFailed, RankFailed
 from zero.plan.layout import Block
 from zero.runtime.grads.phase import Phase
 from zero.runtime.params.table import Params
 from zero.runtime.step.updater import StepDecision
+from zero.sharding.publish import publish
 from zero.sharding.state import ShardingState
 
 logger = logging.getLogger("zero")
@@ -50,8 +49,8 @@ def decide(state: ShardingState) -> StepDecision | None:
     """Settles the window and decides what is done with what is in it. A collective."""
     window, sync = state.window, state.window.sync
     state.placer.weights.check_written()
+    window.settle("step")  # first of all that ranks do together, as it hears of a rank that failed before
     state.check_on_disk()
-    window.settle("step")
     state.group.end_warmup()
     sync.set_phase("in the update")
     sync.tracker.copy_back()
@@ -66,21 +65,26 @@ def update(state: ShardingState, used: int, coefficient: float) -> None:
     buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
     batches = state.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
     with torn_by_failure(state):
-        begin_update(state)
-        with _told_on_all(state):
-            _step_batches(state, batches, used, coefficient)
-        end_update(state)
+        # Ranks with states on disk tell each other at once, since one that cannot read goes on to try it again.
+        failure = _step_failed if state.masters.shard.homes.disks else None
+        try:
+            stepped = _step_batches(state, batches, used, coefficient)
+            publish(state, batches, stepped, f"step {state.window.sync.step}", failure, params=used)
+        finally:
+            state.window.grad_ops.forget_norms()  # they are those of before clipping
+        state.window.move_to(Phase.STEPPED)
 
 
 def begin_update(state: ShardingState) -> None:
     state.publisher.begin()
+    state.publisher.follow_edits()
     state.window.move_to(Phase.STEPPING)
-    state.masters.is_whole = False
+    state.masters.wholeness.begin(f"step {state.window.sync.step}")
 
 
 def end_update(state: ShardingState) -> None:
     state.publisher.end()
-    state.masters.is_whole = True
+    state.masters.wholeness.end()
     state.window.move_to(Phase.STEPPED)
 
 
@@ -93,61 +97,35 @@ def torn_by_failure(state: ShardingState) -> Iterator[None]:
         if state.window.phase is Phase.STEPPING:
             state.window.move_to(Phase.TORN)
             state.window.annotate_error(error)
-            if state.publisher.is_writing:
-                with contextlib.suppress(GroupLost):
-                    state.publisher.end()  # as the others did: they read the weights of this version
         raise
-
-
-@contextlib.contextmanager
-def _told_on_all(state: ShardingState) -> Iterator[None]:
-    """Raises on all ranks what one of them could not read or write, where states are on disk. A collective then."""
-    failed: ZeroError | None = None
-    try:
-        yield
-    except DiskFailed as error:
-        failed = error
-    if not state.masters.shard.homes.disks:
-        return
-
-    def tell() -> None:
-        if failed is not None:
-            raise failed
-
-    run_on_all(state.group, tell, _step_failed)
 
 
 def _step_failed(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
     where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-    return error or DiskFailed(f"Cannot complete the step: it failed on {where}")
+    kind = DiskFailed if all(text.startswith(DiskFailed.__name__) for text in failed.values()) else RankFailed
+    return error or kind(f"Cannot complete the step: it failed on {where}")
 
 
-def _step_batches(state: ShardingState, batches: Sequence[Sequence[Block]], used: int, coefficient: float) -> None:
-    updater, publisher, waiting = state.updater, state.publisher, collections.deque(batches)
+def _step_batches(
+    state: ShardingState, batches: Sequence[Sequence[Block]], used: int, coefficient: float
+) -> Iterator[Sequence[Block]]:
+    """Steps one batch after the other, while what the next ones need is on its way."""
+    updater, publisher = state.updater, state.publisher
     ahead = dict(itertools.pairwise(dict.fromkeys(block.bucket for batch in batches for block in batch)))
-    try:
+    state.window.move_to(Phase.STEPPING)
+    publisher.follow_edits()
+    with state.memory_guard.explain_oom("A step", state.layout_ref):
+        updater.begin(batches, used)
+    for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
+        publisher.prefetch((*batch, *following))  # weights on their way while this batch is stepped
+        for bucket in dict.fromkeys(block.bucket for block in batch):
+            state.masters.streams.prefetch(bucket)
+            if bucket in ahead:
+                state.masters.streams.prefetch(ahead[bucket])
+                state.window.grad_ops.shard.stream.prefetch(ahead[bucket])
         with state.memory_guard.explain_oom("A step", state.layout_ref):
-            updater.begin(batches, used)
-        for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
-            publisher.prefetch((*batch, *following))  # weights on their way while this batch is stepped
-            for bucket in dict.fromkeys(block.bucket for block in batch):
-                state.masters.streams.prefetch(bucket)
-                if bucket in ahead:
-                    state.masters.streams.prefetch(ahead[bucket])
-                    state.window.grad_ops.shard.stream.prefetch(ahead[bucket])
-            with state.memory_guard.explain_oom("A step", state.layout_ref):
-                updater.step(batch, used, coefficient)
-            publisher.send(waiting.popleft())
-        state.masters.streams.flush()
-    except BaseException:
-        state.masters.abandon()
-        with contextlib.suppress(GroupLost):
-            for batch in waiting:  # as the others do
-                publisher.send(batch)
-        raise
-    finally:
-        state.window.grad_ops.forget_norms()  # they are those of before clipping
-        publisher.wait(used)
+            updater.step(batch, used, coefficient)
+        yield batch
 
 
 def _check_used(params: Params, used: int) -> None:

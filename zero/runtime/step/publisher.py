@@ -41,16 +41,13 @@ class WeightPublisher(Timed):
         self._masters = masters
         self._in_eight_bits = in_eight_bits and group.inner.size > 1
         self.num_bytes = 0  # sent so far, by this rank
-        self.is_writing = False
         self._in_flight: deque[tuple[Pending, int]] = deque()  # with bytes of this rank's share
         self._takes_in = True  # False once that failed
 
     def begin(self) -> None:
-        """Begins writing weights, after taking over the user's edits. A collective where weights are in shares."""
+        """Begins writing weights; `follow_edits` comes next. A collective where weights are in shares."""
         self._forget()
         self._weights.begin_step()
-        self.is_writing = True
-        self.follow_edits()
 
     def take_edits(self) -> None:
         """Takes over what the user edited, before a load. All ranks do it, and have met since they read weights."""
@@ -65,7 +62,6 @@ class WeightPublisher(Timed):
 
     def end(self) -> None:
         """Makes what was written the new weights."""
-        self.is_writing = False
         self._weights.end_step()
 
     def prefetch(self, batch: Sequence[Block]) -> None:
@@ -133,7 +129,6 @@ class WeightPublisher(Timed):
 
     def abandon(self) -> None:
         """Forgets what was being sent over connections that are lost."""
-        self.is_writing = False
         self._forget()
 
     def _forget(self) -> None:

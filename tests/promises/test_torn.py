@@ -1,0 +1,185 @@
+"""Whatever writes weights and breaks off, on one rank or on all, leaves them torn by name until everything is loaded."""
+
+import contextlib
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import zero
+from tests.promises.loops import weights
+from tests.zoo.case import filled
+from zero.comm.loopback import run_ranks, solo
+from zero.errors import CheckpointFailed, RankFailed
+
+TIME_LIMIT_S = 30.0
+
+
+class Injected(Exception):
+    """Raised where a test wants a writer to break off."""
+
+
+class InModes(torch.optim.SGD):
+    """An optimizer whose weights change when it is told to evaluate."""
+
+    def train(self):
+        pass
+
+    def eval(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.mul_(0.5)
+
+
+def begin(group, folder, stage):
+    model = filled(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), real=True)
+    inner = InModes(model.parameters(), lr=0.125, momentum=0.5)
+    options = {"dtype": "bfloat16", "bucket_bytes": 32, "timeout_s": TIME_LIMIT_S, "kernels": "torch"}
+    optimizer = zero.shard(model, inner, stage=stage, group=group, **options)
+    one_step(model, optimizer, group.rank)
+    zero.save(folder / "saved", optimizer)
+    return model, optimizer
+
+
+def one_step(model, optimizer, rank):
+    model(torch.full((1, 4), float(rank + 1), dtype=torch.bfloat16)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def step(model, optimizer, group, folder):
+    one_step(model, optimizer, group.rank)
+
+
+def load(model, optimizer, group, folder):
+    zero.load(folder / "saved", optimizer)
+
+
+def load_weights(model, optimizer, group, folder):
+    zero.load_weights(model, folder / "weights.safetensors")
+
+
+def evaluate(model, optimizer, group, folder):
+    optimizer.eval()
+
+
+def breaks_off(optimizer, place):
+    """A context in which the next writer fails before it writes, after its first bucket, or when all is written."""
+    sharding = optimizer.sharding
+    target, name, at_call = {
+        "beginning": (sharding.publisher, "follow_edits", 1),
+        "middle": (sharding.masters, "publish", 2),
+        "end": (sharding.publisher, "wait", 1),
+    }[place]
+    act, calls = getattr(target, name), []
+
+    def failing(*arguments):
+        result = act(*arguments)
+        calls.append(name)
+        if len(calls) == at_call:
+            raise Injected
+        return result
+
+    return mock.patch.object(target, name, failing)
+
+
+def refused(optimizer, folder):
+    """Whether a save, a state_dict and a check refuse, alike, and by name."""
+    said = []
+    for act in (lambda: zero.save(folder / "torn", optimizer), optimizer.state_dict, optimizer.check):
+        try:
+            act()
+            said.append(None)
+        except (ValueError, CheckpointFailed) as error:
+            said.append(str(error))
+            assert "broke off, so weights may be stepped in part. Load a checkpoint" in said[-1]
+    assert len({text is None for text in said}) == 1
+    return said[0] is not None
+
+
+def disturbed(group, folder, stage, write, place, failing):
+    """Breaks a writer off; ranks hear of it, clear, and step whole. Returns whether that is refused, and the weights after a
+    load and a step."""
+    model, optimizer = begin(group, folder, stage)
+    if group.rank in failing:
+        with breaks_off(optimizer, place), pytest.raises((Injected, RankFailed, CheckpointFailed)):
+            write(model, optimizer, group, folder)
+    else:
+        with contextlib.suppress(RankFailed, CheckpointFailed):
+            write(model, optimizer, group, folder)
+    model.zero_grad()
+    for _ in range(2):  # the first one hears of an update that broke off
+        try:
+            one_step(model, optimizer, group.rank)
+        except RankFailed:
+            optimizer.zero_grad()
+    is_refused = refused(optimizer, folder)
+    zero.load(folder / "saved", optimizer)
+    assert not refused(optimizer, folder)
+    return is_refused, weights_after_a_step(model, optimizer, group)
+
+
+def undisturbed(group, folder, stage):
+    return weights_after_a_step(*begin(group, folder, stage), group)
+
+
+def weights_after_a_step(model, optimizer, group):
+    one_step(model, optimizer, group.rank)
+    with optimizer.gathered():
+        values = weights(model)
+    optimizer.any_rank(False)  # no rank ends while another reads
+    return values
+
+
+@pytest.mark.promise("T01")
+@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model"), ("model",), ("optimizer",)])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_load_state_dict_of_model_and_optimizer_together_make_torn_weights_whole(tmp_path, order, dtype):
+    model = filled(nn.Linear(4, 4), real=True)
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), stage=2, dtype=dtype, group=solo())
+    saved = {"model": copy.deepcopy(model.state_dict()), "optimizer": optimizer.state_dict()}
+    ema = copy.deepcopy(model)
+    model(torch.ones(1, 4, dtype=model.weight.dtype)).float().sum().backward()
+    with breaks_off(optimizer, "end"), pytest.raises(Injected):
+        optimizer.step()
+    optimizer.zero_grad()
+    ema.load_state_dict(model.state_dict())  # of a copy, whose hooks say nothing of this training
+    assert refused(optimizer, tmp_path)
+    for name in order:
+        {"model": model, "optimizer": optimizer}[name].load_state_dict(saved[name])
+    assert refused(optimizer, tmp_path) == (len(order) == 1)
+
+
+def test_close_says_that_weights_are_torn(caplog):
+    model = filled(nn.Linear(4, 4), real=True)
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=2, group=solo())
+    model(torch.ones(1, 4)).sum().backward()
+    with breaks_off(optimizer, "end"), pytest.raises(Injected):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.close()
+    assert "The model is plain again, but step 1 broke off" in caplog.text
+    assert not model._load_state_dict_post_hooks
+
+
+WRITERS = {"step": step, "load": load, "load_weights": load_weights, "eval": evaluate}
+
+
+@pytest.mark.promise("T01")
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("place", ["beginning", "middle", "end"])
+@pytest.mark.parametrize(("world", "failing"), [(1, {0}), (2, {0, 1}), (2, {1}), (3, {0})])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_writer_that_breaks_off_leaves_weights_torn_until_a_load(tmp_path, writer, place, world, failing, stage):
+    model = filled(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), real=True)
+    save_file({name: param.detach() * 3 for name, param in model.named_parameters()}, tmp_path / "weights.safetensors")
+    expected = run_ranks(world, lambda group: undisturbed(group, tmp_path, stage), TIME_LIMIT_S)
+    found = run_ranks(
+        world, lambda group: disturbed(group, tmp_path, stage, WRITERS[writer], place, failing), TIME_LIMIT_S
+    )
+    assert [is_refused for is_refused, _ in found] == [True] * world
+    for (_, one), other in zip(found, expected, strict=True):
+        assert all(torch.equal(one[name], value) for name, value in other.items())
