@@ -128,6 +128,10 @@ def undisturbed(group, folder, stage):
 
 def weights_after_a_step(model, optimizer, group):
     one_step(model, optimizer, group.rank)
+    return weights_of(model, optimizer)
+
+
+def weights_of(model, optimizer):
     with optimizer.gathered():
         values = weights(model)
     optimizer.any_rank(False)  # no rank ends while another reads
@@ -183,3 +187,76 @@ def test_a_writer_that_breaks_off_leaves_weights_torn_until_a_load(tmp_path, wri
     assert [is_refused for is_refused, _ in found] == [True] * world
     for (_, one), other in zip(found, expected, strict=True):
         assert all(torch.equal(one[name], value) for name, value in other.items())
+
+
+# one rank's exception, wherever states live ---------------------------------------------------------------------------------
+
+
+def fails(model, rank, moment):
+    """A window in which rank 1 raises in its forward, in its backward, or after that."""
+    output = model(torch.full((1, 4), float(rank + 1)))
+    if rank == 1 and moment == "forward":
+        raise Injected
+    if rank == 1 and moment == "backward":
+        output.register_hook(raises)
+    output.square().mean().backward()
+    if rank == 1:
+        raise Injected
+
+
+def raises(_):
+    raise Injected
+
+
+HOMES = {"cpu": {kind: "cpu" for kind in ("masters", "moments", "gradients")}}
+HOMES |= {kind: {kind: "disk:{}"} for kind in ("masters", "moments", "gradients")}
+HOMES["all on disk"] = {kind: "disk:{}" for kind in ("masters", "moments", "gradients")}
+
+
+@pytest.mark.promise("T08")
+@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("moment", ["forward", "backward", "after it"])
+@pytest.mark.parametrize("then", ["step", "clip", "whole_grad", "flush"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_rank_s_exception_is_heard_on_all_and_they_go_on_together(tmp_path, homes, moment, then, stage):
+    """What the other ranks do meanwhile begins with the settling, which hears of it."""
+    places = {kind: home.format(tmp_path) for kind, home in HOMES[homes].items()}
+
+    def program(group):
+        model = filled(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), real=True)
+        inner = torch.optim.Adam(model.parameters(), lr=0.125)
+        config = zero.ZeroConfig(stage=stage, bucket_bytes=64, timeout_s=TIME_LIMIT_S, homes=places, kernels="torch")
+        optimizer = zero.ShardedOptimizer(model, inner, config, group)
+        engine = zero.Engine(optimizer) if then == "flush" else None
+        act = {
+            "step": optimizer.step,
+            "clip": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            "whole_grad": lambda: optimizer.whole_grad(model[0].weight),
+            "flush": lambda: engine.flush(),
+        }[then]
+        for window in range(3):
+            try:
+                if window == 1:
+                    fails(model, group.rank, moment)
+                    act()
+                else:
+                    model(torch.full((1, 4), float(group.rank + 1))).square().mean().backward()
+                    optimizer.step()
+            except Injected:
+                assert group.rank == 1
+            except RankFailed:
+                assert group.rank == 0 and window == 1
+            else:
+                assert window != 1
+            optimizer.zero_grad()
+        return weights_of(model, optimizer)
+
+    plain = filled(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), real=True)
+    inner = torch.optim.Adam(plain.parameters(), lr=0.125)
+    for _ in range(2):
+        for rank in range(2):
+            (plain(torch.full((1, 4), float(rank + 1))).square().mean() / 2).backward()
+        inner.step()
+        inner.zero_grad()
+    for values in run_ranks(2, program, TIME_LIMIT_S):
+        assert all(torch.allclose(values[name], value, atol=1e-6) for name, value in weights(plain).items())
