@@ -208,9 +208,10 @@ def raises(_):
     raise Injected
 
 
-HOMES = {"cpu": {kind: "cpu" for kind in ("masters", "moments", "gradients")}}
-HOMES |= {kind: {kind: "disk:{}"} for kind in ("masters", "moments", "gradients")}
-HOMES["all on disk"] = {kind: "disk:{}" for kind in ("masters", "moments", "gradients")}
+KINDS = "masters", "moments", "gradients"
+HOMES = {"cpu": dict.fromkeys(KINDS, "cpu")}
+HOMES |= {kind: {kind: "disk:{}"} for kind in KINDS}
+HOMES["all on disk"] = dict.fromkeys(KINDS, "disk:{}")
 
 
 @pytest.mark.promise("T08")
