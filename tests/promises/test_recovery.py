@@ -126,6 +126,42 @@ def test_close_at_stage_3_can_be_tried_again_after_rebuild():
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+def interrupt_in_a_message(rank, world, stage, function):
+    """Rank 1 is interrupted while it reads or writes a message, and calls rebuild() at once."""
+    model = small()
+    optimizer = sharded(model, stage=stage, timeout_s=600.0, first_step_timeout_s=600.0)
+    one_step(model, optimizer, rank, 0)
+    model(torch.ones(1, 4)).square().mean().backward()
+    interrupted = mock.patch(f"zero.comm.shared_memory.pipes.{function}", side_effect=KeyboardInterrupt)
+    with interrupted if rank == 1 else contextlib.nullcontext():
+        lost = pytest.raises(GroupLost, match=r"rank 1 called rebuild\(\), (in|after) a backward of step 2")
+        with pytest.raises(KeyboardInterrupt) if rank == 1 else lost:
+            optimizer.step()
+    model.zero_grad()
+    optimizer.rebuild()
+    one_step(model, optimizer, rank, 1)
+    optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@needs_linux
+@pytest.mark.parametrize(("stage", "function"), [(2, "_Way._sort"), (2, "_write"), (3, "_Channel.take")])
+def test_a_rank_that_was_interrupted_in_a_message_is_not_taken_for_dead_and_all_go_on(stage, function):
+    found = ranks.run(2, interrupt_in_a_message, stage, function, timeout=60.0)  # a tenth of the limit of a step
+    expected = ranks.run(2, undisturbed_twice, stage)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+def undisturbed_twice(rank, world, stage):
+    model = small()
+    optimizer = sharded(model, stage=stage)
+    for step in range(2):
+        one_step(model, optimizer, rank, step)
+    optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
 def lose_it_in_the_update(rank, world, folder, stage, clears):
     model = small()
     optimizer = sharded(model, stage=stage)

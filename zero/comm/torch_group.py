@@ -123,6 +123,7 @@ class TorchGroup:
                 f"Cannot rebuild with ranks {ranks}: this is rank {self.rank} of {self.size}, and each has its own shares. "
                 "Pass a group of as many, in the same order; or shard anew and load a checkpoint."
             )
+        self._watch.report_rebuild()
         self._watch.close()
         self._give_up("it is rebuilt")()
         self._ranks = ranks

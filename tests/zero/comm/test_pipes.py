@@ -102,30 +102,7 @@ def test_who_does_not_come_in_time_is_named_and_who_came_before_anybody_looked_i
     assert got(call) == [b"one", b"two"]
 
 
-def test_after_a_restart_nothing_that_was_sent_before_arrives():
-    first, second = connected(2)
-    for number in range(100):
-        second.call(0, bytes([number]) * MOST_BYTES, 20.0)  # some of which waits for room, some in the pipe
-    assert first.call(0, b"", 20.0).is_completed()  # and some is read, and not taken
-    second.restart(3)
-    ahead = second.call(0, b"new", 20.0)
-    first.restart(3)
-    call = first.call(0, b"new too", 20.0)
-    assert got(call) == got(ahead) == [b"new too", b"new"]
-
-
-def test_what_was_sent_over_a_connection_that_a_rank_comes_to_later_is_kept_for_it():
-    first, second = connected(2)
-    call = first.call(0, b"", 20.0)
-    second.restart(1)
-    ahead = second.call(0, b"new", 20.0)
-    assert not call.is_completed()  # and it is read
-    first.restart(1)
-    call = first.call(0, b"new too", 20.0)
-    assert got(call) == got(ahead) == [b"new too", b"new"]
-
-
-def test_what_somebody_sent_who_gave_up_counts_no_more_until_a_restart():
+def test_what_somebody_sent_who_gave_up_counts_no_more():
     first, second = connected(2)
     calls = [second.call(0, b"before", 20.0), second.call(0, b"in which it gives up", 20.0)]
     assert got(first.call(0, b"", 20.0)) == [b"", b"before"]
@@ -133,10 +110,6 @@ def test_what_somebody_sent_who_gave_up_counts_no_more_until_a_restart():
     with pytest.raises(RuntimeError, match="connection closed by rank 1"):
         first.call(0, b"too late", 20.0).wait()
     assert got(calls[0]) == [b"", b"before"]
-    first.restart(1)
-    second.restart(1)
-    second.call(0, b"new", 20.0)
-    assert got(first.call(0, b"", 20.0)) == [b"", b"new"]
 
 
 def test_who_gave_up_after_it_had_all_messages_of_a_call_ends_that_for_nobody():
@@ -216,16 +189,59 @@ def test_a_rank_whose_group_is_lost_ends_what_others_wait_for(monkeypatch):
         first.exchange(b"")
 
 
-def test_what_was_sent_over_any_earlier_connection_counts_no_more(monkeypatch):
+class Meeting:
+    """The messages of two ranks that are threads, by a way of its own."""
+
+    def __init__(self):
+        self.barrier, self.messages = threading.Barrier(2), {}
+
+    def of(self, rank):
+        def gather(message):
+            self.messages[rank] = message
+            self.barrier.wait(20.0)
+            gathered = [self.messages[0], self.messages[1]]
+            self.barrier.wait(20.0)
+            return gathered
+
+        return gather
+
+
+def reconnect(groups, messages):
+    meeting = Meeting()
+    for rank, group in enumerate(groups):
+        group.all_gather_bytes = meeting.of(rank)
+    threads = [threading.Thread(target=each.reconnect) for each in messages]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+
+
+def test_what_was_sent_before_ranks_were_connected_again_counts_no_more():
     groups = [Connection(rank, 2) for rank in range(2)]
     first, second = messages_of(groups)
     for number in range(3):
-        for group, each in zip(groups, (first, second), strict=True):
-            monkeypatch.setattr(group, "all_gather_bytes", lambda message: [message] * 2, raising=False)
-            each.reconnect()
+        reconnect(groups, (first, second))
         second.tell(100 + number)  # which rank 0 does not read before the next connection
     numbers = first.tell(7), first.tell(8), second.tell(9)
     assert [each.wait() for each in numbers] == [[7, 102], [8, 9], [8, 9]]
+
+
+@pytest.mark.parametrize("function", ["_Way._sort", "os.read", "_write", "_Channel.take"])
+def test_whatever_an_exception_tore_ranks_that_are_connected_again_go_on(monkeypatch, function):
+    groups = [Connection(rank, 2) for rank in range(2)]
+    first, second = messages_of(groups)
+    second.tell(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(f"zero.comm.shared_memory.pipes.{function}", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            first.tell(2).wait()
+    with pytest.raises(RuntimeError, match="broke off in the midst of a message"):
+        first.tell(3)
+    for _ in range(2):
+        reconnect(groups, (first, second))
+        numbers = first.tell(7), second.tell(9)
+        assert [each.wait() for each in numbers] == [[7, 9], [7, 9]]
 
 
 def test_messages_over_a_connection_that_was_only_begun_are_refused():

@@ -39,6 +39,7 @@ class RankMonitor:
         self._size = size
         self._is_cheap = is_cheap  # to write a line, so that it may be done several times a step
         self._process = os.getpid()
+        self._has_left = False
         self._hosts: list[str] = []  # of all ranks; asked for at the start, as the store may be lost with one
         _watching.add(self)
 
@@ -97,15 +98,27 @@ class RankMonitor:
 
     def report_exit(self, error: BaseException) -> None:
         """Publishes the error that ends this rank."""
-        place = None if self._place is None else self._place()
-        last_seen = f"{self.phase or _NOWHERE}{'' if place is None else place()}"
-        words = f"{raised(error)}, {last_seen}"
-        self._store.tell(f"end/{self._rank}", words)
+        self._leave(raised(error))
         self._store.tell("alarm", "1")  # who waits for this rank looks for that
 
+    def report_rebuild(self) -> None:
+        """Publishes that this rank goes on over other connections, which ranks that still wait for it come to as well."""
+        self._leave("called rebuild()")
+        self._store.tell("alarm", "1")
+
     def close(self) -> None:
-        """Ends the monitoring, in an order that all ranks follow."""
+        """Ends the monitoring, in an order that all ranks follow. Ranks that still wait for this one find it gone."""
+        if self.is_of_this_process:
+            self._leave("closed its group")
         _watching.discard(self)
+
+    def _leave(self, how: str) -> None:
+        if self._has_left:  # for a reason that the others look for
+            return
+        self._has_left = True
+        place = None if self._place is None else self._place()
+        last_seen = f"{self.phase or _NOWHERE}{'' if place is None else place()}"
+        self._store.tell(f"end/{self._rank}", f"{how}, {last_seen}")
 
     def _raise_alarm(self, store: Store) -> None:
         store.set(f"here/{self._rank}", "1")

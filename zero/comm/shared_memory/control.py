@@ -111,8 +111,13 @@ class ByPipes(Messages):
         return _PipedNumbers(self, self._call(_NUMBERS, _NUMBER.pack(number)))
 
     def reconnect(self) -> None:
-        connections = self._group.all_gather_bytes(_NUMBER.pack(self._pipes.connection))
-        self._pipes.restart(1 + max(_NUMBER.unpack(message)[0] for message in connections))
+        """Makes new pipes: what an exception broke off in the old ones, here or on another rank, is lost with them."""
+        pipes = Pipes(self._group.rank, self._group.size, _NUM_CHANNELS)
+        pipes.meet(self._group.all_gather_bytes(pipes.handshake()))
+        self._group.all_gather_bytes(b"")  # all have met
+        pipes.introduced()
+        self._pipes.close()
+        self._pipes = pipes
         self._connection = self._connected.begin(lambda _, connection: connection)
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 MOST_BYTES = 2048  # of a message
 
-_HEAD = struct.Struct("<qHH")  # which connection it belongs to, its channel, and how many bytes follow
+_HEAD = struct.Struct("<HH")  # its channel, and how many bytes follow
 _READ_BYTES = 2**16
 _GIVEN_UP = 2**16 - 1  # the channel of who gives up: of each other one the first call that it does so in
 _LOOK_MS = 50  # at most, before a look whether another thread has read what this one waits for
@@ -42,10 +42,9 @@ class Pipes:
     def __init__(self, rank: int, size: int, num_channels: int) -> None:
         self.rank = rank
         self.size = size
-        self.connection = 0
         self._ways: dict[int, _Way] = {}  # to and from each other rank
-        self._num_channels = num_channels
-        self._channels: list[_Channel] = []  # of this connection
+        inboxes = [{other: _Inbox() for other in range(size) if other != rank} for _ in range(num_channels)]
+        self._channels = [_Channel(boxes) for boxes in inboxes]
         self._lock = threading.Lock()
         self._is_torn = False
         _alive.add(self)
@@ -53,8 +52,7 @@ class Pipes:
             on_failure.callback(self.close)
             for other in range(size):
                 if other != rank:
-                    self._ways[other] = _Way()
-            self._begin(0)
+                    self._ways[other] = _Way([boxes[other] for boxes in inboxes])
             on_failure.pop_all()
 
     def handshake(self) -> bytes:
@@ -80,18 +78,6 @@ class Pipes:
 
     __del__ = close
 
-    def restart(self, connection: int) -> None:
-        """What was sent before is thrown away, here and wherever it arrives."""
-        with self._whole():
-            self._begin(connection)
-
-    def _begin(self, connection: int) -> None:
-        self.connection = connection
-        inboxes = [{other: _Inbox() for other in self._ways} for _ in range(self._num_channels)]
-        self._channels = [_Channel(boxes) for boxes in inboxes]
-        for other, way in self._ways.items():
-            way.begin(connection, [boxes[other] for boxes in inboxes])
-
     def call(self, channel: int, message: bytes, limit_s: float) -> Call:
         """Sends a message to all others. They do the same: the n-th calls of a channel belong together."""
         with self._whole():
@@ -110,7 +96,7 @@ class Pipes:
             return never | {other for other, way in self._ways.items() if way.is_gone} - received.keys()
 
     def give_up(self) -> None:
-        """This rank takes part in no call of this connection any more."""
+        """This rank takes part in no call any more."""
         with self._whole():
             firsts = [channel.first_open for channel in self._channels]
             for way in self._ways.values():
@@ -126,7 +112,8 @@ class Pipes:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """What is done all or not at all. An exception may come from a signal at any place; then nobody knows what was read."""
+        """Runs what is done all or not at all. An exception may come from a signal at any place; then nobody knows what was
+        read, and these pipes serve for nothing more."""
         with self._lock:
             if self._is_torn:
                 raise RuntimeError("an exception broke off in the midst of a message, so that those after it are lost")
@@ -137,7 +124,7 @@ class Pipes:
 
 @dataclass
 class _Inbox:
-    """What has come from another rank, in a channel of one connection."""
+    """What has come from another rank, in a channel."""
 
     messages: dict[int, bytes] = field(default_factory=dict)  # that were not taken yet, by the number of their call
     num_come: int = 0
@@ -150,7 +137,7 @@ class _Inbox:
 
 @dataclass
 class _Channel:
-    """The calls of one connection that are in one order."""
+    """The calls that are in one order."""
 
     inboxes: Mapping[int, _Inbox]  # by rank
     num_calls: int = 0
@@ -181,15 +168,13 @@ class _Channel:
 class _Way:
     """A pipe to another rank, and one from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, inboxes: Sequence[_Inbox]) -> None:
         self.reads, self.offered = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # what the other rank opens to write
         self.is_gone = False
-        self._inboxes: Sequence[_Inbox] = ()  # by channel
+        self._inboxes = inboxes  # by channel
         self._writes = -1
         self._unsent = deque[bytes]()
-        self._connection = 0
         self._cut = b""  # what was read of a message that is not all there
-        self._newer: list[bytes] = []  # sent over a connection that this rank comes to later
 
     def open(self, path: str) -> None:
         self._writes = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -207,16 +192,8 @@ class _Way:
                 os.close(descriptor)
         self.reads = self._writes = -1
 
-    def begin(self, connection: int, inboxes: Sequence[_Inbox]) -> None:
-        self._connection = connection
-        self._inboxes = inboxes
-        self._unsent.clear()
-        newer, self._newer = self._newer, []
-        for message in newer:
-            self._sort(message)
-
     def send(self, channel: int, message: bytes) -> None:
-        self._unsent.append(_HEAD.pack(self._connection, channel, len(message)) + message)
+        self._unsent.append(_HEAD.pack(channel, len(message)) + message)
         self.move()
 
     def move(self) -> None:
@@ -236,20 +213,18 @@ class _Way:
                     self._unsent.popleft()
 
     def _sort(self, content: bytes) -> bytes:
-        """Into its channel goes what belongs to this connection; the rest is what is not whole yet."""
+        """Puts whole messages into their channels, and returns what is not whole yet."""
         begin = 0
         while len(content) >= begin + _HEAD.size:
-            connection, channel, num_bytes = _HEAD.unpack_from(content, begin)
+            channel, num_bytes = _HEAD.unpack_from(content, begin)
             end = begin + _HEAD.size + num_bytes
             if len(content) < end:
                 break
-            if connection > self._connection:
-                self._newer.append(content[begin:end])
-            elif connection == self._connection and channel == _GIVEN_UP:
+            if channel == _GIVEN_UP:
                 firsts = struct.unpack(f"<{len(self._inboxes)}q", content[begin + _HEAD.size : end])
                 for inbox, first in zip(self._inboxes, firsts, strict=True):
                     inbox.end = first
-            elif connection == self._connection:
+            else:
                 self._inboxes[channel].put(content[begin + _HEAD.size : end])
             begin = end
         return content[begin:]
