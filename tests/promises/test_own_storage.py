@@ -6,8 +6,10 @@ import logging
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_model
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.promises.loops import alone, weights
 
@@ -114,7 +116,8 @@ def _read(model, ready, seen):
     seen.put({name: value.tolist() for name, value in model.state_dict().items()})
 
 
-@STAGES
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.filterwarnings("error::UserWarning")  # torch's, for each hook that is not serialised
 def test_a_spawned_process_gets_the_weights(stage):
     model, _ = sharded(stage)
     context = torch.multiprocessing.get_context("spawn")
@@ -135,3 +138,55 @@ def test_weights_that_leave_shared_memory_are_named(stage, caplog):
         one_step_of(model, optimizer)
     assert [record.getMessage() for record in caplog.records if "processes share" in record.getMessage()] != []
     assert len([record for record in caplog.records if "processes share" in record.getMessage()]) == 1
+
+
+# stage 3: no storage at all ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_at_stage_3_torch_writes_a_tied_weight_once_and_it_stays_tied(dtype):
+    model, _ = sharded(3, dtype)
+    file, alone = io.BytesIO(), io.BytesIO()
+    torch.save(model.state_dict(), file)
+    torch.save({"weight": model[0].weight}, alone)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert loaded["0.weight"].data_ptr() == loaded["3.weight"].data_ptr() != loaded["2.weight"].data_ptr()
+    assert equal(loaded, {name: value.clone() for name, value in model.state_dict().items()})
+
+
+def test_at_stage_3_what_writes_storages_says_what_to_do_and_works_inside_gathered(tmp_path):
+    model, optimizer = sharded(3)
+    with pytest.raises(dcp.api.CheckpointException, match=r"works inside optimizer.gathered\(\), or with clones"):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "refused", no_dist=True)
+    with optimizer.gathered():
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    loaded = {"model": {name: torch.zeros_like(value) for name, value in build().state_dict().items()}}
+    dcp.load(loaded, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert equal(loaded["model"], {name: value.clone() for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_torch_s_optimizer_state_by_name_is_refused_with_what_to_call(stage):
+    model, optimizer = sharded(stage)
+    one_step_of(model, optimizer)
+    with pytest.raises(ValueError, match=r"Call optimizer.state_dict\(\), or write a checkpoint with zero.save"):
+        get_optimizer_state_dict(model, optimizer)
+
+
+class WithEmpty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.empty = nn.Linear(4, 4), nn.Parameter(torch.empty(0))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("home", ["cpu", "disk:{}"])
+def test_states_of_an_empty_parameter_go_anywhere_and_back(stage, home, tmp_path):
+    model, optimizer = alone(WithEmpty, lambda model: torch.optim.AdamW(model.parameters(), lr=0.1), stage=stage)
+    one_step_of(model, optimizer)
+    before = weights(model)
+    optimizer.offload_states(device=home.format(tmp_path))
+    optimizer.reload_states()
+    assert equal(weights(model), before)
+    one_step_of(model, optimizer)

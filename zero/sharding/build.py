@@ -31,6 +31,7 @@ from zero.runtime.grads.window import Window
 from zero.runtime.kernels.adam_step import FusedStep, deferrable_sums
 from zero.runtime.kernels.select import check_kernels, fused_step_of, has_fused_step, host_step_dtypes, use_kernels
 from zero.runtime.kernels.sums import CompiledSums, SumsByTorch
+from zero.runtime.params.absent import tie_in_state_dict
 from zero.runtime.params.hooks import GradHooks
 from zero.runtime.params.placement import ParamPlacer
 from zero.runtime.params.table import Params
@@ -163,8 +164,10 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
             weights.expect_buffers(MetaBuffers(model, place.device).unwritten)
             unread.fill(sharding)
         manage(chosen.tensors, sharding.window)
-        noted = sharding.masters.wholeness.note_loaded
-        sharding.lifetime.on_load = model.register_load_state_dict_post_hook(noted)  # type: ignore[no-untyped-call]
+        sharding.lifetime.hooks = [
+            model.register_load_state_dict_post_hook(sharding.masters.wholeness.note_loaded),  # type: ignore[no-untyped-call]
+            model.register_state_dict_post_hook(tie_in_state_dict),  # type: ignore[no-untyped-call]
+        ]
         on_failure.pop_all()
     if place.is_host:
         place.accelerator.empty_cache()  # the weights lay elsewhere before, in pieces too small to have gone by themselves

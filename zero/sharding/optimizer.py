@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -227,6 +228,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective."""
         sharding = self.sharding
+        if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise ValueError(
+                "Cannot make torch's get_optimizer_state_dict of a sharded optimizer: it numbers what has names here, and "
+                "drops the masters. Call optimizer.state_dict(), or write a checkpoint with zero.save."
+            )
         sharding.offloader.check("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)

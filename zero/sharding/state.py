@@ -52,7 +52,7 @@ class Lifetime:
     def __init__(self, group: Group) -> None:
         self.owns_group = False
         self.is_over = False
-        self.on_load: Any = None  # the hook by which wholeness hears that the user has loaded the model
+        self.hooks: list[Any] = []  # of the model's state_dict and load_state_dict
         self.last_save: PendingSave | None = None  # in the background; ranks may have yet to tell each other how it went
         self._group = group
 
@@ -116,7 +116,8 @@ class ShardingState:
         if not self.masters.wholeness.is_whole:
             logger.warning("The model is plain again, but %s. Load a checkpoint.", self.masters.wholeness.describe())
         self.lifetime.is_over = True
-        self.lifetime.on_load.remove()
+        for hook in self.lifetime.hooks:
+            hook.remove()
         self.hooks.detach()
         leave(self.params.tensors)
         self.placer.detach(values)

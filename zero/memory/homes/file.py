@@ -247,7 +247,7 @@ class FileTransfer:
 def _sums_of(memory: torch.Tensor) -> torch.Tensor:
     """A checksum of every so many bytes, which a torn or foreign page changes, and pages that change places."""
     pages = memory.view(torch.int64).view(-1, PAGE // 8).sum(1)
-    pages *= torch.arange(1, 2 * len(pages), 2, device="cpu")
+    pages *= torch.arange(1, 2 * len(pages) + 1, 2, device="cpu")
     in_one = _SUMMED // PAGE
     return torch.nn.functional.pad(pages, (0, -len(pages) % in_one)).view(-1, in_one).sum(1)
 

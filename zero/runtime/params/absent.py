@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import nn
 
 from zero.memory.addresses import storage_of
+from zero.memory.formats import bytes_of
 from zero.memory.gathered import GatheredChunk
 from zero.optim.skip_dynamo import never_compile
 from zero.plan.spans import Span
@@ -28,7 +30,10 @@ from zero.runtime.params.foreach import num_of_many, one_by_one
 from zero.runtime.params.operators import Kind, is_in_place_view, operator_of
 
 _A_CLONE = "Use a clone of it, or optimizer.gathered() around the call."
-_A_SAVE = f"{_A_CLONE} zero.export and zero.integrations.transformers.save_pretrained write a model."
+_A_SAVE = (
+    "Write weights with zero.save, zero.export or transformers' save_pretrained; what writes storages, such as "
+    "torch.distributed.checkpoint, works inside optimizer.gathered(), or with clones."
+)
 _CLOSE = "Call close() on the optimizer first."
 _A_VIEW = "Use the operator without the underscore, which returns a view."
 
@@ -158,8 +163,36 @@ class AbsentView(Absent):
     """A view of an absent parameter."""
 
 
+def send_to_process(absent: Absent) -> Any:
+    """Reduces an absent tensor for another process: to bytes, as memory that only the pickling holds would be gone before the
+    process opens it."""
+    plain = absent.whole()
+    geometry = tuple(plain.shape), plain.stride(), plain.dtype, plain.device
+    return _receive, (bytes_of(plain), *geometry, isinstance(absent, nn.Parameter), absent.requires_grad)
+
+
+def _receive(
+    values: bytes, shape: Any, stride: Any, dtype: torch.dtype, device: Any, is_param: bool, requires_grad: bool
+) -> torch.Tensor:
+    received = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    if values:
+        received.copy_(torch.frombuffer(bytearray(values), dtype=dtype).view(shape))
+    return nn.Parameter(received, requires_grad) if is_param else received.requires_grad_(requires_grad)
+
+
+def tie_in_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> None:
+    """Makes what is one weight under several names one tensor, as a hook of `state_dict`: without storages nothing else says
+    to what writes it that it is one."""
+    tensors: dict[Any, Any] = {}
+    for name, value in state_dict.items():
+        if type(value) in _ABSENT:
+            state_dict[name] = tensors.setdefault((id(value.in_chunk), value.shadow.geometry), value)
+
+
 never_compile(vars(Absent)["__torch_dispatch__"].__func__)  # it runs within graphs that were broken off, operator by operator
 _ABSENT = frozenset((AbsentParameter, AbsentView))
+for _kind in _ABSENT:
+    ForkingPickler.register(_kind, send_to_process)
 _MAY_HAVE = _ABSENT | {list, tuple}  # types of arguments that are absent tensors or may have some
 _MOST_VIEWS = 64  # that a shadow keeps
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
