@@ -116,7 +116,7 @@ class Accelerator:
         """Returns a tensor on the memory of a one-dimensional `stretch`, which it keeps alive, with a storage of that alone.
 
         Tools take tensors of one storage for parts of one weight, and `torch.save` writes storages whole. It is `stretch`
-        itself if the device has no way to that.
+        itself if the device has no way to that; a model's state_dict then holds copies.
         """
         if not self.has_dlpack:
             return stretch

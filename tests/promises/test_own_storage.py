@@ -7,11 +7,17 @@ import logging
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import zero
+from accelerators.backends.cpu import CpuAccelerator
 from tests.promises.loops import alone, weights
+from zero.comm.loopback import solo
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 DTYPES = pytest.mark.parametrize("dtype", [None, "bfloat16"])
@@ -46,8 +52,6 @@ def test_safetensors_writes_every_weight_and_tied_ones_once(stage, dtype, tmp_pa
 
 @STAGES
 def test_accelerate_writes_every_weight(stage, tmp_path):
-    from accelerate import Accelerator
-
     model, _ = sharded(stage)
     Accelerator(cpu=True).save_model(model, tmp_path)
     assert equal(load_file(tmp_path / "model.safetensors"), weights(model))
@@ -84,6 +88,41 @@ def one_step_of(model, optimizer):
     optimizer.zero_grad()
     sum(param.float().square().sum() for param in model.parameters()).backward()
     optimizer.step()
+
+
+@STAGES
+def test_a_device_without_a_way_to_storages_gives_copies_in_a_state_dict(stage, monkeypatch, tmp_path):
+    monkeypatch.setattr(CpuAccelerator, "has_dlpack", False)
+    model, optimizer = sharded(stage)
+    one_step_of(model, optimizer)
+    Accelerator(cpu=True).save_model(model, tmp_path)
+    assert equal(load_file(tmp_path / "model.safetensors"), weights(model))
+    state_dict = model.state_dict()
+    assert state_dict["0.weight"].data_ptr() == state_dict["3.weight"].data_ptr() != model[0].weight.data_ptr()
+    assert all(value is model.state_dict(keep_vars=True)[name] for name, value in model.named_parameters())
+    optimizer.close()
+    assert model.state_dict()["2.bias"].data_ptr() == model[2].bias.data_ptr()
+
+
+@STAGES
+def test_transformers_and_peft_write_every_weight(stage, tmp_path):
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True
+    )
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    plain = LlamaForCausalLM(config)
+    model = get_peft_model(plain, adapter)
+    adapted = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    zero.shard(model, torch.optim.SGD(adapted.values()), stage=stage, group=solo())
+    model.save_pretrained(tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert sorted(map(torch.Tensor.sum, saved.values())) == sorted(param.detach().sum() for param in adapted.values())
+    assert len(saved) == len(adapted)
+
+    model = LlamaForCausalLM(config)
+    zero.shard(model, torch.optim.SGD(model.parameters()), stage=stage, group=solo())
+    model.save_pretrained(tmp_path / "whole")
+    assert equal(weights(LlamaForCausalLM.from_pretrained(tmp_path / "whole")), weights(model))
 
 
 @STAGES

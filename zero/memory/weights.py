@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 import accelerators
+from zero.memory.addresses import address_of
 from zero.memory.formats import DTYPES, ParamFormat
 from zero.memory.homes.registry import Move, Moved
 from zero.memory.place import Place
@@ -129,6 +130,28 @@ class Weights(Protocol):
 
     def close(self) -> None:
         """Ends the use of weights; no parameter is attached any more. A collective where weights are in shares."""
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """Returns True if its storage is longer than it is."""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+class CopiedInStateDict:
+    """A hook of a model's `state_dict` for devices where weights are parts of one storage: it holds copies of them, of a weight
+    under several names one."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def __call__(self, _: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *__: object) -> None:
+        copies: dict[int, torch.Tensor] = {}
+        for name in [prefix + name for name in self._names if prefix + name in state_dict]:
+            value = state_dict[name]
+            if is_part(value) and not isinstance(value, torch.nn.Parameter):
+                address = address_of(value)
+                copies[address] = copies[address] if address in copies else value.clone()
+                state_dict[name] = copies[address]
 
 
 class FlatBuffer:

@@ -20,7 +20,7 @@ from zero.memory.gradient_shard import GradientShard
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
-from zero.memory.weights import FlatBuffer, Weights
+from zero.memory.weights import CopiedInStateDict, FlatBuffer, Weights, is_part
 from zero.plan.budget import usual_numel
 from zero.plan.grad_scaling import Scaling
 from zero.plan.stages import stage_of
@@ -31,7 +31,7 @@ from zero.runtime.grads.window import Window
 from zero.runtime.kernels.adam_step import FusedStep, deferrable_sums
 from zero.runtime.kernels.select import check_kernels, fused_step_of, has_fused_step, host_step_dtypes, use_kernels
 from zero.runtime.kernels.sums import CompiledSums, SumsByTorch
-from zero.runtime.params.absent import tie_in_state_dict
+from zero.runtime.params.absent import Absent, tie_in_state_dict
 from zero.runtime.params.hooks import GradHooks
 from zero.runtime.params.placement import ParamPlacer
 from zero.runtime.params.table import Params
@@ -168,6 +168,11 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
             model.register_load_state_dict_post_hook(sharding.masters.wholeness.note_loaded),  # type: ignore[no-untyped-call]
             model.register_state_dict_post_hook(tie_in_state_dict),  # type: ignore[no-untyped-call]
         ]
+        parts = {id(tensor) for tensor in chosen.tensors if not isinstance(tensor, Absent) and is_part(tensor)}
+        if parts:
+            named = model.named_parameters(remove_duplicate=False)
+            copied = CopiedInStateDict([name for name, param in named if id(param) in parts])
+            sharding.lifetime.hooks.append(model.register_state_dict_post_hook(copied))  # type: ignore[no-untyped-call]
         on_failure.pop_all()
     if place.is_host:
         place.accelerator.empty_cache()  # the weights lay elsewhere before, in pieces too small to have gone by themselves
