@@ -256,6 +256,22 @@ class AcceleratorContract:
         it.synchronize()
         assert torch.equal(back, source)
 
+    @override("with_own_storage", "has_dlpack")
+    def test_a_stretch_with_a_storage_of_its_own_is_the_same_memory_and_keeps_it(self, it: Accelerator) -> None:
+        line = torch.arange(1000, dtype=torch.float32).to(it.device())
+        stretch = it.with_own_storage(line[100:200])
+        assert torch.equal(stretch.cpu(), torch.arange(100.0, 200.0))
+        if stretch.untyped_storage().nbytes() != stretch.nbytes:  # there is no way to that here
+            assert stretch.untyped_storage().data_ptr() == line.untyped_storage().data_ptr()
+        line[150] = -1.0
+        stretch[0] = -2.0
+        assert line[100].item() == -2.0 and stretch[50].item() == -1.0
+        assert it.with_own_storage(line[5:5]).numel() == 0
+        del line
+        others = [torch.zeros(1000, device=it.device()) for _ in range(8)]  # which would take memory that is free
+        assert stretch[50].item() == -1.0 and stretch.sum().item() == sum(range(101, 200)) - 150 - 1 - 2
+        assert all(not other.any().item() for other in others)
+
     # numbers -----------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("dtype", FLOATING_DTYPES, ids=str)
