@@ -170,7 +170,7 @@ class ShardingState:
 
     def check_whole_on_all(self, what: str) -> None:
         """Raises on all ranks where that is so on one. A collective."""
-        run_on_all(self.group, partial(self.check_whole, what), _torn_elsewhere)
+        run_on_all(self.group, partial(self.check_whole, what), partial(_torn_elsewhere, what))
 
     def adopt(self) -> None:
         """Takes all edits of the weights over."""
@@ -255,9 +255,9 @@ class ShardingState:
         self.layout_ref.replace(layout)
 
 
-def _torn_elsewhere(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
+def _torn_elsewhere(what: str, error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
     rank, text = next(iter(failed.items()))
-    return error or ValueError(f"{text.partition(': ')[2]} This is so on rank {rank}.")
+    return error or ValueError(f"Cannot {what}: rank {rank} has {text!r}. Load a checkpoint on all ranks.")
 
 
 def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer, params: Params) -> None:
