@@ -145,7 +145,7 @@ def interrupt_in_a_message(rank, world, stage, function):
 
 
 @needs_linux
-@pytest.mark.parametrize(("stage", "function"), [(2, "_Way._sort"), (2, "_write"), (3, "_Channel.take")])
+@pytest.mark.parametrize(("stage", "function"), [(2, "_Way.move"), (2, "_write"), (3, "_Channel.take")])
 def test_a_rank_that_was_interrupted_in_a_message_is_not_taken_for_dead_and_all_go_on(stage, function):
     found = ranks.run(2, interrupt_in_a_message, stage, function, timeout=60.0)  # a tenth of the limit of a step
     expected = ranks.run(2, undisturbed_twice, stage)
