@@ -157,13 +157,15 @@ def test_load_state_dict_of_model_and_optimizer_together_make_torn_weights_whole
     assert refused(optimizer, tmp_path) == (len(order) == 1)
 
 
-def test_close_says_that_weights_are_torn(caplog):
+def test_close_says_that_weights_are_torn_and_an_engine_does_not_write_them(caplog, tmp_path):
     model = filled(nn.Linear(4, 4), real=True)
     optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=2, group=solo())
     model(torch.ones(1, 4)).sum().backward()
     with breaks_off(optimizer, "end"), pytest.raises(Injected):
         optimizer.step()
     optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"Cannot write weights\.pt: step 1 broke off"):
+        zero.Engine(optimizer).save_16bit_model(tmp_path, "weights.pt")
     optimizer.close()
     assert "The model is plain again, but step 1 broke off" in caplog.text
     assert not model._load_state_dict_post_hooks

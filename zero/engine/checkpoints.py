@@ -18,6 +18,7 @@ from zero.comm.exchange import all_or_none, require_same_args
 from zero.comm.group import Group
 from zero.memory.values import Values
 from zero.runtime.params.reading import ParamReader
+from zero.sharding.live import optimizers_of
 from zero.sharding.load import latest, load_from
 from zero.sharding.save import save
 from zero.sharding.snapshot import TrainingLoop, finish_saving, snapshot_of
@@ -46,6 +47,8 @@ def write_weights(
         )
 
     def write() -> None:
+        for optimizer in optimizers_of(module):
+            optimizer.sharding.check_whole(f"write {path.name}")
         if group.rank:
             return
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,6 +36,8 @@ def save_pretrained(model: Any, folder: Any, **options: Any) -> None:
     group = optimizers[0].group if optimizers else connect(accelerators.current())
 
     def write() -> None:
+        for optimizer in optimizers:
+            optimizer.sharding.check_whole("save the model")
         if group.rank == 0:
             with saving(model) as state_dict:
                 model.save_pretrained(folder, **{"state_dict": state_dict, **options})
