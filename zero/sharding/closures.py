@@ -8,21 +8,22 @@ a step.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from zero.comm.exchange import exchange_texts
-from zero.errors import RanksDiffer
+from zero.errors import GroupLost, RanksDiffer
 from zero.optim.traits import evaluates
 from zero.plan.layout import Block
 from zero.runtime.grads.phase import Phase
 from zero.runtime.step.updater import StepDecision
 from zero.sharding.build import reduction
 from zero.sharding.state import ShardingState
-from zero.sharding.step import begin_update, decide, end_update, step, torn_by_failure
+from zero.sharding.step import decide, step, torn_by_failure
 
 
 def step_with(state: ShardingState, closure: Callable[[], Any] | None) -> tuple[Any, StepDecision | None]:
@@ -54,7 +55,7 @@ class _Evaluations:
 
     def step(self) -> tuple[Any, StepDecision | None]:
         state = self._state
-        with torn_by_failure(state):
+        with torn_by_failure(state), _version_ended(state):
             self._call()  # LBFGS begins with it, and it finds out what is trained from this step on
             state.window.sync.count_step()
             self._layout = state.layout_ref.layout
@@ -80,7 +81,7 @@ class _Evaluations:
                     "step(closure)."
                 )
         coefficient = 1.0 if self._decision is None else self._decision.coefficient
-        begin_update(state)
+        self._begin()
         state.updater.take_gradients(self._blocks, state.window.used, coefficient)
         return self._of_all_ranks(float(self._losses[-1]))
 
@@ -93,6 +94,14 @@ class _Evaluations:
         if state.window.phase is not Phase.SETTLED:
             raise ValueError("Cannot evaluate: the closure sent no loss backward. Call backward() in it, on every rank.")
 
+    def _begin(self) -> None:
+        """Begins to write masters, which are torn until `_finish`."""
+        state = self._state
+        state.publisher.begin()
+        state.publisher.follow_edits()
+        state.window.move_to(Phase.STEPPING)
+        state.masters.wholeness.begin(f"step {state.window.sync.step}")
+
     def _finish(self) -> None:
         """Publishes the present masters as the weights of all ranks."""
         state = self._state
@@ -100,7 +109,9 @@ class _Evaluations:
         state.publisher.send(self._blocks)
         state.window.grad_ops.forget_norms()
         state.publisher.wait(sum(1 << slot.param for slot in self._layout.slots if slot is not None))
-        end_update(state)
+        state.publisher.end()
+        state.masters.wholeness.end()
+        state.window.move_to(Phase.STEPPED)
 
     def _of_all_ranks(self, loss: float) -> float:
         """Reduces a loss over the ranks as gradients are reduced."""
@@ -122,6 +133,18 @@ class _Evaluations:
                 f"Cannot go on with this step: after {len(self._losses)} evaluations some ranks want another one and some do "
                 "not, as their processors or libraries compute otherwise. Use alike ones, or an optimizer that steps shares."
             )
+
+
+@contextlib.contextmanager
+def _version_ended(state: ShardingState) -> Iterator[None]:
+    """Ends the version of the weights that an evaluation broke off in, as the other ranks do, which read it."""
+    try:
+        yield
+    except BaseException:
+        if state.window.phase is Phase.STEPPING:
+            with contextlib.suppress(GroupLost):
+                state.publisher.end()
+        raise
 
 
 def state_numbers(state: ShardingState, number: float, subject: str) -> list[float]:

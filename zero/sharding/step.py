@@ -75,19 +75,6 @@ def update(state: ShardingState, used: int, coefficient: float) -> None:
         state.window.move_to(Phase.STEPPED)
 
 
-def begin_update(state: ShardingState) -> None:
-    state.publisher.begin()
-    state.publisher.follow_edits()
-    state.window.move_to(Phase.STEPPING)
-    state.masters.wholeness.begin(f"step {state.window.sync.step}")
-
-
-def end_update(state: ShardingState) -> None:
-    state.publisher.end()
-    state.masters.wholeness.end()
-    state.window.move_to(Phase.STEPPED)
-
-
 @contextlib.contextmanager
 def torn_by_failure(state: ShardingState) -> Iterator[None]:
     """Leaves the window torn where what runs inside fails in the middle of an update."""
