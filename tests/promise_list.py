@@ -39,6 +39,7 @@ AREAS = {
     "S": ("weights in shares", 14),
     "W": ("whole tensors", 3),
     "I": ("large models in and out", 5),
+    "T": ("torn states, traps of defaults and options", 8),
 }
 IDS = tuple(f"{area}{number:02d}" for area, (_, count) in AREAS.items() for number in range(1, count + 1))
 

@@ -1,5 +1,7 @@
 """D: dtypes, shapes and how parameters lie."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -484,6 +486,25 @@ def test_weights_that_are_fp16_have_a_loss_scale_whoever_made_them_so(options):
         is_half = model[0].weight.dtype == torch.float16
         assert (optimizer.loss_scale is not None) == is_half == ("loss_scale.dynamic = true" in said(optimizer))
         assert optimizer.sharding.config.on_nonfinite == ("skip" if is_half else "propagate")
+
+
+@pytest.mark.promise("T02")
+@pytest.mark.parametrize("came_so", [True, False])
+def test_fp16_weights_skip_what_is_not_finite_and_propagate_is_refused(came_so):
+    model = real_mlp().half() if came_so else real_mlp()
+    given = {"stage": 2} | ({} if came_so else {"dtype": torch.float16})
+    for scale in ({}, {"loss_scale": "dynamic"}, {"loss_scale": 8.0}):
+        with pytest.raises(ValueError, match="Cannot use on_nonfinite='propagate'"):
+            shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **given, **scale, on_nonfinite="propagate")
+    optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+    before, scales = {name: param.detach().clone() for name, param in model.named_parameters()}, [optimizer.loss_scale.value]
+    for _ in range(3):
+        optimizer.backward(model(draw(model, (2, 4), 0, 0, real=True)).float().sum() * math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(optimizer.loss_scale.value)
+    assert all(torch.equal(before[name], param) for name, param in model.named_parameters()) and optimizer.skipped_steps == 3
+    assert scales == [65536.0, 65536.0, 32768.0, 16384.0]  # the first one is forgiven
 
 
 def said(optimizer):

@@ -159,6 +159,8 @@ def test_what_the_caller_passes_is_not_changed():
         (lambda: ZeroConfig(stage=1, loss_scale="high"), "Give a number for a fixed scale"),
         (lambda: ZeroConfig(stage=1, loss_scale=True), "Give a number for a fixed scale"),
         (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), on_nonfinite="propagate"), "Use 'skip'"),
+        (lambda: ZeroConfig(stage=1, dtype="float16", on_nonfinite="propagate"), "Leave on_nonfinite out"),
+        (lambda: ZeroConfig(stage=1, dtype="float16", loss_scale=8.0, on_nonfinite="propagate"), "Leave on_nonfinite out"),
         (lambda: ZeroConfig(stage=1, cast_inputs=True), "Give dtype"),
         (lambda: ZeroConfig(stage=1, autocast="bfloat16", dtype="float16"), "Use one dtype for both"),
         (lambda: ZeroConfig(stage=1, predivide=2.0, reduce="sum"), "Leave predivide out"),

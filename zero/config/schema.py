@@ -44,6 +44,12 @@ Bytes = Annotated[int, Field(ge=0), BeforeValidator(as_bytes)]
 Positive = Annotated[float, Field(gt=0)]
 
 
+PROPAGATES_FP16 = (
+    "Cannot use on_nonfinite='propagate' with float16 weights: their gradients overflow now and then, and every weight would "
+    "become NaN. Leave on_nonfinite out, which skips such steps, or use 'raise' to find out where they come from."
+)
+
+
 class LossScale(ConfigModel):
     """Scaling of the loss for fp16: fixed at `initial`, or moved up and down as gradients are finite or not."""
 
@@ -245,12 +251,10 @@ class ZeroConfig(ConfigModel):
     @model_validator(mode="before")
     @classmethod
     def _a_loss_scale_skips(cls, given: Any) -> Any:
-        """Steps that are not finite are skipped if there is a loss scale; else values that are not finite propagate, as in
-        plain torch."""
-        if isinstance(given, Mapping) and "on_nonfinite" not in given:
-            scaled = given.get("loss_scale") is not None or given.get("dtype") == "float16"
-            return {**given, "on_nonfinite": "skip" if scaled else "propagate"}
-        return given
+        """Skips steps that are not finite if there is a loss scale; else values that are not finite propagate, as in plain
+        torch."""
+        scaled = isinstance(given, Mapping) and (given.get("loss_scale") is not None or given.get("dtype") == "float16")
+        return {**given, "on_nonfinite": "skip"} if scaled and "on_nonfinite" not in given else given
 
     @model_validator(mode="after")
     def _no_impossible_pairs(self) -> ZeroConfig:
@@ -260,6 +264,7 @@ class ZeroConfig(ConfigModel):
              "Cannot use accumulation: the batch was counted with another number of micro-batches. Give one of the two"),
             (scale is not None and self.dtype == "bfloat16",
              "Cannot use loss_scale: bfloat16 has a range that needs none. Leave loss_scale out, or use float16"),
+            (self.dtype == "float16" and self.on_nonfinite == "propagate", PROPAGATES_FP16),
             (scale is not None and scale.dynamic and self.on_nonfinite == "propagate",
              "Cannot use on_nonfinite='propagate': a dynamic loss scale moves only when steps are skipped. "
              "Use 'skip', 'raise' to find out where they come from, or a fixed scale"),

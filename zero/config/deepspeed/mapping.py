@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from zero.config.deepspeed.written import Written, flag
 from zero.config.homes import Homes, StateHome
@@ -84,7 +84,7 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
         "clip": clip or None,
         "accumulation": accumulation,
         "count_micro_steps": written.flag("managed_gradient_accumulation", True),
-        "on_nonfinite": _on_nonfinite(written, "skip" if scale is not None or checks else "propagate"),
+        **_on_nonfinite(written, checks),
         "on_unused": "leave" if leaves else "raise",
         "kernels": kernels,
         "elementwise": written.flag("zero_allow_untested_optimizer") or None,
@@ -104,9 +104,12 @@ def _masters(written: Written) -> Literal["exact", "rounded"]:
     return written.choice("zero_accelerators.masters", choices, "exact")
 
 
-def _on_nonfinite(written: Written, default: OnNonfinite) -> OnNonfinite:
-    choices: dict[str, OnNonfinite] = {"skip": "skip", "raise": "raise", "propagate": "propagate"}
-    return written.choice("zero_accelerators.on_nonfinite", choices, default)
+def _on_nonfinite(written: Written, skips: bool) -> dict[str, OnNonfinite]:
+    """The setting, unless it is the one that the precision implies."""
+    path, choices = "zero_accelerators.on_nonfinite", {name: name for name in get_args(OnNonfinite)}
+    if path in written:
+        return {"on_nonfinite": written.choice(path, choices, "skip")}
+    return {"on_nonfinite": "skip"} if skips else {}
 
 
 def _dtype(written: Written) -> Half | None:
