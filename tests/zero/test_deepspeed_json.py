@@ -229,11 +229,13 @@ def test_a_configuration_in_which_every_key_counts_gives_no_warning(caplog):
     assert caplog.records == []
 
 
-@pytest.mark.promise("N10")
-def test_deepspeeds_own_default_clip_is_not_taken_over_and_the_log_says_so():
-    reading = translate({})
-    assert reading.config.clip is None
-    assert "DeepSpeed 0.19.8 would clip at 1.0" in reading.notices[0]
+@pytest.mark.promise("N10", "T03")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_file_without_gradient_clipping_clips_as_deepspeed_does_and_the_log_says_so(stage):
+    for block in ({}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}, {"gradient_clipping": None}):
+        reading = translate({"zero_optimization": {"stage": stage}, **block})
+        assert reading.config.clip == 1.0, "GRADIENT_CLIPPING_DEFAULT of deepspeed/runtime/constants.py"
+        assert "gradient_clipping: not given, so clipped at 1.0" in reading.notices[0]
     assert translate({"gradient_clipping": 0}).config.clip is None and translate({"gradient_clipping": 0}).notices == ()
 
 

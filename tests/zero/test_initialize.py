@@ -28,8 +28,12 @@ FILES = Path(__file__).parents[1] / "data" / "deepspeed"
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 
 
+UNCLIPPED = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0}
+
+
 def written(**more):
-    return {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "zero_optimization": {"stage": 2}, **more}
+    usual = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "zero_optimization": {"stage": 2}}
+    return {**usual, "gradient_clipping": 0, **more}
 
 
 def samples(count=12):
@@ -65,14 +69,15 @@ def test_without_data_and_schedule_these_are_none():
     assert loader is None and scheduler is None
 
 
-def test_a_model_trains_as_plain_torch_trains_it():
-    engine, *_ = zero.initialize(model=real_mlp(), config=written(gradient_clipping=0.5))
+@pytest.mark.parametrize(("clip", "norm"), [(0.5, 0.5), (None, 1.0), (0, math.inf)])
+def test_a_model_trains_as_plain_torch_trains_it(clip, norm):
+    engine, *_ = zero.initialize(model=real_mlp(), config=written(gradient_clipping=clip))
     plain = real_mlp()
     inner = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     for x in (real_numbers((2, 4), step) for step in range(4)):
-        train(engine, [x])
-        plain(x).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        train(engine, [3 * x])
+        plain(3 * x).square().mean().backward()
+        assert torch.nn.utils.clip_grad_norm_(plain.parameters(), norm) > 1.0, "what clips nothing shows nothing"
         inner.step()
         inner.zero_grad()
     for mine, theirs in zip(engine.parameters(), plain.parameters(), strict=True):
@@ -260,7 +265,7 @@ def test_torchs_schedules_drive_each_group_whenever_they_were_made(kind, when):
     mine = three_groups(model)
     made = SCHEDULES[kind](mine) if "before" in when else SCHEDULES[kind] if "function" in when else None
     engine, optimizer, _, handed = zero.initialize(
-        model=model, optimizer=mine, lr_scheduler=made if "handed" in when else None, config={"zero_optimization": {"stage": 2}}
+        model=model, optimizer=mine, lr_scheduler=made if "handed" in when else None, config=UNCLIPPED
     )
     driven = made if when == "before" else SCHEDULES[kind](optimizer) if when == "after" else None
     metrics = {"metrics": 1.0} if kind == "plateau" else {}

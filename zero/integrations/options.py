@@ -64,6 +64,8 @@ def read_options(given: Given, framework: Framework) -> Options:
     for path, name in _DECIDED.items():
         if tree.get(path) == "auto" and getattr(implied, name) is None:
             del tree[path]  # the loop decides, and no other code reads it
+    if tree.get("gradient_clipping") is None:
+        tree["gradient_clipping"] = 0 if implied.clip is None else "auto"  # the loop clips, or nobody
     config = read_deepspeed(tree, implied)
     wrong = [*_differing(tree, config, framework), *_not_built(tree, config, framework)]
     if wrong:

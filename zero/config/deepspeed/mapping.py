@@ -28,6 +28,7 @@ from zero.config.schema import (
 
 Spec = TypeVar("Spec", OptimizerSpec, ScheduleSpec)
 
+CLIP = 1.0  # DeepSpeed's default norm, at every stage and in every precision
 # The largest power of two that is a finite fp32 number.
 _MAX_SCALE_POWER = 127
 _HALVES: dict[str, Half] = {
@@ -60,7 +61,7 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
     no_batch: tuple[int | None, Batch | None] = (None, None)
     optimizer, kernels = tried(_optimizer, no_optimizer)
     accumulation, batch = tried(_batch, no_batch)
-    clip = written.real("gradient_clipping", 0.0)
+    clip = written.real("gradient_clipping", CLIP)
     scale = tried(lambda _: _loss_scale(written, dtype, autocast), None)
     checks = written.flag("bf16.check_grad_overflow", True) and dtype == "bfloat16"
     leaves = written.flag("zero_optimization.ignore_unused_parameters", True)
