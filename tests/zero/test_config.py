@@ -21,6 +21,7 @@ OTHER_VALUES = {
     "stage": 1,
     "dtype": "float32",
     "keep_fp32": ("norm",),
+    "buffers": "broadcast",
     "autocast": "bfloat16",
     "cast_inputs": True,
     "offload": Offload(pinned=False),

@@ -207,6 +207,7 @@ class ZeroConfig(ConfigModel):
     masters: Literal["exact", "rounded"] = "exact"  # from the weights before they were cast, or after
     buffer_dtype: Dtype | None = None  # what floating buffers are cast to
     keep_fp32_buffers: Names | None = None  # those that are not; None: what the model lists itself, as transformers' do
+    buffers: Literal["local", "broadcast"] = "local"  # each rank's own, or rank 0's from every step on
     autocast: Half | None = None
     cast_inputs: bool = False
     offload: Annotated[Offload | None, BeforeValidator(offload_in_our_words)] = None

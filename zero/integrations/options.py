@@ -20,7 +20,7 @@ Given = Mapping[str, Any] | str | os.PathLike[str]
 # as it would not know of one that was skipped.
 _FRAMEWORKS_OWN = frozenset((
     "dtype", "autocast", "cast_inputs", "loss_scale", "on_nonfinite", "clip", "accumulation", "batch", "count_micro_steps",
-    "drop_last", "optimizer", "schedule", "kernels", "report",
+    "drop_last", "optimizer", "schedule", "kernels", "report", "buffers",
 ))  # fmt: skip
 # Those of them that a DeepSpeed file may have and nothing is done about.
 _LEFT = {
@@ -45,6 +45,20 @@ class Framework:
     implied: Implied
     words: Mapping[str, str] = field(default_factory=dict)
     builds: bool = False  # an optimizer and a schedule that the configuration describes
+
+
+def check_ddp(given: Mapping[str, Any], hook: object = None, averaging: object = None) -> None:
+    """Refuses what was asked of DistributedDataParallel, which wraps nothing here, and changes results; warns of what has no
+    effect. `given` are its arguments, but for its hook and the period of model averaging."""
+    if hook:
+        raise ValueError(
+            f"Cannot use a communication hook of DistributedDataParallel ({hook}): nothing is wrapped in it. Leave it out, and "
+            "use zero={'reduce_dtype': 'bfloat16'} or 'int8' for fewer bytes."
+        )
+    if averaging:
+        raise ValueError(f"Cannot use model_averaging_period={averaging}: gradients are averaged at each step. Leave it out.")
+    if given.get("bucket_cap_mb") is not None:
+        logger.warning("bucket_cap_mb of DistributedDataParallel has no effect here. Use zero={'bucket_bytes': ...}.")
 
 
 @dataclass(frozen=True)

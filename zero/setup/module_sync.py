@@ -38,6 +38,49 @@ def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group) ->
         logger.warning("Not plain dense tensors, so taken as they are, and not from rank 0: %s", ", ".join(odd))
 
 
+class Buffers:
+    """The buffers that a model had when it was sharded, kept equal on all ranks.
+
+    [Note: buffers] DDP sends rank 0's buffers before a forward that follows one which reduces gradients. A forward is no
+    collective: ranks may take different branches, or skip one. But it is between two steps that buffers change, and a step all
+    ranks take together. So they are sent when a step has settled its window, where each rank knows of all others that they
+    come too, and each forward until the next step begins with the same.
+    """
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        self._group = group
+        self._places = [
+            (f"{prefix}.{name}" if prefix else name, module._buffers, name)
+            for prefix, module in model.named_modules()
+            for name in module._buffers
+        ]
+
+    def text(self) -> str:
+        """Returns a line for each buffer that is there now, to be compared with other ranks'."""
+        return "\n".join(f"buffer {name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in self._present())
+
+    @torch.no_grad()
+    def take_rank0s(self) -> None:
+        """Makes all of them rank 0's, in as few messages as there are dtypes and devices. A collective."""
+        if self._group.size == 1:
+            return
+        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for _, tensor in self._present():
+            place = _memory_of(tensor)
+            if place is not None and place.numel() and not place.is_meta:
+                alike.setdefault((place.dtype, place.device), []).append(place)
+        for places in alike.values():
+            packed = torch.cat([place.resolve_conj().resolve_neg().reshape(-1) for place in places])
+            _broadcast_bits(self._group, packed)
+            if self._group.rank:
+                for place, piece in zip(places, torch.split(packed, [place.numel() for place in places]), strict=True):
+                    place.copy_(piece.view(place.shape))
+
+    def _present(self) -> list[tuple[str, torch.Tensor]]:
+        unique = {id(table[name]): (full, table[name]) for full, table, name in self._places if table.get(name) is not None}
+        return list(unique.values())
+
+
 def frozen_to_share(
     model: nn.Module, device: torch.device, keep_whole_numel: int
 ) -> tuple[list[str], list[nn.Parameter]]:

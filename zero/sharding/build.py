@@ -46,6 +46,7 @@ from zero.runtime.unshard.weights import ShardedWeights
 from zero.setup.consistency import settings_of
 from zero.setup.homes import places_of, with_pace
 from zero.setup.module_sync import (
+    Buffers,
     MetaBuffers,
     cast_buffers,
     cast_frozen,
@@ -191,7 +192,9 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     reducer = Reducer(layout_ref, formats, plan.place.accelerator, staging, inflight, policy.num_sends)
     grad_ops = ShardedGradOps(layout_ref, formats, group, inflight)
     tracker = ParamTracker(model, params, weights, formats, plan.params.unmanaged, hooks.renew)
-    sync = WindowSync(group, params, layout_ref, config.text(), tracker, partial(settings_of, optimizer))
+    buffers = Buffers(model, group) if config.buffers == "broadcast" else None
+    settings = partial(_settings, optimizer, buffers)
+    sync = WindowSync(group, params, layout_ref, config.text(), tracker, settings)
     place_params = partial(_place_params, basis.placer, hooks, params, masters, optimizer)
     window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params)
     restore_kernels = use_kernels(optimizer, config.kernels)
@@ -214,7 +217,13 @@ def _connected_parts(basis: _Basis) -> ShardingState:
         memory_guard=memory_guard,
         loss_scaler=LossScaler(config, scaling),
         lifetime=Lifetime(group),
+        buffers=buffers,
     )
+
+
+def _settings(optimizer: torch.optim.Optimizer, buffers: Buffers | None) -> str:
+    """Returns what all ranks have to have alike when they come to a step."""
+    return "\n".join([settings_of(optimizer), *([] if buffers is None else [buffers.text()])])
 
 
 def _staging(basis: _Basis) -> Staging:

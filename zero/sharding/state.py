@@ -33,6 +33,7 @@ from zero.runtime.step.updater import Updater
 from zero.setup.homes import check_streams, homes_of, places_of
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import check_devices, check_dtypes, check_optimizer, check_params, check_settings_on_host
+from zero.setup.module_sync import Buffers
 from zero.setup.param_selection import is_kept, specs_of, works_of
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.state_offload import StateOffloader
@@ -75,6 +76,7 @@ class ShardingState:
     memory_guard: MemoryGuard
     loss_scaler: LossScaler
     lifetime: Lifetime
+    buffers: Buffers | None  # None: each rank has its own
 
     @property
     def accelerator(self) -> Accelerator:

@@ -53,6 +53,8 @@ def decide(state: ShardingState) -> StepDecision | None:
     state.check_on_disk()
     window.settle("step")
     state.group.end_warmup()
+    if state.buffers is not None:
+        state.buffers.take_rank0s()
     sync.set_phase("in the update")
     sync.tracker.copy_back()
     if window.used and state.config.on_unused == "raise":
