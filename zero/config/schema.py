@@ -305,6 +305,10 @@ class ZeroConfig(ConfigModel):
         """Twelve hexadecimal digits, equal exactly where effective configurations are equal."""
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:12]
 
+    def lines(self) -> list[str]:
+        """Returns the effective configuration as lines `key=value`, each with its whole name."""
+        return [f"{name}={value!r}" for name, value in _flat(self.as_dict())]
+
     def text(self) -> str:
         """Returns the effective configuration as lines `key = value`: plain settings first, then each group of settings."""
         lines, groups = [], []

@@ -43,7 +43,7 @@ from zero.runtime.step.updater import StepPolicy, Updater
 from zero.runtime.sync.exchange import WindowSync
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
-from zero.setup.consistency import settings_of
+from zero.setup.consistency import settings_of, verify_same_setup
 from zero.setup.homes import places_of, with_pace
 from zero.setup.module_sync import (
     Buffers,
@@ -76,6 +76,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
     try:
         unread.begin(group, stage_of(config.stage).shards_weights)
         params = run_on_all(group, lambda: _checked(model, optimizer, config))
+        verify_same_setup(model, optimizer, params, config, group)  # before what depends on it: collectives too
         config = with_pace(config, group, optimizer.param_groups, sum(map(torch.Tensor.numel, params.tensors)))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
         sharding = _assemble(_basis(model, optimizer, config, plan, group), unread)
@@ -194,7 +195,7 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     tracker = ParamTracker(model, params, weights, formats, plan.params.unmanaged, hooks.renew)
     buffers = Buffers(model, group) if config.buffers == "broadcast" else None
     settings = partial(_settings, optimizer, buffers)
-    sync = WindowSync(group, params, layout_ref, config.text(), tracker, settings)
+    sync = WindowSync(group, params, layout_ref, "\n".join(config.lines()), tracker, settings)
     place_params = partial(_place_params, basis.placer, hooks, params, masters, optimizer)
     window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params)
     restore_kernels = use_kernels(optimizer, config.kernels)
