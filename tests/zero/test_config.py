@@ -23,7 +23,7 @@ OTHER_VALUES = {
     "keep_fp32": ("norm",),
     "buffers": "broadcast",
     "autocast": "bfloat16",
-    "cast_inputs": True,
+    "cast_inputs": False,
     "offload": Offload(pinned=False),
     "homes": Homes(moments="disk:/fast"),
     "bucket_bytes": 1,

@@ -209,7 +209,7 @@ class ZeroConfig(ConfigModel):
     keep_fp32_buffers: Names | None = None  # those that are not; None: what the model lists itself, as transformers' do
     buffers: Literal["local", "broadcast"] = "local"  # each rank's own, or rank 0's from every step on
     autocast: Half | None = None
-    cast_inputs: bool = False
+    cast_inputs: bool = False  # floating inputs of the model's forward to `dtype`; True where that is given
     offload: Annotated[Offload | None, BeforeValidator(offload_in_our_words)] = None
     homes: Homes = Homes()  # of kinds of state that have others than `offload` says
     bucket_bytes: Literal["auto"] | Count = "auto"  # 16 to 64 MiB, and less for host tensors that go over a network
@@ -251,11 +251,14 @@ class ZeroConfig(ConfigModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_loss_scale_skips(cls, given: Any) -> Any:
-        """Skips steps that are not finite if there is a loss scale; else values that are not finite propagate, as in plain
-        torch."""
-        scaled = isinstance(given, Mapping) and (given.get("loss_scale") is not None or given.get("dtype") == "float16")
-        return {**given, "on_nonfinite": "skip"} if scaled and "on_nonfinite" not in given else given
+    def _defaults_that_follow_from_others(cls, given: Any) -> Any:
+        """Skips steps that are not finite if there is a loss scale, and casts inputs if weights are cast."""
+        if not isinstance(given, Mapping):
+            return given
+        implied: dict[str, Any] = {"cast_inputs": True} if given.get("dtype") is not None else {}
+        if given.get("loss_scale") is not None or given.get("dtype") == "float16":
+            implied["on_nonfinite"] = "skip"
+        return {**implied, **given}
 
     @model_validator(mode="after")
     def _no_impossible_pairs(self) -> ZeroConfig:
@@ -272,7 +275,7 @@ class ZeroConfig(ConfigModel):
             (self.align_bytes & (self.align_bytes - 1) != 0,
              f"Cannot use align_bytes={self.align_bytes}: memory is aligned to powers of two. Use 16, 32, 64 or more"),
             (self.cast_inputs and self.dtype is None,
-             "Cannot use cast_inputs: there is no dtype to cast them to. Give dtype"),
+             "Cannot use cast_inputs=True: there is no dtype to cast them to. Give dtype"),
             (self.autocast is not None and half and self.autocast != self.dtype,
              "Cannot use autocast in another 16-bit dtype than the weights have. Use one dtype for both, or leave one out"),
             (self.predivide != 1.0 and self.reduce == "sum",

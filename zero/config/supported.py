@@ -26,7 +26,6 @@ def check_plain_loop(config: ZeroConfig) -> None:
     why = "a plain loop does that itself"
     rules = (
         (config.autocast is not None, "autocast", why),
-        (config.cast_inputs, "cast_inputs", why),
         (config.optimizer is not None, "optimizer", "shard steps with the optimizer that was passed"),
         (config.schedule is not None, "schedule", why),
         (config.drop_last, "drop_last", why),

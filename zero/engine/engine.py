@@ -47,7 +47,7 @@ class Engine(BaseEngine):
     # the loop ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward, with the casts and the autocast of the configuration. No collective."""
+        """The model's forward, under the autocast of the configuration. No collective."""
         window = self.optimizer.sharding.window
         if torch._C._current_graph_task_id() == -1:  # or else it is recomputed in a backward
             window.scaling.expect_plain()

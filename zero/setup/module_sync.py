@@ -1,14 +1,17 @@
-"""The parts of a model that no optimizer manages: frozen parameters and buffers."""
+"""The parts of a model that no optimizer manages: frozen parameters, buffers and the inputs of its forward."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
@@ -173,6 +176,43 @@ def _is_wide(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a float of at least 16 bits. One of 8 bits is quantized, and belongs to a layer that knows its
     scale."""
     return tensor.is_floating_point() and tensor.element_size() > 1
+
+
+class _CastInputs:
+    """A hook that casts floating inputs. A module that is pickled or copied takes it along."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        return _cast(inputs, self.dtype), _cast(named, self.dtype)
+
+
+def cast_inputs(model: nn.Module, config: ZeroConfig) -> RemovableHandle | None:
+    """Has floating inputs of the model's own forward cast to the dtype of the configuration, if that asks for it."""
+    if not config.cast_inputs or config.dtype is None:
+        return None
+    hook = _CastInputs(DTYPES[config.dtype])
+    # By the name of the class: a ScriptModule calls its hooks, but would not take one.
+    return nn.Module.register_forward_pre_hook(model, hook, prepend=True, with_kwargs=True)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Returns it with floating tensors in that dtype, wherever they lie in lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if _is_wide(value) else value
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(_cast(item, dtype) for item in value)
+    if type(value) in (list, tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    if isinstance(value, MutableMapping):  # a kind of its own, with a default or attributes
+        cast = copy.copy(value)
+        for key, item in value.items():
+            cast[key] = _cast(item, dtype)
+        return cast
+    return value
 
 
 def cast_buffers(model: nn.Module, config: ZeroConfig) -> None:

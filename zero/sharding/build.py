@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero.comm.exchange import run_on_all
 from zero.comm.group import Group, TimeLimits
@@ -50,6 +51,7 @@ from zero.setup.module_sync import (
     MetaBuffers,
     cast_buffers,
     cast_frozen,
+    cast_inputs,
     frozen_to_share,
     restorer_of_dtypes,
     sync_module_states,
@@ -115,6 +117,7 @@ class _Basis:
     masters: Masters
     placer: ParamPlacer
     hooks: GradHooks
+    input_cast: RemovableHandle | None
 
 
 def _basis(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, plan: ShardingPlan, group: Group) -> _Basis:
@@ -129,7 +132,8 @@ def _basis(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     masters = Masters(layout_ref, rank, weights, shard, formats, optimizer.state, rounded=config.masters == "rounded")
     placer = ParamPlacer(params, formats, weights, masters, group, place)
     hooks = GradHooks(params)
-    return _Basis(model, optimizer, config, plan, group, layout_ref, formats, params, weights, masters, placer, hooks)
+    cast = cast_inputs(model, config)
+    return _Basis(model, optimizer, config, plan, group, layout_ref, formats, params, weights, masters, placer, hooks, cast)
 
 
 def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
@@ -149,6 +153,8 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
 
     with _restoring(basis.optimizer), contextlib.ExitStack() as on_failure:
         on_failure.callback(restorer_of_dtypes(model))  # which comes last
+        if basis.input_cast is not None:
+            on_failure.callback(basis.input_cast.remove)
         on_failure.callback(placer.release)
         on_failure.callback(weights.return_frozen)
         on_failure.callback(placer.remove, dtypes, plan.layout)
@@ -219,6 +225,7 @@ def _connected_parts(basis: _Basis) -> ShardingState:
         loss_scaler=LossScaler(config, scaling),
         lifetime=Lifetime(group),
         buffers=buffers,
+        input_cast=basis.input_cast,
     )
 
 

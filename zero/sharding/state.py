@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from accelerators import Accelerator
 from zero.comm.exchange import exchange_about, run_on_all
@@ -77,6 +78,7 @@ class ShardingState:
     loss_scaler: LossScaler
     lifetime: Lifetime
     buffers: Buffers | None  # None: each rank has its own
+    input_cast: RemovableHandle | None  # None: inputs are left as they are
 
     @property
     def accelerator(self) -> Accelerator:
@@ -111,6 +113,8 @@ class ShardingState:
                 ) from error
         self.lifetime.is_over = True
         self.hooks.detach()
+        if self.input_cast is not None:
+            self.input_cast.remove()
         leave(self.params.tensors)
         self.placer.detach(values)
         self.updater.forget_state()
