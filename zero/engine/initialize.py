@@ -239,6 +239,9 @@ def effective(
 ) -> ZeroConfig:
     """Returns the configuration that will be used: arguments of the call take precedence over the file."""
     changes: dict[str, Any] = {}
+    for name, replaced, by in (("optimizer", config.optimizer, given), ("schedule", config.schedule, lr_scheduler)):
+        if replaced is not None and by is not None:
+            logger.warning("%s has no effect here: the call passed a %s, which is used.", name, type(by).__name__)
     if given is not None:
         kernels = "fused" if all(group.get("fused") for group in given.param_groups) else "torch"
         changes = {"optimizer": None, "kernels": "compiled" if config.kernels == "compiled" else kernels}

@@ -45,6 +45,7 @@ from zero.runtime.sync.exchange import WindowSync
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
 from zero.setup.consistency import settings_of, verify_same_setup
+from zero.setup.effects import warn_without_effect
 from zero.setup.homes import places_of, with_pace
 from zero.setup.module_sync import (
     Buffers,
@@ -79,6 +80,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
         unread.begin(group, stage_of(config.stage).shards_weights)
         params = run_on_all(group, lambda: _checked(model, optimizer, config))
         verify_same_setup(model, optimizer, params, config, group)  # before what depends on it: collectives too
+        warn_without_effect(model, optimizer, params, config, group)
         config = with_pace(config, group, optimizer.param_groups, sum(map(torch.Tensor.numel, params.tensors)))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
         sharding = _assemble(_basis(model, optimizer, config, plan, group), unread)
