@@ -45,7 +45,7 @@ def first_difference(first: str, other: str, rank: int) -> str:
             if first_line.startswith("group ") and other_line.startswith("group "):
                 settings = zip(first_line.split(", "), other_line.split(", "), strict=False)
                 one, another = next(((a, b) for a, b in settings if a != b), (first_line, other_line))
-            place = next((at for at, (a, b) in enumerate(zip(one, another, strict=False)) if a != b), 0)
+            place = next((index for index, (a, b) in enumerate(zip(one, another, strict=False)) if a != b), 0)
             one, another = (_around(text, place) for text in (one, another))
             return f"rank {rank} has {another}, rank 0 has {one}"
     return "they have the same parameters, in other places"

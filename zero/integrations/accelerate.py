@@ -110,8 +110,8 @@ class ShardedAccelerator(Accelerator):
         (inner,), (model,) = plain, models
         if self.device_placement:
             move(model, self.device)
-        own = {"buffers": "broadcast" if getattr(self.ddp_handler, "broadcast_buffers", True) else "local"}
-        optimizer = inner if isinstance(inner, ShardedOptimizer) else shard(model, inner, **{**own, **self.zero})
+        as_ddp = {"buffers": "broadcast" if getattr(self.ddp_handler, "broadcast_buffers", True) else "local"}
+        optimizer = inner if isinstance(inner, ShardedOptimizer) else shard(model, inner, **{**as_ddp, **self.zero})
         if optimizer.sharding.group.size != self.num_processes:
             self._refuse_ranks(optimizer)
         given = [None] * len(args) if device_placement is None else device_placement

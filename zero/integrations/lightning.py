@@ -77,8 +77,8 @@ class ShardedStrategy(DDPStrategy):
                 "one, with a parameter group for each part of the model that has its own settings, or make several one with "
                 "zero.optim.several.Optimizers([muon, adamw])."
             )
-        own = {"buffers": "broadcast" if self._ddp_kwargs.get("broadcast_buffers", True) else "local"}
-        options = {**own, **read_options(self.zero, self._framework(trainer)).shard}
+        as_ddp = {"buffers": "broadcast" if self._ddp_kwargs.get("broadcast_buffers", True) else "local"}
+        options = {**as_ddp, **read_options(self.zero, self._framework(trainer)).shard}
         self.optimizers = [shard(self.lightning_module, self.optimizers[0], **options)]
 
     def _framework(self, trainer: Any) -> Framework:
