@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Half = Literal["bfloat16", "float16"]
-Kernels = Literal["torch", "fused", "compiled"]
+Kernels = Literal["auto", "torch", "fused", "compiled"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Coded = Literal["int8"]  # what gradients travel in as bytes; zero/runtime/reduce/narrowing.py has the code of each
 OnNonfinite = Literal["skip", "raise", "propagate"]
@@ -229,7 +229,7 @@ class ZeroConfig(ConfigModel):
     on_nonfinite: OnNonfinite = "propagate"
     check_weights_every: Count | None = None  # so many steps, all ranks compare their weights
     on_unused: Literal["leave", "raise"] = "leave"
-    kernels: Kernels = "torch"
+    kernels: Kernels = "auto"  # the fastest that all ranks have and that gives the optimizer's own results to rounding
     elementwise: bool | None = None  # what an optimizer is that nothing is known of: it treats every element by itself
     whole_tensors: bool | None = None  # or it looks at whole tensors, one at a time
     start: Literal["broadcast", "verify"] = "broadcast"

@@ -20,7 +20,7 @@ Given = Mapping[str, Any] | str | os.PathLike[str]
 # as it would not know of one that was skipped.
 _FRAMEWORKS_OWN = frozenset((
     "dtype", "autocast", "cast_inputs", "loss_scale", "on_nonfinite", "clip", "accumulation", "batch", "count_micro_steps",
-    "drop_last", "optimizer", "schedule", "kernels", "report", "buffers",
+    "drop_last", "optimizer", "schedule", "report", "buffers",
 ))  # fmt: skip
 # Those of them that a DeepSpeed file may have and nothing is done about.
 _LEFT = {
@@ -95,8 +95,6 @@ def read_options(given: Given, framework: Framework) -> Options:
         options["dtype"] = config.dtype
     if implied.clip is None:
         options["clip"] = config.clip
-    if config.optimizer is not None:
-        options["kernels"] = config.kernels
     return Options(options, config)
 
 

@@ -30,7 +30,14 @@ from zero.runtime.grads.ownership import check_unmanaged, manage
 from zero.runtime.grads.sync_policy import SyncPolicy
 from zero.runtime.grads.window import Window
 from zero.runtime.kernels.adam_step import FusedStep, deferrable_sums
-from zero.runtime.kernels.select import check_kernels, fused_step_of, has_fused_step, host_step_dtypes, use_kernels
+from zero.runtime.kernels.select import (
+    agreed_kernels,
+    check_kernels,
+    fused_step_of,
+    has_fused_step,
+    host_step_dtypes,
+    use_kernels,
+)
 from zero.runtime.kernels.sums import CompiledSums, SumsByTorch
 from zero.runtime.params.hooks import GradHooks
 from zero.runtime.params.placement import ParamPlacer
@@ -81,6 +88,8 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
         params = run_on_all(group, lambda: _checked(model, optimizer, config))
         verify_same_setup(model, optimizer, params, config, group)  # before what depends on it: collectives too
         warn_without_effect(model, optimizer, params, config, group)
+        kernels = agreed_kernels(optimizer, config.kernels, device_of(params), _all_on_host(params), group)
+        config = config.model_copy(update={"kernels": kernels})
         config = with_pace(config, group, optimizer.param_groups, sum(map(torch.Tensor.numel, params.tensors)))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
         sharding = _assemble(_basis(model, optimizer, config, plan, group), unread)
@@ -99,8 +108,14 @@ def _checked(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCon
     check_unmanaged(params.names, params.tensors)
     check_params_and_settings(model, optimizer, params, stage_of(config.stage).shards_weights)
     device = device_of(params)
-    check_kernels(optimizer, config.kernels, device, bool(host_step_dtypes(params.specs(), device)))
+    if config.kernels != "auto":
+        check_kernels(optimizer, config.kernels, device, bool(host_step_dtypes(params.specs(), device)))
     return params
+
+
+def _all_on_host(params: ManagedParams) -> bool:
+    """Returns True if all masters are stepped on the host."""
+    return device_of(params).type == "cpu" or all(place.offload == 1.0 for place in params.places)
 
 
 @dataclass(frozen=True)

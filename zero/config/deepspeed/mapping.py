@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from zero.config.deepspeed.written import Written, flag
 from zero.config.homes import Homes, StateHome
-from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical
+from zero.config.registry import OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical
 from zero.config.schema import (
     Batch,
     Coded,
@@ -57,7 +57,7 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
             f"torch_autocast.enabled and {block}.enabled are both true, but torch_autocast.dtype is {autocast}. Write {dtype} "
             "there, or turn one of them off."
         )
-    no_optimizer: tuple[OptimizerSpec | None, Kernels] = (None, "torch")
+    no_optimizer: tuple[OptimizerSpec | None, Kernels] = (None, "auto")
     no_batch: tuple[int | None, Batch | None] = (None, None)
     optimizer, kernels = tried(_optimizer, no_optimizer)
     accumulation, batch = tried(_batch, no_batch)
@@ -87,7 +87,7 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
         "count_micro_steps": written.flag("managed_gradient_accumulation", True),
         **_on_nonfinite(written, checks),
         "on_unused": "leave" if leaves else "raise",
-        "kernels": kernels,
+        "kernels": written.choice("zero_accelerators.kernels", {name: name for name in get_args(Kernels)}, kernels),
         "elementwise": written.flag("zero_allow_untested_optimizer") or None,
         "drop_last": written.flag("dataloader_drop_last"),
         "batch": batch,
@@ -280,7 +280,7 @@ def _optimizer(written: Written) -> tuple[OptimizerSpec | None, Kernels]:
     if "optimizer.type" not in written:
         if params:
             raise ValueError("Cannot use optimizer.params without optimizer.type. Give optimizer.type too.")
-        return None, "torch"
+        return None, "auto"
     kind = canonical(written.value("optimizer.type"), OPTIMIZERS, OPTIMIZERS_REFUSED, "optimizer")
     if params.pop("max_grad_norm", None) is not None:
         written.note("Cannot use optimizer.params.max_grad_norm: an optimizer does not clip. Write gradient_clipping instead.")
@@ -291,8 +291,7 @@ def _optimizer(written: Written) -> tuple[OptimizerSpec | None, Kernels]:
         if not _flag_in(written, params, name, True):
             written.note(f"Cannot use optimizer.params.{name} other than true: it is not supported. Take it out.")
     spec = _spec(OptimizerSpec, "optimizer", kind, params)
-    fused = kind in FUSED_IN_TORCH and not plain_kernel and spec.kwargs["foreach"] is None
-    return spec, "fused" if fused else "torch"
+    return spec, "torch" if plain_kernel or spec.kwargs.get("foreach") is not None else "auto"
 
 
 def _flag_in(written: Written, params: dict[str, Any], name: str, default: bool) -> bool:
