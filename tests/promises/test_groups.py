@@ -142,7 +142,7 @@ def grow(first_home, second_home, **group):
     with torch.device("sim:0"):
         model = filled(Grown(), real=True)
     inner = torch.optim.AdamW([{"params": model.first.parameters(), "offload": first_home}], lr=0.02, eps=1e-2)
-    optimizer = shard(model, inner, stage=2, bucket_bytes=SMALL, group=solo())
+    optimizer = shard(model, inner, stage=2, bucket_bytes=SMALL, group=solo(), kernels="torch")
     optimizer.add_param_group({"params": list(model.second.parameters()), "offload": second_home, **group})
     for step in range(3):
         for micro in range(1 + step):
@@ -192,7 +192,7 @@ def refused_later(rank, world):
         inner = torch.optim.AdamW([{"params": model.first.parameters(), "offload": first}])
         allocates = AssertionError("allocated")
         with mock.patch.object(HostHome, "allocate", side_effect=allocates) if first is None else mock.MagicMock():
-            optimizer = shard(model, inner, stage=2, bucket_bytes=SMALL, group=solo())
+            optimizer = shard(model, inner, stage=2, bucket_bytes=SMALL, group=solo(), kernels="torch")
             with lacking.get(name, mock.MagicMock()), pytest.raises((ValueError, MemoryError)) as caught:
                 optimizer.add_param_group({"params": list(model.second.parameters()), "offload": second})
         said[name] = f"{type(caught.value).__name__}: {caught.value}"

@@ -388,7 +388,7 @@ def test_state_goes_to_plain_torch_and_back_in_the_middle_of_training(name):
     one_step(plain, inner, step=2)
     back = shapes()
     back.load_state_dict(weights(plain))
-    again = shard(back, make(name)(back), stage=2, elementwise=True, bucket_bytes=TINY)
+    again = shard(back, make(name)(back), stage=2, elementwise=True, bucket_bytes=TINY, kernels="torch")
     again.load_state_dict(inner.state_dict())
     one_step(back, again, step=3)
     straight = shapes()

@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from accelerators.memory import parse_bytes
 from zero.config.homes import Homes
 from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, SCHEDULES
 from zero.config.schema import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, ZeroConfig
@@ -317,3 +318,22 @@ def test_a_configuration_with_one_field_broken_is_refused_with_a_value_error_and
 def test_any_settings_are_accepted_or_refused_with_a_value_error(anything):
     made(anything)
     made({"stage": 1, **anything})
+
+
+@pytest.mark.parametrize("text", ["16MiB", "1.5GiB", "500 MB", "4096", "4k", "1e6", "-1", "16Mib ", "auto"])
+def test_every_size_is_read_alike_and_as_the_command_line_and_accelerators_read_it(text):
+    """What is no size for one of them is none for the others."""
+    homes = lambda size: {"homes": {"moments": "disk:/fast", "piece_bytes": size}}  # noqa: E731
+    try:
+        expected = parse_bytes(text)
+    except ValueError:
+        expected = "auto" if text == "auto" else None
+    for name in ("bucket_bytes", "gathered_bytes", "piece_bytes"):
+        given = homes(text) if name == "piece_bytes" else {name: text}
+        fits = expected == "auto" or (expected is not None and (name != "piece_bytes" or expected % 4096 == 0))
+        if fits:
+            config = ZeroConfig(stage=3, **given)
+            assert (config.homes.piece_bytes if name == "piece_bytes" else getattr(config, name)) == expected
+        else:
+            with pytest.raises(ValueError, match=f"{name}="):
+                ZeroConfig(stage=3, **given)

@@ -120,6 +120,7 @@ CHANGES = {
     "zero_optimization.mics_shard_size": ({"zero_optimization": {"stage": 3}}, 4),
     "gradient_allreduce_op": ({}, "sum"),
     "gradient_clipping": ({}, 0.5),
+    "zero_accelerators.kernels": ({}, "torch"),
     "fp16.enabled": ({}, True),
     "fp16.auto_cast": (HALF, True),
     "fp16.loss_scale": (HALF, 128),
@@ -447,16 +448,16 @@ def test_a_precision_left_to_the_call_follows_the_models_dtype():
 @pytest.mark.parametrize(
     ("params", "kind", "decay", "kernels"),
     [
-        (("Adam", {}), "AdamW", 0.0, "fused"),
-        (("adam", {"adam_w_mode": False}), "Adam", 0.0, "fused"),
-        (("AdamW", {"adam_w_mode": False}), "AdamW", 0.0, "fused"),
+        (("Adam", {}), "AdamW", 0.0, "auto"),
+        (("adam", {"adam_w_mode": False}), "Adam", 0.0, "auto"),
+        (("AdamW", {"adam_w_mode": False}), "AdamW", 0.0, "auto"),
         (("AdamW", {"torch_adam": True}), "AdamW", 0.01, "torch"),
         (("Adam", {"torch_adam": True, "adam_w_mode": False}), "Adam", 0.0, "torch"),
         (("Adam", {"torch_adam": True, "weight_decay": 0.5, "foreach": True}), "AdamW", 0.5, "torch"),
-        (("Lion", {}), "Lion", 0.0, "torch"),
-        (("SGD", {"momentum": 0.9}), "SGD", 0.0, "fused"),
+        (("Lion", {}), "Lion", 0.0, "auto"),
+        (("SGD", {"momentum": 0.9}), "SGD", 0.0, "auto"),
         (("SGD", {"foreach": True}), "SGD", 0.0, "torch"),
-        (("RMSprop", {}), "RMSprop", 0.0, "torch"),
+        (("RMSprop", {}), "RMSprop", 0.0, "auto"),
     ],
 )
 def test_an_optimizer_by_name_is_what_deepspeed_would_build(params, kind, decay, kernels):

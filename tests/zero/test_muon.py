@@ -37,9 +37,12 @@ def net():
     return filled(Net(), real=True)
 
 
+OWN_BITS = {"gradient_clipping": 0, "zero_accelerators": {"kernels": "torch"}}
+
+
 def config(**params):
     return {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Muon", "params": params},
-            "zero_optimization": {"stage": 2}, "gradient_clipping": 0}  # fmt: skip
+            "zero_optimization": {"stage": 2}, **OWN_BITS}  # fmt: skip
 
 
 SETTINGS = {"lr": 0.03, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-2}
@@ -99,7 +102,7 @@ def test_muon_of_a_deepspeed_file_trains_matrices_and_adamw_the_rest():
 
 def test_optimizers_passed_as_a_list_train_under_an_engine():
     file = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 0}  # fmt: skip
+            **OWN_BITS}  # fmt: skip
     assert same(trained(1, config=file, optimizer=by_hand), plain())
 
 

@@ -41,6 +41,7 @@ OnNonfinite = Literal["skip", "raise", "propagate"]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
 Count = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0), BeforeValidator(as_bytes)]
+BucketBytes = Annotated[int, Field(ge=1), BeforeValidator(as_bytes)]
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -212,12 +213,12 @@ class ZeroConfig(ConfigModel):
     cast_inputs: bool = False  # floating inputs of the model's forward to `dtype`; True where that is given
     offload: Annotated[Offload | None, BeforeValidator(offload_in_our_words)] = None
     homes: Homes = Homes()  # of kinds of state that have others than `offload` says
-    bucket_bytes: Literal["auto"] | Count = "auto"  # 16 to 64 MiB, and less for host tensors that go over a network
+    bucket_bytes: Literal["auto"] | BucketBytes = "auto"  # 16 to 64 MiB, and less for host tensors that go over a network
     gathered_bytes: Literal["auto", "all"] | Bytes = "auto"  # of whole weights on a device at stage 3
     keep_whole_numel: Annotated[int, Field(ge=0)] = 0  # elements up to which a parameter is never in shares there
     shard_ranks: Literal["host"] | Count | None = None  # that states are in shares of, and replicated beyond; None: all
     shared_memory: bool = True  # between ranks of one host that prove they can; False: ordinary collectives
-    align_bytes: Annotated[int, Field(ge=16, le=4096)] = 64
+    align_bytes: Annotated[int, Field(ge=16, le=4096), BeforeValidator(as_bytes)] = 64
     reduce: Literal["mean", "sum"] | Positive = "mean"
     reduce_dtype: Dtype | Coded | None = None  # what wider gradients are rounded to before they travel; sums are fp32
     gather_dtype: Literal["int8"] | None = None  # what new 16-bit weights travel in at stages 1 and 2

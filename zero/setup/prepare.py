@@ -89,8 +89,8 @@ def prepare(
     ranks_here, shards_weights = _ranks_that_share_memory(group, torch.device("cpu")), stage_of(config.stage).shards_weights
     specs, bucket_bytes = params.specs(), config.bucket_bytes
     if bucket_bytes == "auto":
-        on_network = device.type == "cpu" and ranks_here < group.size
-        bucket_bytes = default_bucket_bytes(sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in specs), group.size, on_network)
+        weight_bytes, is_host = sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in specs), device.type == "cpu"
+        bucket_bytes = default_bucket_bytes(weight_bytes, group.size, is_host and ranks_here < group.size, is_host)
     layout = FlatLayout.build(specs, num_shares, bucket_bytes, config.align_bytes, unplaced, block_numel)
     memory_guard = MemoryGuard(place, optimizer, has_fused_step, ranks_here, shards_weights)
     if config.homes.threads != "auto" and config.homes.piece_bytes != "auto":

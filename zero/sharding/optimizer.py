@@ -6,7 +6,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -330,7 +330,7 @@ def shard(
     accumulation: int | None = None,
     reduce: str | float = "mean",
     offload: Any = None,
-    bucket_bytes: int | Literal["auto"] = "auto",
+    bucket_bytes: int | str = "auto",
     **options: Any,
 ) -> ShardedOptimizer:
     """Shards the training of `model` by `optimizer` over the ranks of `group`, and returns the optimizer to use from then on.
@@ -344,7 +344,7 @@ def shard(
     """
     options |= {"dtype": dtype, "clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload}
     options = {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in options.items()}
-    config = ZeroConfig(stage=stage, bucket_bytes=bucket_bytes, **options)
+    config = ZeroConfig(stage=stage, bucket_bytes=bucket_bytes, **options)  # type: ignore[arg-type]
     check_supported(config)
     check_plain_loop(config)
     return ShardedOptimizer(model, optimizer(model.parameters()) if callable(optimizer) else optimizer, config, group)
