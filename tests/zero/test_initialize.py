@@ -290,9 +290,9 @@ def other_schedule():
 REFUSED = {
     "no model": ({"model": None}, ValueError, r"initialize\(model=None\)"),
     "mpu": ({"mpu": object()}, ValueError, r"initialize\(mpu=\.\.\.\)"),
-    "no configuration": ({"config": None}, ValueError, "none of config, config_params, args.deepspeed_config"),
-    "two configurations": ({"config_params": written()}, ValueError, "config and config_params of"),
-    "an old name too": ({"args": argparse.Namespace(deepscale_config="x")}, ValueError, "config and args.deepscale_config of"),
+    "no configuration": ({"config": None}, ValueError, "no configuration was given"),
+    "two configurations": ({"config_params": written()}, ValueError, "config and config_params were"),
+    "an old name too": ({"args": argparse.Namespace(deepscale_config="x")}, ValueError, "and args.deepscale_config were"),
     "a schedule of no optimizer": (
         {"config": {"zero_optimization": {"stage": 1}}, "lr_scheduler": list}, ValueError, "Cannot use lr_scheduler",
     ),

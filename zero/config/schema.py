@@ -54,6 +54,8 @@ PROPAGATES_FP16 = (
 class LossScale(ConfigModel):
     """Scaling of the loss for fp16: fixed at `initial`, or moved up and down as gradients are finite or not."""
 
+    prefix = "loss_scale."
+
     dynamic: bool = True
     initial: Annotated[float, Field(gt=0, lt=2.0**128)] = 65536.0
     window: Count = 1000
@@ -85,6 +87,8 @@ def _as_loss_scale(given: Any) -> Any:
 class Batch(ConfigModel):
     """The number of samples of a step. `of` computes the one that was left out; global = micro x accumulation x ranks always
     holds."""
+
+    prefix = "batch."
 
     global_samples: Count
     micro_samples: Count
@@ -192,6 +196,8 @@ class ScheduleSpec(Recipe):
 class Report(ConfigModel):
     """What a run logs and records while it trains."""
 
+    prefix = "report."
+
     every_steps: Count | None = None
     wall_clock: bool = False
     memory: bool = False
@@ -201,6 +207,9 @@ class Report(ConfigModel):
 class ZeroConfig(ConfigModel):
     """All settings of `zero.shard` and `zero.initialize`. Equal objects have equal digests. docs/config.md explains each
     setting."""
+
+    no_such_setting = "zero.shard has no such option."
+    meaning_of_default: ClassVar[Mapping[str, str]] = {"clip": " to turn clipping off"}
 
     stage: Annotated[int, Field(ge=0, le=3)]
     dtype: Dtype | None = None
@@ -242,6 +251,10 @@ class ZeroConfig(ConfigModel):
     optimizer: OptimizerSpec | None = None
     schedule: ScheduleSpec | None = None
     report: Report = Report()
+
+    @classmethod
+    def all_settings(cls) -> str:
+        return "All options are in docs/config.md."
 
     @model_validator(mode="before")
     @classmethod

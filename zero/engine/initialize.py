@@ -199,10 +199,12 @@ def _the_config(args: Any, config: Source | None, config_params: Source | None) 
         logger.warning("args.deepscale_config is read, but it is called args.deepspeed_config by now. Rename it.")
         places["args.deepscale_config"] = oldest
     given = {place: value for place, value in places.items() if value is not None}
+    if not given:
+        raise ValueError("Cannot initialize: no configuration was given. Pass config='ds_config.json' or a dict.")
     if len(given) != 1:
-        names = " and ".join(given) or "none"
+        names = " and ".join(given)
         raise ValueError(
-            f"Cannot choose a configuration: {names} of {', '.join(places)} was passed, and one is needed. Pass config=."
+            f"Cannot choose a configuration: {names} were passed, and one is needed. Pass config=."
         )
     return next(iter(given.values()))
 

@@ -20,6 +20,7 @@ from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.plan.loss_scale import LossScale
 from zero.runtime.params.swap import gathered, params_of
 from zero.setup.consistency import check_weights
+from zero.setup.model_checks import check_model
 from zero.sharding.build import build
 from zero.sharding.closures import step_with
 from zero.sharding.live import remember
@@ -342,6 +343,7 @@ def shard(
     how many backwards make a step; `reduce` is "mean", "sum" or a divisor; `offload="cpu"` keeps masters, optimizer state and
     gradients on the host; `bucket_bytes` is how much is reduced at once. `options` are other fields of `zero.ZeroConfig`.
     """
+    check_model(model)
     options |= {"dtype": dtype, "clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload}
     options = {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in options.items()}
     config = ZeroConfig(stage=stage, bucket_bytes=bucket_bytes, **options)  # type: ignore[arg-type]

@@ -237,5 +237,4 @@ def _unknown(path: str) -> str:
     siblings |= set(ALIASES) if not block else set()
     elsewhere = [known for known in sorted(KNOWN) if known.endswith("." + name)]
     hint = did_you_mean(name, siblings) or (f" Did you mean {elsewhere[0]!r}?" if elsewhere else " Take it out, or correct it.")
-    place = f"the block {block!r}" if block else "the configuration"
-    return f"Cannot use {path[:120]!r}: DeepSpeed 0.19.8 has no key {name[:60]!r} in {place}.{hint}"
+    return f"Cannot use {path[:120]!r}: DeepSpeed 0.19.8 has no such key.{hint}"

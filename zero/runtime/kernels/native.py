@@ -126,11 +126,11 @@ def passes() -> ctypes.CDLL:
 
 def _place_of(command: Sequence[str]) -> Path | None:
     """Returns where the library of this compiler for this machine is kept; None where it could not be kept safely."""
-    told = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=_LIMIT_S)
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=_LIMIT_S)
     program = shutil.which(command[0]) or command[0]
     depends_on = (
         _SOURCE.read_text(encoding="utf-8"), command, _OPTIONS, _WHERE_KNOWN, os.path.realpath(program),
-        os.stat(program).st_mtime_ns, told.returncode, told.stdout, platform.platform(), platform.libc_ver(), _processor(),
+        os.stat(program).st_mtime_ns, version.returncode, version.stdout, platform.platform(), platform.libc_ver(), _processor(),
     )  # fmt: skip
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zero-accelerators")
@@ -151,8 +151,8 @@ def _processor() -> str:
 
 def _is_ours(path: Path) -> bool:
     """Returns True if nobody else could have written it."""
-    found = path.stat()
-    return hasattr(os, "getuid") and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    status = path.stat()
+    return hasattr(os, "getuid") and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _keep(built: Path, place: Path) -> None:

@@ -53,7 +53,7 @@ def agreed_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch
     reasons = _refusals(optimizer, device, on_host)
     everyone = [json.loads(text) for text in exchange_texts(group, json.dumps(reasons))]
     for name in ("compiled", "fused"):
-        lacking = [rank for rank, theirs in enumerate(everyone) if name in theirs]
+        lacking = [rank for rank, refusals in enumerate(everyone) if name in refusals]
         if not lacking:
             return name
         if len(lacking) < group.size and group.rank == 0:
