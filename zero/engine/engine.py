@@ -225,7 +225,7 @@ class Engine(BaseEngine):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the last window's gradients before clipping; None before the first step. No collective."""
+        """The norm of the last window's gradients before the step's own clipping; None before the first step. No collective."""
         return self.optimizer.grad_norm
 
     def loss_scale(self) -> float:

@@ -340,8 +340,9 @@ def shard(
     `optimizer` is one, a list of them, or a function that makes them from the parameters. `stage` is 0 to 3. `dtype` casts
     floating parameters and keeps fp32 masters; `group` is a process group, or a DeviceMesh, whose outer dimension, if it has
     two, replicates what the inner one shards; `clip` limits the norm of the gradients at every step; `accumulation` declares
-    how many backwards make a step; `reduce` is "mean", "sum" or a divisor; `offload="cpu"` keeps masters, optimizer state and
-    gradients on the host; `bucket_bytes` is how much is reduced at once. `options` are other fields of `zero.ZeroConfig`.
+    how many backwards make a step; `reduce` is "mean", "sum" or a divisor; `offload="cpu"` keeps masters, optimizer state,
+    gradients and at stage 3 weights on the host; `bucket_bytes` is how much is reduced at once. `options` are other fields of
+    `zero.ZeroConfig`.
     """
     check_model(model)
     options |= {"dtype": dtype, "clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload}

@@ -130,7 +130,8 @@ def _place_of(command: Sequence[str]) -> Path | None:
     program = shutil.which(command[0]) or command[0]
     depends_on = (
         _SOURCE.read_text(encoding="utf-8"), command, _OPTIONS, _WHERE_KNOWN, os.path.realpath(program),
-        os.stat(program).st_mtime_ns, version.returncode, version.stdout, platform.platform(), platform.libc_ver(), _processor(),
+        os.stat(program).st_mtime_ns, version.returncode, version.stdout, platform.platform(), platform.libc_ver(),
+        _processor(),
     )  # fmt: skip
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zero-accelerators")
