@@ -112,7 +112,7 @@ def passes() -> ctypes.CDLL:
     try:
         command = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, _COMPILERS), _COMPILERS[0])]
         kept = _place_of(command)
-        if kept is not None and kept.exists() and _is_ours(kept):
+        if kept is not None and kept.exists() and _others_cannot_write(kept):
             with contextlib.suppress(OSError):  # it was cut short, or needs what is there no more
                 return _loaded(kept)
         with tempfile.TemporaryDirectory(prefix="zero-", ignore_cleanup_errors=True) as folder:
@@ -136,7 +136,7 @@ def _place_of(command: Sequence[str]) -> Path | None:
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zero-accelerators")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder / f"{hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]}.so" if _is_ours(folder) else None
+        return folder / f"{hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]}.so" if _others_cannot_write(folder) else None
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
 
@@ -150,7 +150,7 @@ def _processor() -> str:
     return "\n".join(line for line in first if line.lower().startswith(("model name", "flags", "features", "cpu ")))
 
 
-def _is_ours(path: Path) -> bool:
+def _others_cannot_write(path: Path) -> bool:
     """Returns True if nobody else could have written it."""
     status = path.stat()
     return hasattr(os, "getuid") and status.st_uid == os.getuid() and not status.st_mode & 0o022
