@@ -136,7 +136,8 @@ def _place_of(command: Sequence[str]) -> Path | None:
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zero-accelerators")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder / f"{hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]}.so" if _others_cannot_write(folder) else None
+        digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]
+        return folder / f"{digest}.so" if _others_cannot_write(folder) else None
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
 
