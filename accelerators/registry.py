@@ -144,6 +144,13 @@ class Candidate:
             return Trial(accelerator, f"it {failed}: {type(error).__name__}: {' '.join(str(error).split())}", error)
 
 
+_AMD = "'cuda', by which torch calls AMD's devices too"
+_KINDS_OF_DEVICES = {
+    "gpu": "'cuda' (NVIDIA, AMD), 'xpu' (Intel) or 'mps' (Apple)", "nvidia": "'cuda'", "amd": _AMD, "rocm": _AMD, "hip": _AMD,
+    "intel": "'xpu'", "apple": "'mps'", "metal": "'mps'",
+}  # fmt: skip
+
+
 class Registry:
     """The table of candidates: built-in ones, those registered by call, and those of installed packages."""
 
@@ -186,6 +193,8 @@ class Registry:
             near = difflib.get_close_matches(name, self._candidates, n=1, cutoff=0.6)
             hint = f" Did you mean '{near[0]}'?" if near else " Register your own with accelerators.register."
             known = ", ".join(sorted(self._candidates))
+            if name in _KINDS_OF_DEVICES:
+                raise ValueError(f"Cannot use {asked or name}: no device is called '{name}'. Use {_KINDS_OF_DEVICES[name]}.")
             raise ValueError(f"Cannot use {asked or name}: no accelerator is named '{name}'. Use one of {known}.{hint}")
         return self._candidates[name]
 

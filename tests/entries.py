@@ -85,6 +85,8 @@ def config_of(case: Case, point: Point, time_limit_s: float = 30.0) -> ZeroConfi
         **{"whole_tensors" if "whole" in case.tags else "elementwise": True},
         timeout_s=time_limit_s,
         gathered_bytes=0,  # the least, with which most is fetched and freed
+        kernels=point.kernels,
+        cast_inputs=False,  # the oracle casts none
         shared_memory=point.device != APART,
         shard_ranks=point.shard_ranks,
         offload={"half": Offload(ratio=0.5), "all": Offload()}.get(point.offload),

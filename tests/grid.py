@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import torch
+
 from accelerators.simulated.capabilities import CAPABILITIES
 from tests.oracle import DynamicScale, StaticScale
 from tests.zoo import CASES
@@ -77,10 +79,12 @@ class Point:
     case: str
     offload: str = "none"  # how much of what is sharded lives on the host beside the device
     shard_ranks: int | str | None = field(default=None, repr=False)  # that states are in shares of; no axis
+    kernels: str = field(default="torch", repr=False)  # of a step; no axis
 
     def __str__(self) -> str:
         home = "" if self.offload == "none" else f" offload={self.offload}"
         home += "" if self.shard_ranks is None else f" shard_ranks={self.shard_ranks}"
+        home += "" if self.kernels == "torch" else f" kernels={self.kernels}"
         return f"{self.case} stage={self.stage} world={self.world} {self.dtype} {self.bucket} {self.entry} {self.device}{home}"
 
     def loss_scale(self) -> DynamicScale | StaticScale | None:
@@ -277,6 +281,25 @@ def _steps_by_blocks(name: str) -> bool:
     from zero.optim.traits import steps_by_blocks
 
     return steps_by_blocks(as_one(CASES[name].optimizer(CASES[name].build())))
+
+
+def of_fastest_kernels(full: bool = False) -> list[Point]:
+    """Points on the host that step with kernels="auto", of cases whose Adam has a faster step: in the day two of each."""
+    points = [
+        Point(stage, world, dtype, "tiny", "plain", "cpu", case, kernels="auto")
+        for case in CASES
+        if _is_adam(case)
+        for stage, world, dtype in itertools.product((2, 0, 3, 1), (2, 1, 3), ("bf16", "fp32", "fp16"))
+    ]
+    points = [point for point in points if can_be(point)]
+    by_case = {point.case: [other for other in points if other.case == point.case] for point in points}
+    return points if full else [point for number, those in enumerate(by_case.values()) for point in those[number % 5 :: 17][:2]]
+
+
+def _is_adam(name: str) -> bool:
+    from zero.optim.traits import known_kind  # here, as above
+
+    return known_kind(CASES[name].optimizer(CASES[name].build())) in (torch.optim.Adam, torch.optim.AdamW)
 
 
 def simulated_sharded_weights(every: int = 331) -> list[Point]:

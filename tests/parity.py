@@ -405,6 +405,7 @@ def everything() -> list[Point]:
     lacking = [p for p in grid.full([f"sim-{lack}" for lack in grid.LACKS]) if p.world == 2 and p.offload != "half"]
     points += [p for p in lacking if p.bucket == "tiny" and p.entry == "plain"]
     points += grid.spot_checks() + grid.on_disk(full=True)
+    points += grid.of_fastest_kernels(full=True)
     return points + grid.sharded_weights(full=True) + grid.simulated_sharded_weights(every=1)
 
 

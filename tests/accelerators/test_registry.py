@@ -299,3 +299,9 @@ def test_what_went_wrong_is_in_the_debug_log_with_its_traceback(caplog):
     with caplog.at_level(logging.DEBUG, "accelerators"):
         assert not candidate(raises(KeyError("x"))).usable
     assert "Traceback" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "meant"), [("gpu", "'cuda' .NVIDIA, AMD., 'xpu' .Intel. or 'mps'"), ("rocm", "'cuda', by")])
+def test_a_kind_of_device_is_told_the_names_that_torch_has_for_it(name, meant):
+    with pytest.raises(ValueError, match=f"Cannot use {name}: no device is called '{name}'. Use {meant}"):
+        Registry(BUILT_IN).find(name)

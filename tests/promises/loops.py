@@ -20,6 +20,7 @@ TINY = 28  # bytes: fewer than most parameters have, so that these span buckets
 Build = Callable[[], nn.Module]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 plain_sgd = sgd()
+OWN_BITS: dict[str, Any] = {"stage": 2, "kernels": "torch"}  # of the optimizer itself, as tests compare them
 Program = Callable[[nn.Module, ShardedOptimizer, Any], Any]
 
 
@@ -29,7 +30,7 @@ def on_ranks(world: int, program: Program, build: Build = real_mlp, make: Make =
     inner = [make(model) for model in models]
 
     def one(group: Any) -> Any:
-        optimizer = shard(models[group.rank], inner[group.rank], group=group, **{"stage": 2, **options})
+        optimizer = shard(models[group.rank], inner[group.rank], group=group, **{**OWN_BITS, **options})
         try:
             return program(models[group.rank], optimizer, group)
         finally:
@@ -41,7 +42,7 @@ def on_ranks(world: int, program: Program, build: Build = real_mlp, make: Make =
 def alone(build: Build = real_mlp, make: Make = plain_sgd, **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
     """A model and its sharded optimizer on a single rank."""
     model = build()
-    return model, shard(model, make(model), group=solo(), **{"stage": 2, **options})
+    return model, shard(model, make(model), group=solo(), **{**OWN_BITS, **options})
 
 
 def traces_of(case: Case, world: int, **options: Any) -> list[Trace]:

@@ -14,7 +14,7 @@ import accelerators
 from accelerators.backends.cuda import CudaAccelerator
 from tests import ranks
 from tests.devices import CudaThroughHost
-from tests.promises.loops import weights
+from tests.promises.loops import OWN_BITS, weights
 from tests.traces import copied
 from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero.config.schema import Offload
@@ -81,7 +81,7 @@ def train_points(
 ) -> list[Any]:
     place, found = place_of(rank, device, order), []
     for point in points:
-        given = {"stage": 2, "bucket_bytes": SMALL, "timeout_s": 20.0, **point}
+        given = {**OWN_BITS, "bucket_bytes": SMALL, "timeout_s": 20.0, **point}
         with place:
             model = build()
         optimizer = shard(model, given.pop("make", adamw)(model), **given)

@@ -464,7 +464,7 @@ def test_it_holds_what_the_state_dict_holds_frozen_and_buffers_and_nothing_that_
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.fill_(3)
-    optimizer = shard(model, adamw(model), stage=2, group=solo())
+    optimizer = shard(model, adamw(model), stage=2, kernels="torch", group=solo())
     zero.load(tmp_path, optimizer)
     assert first_difference(old["model"], everything(optimizer)["model"]) is None
     assert model.scratch.tolist() == [3, 3, 3]
@@ -1227,7 +1227,7 @@ def test_what_is_exported_trains_on_in_plain_torch_with_its_ties(shard_bytes, tm
     torch.manual_seed(3)
     model = TiedNet()
     plain = TiedNet()
-    optimizer = shard(model, plain_adamw(model), stage=2, group=solo())
+    optimizer = shard(model, plain_adamw(model), stage=2, group=solo(), kernels="torch")
     for step in range(3):
         step_tied(model, optimizer, step)
     zero.save(tmp_path / "c", optimizer)

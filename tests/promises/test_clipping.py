@@ -627,3 +627,16 @@ def test_torchs_grad_scaler_on_one_rank_is_every_bit_plain_torchs():
         found = scaled_training(*alone(make=sgd(0.1, momentum=0.5), stage=stage), 0, 1, 1, 5)
         assert found[0] == expected[0]
         assert same(found[1], expected[1])
+
+
+def test_the_norm_that_is_told_is_of_what_the_step_was_given_before_its_own_clipping():
+    """What clip_grad_norm_ by hand returns is the norm before that."""
+    for by_hand, clip, expected in ((False, 0.5, "whole"), (True, None, 1.0), (True, 0.5, 1.0)):
+        model, optimizer = alone(clip=clip)
+        (1000 * real_loss(model(draw(model, (3, 4), 0, 0, real=True)))).backward()
+        whole = float(torch.stack([param.grad.norm() for param in model.parameters()]).norm())
+        if by_hand:
+            assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item() == pytest.approx(whole, rel=1e-5)
+        optimizer.step()
+        assert whole > 1.0 and optimizer.grad_norm == pytest.approx(whole if expected == "whole" else expected, rel=1e-5)
+        optimizer.close()

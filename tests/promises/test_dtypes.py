@@ -1,5 +1,10 @@
 """D: dtypes, shapes and how parameters lie."""
 
+import collections
+import copy
+import math
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -192,7 +197,7 @@ def try_to_shard(rank, world, build):
 @pytest.mark.parametrize("build", [buffer_in_another_dtype, buffer_of_another_shape, left_out_of_another_shape])
 def test_metadata_is_agreed_before_anything_is_sent(build):
     for text in ranks.run(2, try_to_shard, build, timeout=30.0):
-        assert "rank 1 of 2 built" in text and ("table" in text or "extra.weight" in text)
+        assert "rank 1 has" in text and ("table" in text or "extra.weight" in text)
 
 
 @pytest.mark.promise("D12")
@@ -245,7 +250,7 @@ def test_ranks_with_different_seeds_start_with_rank_0s_bits(stage):
 @pytest.mark.promise("D13")
 def test_ranks_with_different_seeds_are_refused_on_all_ranks_when_asked_to_verify():
     for text in ranks.run(2, start_apart, 2, "verify"):
-        assert "rank 1 of 2 built 'weights of 0.weight" in text
+        assert "rank 1 has weights of 0.weight" in text
 
 
 # D06, D07, D08: what gradients and devices can be -----------------------------------------------------------------------
@@ -484,6 +489,85 @@ def test_weights_that_are_fp16_have_a_loss_scale_whoever_made_them_so(options):
         is_half = model[0].weight.dtype == torch.float16
         assert (optimizer.loss_scale is not None) == is_half == ("loss_scale.dynamic = true" in said(optimizer))
         assert optimizer.sharding.config.on_nonfinite == ("skip" if is_half else "propagate")
+
+
+class Asked(nn.Module):
+    """Notes what its forward is given; a dict with attributes and a named tuple are kinds that users have."""
+
+    Pair = collections.namedtuple("Pair", "one other")
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.layer, self.norm = nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.seen = []
+
+    def forward(self, x, ids=None, **more):
+        self.seen = [x, *torch.utils._pytree.tree_leaves(more)]
+        return self.norm(self.layer(x if ids is None else x + self.words(ids)).to(self.norm.weight.dtype))
+
+
+@pytest.mark.promise("T05")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_floating_inputs_are_cast_where_weights_are_as_under_fsdp2(stage, half):
+    model = Asked()
+    optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, dtype=half, keep_fp32=["norm"])
+    wide, quantized, number = torch.ones(2, 4), torch.ones(2).to(torch.float8_e4m3fn), torch.tensor([1, 2])
+    pair, table = Asked.Pair([wide.double(), number], (wide,)), collections.OrderedDict(a=wide, b={"c": wide, "d": "text"})
+    wide.requires_grad_()
+    out = model(wide, number, pair=pair, table=table, kept=quantized, none=None)
+    found = [each.dtype for each in model.seen if isinstance(each, torch.Tensor)]
+    assert found == [half, half, torch.int64, half, half, half, torch.float8_e4m3fn]
+    optimizer.backward(out.sum())
+    assert wide.grad.dtype == torch.float32, "the cast is part of the graph"
+    assert table["a"].dtype == torch.float32, "what the caller has stays as it is"
+    optimizer.step()
+    optimizer.close()
+    model.float()(torch.ones(2, 4))
+    assert model.seen[0].dtype == torch.float32 and not model._forward_pre_hooks, "closed, the model is plain"
+
+
+def test_inputs_stay_as_they_are_where_that_is_said_or_weights_are_not_cast():
+    for options in ({"dtype": "bfloat16", "cast_inputs": False}, {}):
+        model = nn.Sequential(Asked())
+        optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, **options)
+        assert not model._forward_pre_hooks and optimizer.config.cast_inputs is False
+        optimizer.close()
+    with pytest.raises(ValueError, match="Give dtype"):
+        shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, cast_inputs=True)
+
+
+def test_a_model_whose_inputs_are_cast_is_compiled_copied_pickled_and_scripted_as_before():
+    make = lambda: filled(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), real=True)  # noqa: E731
+    x, models = torch.ones(2, 4), [make(), torch.jit.script(make())]
+    kept = [shard(each, torch.optim.SGD(each.parameters(), lr=0.1), stage=2, dtype="bfloat16") for each in models]
+    model, scripted = models
+    expected = model(x)
+    assert torch.equal(scripted(x), expected)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(x), expected)
+    for optimizer in kept:
+        optimizer.close()
+
+
+@pytest.mark.promise("T02")
+@pytest.mark.parametrize("came_so", [True, False])
+def test_fp16_weights_skip_what_is_not_finite_and_propagate_is_refused(came_so):
+    model = real_mlp().half() if came_so else real_mlp()
+    given = {"stage": 2} | ({} if came_so else {"dtype": torch.float16})
+    for scale in ({}, {"loss_scale": "dynamic"}, {"loss_scale": 8.0}):
+        with pytest.raises(ValueError, match="Cannot use on_nonfinite='propagate'"):
+            shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **given, **scale, on_nonfinite="propagate")
+    optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+    before, scales = {name: param.detach().clone() for name, param in model.named_parameters()}, [optimizer.loss_scale.value]
+    for _ in range(3):
+        optimizer.backward(model(draw(model, (2, 4), 0, 0, real=True)).float().sum() * math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(optimizer.loss_scale.value)
+    assert all(torch.equal(before[name], param) for name, param in model.named_parameters()) and optimizer.skipped_steps == 3
+    assert scales == [65536.0, 65536.0, 32768.0, 16384.0]  # the first one is forgiven
 
 
 def said(optimizer):

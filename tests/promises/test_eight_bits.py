@@ -235,7 +235,8 @@ def test_a_code_needs_nothing_but_its_name(monkeypatch, stage, code):
 
 def test_one_rank_sends_nothing_and_is_plain_torch():
     models = [mlp(), mlp()]
-    optimizer = zero.shard(models[0], torch.optim.AdamW(models[0].parameters(), lr=0.01), stage=2, **IN_EIGHT_BITS)
+    adamw = torch.optim.AdamW(models[0].parameters(), lr=0.01)
+    optimizer = zero.shard(models[0], adamw, stage=2, kernels="torch", **IN_EIGHT_BITS)
     plain = torch.optim.AdamW(models[1].parameters(), lr=0.01)
     assert train(models[0], optimizer, 0, 3) == train(models[1], plain, 0, 3)
     assert all(torch.equal(one, other) for one, other in zip(*map(weights, models), strict=True))

@@ -231,7 +231,7 @@ def test_ranks_that_come_to_differ_are_told(what, stage):
         return str(raised.value)
 
     frozen = "rank 0 came to step training 0.weight, which rank 1 has frozen"
-    expected = frozen if what == "what is frozen" else "rank 1 has 'lr=0.2', rank 0 has 'lr=0.1'"
+    expected = frozen if what == "what is frozen" else "rank 1 has lr=0.2, rank 0 has lr=0.1"
     assert all(expected in said for said in on_loopback(WORLD, real_mlp, program))
 
 

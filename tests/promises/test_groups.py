@@ -87,11 +87,13 @@ def test_a_home_is_said_in_any_of_the_words_that_are_in_use():
         assert ZeroConfig(stage=1, offload=given).offload is Offload.of(given) is None
     for pinned in (True, False):
         assert Offload.of({"device": "cpu", "pin_memory": pinned, "ratio": 0.5}) == Offload(pinned=pinned, ratio=0.5)
-    unknown = (("gpu", "'gpu'"), ("nvme", "'nvme'"), (True, "True"), ({"device": "disk"}, "'disk'"), ({"home": ""}, "''"))
+    unknown = (("gpu", "'gpu'"), ("nvme", "'nvme'"), ({"device": "disk"}, "'disk'"), ({"home": ""}, "''"))
     for given, said in unknown:
         for ask in (lambda given=given: ZeroConfig(stage=1, offload=given), lambda given=given: Offload.of(given)):
-            with pytest.raises(ValueError, match=rf"Cannot offload to {said}: .* host memory\. Use 'cpu'"):
+            with pytest.raises(ValueError, match=rf"Cannot use offload={said}: .* host memory\. Use offload='cpu'"):
                 ask()
+    with pytest.raises(ValueError, match=r"Cannot use offload=True: name the place\. Use offload='cpu'"):
+        Offload.of(True)
 
 
 # later, or refused ------------------------------------------------------------------------------------------------------
@@ -105,7 +107,7 @@ def test_a_group_that_is_refused_leaves_everything_as_it_was():
     other = real_mlp()
     its_own = shard(other, adamw(other), stage=1, group=solo())
     refused = [
-        ({"params": extra, "offload": "disk"}, ValueError, r"Cannot offload to 'disk': .*Use 'cpu'"),
+        ({"params": extra, "offload": "disk"}, ValueError, r"Cannot use offload='disk': .*Use offload='cpu'"),
         ({"params": [*extra, model[0].weight]}, ValueError, "more than one parameter group"),
         ({"params": [extra[0], nn.Parameter(torch.ones(2, dtype=torch.complex64))]}, ValueError, "is complex"),
         ({"params": [extra[0], nn.Parameter(torch.ones(2, device="meta"))]}, ValueError, "on several devices"),
@@ -142,7 +144,7 @@ def grow(first_home, second_home, **group):
     with torch.device("sim:0"):
         model = filled(Grown(), real=True)
     inner = torch.optim.AdamW([{"params": model.first.parameters(), "offload": first_home}], lr=0.02, eps=1e-2)
-    optimizer = shard(model, inner, stage=2, bucket_bytes=SMALL, group=solo())
+    optimizer = shard(model, inner, stage=2, bucket_bytes=SMALL, group=solo(), kernels="torch")
     optimizer.add_param_group({"params": list(model.second.parameters()), "offload": second_home, **group})
     for step in range(3):
         for micro in range(1 + step):
@@ -192,7 +194,7 @@ def refused_later(rank, world):
         inner = torch.optim.AdamW([{"params": model.first.parameters(), "offload": first}])
         allocates = AssertionError("allocated")
         with mock.patch.object(HostHome, "allocate", side_effect=allocates) if first is None else mock.MagicMock():
-            optimizer = shard(model, inner, stage=2, bucket_bytes=SMALL, group=solo())
+            optimizer = shard(model, inner, stage=2, bucket_bytes=SMALL, group=solo(), kernels="torch")
             with lacking.get(name, mock.MagicMock()), pytest.raises((ValueError, MemoryError)) as caught:
                 optimizer.add_param_group({"params": list(model.second.parameters()), "offload": second})
         said[name] = f"{type(caught.value).__name__}: {caught.value}"

@@ -378,7 +378,7 @@ def test_ranks_that_added_different_numbers_of_parameters_are_told_so():
         if group.rank == 0:
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3)) for _ in range(9)]})
         backward(model, group.rank)
-        with pytest.raises(RanksDiffer, match=r"rank 1 has .*, rank 0 has 'parameter "):
+        with pytest.raises(RanksDiffer, match=r"rank 1 has .*, rank 0 has parameter "):
             optimizer.step()
 
     on_ranks(2, program)

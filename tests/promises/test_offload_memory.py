@@ -82,7 +82,7 @@ def measure(rank, world, points, device_type="sim", width=WIDTH):
         bucket_bytes = layers_a_bucket * width * width * (2 if dtype else 4)
         options = {"stage": stage, "dtype": dtype, "offload": offload, "bucket_bytes": bucket_bytes, "timeout_s": 20.0}
         with mock.patch.object(TorchGroup, "reduce_scatter", in_pace):
-            optimizer, peak = shard(model, adamw(model), **options), 0
+            optimizer, peak = shard(model, adamw(model), kernels="torch", **options), 0
         for step in range(3):
             # made before any of them is used, since bringing inputs to the device waits for copies from it
             losses = [real_loss(model(draw(model, (1, width), rank, step, micro, real=True))) for micro in range(backwards)]

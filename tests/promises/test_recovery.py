@@ -28,6 +28,7 @@ from accelerators.memory import MemoryReading
 from tests import programs, ranks
 from tests.devices import needs_linux, needs_sim
 from tests.faults import end_as_the_interpreter_does
+from tests.zero.test_config import OTHER_VALUES
 from tests.zoo.case import filled
 from zero.comm.loopback import run_ranks
 from zero.errors import CheckpointFailed, GroupLost, NonFinite, RankFailed, RanksDiffer
@@ -379,7 +380,7 @@ def test_ranks_whose_settings_drift_apart_stop_with_both_digests_and_the_first_d
         optimizer.param_groups[0]["momentum"] = 0.5 + 0.25 * group.rank
         model(torch.ones(1, 4)).sum().backward()
         digests = r"settings [0-9a-f]{8} in its optimizer's groups, rank 0 with [0-9a-f]{8}"
-        with pytest.raises(RanksDiffer, match=f"{digests}: rank 1 has 'momentum=0.75', rank 0 has 'momentum=0.5'"):
+        with pytest.raises(RanksDiffer, match=f"{digests}: rank 1 has momentum=0.75, rank 0 has momentum=0.5"):
             optimizer.step()
 
     run_ranks(2, program, time_limit_s=20.0)
@@ -442,9 +443,31 @@ def test_an_update_that_breaks_off_on_one_rank_is_told_as_such_on_all_and_after_
 
 @pytest.mark.promise("L05")
 def test_ranks_with_different_configurations_are_told_the_first_difference_at_construction():
+    models = [small() for _ in range(2)]
+    of_an_engine = {"accumulation_dtype", "autocast", "cast_inputs", "count_micro_steps", "drop_last", "optimizer", "report"}
+    of_an_engine |= {"schedule", "batch", "kernels"}  # and SGD has no compiled step
+    told = {
+        "stage": "stage=1, rank 0 has stage=2", "offload": "offload.home='host', rank 0 has offload=None",
+        "homes": "homes.moments.home='disk', rank 0 has homes.moments=None",
+        "loss_scale": "on_nonfinite='skip', rank 0 has on_nonfinite='propagate'",
+    }  # fmt: skip
+
     def program(group):
-        with pytest.raises(RanksDiffer, match=r"rank 1 of 2 built .*\"bucket_bytes\": 128.* where rank 0 built"):
-            sharded(small(), group=group, bucket_bytes=64 * (1 + group.rank))
+        for name, value in OTHER_VALUES.items():
+            if name not in of_an_engine:
+                with pytest.raises(RanksDiffer, match=f"rank 1 has {re.escape(told.get(name, f'{name}='))}"):
+                    sharded(models[group.rank], group=group, **{"stage": 2, **({name: value} if group.rank else {})})
+
+    run_ranks(2, program, time_limit_s=20.0)
+
+
+def test_of_long_names_the_error_shows_where_they_differ():
+    name = "block_" * 60
+
+    def program(group):
+        model = nn.ModuleDict({name: nn.Linear(2, 3 + group.rank)})
+        with pytest.raises(RanksDiffer, match=r"rank 1 has \.\.\..*weight \(4, 2\) .*, rank 0 has \.\.\..*weight \(3, 2\) "):
+            sharded(model, group=group)
 
     run_ranks(2, program, time_limit_s=20.0)
 
@@ -454,7 +477,7 @@ def test_ranks_whose_weights_are_to_be_cast_from_different_dtypes_are_told_so():
     """Rank 0's are sent as they are."""
 
     def program(group):
-        with pytest.raises(RanksDiffer, match=r"built 'parameter .* float16 to be bfloat16 .* rank 0 built 'parameter"):
+        with pytest.raises(RanksDiffer, match=r"has parameter .* float16 to be bfloat16 .* rank 0 has parameter"):
             sharded(small().to(torch.float16 if group.rank else torch.bfloat16), group=group, dtype="bfloat16")
 
     run_ranks(2, program, time_limit_s=20.0)

@@ -383,7 +383,8 @@ def test_a_bucket_of_nothing_is_refused_at_construction(size):
 @pytest.mark.parametrize("numel", [1, 5, 129, *(pytest.param(numel, marks=pytest.mark.full) for numel in (2, 3, 17, 65))])
 def test_any_number_of_elements_on_any_number_of_ranks_with_nan_in_every_gap(numel):
     def program(group, model, stage, size):
-        optimizer = shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=stage, bucket_bytes=size, group=group)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = shard(model, inner, stage=stage, bucket_bytes=size, group=group, kernels="torch")
         padding = poison_padding(optimizer)
         norms = []
         for step in range(2):
@@ -428,7 +429,8 @@ class Shapes(nn.Module):
 def test_one_rank_is_plain_torch_bit_for_bit(stage, size):
     plain, ours = Shapes(), Shapes()
     torchs = torch.optim.AdamW(plain.parameters(), lr=0.05, weight_decay=0.1)
-    sharded = shard(ours, torch.optim.AdamW(ours.parameters(), lr=0.05, weight_decay=0.1), stage=stage, bucket_bytes=size)
+    inner = torch.optim.AdamW(ours.parameters(), lr=0.05, weight_decay=0.1)
+    sharded = shard(ours, inner, stage=stage, bucket_bytes=size, kernels="torch")
     for step in range(20):
         for model, optimizer in ((plain, torchs), (ours, sharded)):
             model(real_numbers((3, 5), "data of R10", step)).square().backward()

@@ -75,6 +75,7 @@ def trained(folder, world, limit, layers, pace=False, **options):
     env = {"ACCELERATOR": "sim", "SIM_MEMORY": str(limit)}
     where = str(folder / f"{options['stage']}")
     paced = train_in_pace if pace else train
+    options = {"kernels": "torch", **options}
     found = ranks.run(world, paced, where, layers, options, env=env, apart="a device with a limit", timeout=240.0)
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(["export", where, f"{where}.safetensors"]) == 0

@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from accelerators.memory import parse_bytes
 from zero.config.homes import Homes
 from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, SCHEDULES
 from zero.config.schema import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, ZeroConfig
@@ -21,8 +22,9 @@ OTHER_VALUES = {
     "stage": 1,
     "dtype": "float32",
     "keep_fp32": ("norm",),
+    "buffers": "broadcast",
     "autocast": "bfloat16",
-    "cast_inputs": True,
+    "cast_inputs": False,
     "offload": Offload(pinned=False),
     "homes": Homes(moments="disk:/fast"),
     "bucket_bytes": 1,
@@ -142,10 +144,10 @@ def test_what_the_caller_passes_is_not_changed():
     ("make", "words"),
     [
         (lambda: ZeroConfig(), "'stage' is missing"),
-        (lambda: ZeroConfig(stage=4), "ZeroConfig.stage=4: "),
-        (lambda: ZeroConfig(stage=-1), "ZeroConfig.stage=-1: "),
-        (lambda: ZeroConfig(stage=True), "ZeroConfig.stage=True: "),
-        (lambda: ZeroConfig(stage="2"), "ZeroConfig.stage='2': "),
+        (lambda: ZeroConfig(stage=4), "Cannot use stage=4: "),
+        (lambda: ZeroConfig(stage=-1), "Cannot use stage=-1: "),
+        (lambda: ZeroConfig(stage=True), "Cannot use stage=True: "),
+        (lambda: ZeroConfig(stage="2"), "Cannot use stage='2': "),
         (lambda: ZeroConfig(stage=1, buckets=2), "Did you mean 'bucket_bytes'"),
         (lambda: ZeroConfig(stage=1, bucket_bytes=0), "bucket_bytes=0: "),
         (lambda: ZeroConfig(stage=1, dtype="bf16"), "dtype='bf16': "),
@@ -153,12 +155,14 @@ def test_what_the_caller_passes_is_not_changed():
         (lambda: ZeroConfig(stage=1, clip=float("nan")), "clip=nan: "),
         (lambda: ZeroConfig(stage=1, reduce="avg"), "reduce='avg': "),
         (lambda: ZeroConfig(stage=1, reduce=0), "reduce=0: "),
-        (lambda: ZeroConfig(stage=1, offload="disk"), "Cannot offload to 'disk': .*Use 'cpu'"),
+        (lambda: ZeroConfig(stage=1, offload="disk"), "Cannot use offload='disk': .*Use offload='cpu'"),
         (lambda: ZeroConfig(stage=1, timeout_s=0), "timeout_s=0: "),
         (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), dtype="bfloat16"), "Leave loss_scale out"),
         (lambda: ZeroConfig(stage=1, loss_scale="high"), "Give a number for a fixed scale"),
         (lambda: ZeroConfig(stage=1, loss_scale=True), "Give a number for a fixed scale"),
         (lambda: ZeroConfig(stage=1, loss_scale=LossScale(), on_nonfinite="propagate"), "Use 'skip'"),
+        (lambda: ZeroConfig(stage=1, dtype="float16", on_nonfinite="propagate"), "Leave on_nonfinite out"),
+        (lambda: ZeroConfig(stage=1, dtype="float16", loss_scale=8.0, on_nonfinite="propagate"), "Leave on_nonfinite out"),
         (lambda: ZeroConfig(stage=1, cast_inputs=True), "Give dtype"),
         (lambda: ZeroConfig(stage=1, autocast="bfloat16", dtype="float16"), "Use one dtype for both"),
         (lambda: ZeroConfig(stage=1, predivide=2.0, reduce="sum"), "Leave predivide out"),
@@ -206,7 +210,7 @@ def test_a_loss_scale_is_a_number_a_word_or_its_settings():
 )
 @pytest.mark.promise("N14")
 def test_a_loss_scale_that_cannot_work_is_refused_at_construction(settings):
-    with pytest.raises(ValueError, match=r"LossScale\.|start the loss scale"):
+    with pytest.raises(ValueError, match=r"loss_scale\.|start the loss scale"):
         LossScale(**settings)
 
 
@@ -314,3 +318,46 @@ def test_a_configuration_with_one_field_broken_is_refused_with_a_value_error_and
 def test_any_settings_are_accepted_or_refused_with_a_value_error(anything):
     made(anything)
     made({"stage": 1, **anything})
+
+
+@pytest.mark.parametrize("text", ["16MiB", "1.5GiB", "500 MB", "4096", "4k", "1e6", "-1", "16Mib ", "auto"])
+def test_every_size_is_read_alike_and_as_the_command_line_and_accelerators_read_it(text):
+    """What is no size for one of them is none for the others."""
+    homes = lambda size: {"homes": {"moments": "disk:/fast", "piece_bytes": size}}  # noqa: E731
+    try:
+        expected = parse_bytes(text)
+    except ValueError:
+        expected = "auto" if text == "auto" else None
+    for name in ("bucket_bytes", "gathered_bytes", "piece_bytes"):
+        given = homes(text) if name == "piece_bytes" else {name: text}
+        fits = expected == "auto" or (expected is not None and (name != "piece_bytes" or expected % 4096 == 0))
+        if fits:
+            config = ZeroConfig(stage=3, **given)
+            assert (config.homes.piece_bytes if name == "piece_bytes" else getattr(config, name)) == expected
+        else:
+            with pytest.raises(ValueError, match=f"{name}="):
+                ZeroConfig(stage=3, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"clip": 0}, "Cannot use clip=0: it must be above 0. Use clip=None to turn clipping off."),
+        ({"bucket_bytes": "16 miles"}, "Cannot use bucket_bytes='16 miles': it takes 'auto' or a whole number of bytes, such "
+                                       "as '16MiB'. Use bucket_bytes='auto'."),
+        ({"reduce": "avg"}, "Cannot use reduce='avg': it takes 'mean', 'sum' or a number. Use reduce='mean'."),
+        ({"dtype": "bf16"}, "Cannot use dtype='bf16': it takes 'float32', 'bfloat16' or 'float16'. Did you mean 'bfloat16'?"),
+        ({"bucket_size": 1}, "Cannot use bucket_size: zero.shard has no such option. Did you mean 'bucket_bytes'? All options "
+                             "are in docs/config.md."),
+        ({"offload": "nvme"}, "Cannot use offload='nvme': offload is for host memory. Use offload='cpu'; for a disk, "
+                              "homes={'masters': 'disk:/fast', 'moments': 'disk:/fast'}."),
+        ({"offload": True}, "Cannot use offload=True: name the place. Use offload='cpu'."),
+        ({"homes": {"optimizer": "cpu"}}, "Cannot use homes.optimizer: the kinds of state are weights, gradients, masters and "
+                                          "moments. Use homes={'masters': 'cpu', 'moments': 'cpu'}."),
+        ({"offload": {"ratio": 2.0}}, "Cannot use offload.ratio=2.0: it must be at most 1. Use offload.ratio=1.0."),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_argument_the_reason_and_one_remedy(given, words):
+    with pytest.raises(ValueError) as error:
+        ZeroConfig(stage=2, **given)
+    assert str(error.value) == words

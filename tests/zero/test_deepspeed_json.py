@@ -120,6 +120,7 @@ CHANGES = {
     "zero_optimization.mics_shard_size": ({"zero_optimization": {"stage": 3}}, 4),
     "gradient_allreduce_op": ({}, "sum"),
     "gradient_clipping": ({}, 0.5),
+    "zero_accelerators.kernels": ({}, "torch"),
     "fp16.enabled": ({}, True),
     "fp16.auto_cast": (HALF, True),
     "fp16.loss_scale": (HALF, 128),
@@ -229,11 +230,13 @@ def test_a_configuration_in_which_every_key_counts_gives_no_warning(caplog):
     assert caplog.records == []
 
 
-@pytest.mark.promise("N10")
-def test_deepspeeds_own_default_clip_is_not_taken_over_and_the_log_says_so():
-    reading = translate({})
-    assert reading.config.clip is None
-    assert "DeepSpeed 0.19.8 would clip at 1.0" in reading.notices[0]
+@pytest.mark.promise("N10", "T03")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_file_without_gradient_clipping_clips_as_deepspeed_does_and_the_log_says_so(stage):
+    for block in ({}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}, {"gradient_clipping": None}):
+        reading = translate({"zero_optimization": {"stage": stage}, **block})
+        assert reading.config.clip == 1.0, "GRADIENT_CLIPPING_DEFAULT of deepspeed/runtime/constants.py"
+        assert "gradient_clipping: not given, so clipped at 1.0" in reading.notices[0]
     assert translate({"gradient_clipping": 0}).config.clip is None and translate({"gradient_clipping": 0}).notices == ()
 
 
@@ -264,7 +267,7 @@ def test_every_used_key_with_one_letter_missing_is_refused():
     for path in USED:
         for cut in (path[:-1], path + "x"):
             if cut not in KNOWN and cut not in BLOCKS:
-                with pytest.raises(ValueError, match="has no key"):
+                with pytest.raises(ValueError, match="has no such key"):
                     translate(nested(cut, 1))
 
 
@@ -445,16 +448,16 @@ def test_a_precision_left_to_the_call_follows_the_models_dtype():
 @pytest.mark.parametrize(
     ("params", "kind", "decay", "kernels"),
     [
-        (("Adam", {}), "AdamW", 0.0, "fused"),
-        (("adam", {"adam_w_mode": False}), "Adam", 0.0, "fused"),
-        (("AdamW", {"adam_w_mode": False}), "AdamW", 0.0, "fused"),
+        (("Adam", {}), "AdamW", 0.0, "auto"),
+        (("adam", {"adam_w_mode": False}), "Adam", 0.0, "auto"),
+        (("AdamW", {"adam_w_mode": False}), "AdamW", 0.0, "auto"),
         (("AdamW", {"torch_adam": True}), "AdamW", 0.01, "torch"),
         (("Adam", {"torch_adam": True, "adam_w_mode": False}), "Adam", 0.0, "torch"),
         (("Adam", {"torch_adam": True, "weight_decay": 0.5, "foreach": True}), "AdamW", 0.5, "torch"),
-        (("Lion", {}), "Lion", 0.0, "torch"),
-        (("SGD", {"momentum": 0.9}), "SGD", 0.0, "fused"),
+        (("Lion", {}), "Lion", 0.0, "auto"),
+        (("SGD", {"momentum": 0.9}), "SGD", 0.0, "auto"),
         (("SGD", {"foreach": True}), "SGD", 0.0, "torch"),
-        (("RMSprop", {}), "RMSprop", 0.0, "torch"),
+        (("RMSprop", {}), "RMSprop", 0.0, "auto"),
     ],
 )
 def test_an_optimizer_by_name_is_what_deepspeed_would_build(params, kind, decay, kernels):

@@ -636,7 +636,7 @@ def test_inputs_are_cast_and_autocast_is_on_where_that_was_asked_for():
 
     build = lambda: filled(Watching(4, 4))  # noqa: E731
     x, more = torch.ones(2, 4), [torch.ones(1), torch.ones(1, dtype=torch.long)]
-    engine_of(solo(), build=build, dtype="bfloat16", cast_inputs=True)(x, more=more)
+    engine_of(solo(), build=build, dtype="bfloat16")(x, more=more)
     assert seen.pop() == (torch.bfloat16, False, [torch.bfloat16, torch.long])
     assert engine_of(solo(), build=build, autocast="bfloat16")(x).dtype == torch.bfloat16
     assert seen.pop() == (torch.float32, True, [])

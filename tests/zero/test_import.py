@@ -242,7 +242,7 @@ def test_plain_state_dicts_of_a_model_and_its_optimizer_go_on_as_if_they_had_sta
     assert capsys.readouterr().out.strip() == str(tmp_path / "c" / "global_step0")
     assert "0 as 0.weight, 1 as 0.bias, 2 as 1.weight" in caplog.text
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 1))
-    ours = shard(model, torch.optim.Adam(model.parameters(), lr=1.0), stage=2, group=solo())
+    ours = shard(model, torch.optim.Adam(model.parameters(), lr=1.0), stage=2, kernels="torch", group=solo())
     zero.load(tmp_path / "c", ours)
     for number in (2, 3):
         step(plain, optimizer, number)
@@ -268,7 +268,7 @@ def test_a_plain_state_dict_is_taken_by_position_with_a_warning_that_names_the_m
     plain, optimizer = plain_training(tmp_path)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 1))
     model.load_state_dict(plain.state_dict())
-    ours = shard(model, torch.optim.Adam(model.parameters(), lr=1.0), stage=2, group=solo())
+    ours = shard(model, torch.optim.Adam(model.parameters(), lr=1.0), stage=2, kernels="torch", group=solo())
     ours.load_state_dict(optimizer.state_dict())
     assert "taken by position: 0 as 0.weight, 1 as 0.bias" in caplog.text
     step(plain, optimizer, 2)

@@ -37,9 +37,12 @@ def net():
     return filled(Net(), real=True)
 
 
+OWN_BITS = {"gradient_clipping": 0, "zero_accelerators": {"kernels": "torch"}}
+
+
 def config(**params):
     return {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Muon", "params": params},
-            "zero_optimization": {"stage": 2}}  # fmt: skip
+            "zero_optimization": {"stage": 2}, **OWN_BITS}  # fmt: skip
 
 
 SETTINGS = {"lr": 0.03, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-2}
@@ -98,7 +101,8 @@ def test_muon_of_a_deepspeed_file_trains_matrices_and_adamw_the_rest():
 
 
 def test_optimizers_passed_as_a_list_train_under_an_engine():
-    file = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+    file = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True,
+            **OWN_BITS}  # fmt: skip
     assert same(trained(1, config=file, optimizer=by_hand), plain())
 
 
@@ -269,7 +273,7 @@ def test_a_schedule_of_one_of_the_optimizers_drives_it_and_another_ones_is_refus
     model = net()
     optimizers = by_hand(model)
     schedule = OPTIM.lr_scheduler.LambdaLR(optimizers[0], lambda step: 0.5**step)
-    file = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 1}}
+    file = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 1}, "gradient_clipping": 0}
     engine, *_ = zero.initialize(model=model, optimizer=optimizers, lr_scheduler=schedule, config=file)
     with caplog.at_level(logging.WARNING):
         engine.backward(real_loss(engine(draw(model, (3, 4), 0, 0, real=True))))

@@ -249,7 +249,7 @@ def test_a_subclass_that_changes_nothing_is_served_as_its_parent(kind, known, is
     made, plain = model(), model()
     optimizer, reference = kind(made.parameters()), known(plain.parameters(), **(LIKE_IT if known is OPTIM.AdamW else {}))
     assert known_kind(optimizer) is known
-    sharded = shard(made, optimizer, stage=2, group=solo())
+    sharded = shard(made, optimizer, stage=2, group=solo(), kernels="torch")
     for _ in range(2):
         for one, stepping in ((made, sharded), (plain, reference)):
             one(torch.ones(2, 5)).square().mean().backward()

@@ -38,15 +38,26 @@ def exchange_texts(group: Group, text: str) -> list[str]:
 
 
 def first_difference(first: str, other: str, rank: int) -> str:
-    """Returns the first line in which another rank's text differs from rank 0's, cut to the first words that differ."""
+    """Returns the first line in which another rank's text differs from rank 0's. Of a long one what is cut away is alike."""
     for first_line, other_line in itertools.zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing"):
         if first_line != other_line:
             one, another = first_line, other_line
             if first_line.startswith("group ") and other_line.startswith("group "):
                 settings = zip(first_line.split(", "), other_line.split(", "), strict=False)
                 one, another = next(((a, b) for a, b in settings if a != b), (first_line, other_line))
-            return f"rank {rank} has {another!r:.200}, rank 0 has {one!r:.200}"
+            place = next((index for index, (a, b) in enumerate(zip(one, another, strict=False)) if a != b), 0)
+            one, another = (_around(text, place) for text in (one, another))
+            return f"rank {rank} has {another}, rank 0 has {one}"
     return "they have the same parameters, in other places"
+
+
+_SHOWN = 200  # characters of a line in an error
+
+
+def _around(text: str, place: int) -> str:
+    begin = 0 if len(text) <= _SHOWN or place < _SHOWN // 2 else place - _SHOWN // 2
+    part = text[begin : begin + _SHOWN]
+    return ("..." if begin else "") + part + ("..." if begin + _SHOWN < len(text) else "")
 
 
 Failure = Callable[[Exception | None, Mapping[int, str], int], Exception]

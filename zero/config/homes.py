@@ -18,6 +18,8 @@ NAMES_OF_HOST = ("cpu", "host")
 class Offload(ConfigModel):
     """Where masters, optimizer state and gradient shares live if not on the accelerator, and how much of them."""
 
+    prefix = "offload."
+
     home: Annotated[Literal["host"], BeforeValidator(lambda given: _place(given))] = "host"
     pinned: bool | None = None  # None: where that works
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
@@ -48,8 +50,13 @@ def name_of_place(place: object) -> object:
 
 
 def _place(given: object) -> str:
+    if isinstance(given, bool):
+        raise ValueError(f"Cannot use offload={given}: name the place. Use offload='cpu'.")
     if name_of_place(given) not in NAMES_OF_HOST:
-        raise ValueError(f"Cannot offload to {brief(given)}: it is not host memory. Use 'cpu', or homes= for a disk.")
+        raise ValueError(
+            f"Cannot use offload={brief(given)}: offload is for host memory. Use offload='cpu'; for a disk, "
+            "homes={'masters': 'disk:/fast', 'moments': 'disk:/fast'}."
+        )
     return "host"
 
 
@@ -58,6 +65,8 @@ DISK = "disk:"  # and a directory
 
 class StateHome(ConfigModel):
     """Where one kind of state lives, and how much of it; the rest is on the device."""
+
+    prefix = "homes.*."
 
     home: Literal["device", "host", "disk"]
     path: str | None = None  # the directory of a disk
@@ -100,6 +109,13 @@ def _named_home(given: object) -> str:
 
 class Homes(ConfigModel):
     """Where each kind of state lives. None: where `offload` says."""
+
+    prefix = "homes."
+    no_such_setting = "the kinds of state are weights, gradients, masters and moments."
+
+    @classmethod
+    def all_settings(cls) -> str:
+        return "Use homes={'masters': 'cpu', 'moments': 'cpu'}."
 
     weights: StateHome | None = None
     gradients: StateHome | None = None

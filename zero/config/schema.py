@@ -34,18 +34,27 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Half = Literal["bfloat16", "float16"]
-Kernels = Literal["torch", "fused", "compiled"]
+Kernels = Literal["auto", "torch", "fused", "compiled"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Coded = Literal["int8"]  # what gradients travel in as bytes; zero/runtime/reduce/narrowing.py has the code of each
 OnNonfinite = Literal["skip", "raise", "propagate"]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
 Count = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0), BeforeValidator(as_bytes)]
+BucketBytes = Annotated[int, Field(ge=1), BeforeValidator(as_bytes)]
 Positive = Annotated[float, Field(gt=0)]
+
+
+PROPAGATES_FP16 = (
+    "Cannot use on_nonfinite='propagate' with float16 weights: their gradients overflow now and then, and every weight would "
+    "become NaN. Leave on_nonfinite out, which skips such steps, or use 'raise' to find out where they come from."
+)
 
 
 class LossScale(ConfigModel):
     """Scaling of the loss for fp16: fixed at `initial`, or moved up and down as gradients are finite or not."""
+
+    prefix = "loss_scale."
 
     dynamic: bool = True
     initial: Annotated[float, Field(gt=0, lt=2.0**128)] = 65536.0
@@ -78,6 +87,8 @@ def _as_loss_scale(given: Any) -> Any:
 class Batch(ConfigModel):
     """The number of samples of a step. `of` computes the one that was left out; global = micro x accumulation x ranks always
     holds."""
+
+    prefix = "batch."
 
     global_samples: Count
     micro_samples: Count
@@ -185,6 +196,8 @@ class ScheduleSpec(Recipe):
 class Report(ConfigModel):
     """What a run logs and records while it trains."""
 
+    prefix = "report."
+
     every_steps: Count | None = None
     wall_clock: bool = False
     memory: bool = False
@@ -195,22 +208,26 @@ class ZeroConfig(ConfigModel):
     """All settings of `zero.shard` and `zero.initialize`. Equal objects have equal digests. docs/config.md explains each
     setting."""
 
+    no_such_setting = "zero.shard has no such option."
+    meaning_of_default: ClassVar[Mapping[str, str]] = {"clip": " to turn clipping off"}
+
     stage: Annotated[int, Field(ge=0, le=3)]
     dtype: Dtype | None = None
     keep_fp32: Names = ()
     masters: Literal["exact", "rounded"] = "exact"  # from the weights before they were cast, or after
     buffer_dtype: Dtype | None = None  # what floating buffers are cast to
     keep_fp32_buffers: Names | None = None  # those that are not; None: what the model lists itself, as transformers' do
+    buffers: Literal["local", "broadcast"] = "local"  # each rank's own, or rank 0's from every step on
     autocast: Half | None = None
-    cast_inputs: bool = False
+    cast_inputs: bool = False  # floating inputs of the model's forward to `dtype`; True where that is given
     offload: Annotated[Offload | None, BeforeValidator(offload_in_our_words)] = None
     homes: Homes = Homes()  # of kinds of state that have others than `offload` says
-    bucket_bytes: Literal["auto"] | Count = "auto"  # 16 to 64 MiB, and less for host tensors that go over a network
+    bucket_bytes: Literal["auto"] | BucketBytes = "auto"  # 16 to 64 MiB, and less for host tensors that go over a network
     gathered_bytes: Literal["auto", "all"] | Bytes = "auto"  # of whole weights on a device at stage 3
     keep_whole_numel: Annotated[int, Field(ge=0)] = 0  # elements up to which a parameter is never in shares there
     shard_ranks: Literal["host"] | Count | None = None  # that states are in shares of, and replicated beyond; None: all
     shared_memory: bool = True  # between ranks of one host that prove they can; False: ordinary collectives
-    align_bytes: Annotated[int, Field(ge=16, le=4096)] = 64
+    align_bytes: Annotated[int, Field(ge=16, le=4096), BeforeValidator(as_bytes)] = 64
     reduce: Literal["mean", "sum"] | Positive = "mean"
     reduce_dtype: Dtype | Coded | None = None  # what wider gradients are rounded to before they travel; sums are fp32
     gather_dtype: Literal["int8"] | None = None  # what new 16-bit weights travel in at stages 1 and 2
@@ -222,7 +239,7 @@ class ZeroConfig(ConfigModel):
     on_nonfinite: OnNonfinite = "propagate"
     check_weights_every: Count | None = None  # so many steps, all ranks compare their weights
     on_unused: Literal["leave", "raise"] = "leave"
-    kernels: Kernels = "torch"
+    kernels: Kernels = "auto"  # the fastest that all ranks have and that gives the optimizer's own results to rounding
     elementwise: bool | None = None  # what an optimizer is that nothing is known of: it treats every element by itself
     whole_tensors: bool | None = None  # or it looks at whole tensors, one at a time
     start: Literal["broadcast", "verify"] = "broadcast"
@@ -235,6 +252,10 @@ class ZeroConfig(ConfigModel):
     schedule: ScheduleSpec | None = None
     report: Report = Report()
 
+    @classmethod
+    def all_settings(cls) -> str:
+        return "All options are in docs/config.md."
+
     @model_validator(mode="before")
     @classmethod
     def _accumulation_follows_the_batch(cls, given: Any) -> Any:
@@ -244,13 +265,14 @@ class ZeroConfig(ConfigModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_loss_scale_skips(cls, given: Any) -> Any:
-        """Steps that are not finite are skipped if there is a loss scale; else values that are not finite propagate, as in
-        plain torch."""
-        if isinstance(given, Mapping) and "on_nonfinite" not in given:
-            scaled = given.get("loss_scale") is not None or given.get("dtype") == "float16"
-            return {**given, "on_nonfinite": "skip" if scaled else "propagate"}
-        return given
+    def _defaults_that_follow_from_others(cls, given: Any) -> Any:
+        """Skips steps that are not finite if there is a loss scale, and casts inputs if weights are cast."""
+        if not isinstance(given, Mapping):
+            return given
+        implied: dict[str, Any] = {"cast_inputs": True} if given.get("dtype") is not None else {}
+        if given.get("loss_scale") is not None or given.get("dtype") == "float16":
+            implied["on_nonfinite"] = "skip"
+        return {**implied, **given}
 
     @model_validator(mode="after")
     def _no_impossible_pairs(self) -> ZeroConfig:
@@ -260,13 +282,14 @@ class ZeroConfig(ConfigModel):
              "Cannot use accumulation: the batch was counted with another number of micro-batches. Give one of the two"),
             (scale is not None and self.dtype == "bfloat16",
              "Cannot use loss_scale: bfloat16 has a range that needs none. Leave loss_scale out, or use float16"),
+            (self.dtype == "float16" and self.on_nonfinite == "propagate", PROPAGATES_FP16),
             (scale is not None and scale.dynamic and self.on_nonfinite == "propagate",
              "Cannot use on_nonfinite='propagate': a dynamic loss scale moves only when steps are skipped. "
              "Use 'skip', 'raise' to find out where they come from, or a fixed scale"),
             (self.align_bytes & (self.align_bytes - 1) != 0,
              f"Cannot use align_bytes={self.align_bytes}: memory is aligned to powers of two. Use 16, 32, 64 or more"),
             (self.cast_inputs and self.dtype is None,
-             "Cannot use cast_inputs: there is no dtype to cast them to. Give dtype"),
+             "Cannot use cast_inputs=True: there is no dtype to cast them to. Give dtype"),
             (self.autocast is not None and half and self.autocast != self.dtype,
              "Cannot use autocast in another 16-bit dtype than the weights have. Use one dtype for both, or leave one out"),
             (self.predivide != 1.0 and self.reduce == "sum",
@@ -298,6 +321,10 @@ class ZeroConfig(ConfigModel):
     def digest(self) -> str:
         """Twelve hexadecimal digits, equal exactly where effective configurations are equal."""
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:12]
+
+    def lines(self) -> list[str]:
+        """Returns the effective configuration as lines `key=value`, each with its whole name."""
+        return [f"{name}={value!r}" for name, value in _flat(self.as_dict())]
 
     def text(self) -> str:
         """Returns the effective configuration as lines `key = value`: plain settings first, then each group of settings."""

@@ -17,7 +17,7 @@ def check_supported(config: ZeroConfig) -> None:
          "gradients are always added up in float32"),
     )  # fmt: skip
     _refuse(rules, "Take it out of the configuration.")
-    for reason in _without_effect(config):
+    for reason in _of_another_result(config):
         logger.info("%s", reason)
 
 
@@ -26,10 +26,10 @@ def check_plain_loop(config: ZeroConfig) -> None:
     why = "a plain loop does that itself"
     rules = (
         (config.autocast is not None, "autocast", why),
-        (config.cast_inputs, "cast_inputs", why),
         (config.optimizer is not None, "optimizer", "shard steps with the optimizer that was passed"),
         (config.schedule is not None, "schedule", why),
         (config.drop_last, "drop_last", why),
+        (config.batch is not None, "batch", "a plain loop makes its own batches; accumulation= says how many make a step"),
         (not config.count_micro_steps, "count_micro_steps", "every step of a plain loop steps"),
         (config.report != Report(), "report", why),
     )  # fmt: skip
@@ -42,11 +42,9 @@ def _refuse(rules: tuple[tuple[bool, str, str], ...], remedy: str) -> None:
             raise ValueError(f"Cannot use {what}: {why}. {remedy}")
 
 
-def _without_effect(config: ZeroConfig) -> list[str]:
-    """Returns the settings that change no result here."""
+def _of_another_result(config: ZeroConfig) -> list[str]:
+    """Returns what is to be known of settings that make training differ from plain training."""
     messages = []
-    if config.predivide != 1.0:
-        messages.append("predivide has no effect: sums are taken in float32, so nothing overflows before it is divided")
     if config.reduce_dtype in get_args(Coded):
         messages.append(f"gradients travel as {config.reduce_dtype}: training is near to plain training, and not equal to it")
         if config.shard_ranks is not None:
@@ -54,5 +52,5 @@ def _without_effect(config: ZeroConfig) -> list[str]:
     elif config.reduce_dtype is not None:
         messages.append(f"gradients wider than {config.reduce_dtype} are rounded to it and travel so; all are added in float32")
     if config.gather_dtype is not None:
-        messages.append("new weights travel in 8 bits, and are what these say; masters are float32")
+        messages.append("new weights of 16 bits travel in 8 bits, and are what these say; masters are float32")
     return messages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -15,8 +16,15 @@ from accelerators.launch import read_launch
 from zero.comm.group import Group
 from zero.config.schema import Batch, ZeroConfig
 from zero.engine.checkpoints import state_dict_of, write_weights
-from zero.engine.forward import run_forward
 from zero.engine.loading import loader_of
+from zero.memory.formats import DTYPES
+
+
+def autocast_of(config: ZeroConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Returns the block that a configuration wants the model called in."""
+    if config.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[config.autocast])
 
 
 class BaseEngine:
@@ -48,8 +56,9 @@ class BaseEngine:
         return next((param.device for param in self.module.parameters()), self._default_device)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward, with the casts and the autocast of the configuration. No collective."""
-        return run_forward(self.module, self.config, self.device, inputs, named)
+        """The model's forward, under the autocast of the configuration. No collective."""
+        with autocast_of(self.config, self.device):
+            return self.module(*inputs, **named)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Calls the model, as `engine(...)` does."""

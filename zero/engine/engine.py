@@ -47,7 +47,7 @@ class Engine(BaseEngine):
     # the loop ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward, with the casts and the autocast of the configuration. No collective."""
+        """The model's forward, under the autocast of the configuration. No collective."""
         window = self.optimizer.sharding.window
         if torch._C._current_graph_task_id() == -1:  # or else it is recomputed in a backward
             window.scaling.expect_plain()
@@ -225,7 +225,7 @@ class Engine(BaseEngine):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the last window's gradients before clipping; None before the first step. No collective."""
+        """The norm of the last window's gradients before the step's own clipping; None before the first step. No collective."""
         return self.optimizer.grad_norm
 
     def loss_scale(self) -> float:

@@ -15,7 +15,7 @@ from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.engine.base import BaseEngine
 from zero.memory.formats import DTYPES
-from zero.setup.module_sync import cast_buffers, sync_module_states
+from zero.setup.module_sync import cast_buffers, cast_inputs, sync_module_states
 from zero.setup.param_selection import ManagedParams, fp32_islands
 from zero.sharding.unread import UnreadParams
 
@@ -42,6 +42,7 @@ class ForwardEngine(BaseEngine):
                 if param.is_floating_point() and id(param) not in kept:
                     param.data = param.data.to(DTYPES[config.dtype])
         cast_buffers(model, config)
+        self._input_cast = cast_inputs(model, config)
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
         """Raises: this engine only runs forward."""
@@ -82,5 +83,7 @@ class ForwardEngine(BaseEngine):
         return 1.0
 
     def close(self) -> None:
-        """Leaves the group of ranks; the model stays as it is. No collective."""
+        """Leaves the group of ranks; the model keeps its weights. No collective."""
+        if self._input_cast is not None:
+            self._input_cast.remove()
         self.group.close()

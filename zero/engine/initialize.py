@@ -23,7 +23,7 @@ from zero.engine.engine import Engine
 from zero.engine.forward_only import ForwardEngine
 from zero.engine.loading import loader_of
 from zero.engine.optimizer_names import EngineOptimizer
-from zero.engine.optimizers import check_known, given_optimizer, has_fused, own_optimizer
+from zero.engine.optimizers import check_known, given_optimizer, own_optimizer
 from zero.memory.formats import dtype_name
 from zero.optim.schedules import build_schedule
 from zero.optim.several import members_of
@@ -117,7 +117,7 @@ def _build(
     params = list(model.parameters() if model_parameters is None else model_parameters)
     given = None if optimizer is None else given_optimizer(optimizer, params)
     read = read_config(source, _implied(model, given, training_data, group.size))
-    config = effective(read, given, lr_scheduler, accelerator)
+    config = effective(read, given, lr_scheduler)
     check_supported(config)
     if given is not None and not isinstance(source, ZeroConfig):
         check_known(given, config)
@@ -199,10 +199,12 @@ def _the_config(args: Any, config: Source | None, config_params: Source | None) 
         logger.warning("args.deepscale_config is read, but it is called args.deepspeed_config by now. Rename it.")
         places["args.deepscale_config"] = oldest
     given = {place: value for place, value in places.items() if value is not None}
+    if not given:
+        raise ValueError("Cannot initialize: no configuration was given. Pass config='ds_config.json' or a dict.")
     if len(given) != 1:
-        names = " and ".join(given) or "none"
+        names = " and ".join(given)
         raise ValueError(
-            f"Cannot choose a configuration: {names} of {', '.join(places)} was passed, and one is needed. Pass config=."
+            f"Cannot choose a configuration: {names} were passed, and one is needed. Pass config=."
         )
     return next(iter(given.values()))
 
@@ -234,19 +236,16 @@ def _implied(model: nn.Module, given: torch.optim.Optimizer | None, training_dat
     )
 
 
-def effective(
-    config: ZeroConfig, given: torch.optim.Optimizer | None, lr_scheduler: Any, accelerator: Accelerator
-) -> ZeroConfig:
+def effective(config: ZeroConfig, given: torch.optim.Optimizer | None, lr_scheduler: Any) -> ZeroConfig:
     """Returns the configuration that will be used: arguments of the call take precedence over the file."""
     changes: dict[str, Any] = {}
+    for name, replaced, by in (("optimizer", config.optimizer, given), ("schedule", config.schedule, lr_scheduler)):
+        if replaced is not None and by is not None:
+            logger.warning("%s has no effect here: the call passed a %s, which is used.", name, type(by).__name__)
     if given is not None:
-        kernels = "fused" if all(group.get("fused") for group in given.param_groups) else "torch"
-        changes = {"optimizer": None, "kernels": "compiled" if config.kernels == "compiled" else kernels}
+        changes = {"optimizer": None}
         if config.elementwise and known_whole(given):
             changes["elementwise"] = None  # a DeepSpeed file vouches for what is passed, and it is known what that is
-    elif config.optimizer is not None and config.kernels == "fused" and not has_fused(config.optimizer, accelerator):
-        logger.warning("torch has no fused %s for %s; its plain kernel steps", config.optimizer.kind, accelerator.name)
-        changes = {"kernels": "torch"}
     if lr_scheduler is not None:
         changes["schedule"] = None
     return config.model_copy(update=changes)

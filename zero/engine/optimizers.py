@@ -8,29 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerators import Accelerator
 from zero.config.schema import OptimizerSpec, ZeroConfig
 from zero.optim.lion import Lion
 from zero.optim.muon import TORCHS, Muon, is_for_muon, is_of_matrices
 from zero.optim.several import as_one, members_of, with_members
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.optim.traits import ELEMENTWISE, evaluates, is_elementwise, known_whole, of_all_tensors
-from zero.runtime.kernels.select import check_kernels
 
 # DeepSpeed's own Adams, told by name. They compute what torch's do, with kernels for whole memory that a share has no use for.
 _THEIRS = "deepspeed.ops.adam"
 _ADAMS = {"FusedAdam", "DeepSpeedCPUAdam"}
-
-
-def has_fused(spec: OptimizerSpec, accelerator: Accelerator) -> bool:
-    """Whether torch's fused kernel of that optimizer runs on the device."""
-    with skip_dynamo_import():
-        example = _class_of(spec)([nn.Parameter(torch.zeros(1))], **spec.kwargs)
-    try:
-        check_kernels(example, "fused", accelerator.device())
-    except ValueError:
-        return False
-    return True
 
 
 def _class_of(spec: OptimizerSpec) -> Callable[..., torch.optim.Optimizer]:

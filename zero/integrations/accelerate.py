@@ -19,7 +19,7 @@ from torch import nn
 import accelerators
 from zero.config.deepspeed.written import Implied
 from zero.engine.initialize import move
-from zero.integrations.options import Framework, Given, read_options
+from zero.integrations.options import Framework, Given, check_ddp, read_options
 from zero.plan.stages import stage_of
 from zero.runtime.grads.ownership import window_of
 from zero.runtime.params.swap import gathered
@@ -79,6 +79,10 @@ class ShardedAccelerator(Accelerator):
                 "Cannot shard under accelerate with dtype='float16': accelerate would not know of skipped steps, and its "
                 "schedulers would go on. Use mixed_precision='fp16', or dtype='bfloat16'."
             )
+        handler = self.ddp_handler
+        if handler is not None:
+            hooks = [name for name in ("comm_hook", "comm_wrapper") if str(getattr(handler, name, "no")).lower() != "no"]
+            check_ddp(handler.to_kwargs(), ", ".join(hooks))
         self.zero = dict(zero)
         self._saved: ShardedOptimizer | None = None  # while a state is saved or loaded
         self.register_save_state_pre_hook(self._save_shares)
@@ -106,7 +110,8 @@ class ShardedAccelerator(Accelerator):
         (inner,), (model,) = plain, models
         if self.device_placement:
             move(model, self.device)
-        optimizer = inner if isinstance(inner, ShardedOptimizer) else shard(model, inner, **self.zero)
+        as_ddp = {"buffers": "broadcast" if getattr(self.ddp_handler, "broadcast_buffers", True) else "local"}
+        optimizer = inner if isinstance(inner, ShardedOptimizer) else shard(model, inner, **{**as_ddp, **self.zero})
         if optimizer.sharding.group.size != self.num_processes:
             self._refuse_ranks(optimizer)
         given = [None] * len(args) if device_placement is None else device_placement

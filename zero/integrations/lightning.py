@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from zero.config.deepspeed.written import Implied
-from zero.integrations.options import Framework, Given, read_options
+from zero.integrations.options import Framework, Given, check_ddp, read_options
 from zero.plan.stages import stage_of
 from zero.sharding.load import load
 from zero.sharding.optimizer import ShardedOptimizer, shard
@@ -55,6 +55,7 @@ class ShardedStrategy(DDPStrategy):
                 "Cannot shard under Lightning with dtype='float16': Lightning calls backward itself, without a loss scale for "
                 "such weights. Use precision='16-mixed', or dtype='bfloat16'."
             )
+        check_ddp(self._ddp_kwargs, self._ddp_comm_hook or self._ddp_comm_wrapper, self._model_averaging_period)
         self.zero = zero
         self._shares: Path | None = None  # of the checkpoint that is being loaded
 
@@ -76,7 +77,8 @@ class ShardedStrategy(DDPStrategy):
                 "one, with a parameter group for each part of the model that has its own settings, or make several one with "
                 "zero.optim.several.Optimizers([muon, adamw])."
             )
-        options = read_options(self.zero, self._framework(trainer)).shard
+        as_ddp = {"buffers": "broadcast" if self._ddp_kwargs.get("broadcast_buffers", True) else "local"}
+        options = {**as_ddp, **read_options(self.zero, self._framework(trainer)).shard}
         self.optimizers = [shard(self.lightning_module, self.optimizers[0], **options)]
 
     def _framework(self, trainer: Any) -> Framework:

@@ -20,7 +20,7 @@ Given = Mapping[str, Any] | str | os.PathLike[str]
 # as it would not know of one that was skipped.
 _FRAMEWORKS_OWN = frozenset((
     "dtype", "autocast", "cast_inputs", "loss_scale", "on_nonfinite", "clip", "accumulation", "batch", "count_micro_steps",
-    "drop_last", "optimizer", "schedule", "kernels", "report",
+    "drop_last", "optimizer", "schedule", "report", "buffers",
 ))  # fmt: skip
 # Those of them that a DeepSpeed file may have and nothing is done about.
 _LEFT = {
@@ -47,6 +47,20 @@ class Framework:
     builds: bool = False  # an optimizer and a schedule that the configuration describes
 
 
+def check_ddp(given: Mapping[str, Any], hook: object = None, averaging: object = None) -> None:
+    """Refuses what was asked of DistributedDataParallel, which wraps nothing here, and changes results; warns of what has no
+    effect. `given` are its arguments, but for its hook and the period of model averaging."""
+    if hook:
+        raise ValueError(
+            f"Cannot use a communication hook of DistributedDataParallel ({hook}): nothing is wrapped in it. Leave it out, and "
+            "use zero={'reduce_dtype': 'bfloat16'} or 'int8' for fewer bytes."
+        )
+    if averaging:
+        raise ValueError(f"Cannot use model_averaging_period={averaging}: gradients are averaged at each step. Leave it out.")
+    if given.get("bucket_cap_mb") is not None:
+        logger.warning("bucket_cap_mb of DistributedDataParallel has no effect here. Use zero={'bucket_bytes': ...}.")
+
+
 @dataclass(frozen=True)
 class Options:
     """The options for `zero.shard`, and the configuration that they were read from; None where they were passed as options."""
@@ -64,6 +78,8 @@ def read_options(given: Given, framework: Framework) -> Options:
     for path, name in _DECIDED.items():
         if tree.get(path) == "auto" and getattr(implied, name) is None:
             del tree[path]  # the loop decides, and no other code reads it
+    if tree.get("gradient_clipping") is None:
+        tree["gradient_clipping"] = 0 if implied.clip is None else "auto"  # the loop clips, or nobody
     config = read_deepspeed(tree, implied)
     wrong = [*_differing(tree, config, framework), *_not_built(tree, config, framework)]
     if wrong:
@@ -79,8 +95,6 @@ def read_options(given: Given, framework: Framework) -> Options:
         options["dtype"] = config.dtype
     if implied.clip is None:
         options["clip"] = config.clip
-    if config.optimizer is not None:
-        options["kernels"] = config.kernels
     return Options(options, config)
 
 

@@ -16,10 +16,13 @@ _LEAST_OF_A_RANK = 2**18  # which a delay of five microseconds is nothing to
 _NUM_ON_NETWORK = 16
 
 
-def default_bucket_bytes(weight_bytes: int, world: int, on_network: bool) -> int:
-    """What `bucket_bytes="auto"` is, for host tensors that go over a network or others. What is sent first waits for a bucket
-    of gradients, and what is sent last for a bucket of the step: over a network buckets are smaller, to hide the rest. Those of
-    large models are larger, as each costs time on the host."""
+def default_bucket_bytes(weight_bytes: int, world: int, on_network: bool, is_host: bool = True) -> int:
+    """Returns what `bucket_bytes="auto"` is, for host tensors that go over a network or others. What is sent first waits for a
+    bucket of gradients, and what is sent last for a bucket of the step: over a network buckets are smaller, to hide the rest.
+    Those of large models are larger, as each costs time on the host; so are those of one rank on a device, which sends nothing
+    and waits for the host alone."""
+    if world == 1 and not is_host:
+        return _MOST_BYTES
     if not on_network:
         return min(_MOST_BYTES, max(USUAL_BUCKET_BYTES, weight_bytes // _NUM))
     least = max(_LEAST_ON_NETWORK, world * _LEAST_OF_A_RANK)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zero.comm.exchange import exchange_about, exchange_texts
+from zero.comm.exchange import exchange_about, exchange_texts, first_difference
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.errors import RanksDiffer
@@ -25,7 +24,7 @@ def verify_same_setup(
     model: nn.Module, optimizer: torch.optim.Optimizer, chosen: ManagedParams, config: ZeroConfig, group: Group
 ) -> None:
     """Raises on every rank, with the first difference, when ranks build different things."""
-    lines = [f"configuration {config.digest} {json.dumps(config.as_dict(), sort_keys=True)}"]
+    lines = config.lines()
     for spec, tensor in zip(chosen.specs(), chosen.tensors, strict=True):
         given = dtype_name(tensor.dtype)  # in which rank 0's values are sent
         cast = "" if given == spec.dtype else f"{given} to be "
@@ -40,17 +39,15 @@ def verify_same_setup(
         named = zip(chosen.names, chosen.tensors, strict=True)
         lines += [f"weights of {name}: {bits_of(tensor).hex()}" for name, tensor in named if not tensor.is_meta]
     text = "\n".join(lines)
-    digests = group.all_gather_bytes(hashlib.sha256(text.encode()).digest())
+    digests = exchange_about(group, "shard", hashlib.sha256(text.encode()).digest())
     if all(digest == digests[0] for digest in digests):
         return
-    texts = [each.split("\n") for each in exchange_texts(group, text)]
-    for rank, rank_lines in enumerate(texts):
-        for first, other in zip([*texts[0], ""], [*rank_lines, ""], strict=False):
-            if first != other:
-                raise RanksDiffer(
-                    f"Cannot shard: rank {rank} of {group.size} built '{_short(other)}' where rank 0 built '{_short(first)}'. "
-                    "Build the same model, optimizer and configuration on all ranks."
-                )
+    texts = exchange_texts(group, text)
+    rank = next(rank for rank, other in enumerate(texts) if other != texts[0])
+    raise RanksDiffer(
+        f"Cannot shard: ranks of {group.size} built different things: {first_difference(texts[0], texts[rank], rank)}. "
+        "Build the same model, optimizer and options on every rank; look for a seed, a path or `if rank == 0`."
+    )
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> str:
@@ -66,10 +63,6 @@ def _settings_of(group: dict[str, Any]) -> str:
         if isinstance(value, (int, float, str, tuple, type(None))):
             settings[key] = repr(value)
     return ", ".join(f"{key}={value}" for key, value in settings.items())
-
-
-def _short(line: str) -> str:
-    return line if len(line) <= 200 else line[:197] + "..."
 
 
 BITS = 16  # bytes that stand for the bits of one tensor

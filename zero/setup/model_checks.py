@@ -28,7 +28,10 @@ def check_model(model: nn.Module, stage: int = 0) -> None:
     """Refuses what is not a module, a model that another library distributes already, and at stage 3 what is scripted."""
     if not isinstance(model, nn.Module):
         type_name = type(model).__name__
-        raise TypeError(f"Cannot shard a {type_name}: it is not a model. Pass an nn.Module, then its optimizer.")
+        raise TypeError(
+            f"Cannot shard: the first argument is of type {type_name} and not a module. Call zero.shard(model, optimizer, "
+            "stage=...)."
+        )
     for name, module in model.named_modules():
         kind = type(module)
         path = f"{kind.__module__}.{kind.__qualname__}"

@@ -1,14 +1,17 @@
-"""The parts of a model that no optimizer manages: frozen parameters and buffers."""
+"""The parts of a model that no optimizer manages: frozen parameters, buffers and the inputs of its forward."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
@@ -36,6 +39,49 @@ def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group) ->
                 _broadcast_bits(group, place)
     if odd:
         logger.warning("Not plain dense tensors, so taken as they are, and not from rank 0: %s", ", ".join(odd))
+
+
+class Buffers:
+    """The buffers that a model had when it was sharded, kept equal on all ranks.
+
+    [Note: buffers] DDP sends rank 0's buffers before a forward that follows one which reduces gradients. A forward is no
+    collective: ranks may take different branches, or skip one. But it is between two steps that buffers change, and a step all
+    ranks take together. So they are sent when a step has settled its window, where each rank knows of all others that they
+    come too, and each forward until the next step begins with the same.
+    """
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        self._group = group
+        self._places = [
+            (f"{prefix}.{name}" if prefix else name, module._buffers, name)
+            for prefix, module in model.named_modules()
+            for name in module._buffers
+        ]
+
+    def text(self) -> str:
+        """Returns a line for each buffer that is there now, to be compared with other ranks'."""
+        return "\n".join(f"buffer {name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in self._present())
+
+    @torch.no_grad()
+    def take_rank0s(self) -> None:
+        """Makes all of them rank 0's, in as few messages as there are dtypes and devices. A collective."""
+        if self._group.size == 1:
+            return
+        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for _, tensor in self._present():
+            place = _memory_of(tensor)
+            if place is not None and place.numel() and not place.is_meta:
+                alike.setdefault((place.dtype, place.device), []).append(place)
+        for places in alike.values():
+            packed = torch.cat([place.resolve_conj().resolve_neg().reshape(-1) for place in places])
+            _broadcast_bits(self._group, packed)
+            if self._group.rank:
+                for place, piece in zip(places, torch.split(packed, [place.numel() for place in places]), strict=True):
+                    place.copy_(piece.view(place.shape))
+
+    def _present(self) -> list[tuple[str, torch.Tensor]]:
+        unique = {id(table[name]): (full, table[name]) for full, table, name in self._places if table.get(name) is not None}
+        return list(unique.values())
 
 
 def frozen_to_share(
@@ -130,6 +176,43 @@ def _is_wide(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a float of at least 16 bits. One of 8 bits is quantized, and belongs to a layer that knows its
     scale."""
     return tensor.is_floating_point() and tensor.element_size() > 1
+
+
+class _CastInputs:
+    """A hook that casts floating inputs. A module that is pickled or copied takes it along."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        return _cast(inputs, self.dtype), _cast(named, self.dtype)
+
+
+def cast_inputs(model: nn.Module, config: ZeroConfig) -> RemovableHandle | None:
+    """Has floating inputs of the model's own forward cast to the dtype of the configuration, if that asks for it."""
+    if not config.cast_inputs or config.dtype is None:
+        return None
+    hook = _CastInputs(DTYPES[config.dtype])
+    # By the name of the class: a ScriptModule calls its hooks, but would not take one.
+    return nn.Module.register_forward_pre_hook(model, hook, prepend=True, with_kwargs=True)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Returns it with floating tensors in that dtype, wherever they lie in lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if _is_wide(value) else value
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(_cast(item, dtype) for item in value)
+    if type(value) in (list, tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    if isinstance(value, MutableMapping):  # a kind of its own, with a default or attributes
+        cast = copy.copy(value)
+        for key, item in value.items():
+            cast[key] = _cast(item, dtype)
+        return cast
+    return value
 
 
 def cast_buffers(model: nn.Module, config: ZeroConfig) -> None:

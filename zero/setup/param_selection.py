@@ -107,10 +107,14 @@ def fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:
     """Returns the parameters that stay in fp32: their name, or their module's, matches one of the patterns."""
     islands = set()
     for name, param in model.named_parameters(remove_duplicate=False):
-        parents = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 2)]
-        if any(fnmatch.fnmatch(part, pattern) for part in parents for pattern in patterns):
+        if any(fnmatch.fnmatch(part, pattern) for part in names_and_parents(name) for pattern in patterns):
             islands.add(id(param))
     return islands
+
+
+def names_and_parents(name: str) -> list[str]:
+    """Returns the names of the modules that a parameter is in, and its own."""
+    return [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 2)]
 
 
 def _dtype_for(name: str, param: nn.Parameter, dtype: str | None, island: bool) -> torch.dtype:

@@ -19,7 +19,6 @@ from zero.memory.place import Place
 from zero.plan.layout import ITEM_BYTES, FlatLayout
 from zero.plan.stages import stage_of
 from zero.plan.traffic import default_bucket_bytes
-from zero.setup.consistency import verify_same_setup
 from zero.setup.homes import check_streams, homes_of, places_of
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import (
@@ -79,20 +78,19 @@ def prepare(
     group: Group,
     has_fused_step: bool,
 ) -> ShardingPlan:
-    """Lays out the parameters, compares the layout with the other ranks and checks host memory. A collective. `has_fused_step`:
-    the step is one pass over a bucket, which needs no blocks."""
+    """Lays out the parameters and checks host memory. A collective, of ranks that are known to build the same.
+    `has_fused_step`: the step is one pass over a bucket, which needs no blocks."""
     device = device_of(params)
     num_shares = group.inner.size if stage_of(config.stage).shards_optimizer else 1
     is_on_host = any(place.offload for place in params.places) or device.type == "cpu"
     block_numel = BLOCK_NUMEL if is_on_host and not has_fused_step else None
     unplaced = range(len(params.names))  # placed one by one as the plan is carried out
-    verify_same_setup(model, optimizer, params, config, group)
     place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
     ranks_here, shards_weights = _ranks_that_share_memory(group, torch.device("cpu")), stage_of(config.stage).shards_weights
     specs, bucket_bytes = params.specs(), config.bucket_bytes
     if bucket_bytes == "auto":
-        on_network = device.type == "cpu" and ranks_here < group.size
-        bucket_bytes = default_bucket_bytes(sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in specs), group.size, on_network)
+        weight_bytes, is_host = sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in specs), device.type == "cpu"
+        bucket_bytes = default_bucket_bytes(weight_bytes, group.size, is_host and ranks_here < group.size, is_host)
     layout = FlatLayout.build(specs, num_shares, bucket_bytes, config.align_bytes, unplaced, block_numel)
     memory_guard = MemoryGuard(place, optimizer, has_fused_step, ranks_here, shards_weights)
     if config.homes.threads != "auto" and config.homes.piece_bytes != "auto":

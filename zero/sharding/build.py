@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero.comm.exchange import run_on_all
 from zero.comm.group import Group, TimeLimits
@@ -29,7 +30,14 @@ from zero.runtime.grads.ownership import check_unmanaged, manage
 from zero.runtime.grads.sync_policy import SyncPolicy
 from zero.runtime.grads.window import Window
 from zero.runtime.kernels.adam_step import FusedStep, deferrable_sums
-from zero.runtime.kernels.select import check_kernels, fused_step_of, has_fused_step, host_step_dtypes, use_kernels
+from zero.runtime.kernels.select import (
+    agreed_kernels,
+    check_kernels,
+    fused_step_of,
+    has_fused_step,
+    host_step_dtypes,
+    use_kernels,
+)
 from zero.runtime.kernels.sums import CompiledSums, SumsByTorch
 from zero.runtime.params.absent import Absent, tie_in_state_dict
 from zero.runtime.params.hooks import GradHooks
@@ -44,12 +52,15 @@ from zero.runtime.step.updater import StepPolicy, Updater
 from zero.runtime.sync.exchange import WindowSync
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
-from zero.setup.consistency import settings_of
+from zero.setup.consistency import settings_of, verify_same_setup
+from zero.setup.effects import warn_without_effect
 from zero.setup.homes import places_of, with_pace
 from zero.setup.module_sync import (
+    Buffers,
     MetaBuffers,
     cast_buffers,
     cast_frozen,
+    cast_inputs,
     frozen_to_share,
     restorer_of_dtypes,
     sync_module_states,
@@ -76,6 +87,10 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
     try:
         unread.begin(group, stage_of(config.stage).shards_weights)
         params = run_on_all(group, lambda: _checked(model, optimizer, config))
+        verify_same_setup(model, optimizer, params, config, group)  # before what depends on it: collectives too
+        warn_without_effect(model, optimizer, params, config, group)
+        kernels = agreed_kernels(optimizer, config.kernels, device_of(params), _all_on_host(params), group)
+        config = config.model_copy(update={"kernels": kernels})
         config = with_pace(config, group, optimizer.param_groups, sum(map(torch.Tensor.numel, params.tensors)))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
         sharding = _assemble(_basis(model, optimizer, config, plan, group), unread)
@@ -94,8 +109,14 @@ def _checked(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroCon
     check_unmanaged(params.names, params.tensors)
     check_params_and_settings(model, optimizer, params, stage_of(config.stage).shards_weights)
     device = device_of(params)
-    check_kernels(optimizer, config.kernels, device, bool(host_step_dtypes(params.specs(), device)))
+    if config.kernels != "auto":
+        check_kernels(optimizer, config.kernels, device, bool(host_step_dtypes(params.specs(), device)))
     return params
+
+
+def _all_on_host(params: ManagedParams) -> bool:
+    """Returns True if all masters are stepped on the host."""
+    return device_of(params).type == "cpu" or all(place.offload == 1.0 for place in params.places)
 
 
 @dataclass(frozen=True)
@@ -114,6 +135,7 @@ class _Basis:
     masters: Masters
     placer: ParamPlacer
     hooks: GradHooks
+    input_cast: RemovableHandle | None
 
 
 def _basis(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, plan: ShardingPlan, group: Group) -> _Basis:
@@ -128,7 +150,8 @@ def _basis(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     masters = Masters(layout_ref, rank, weights, shard, formats, optimizer.state, rounded=config.masters == "rounded")
     placer = ParamPlacer(params, formats, weights, masters, group, place)
     hooks = GradHooks(params)
-    return _Basis(model, optimizer, config, plan, group, layout_ref, formats, params, weights, masters, placer, hooks)
+    cast = cast_inputs(model, config)
+    return _Basis(model, optimizer, config, plan, group, layout_ref, formats, params, weights, masters, placer, hooks, cast)
 
 
 def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
@@ -148,6 +171,8 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
 
     with _restoring(basis.optimizer), contextlib.ExitStack() as on_failure:
         on_failure.callback(restorer_of_dtypes(model))  # which comes last
+        if basis.input_cast is not None:
+            on_failure.callback(basis.input_cast.remove)
         on_failure.callback(placer.release)
         on_failure.callback(weights.return_frozen)
         on_failure.callback(placer.remove, dtypes, plan.layout)
@@ -201,7 +226,9 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     reducer = Reducer(layout_ref, formats, plan.place.accelerator, staging, inflight, policy.num_sends)
     grad_ops = ShardedGradOps(layout_ref, formats, group, inflight)
     tracker = ParamTracker(model, params, weights, formats, plan.params.unmanaged, hooks.renew)
-    sync = WindowSync(group, params, layout_ref, config.text(), tracker, partial(settings_of, optimizer))
+    buffers = Buffers(model, group) if config.buffers == "broadcast" else None
+    settings = partial(_settings, optimizer, buffers)
+    sync = WindowSync(group, params, layout_ref, "\n".join(config.lines()), tracker, settings)
     place_params = partial(_place_params, basis.placer, hooks, params, masters, optimizer)
     window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params)
     restore_kernels = use_kernels(optimizer, config.kernels)
@@ -224,7 +251,14 @@ def _connected_parts(basis: _Basis) -> ShardingState:
         memory_guard=memory_guard,
         loss_scaler=LossScaler(config, scaling),
         lifetime=Lifetime(group),
+        buffers=buffers,
+        input_cast=basis.input_cast,
     )
+
+
+def _settings(optimizer: torch.optim.Optimizer, buffers: Buffers | None) -> str:
+    """Returns what all ranks have to have alike when they come to a step."""
+    return "\n".join([settings_of(optimizer), *([] if buffers is None else [buffers.text()])])
 
 
 def _staging(basis: _Basis) -> Staging:

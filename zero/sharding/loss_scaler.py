@@ -8,24 +8,23 @@ from typing import Any
 
 import torch
 
+from zero.config.schema import PROPAGATES_FP16, ZeroConfig
 from zero.config.schema import LossScale as LossScaleConfig
-from zero.config.schema import ZeroConfig
 from zero.plan.grad_scaling import Scaling
 from zero.plan.loss_scale import LossScale
 
 
 def with_loss_scale(config: ZeroConfig, optimizer: torch.optim.Optimizer) -> ZeroConfig:
-    """Adds the default loss scale to the configuration of fp16 weights, whose gradients would underflow without one."""
-    if config.loss_scale is not None or config.dtype not in (None, "float16"):
-        return config
-    if config.dtype == "float16":
-        return config.model_copy(update={"loss_scale": LossScaleConfig()})
+    """Returns the configuration with the default loss scale if weights are fp16, whose gradients would underflow without one.
+    A scale is found by skipping the steps that it makes overflow."""
     params = (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"])
-    if all(param.dtype != torch.float16 for param in params):
+    came_so = config.dtype is None and any(param.dtype == torch.float16 for param in params)  # which no configuration can know
+    if not came_so and config.dtype != "float16":
         return config
-    # The model came in fp16, which the configuration could not know; a scale is found by skipping what it makes overflow.
+    if config.on_nonfinite == "propagate" and "on_nonfinite" in config.model_fields_set:
+        raise ValueError(PROPAGATES_FP16)
     on_nonfinite = "skip" if config.on_nonfinite == "propagate" else config.on_nonfinite
-    return config.model_copy(update={"loss_scale": LossScaleConfig(), "on_nonfinite": on_nonfinite})
+    return config.model_copy(update={"loss_scale": config.loss_scale or LossScaleConfig(), "on_nonfinite": on_nonfinite})
 
 
 class LossScaler:

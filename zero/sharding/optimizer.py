@@ -7,7 +7,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.plan.loss_scale import LossScale
 from zero.runtime.params.swap import gathered, params_of
 from zero.setup.consistency import check_weights
+from zero.setup.model_checks import check_model
 from zero.sharding.build import build
 from zero.sharding.closures import step_with
 from zero.sharding.live import remember
@@ -339,7 +340,7 @@ def shard(
     accumulation: int | None = None,
     reduce: str | float = "mean",
     offload: Any = None,
-    bucket_bytes: int | Literal["auto"] = "auto",
+    bucket_bytes: int | str = "auto",
     **options: Any,
 ) -> ShardedOptimizer:
     """Shards the training of `model` by `optimizer` over the ranks of `group`, and returns the optimizer to use from then on.
@@ -348,12 +349,14 @@ def shard(
     `optimizer` is one, a list of them, or a function that makes them from the parameters. `stage` is 0 to 3. `dtype` casts
     floating parameters and keeps fp32 masters; `group` is a process group, or a DeviceMesh, whose outer dimension, if it has
     two, replicates what the inner one shards; `clip` limits the norm of the gradients at every step; `accumulation` declares
-    how many backwards make a step; `reduce` is "mean", "sum" or a divisor; `offload="cpu"` keeps masters, optimizer state and
-    gradients on the host; `bucket_bytes` is how much is reduced at once. `options` are other fields of `zero.ZeroConfig`.
+    how many backwards make a step; `reduce` is "mean", "sum" or a divisor; `offload="cpu"` keeps masters, optimizer state,
+    gradients and at stage 3 weights on the host; `bucket_bytes` is how much is reduced at once. `options` are other fields of
+    `zero.ZeroConfig`.
     """
+    check_model(model)
     options |= {"dtype": dtype, "clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload}
     options = {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in options.items()}
-    config = ZeroConfig(stage=stage, bucket_bytes=bucket_bytes, **options)
+    config = ZeroConfig(stage=stage, bucket_bytes=bucket_bytes, **options)  # type: ignore[arg-type]
     check_supported(config)
     check_plain_loop(config)
     return ShardedOptimizer(model, optimizer(model.parameters()) if callable(optimizer) else optimizer, config, group)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from accelerators import Accelerator
 from zero.comm.exchange import exchange_about, run_on_all
@@ -36,6 +37,7 @@ from zero.runtime.step.updater import Updater
 from zero.setup.homes import check_streams, homes_of, places_of
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import check_devices, check_dtypes, check_optimizer, check_params, check_settings_on_host
+from zero.setup.module_sync import Buffers
 from zero.setup.param_selection import is_kept, specs_of, works_of
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.state_offload import StateOffloader
@@ -81,6 +83,8 @@ class ShardingState:
     memory_guard: MemoryGuard
     loss_scaler: LossScaler
     lifetime: Lifetime
+    buffers: Buffers | None  # None: each rank has its own
+    input_cast: RemovableHandle | None  # None: inputs are left as they are
 
     @property
     def accelerator(self) -> Accelerator:
@@ -119,6 +123,8 @@ class ShardingState:
         for hook in self.lifetime.hooks:
             hook.remove()
         self.hooks.detach()
+        if self.input_cast is not None:
+            self.input_cast.remove()
         leave(self.params.tensors)
         self.placer.detach(values)
         self.updater.forget_state()

@@ -52,6 +52,8 @@ def decide(state: ShardingState) -> StepDecision | None:
     window.settle("step")  # first of all that ranks do together, as it hears of a rank that failed before
     state.check_on_disk()
     state.group.end_warmup()
+    if state.buffers is not None:
+        state.buffers.take_rank0s()
     sync.set_phase("in the update")
     sync.tracker.copy_back()
     if window.used and state.config.on_unused == "raise":

@@ -28,7 +28,7 @@ _MOMENTS: dict[str, int | tuple[int, int]] = {
     "adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0,
     "muon": (1, 2),  # of matrices, and AdamW of the rest
 }  # fmt: skip
-_KERNELS = ("torch", "fused", "compiled")
+_KERNELS = ("auto", "torch", "fused", "compiled")
 _IN_ONE_PASS = ("adamw", "adam")  # by kernels other than torch's
 _LEAST_BUCKET = 64 * 1024
 _WORDS = {"none": "", "cpu": ", offload to the host", "disk": ", states on disk", "disk+": ", states and weights on disk"}
@@ -90,7 +90,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--accelerator", metavar="NAME", help="as ACCELERATOR (default: the best there is)")
     parser.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: a function's own, the file's, bfloat16)")
     parser.add_argument("--optimizer", choices=_MOMENTS, default="adamw", help="how much it remembers (default: adamw)")
-    parser.add_argument("--kernels", choices=_KERNELS, default="torch", help="what steps, on the host (default: torch)")
+    parser.add_argument("--kernels", choices=_KERNELS, default="auto", help="what steps, on the host (default: auto)")
     parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches of a step (default: 1)")
     parser.add_argument("--bucket-bytes", metavar="SIZE", help="reduced at once (default: as zero.shard has it)")
     parser.add_argument("--gathered-bytes", default="0", metavar="SIZE", help="of whole weights (stage 3), or all (default: 0)")
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if args.bucket_bytes is None:
         on_network = space.is_host and (args.ranks_per_host or args.ranks) < args.ranks
         weight_bytes = sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in subject.params)
-        bucket_bytes = default_bucket_bytes(weight_bytes, args.ranks, on_network)
+        bucket_bytes = default_bucket_bytes(weight_bytes, args.ranks, on_network, space.is_host)
     owners = None
     if args.optimizer == "muon":
         if args.batch is not None:

@@ -59,7 +59,7 @@ def same(ones, others):
 
 def saved_here(rank, world, folder):
     model = build()
-    optimizer = zero.shard(model, adamw(model), stage=3, bucket_bytes=256)
+    optimizer = zero.shard(model, adamw(model), stage=3, bucket_bytes=256, kernels="torch")
     for number in range(2):
         step(model, optimizer, number)
     zero.save(folder, optimizer)
@@ -106,7 +106,7 @@ def saved_by_fsdp2(rank, world, folder, as_app):
 def gone_on(rank, world, folder, stage):
     model = build(seed=1)
     model.norm = nn.LayerNorm(6)
-    optimizer = zero.shard(model, adamw(model), stage=stage, bucket_bytes=256)
+    optimizer = zero.shard(model, adamw(model), stage=stage, bucket_bytes=256, kernels="torch")
     zero.load(folder, optimizer)
     found = {name: value.clone() for name, value in model.state_dict().items()}
     moments = {name: optimizer.whole_state(param) for name, param in model.named_parameters()}

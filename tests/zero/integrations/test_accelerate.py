@@ -112,6 +112,41 @@ def of_a_file(folder):
     return found["stage"], found.get("dtype")
 
 
+def of_ddp():
+    """What an Accelerator makes of the arguments of DistributedDataParallel."""
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    from zero.integrations.accelerate import ShardedAccelerator
+
+    def make(zero, **arguments):
+        return ShardedAccelerator(zero=zero, cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**arguments)])
+
+    for hook in ({"comm_hook": "bf16"}, {"comm_wrapper": "fp16"}):
+        with pytest.raises(ValueError, match="reduce_dtype"):
+            make({"stage": 1}, **hook)
+    with pytest.MonkeyPatch.context() as patch:
+        warned = []
+        patch.setattr("zero.integrations.options.logger.warning", warned.append)
+        make({"stage": 1}, find_unused_parameters=True, static_graph=True)
+        assert not warned, "which ask for nothing that is not done"
+        make({"stage": 1}, bucket_cap_mb=100)
+        assert len(warned) == 1 and "bucket_cap_mb" in warned[0]
+    found = []
+    off = {"broadcast_buffers": False}
+    for zero, arguments in (({}, {}), ({}, off), ({"buffers": "local"}, {}), ({"buffers": "broadcast"}, off)):
+        model = nn.Linear(2, 2)
+        accelerator = make({"stage": 1, **zero}, **arguments)
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        found.append(accelerator.sharded.config.buffers)
+        accelerator.sharded.close()
+    return found
+
+
+@pytest.mark.promise("T04")
+def test_what_was_asked_of_ddp_is_done_refused_or_told():
+    assert one_process(f"{HERE}:of_ddp") == ["broadcast", "local", "local", "broadcast"]
+
+
 def test_a_deepspeed_configuration_gives_the_options(tmp_path):
     assert one_process(f"{HERE}:of_a_file", str(tmp_path)) == (1, None)
 

@@ -34,6 +34,7 @@ def fitted(folder, zero, resume_from=None, epochs=2):
     if zero is not None:
         with pytest.raises(ValueError, match="was closed: its model is plain again"):
             strategy.sharded.settle()
+        assert strategy.sharded.config.buffers == "broadcast", "as DDPStrategy has it"
     return [module.losses, module.state_dict()]
 
 
@@ -99,6 +100,9 @@ def refused(folder):
 
     with pytest.raises(ValueError) as dtype:
         ShardedStrategy(zero={"stage": 2, "dtype": "float16"})
+    for arguments in ({"ddp_comm_hook": print}, {"ddp_comm_wrapper": print}, {"model_averaging_period": 4}):
+        with pytest.raises(ValueError, match="model_averaging_period=4" if "model" in str(arguments) else "communication hook"):
+            ShardedStrategy(zero={"stage": 2}, **arguments)
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy=ShardedStrategy(zero={"stage": 2}), default_root_dir=folder, logger=False,
         enable_progress_bar=False, enable_model_summary=False,

@@ -65,6 +65,8 @@ def test_what_is_written_alone_clips_where_the_framework_says_nothing():
     assert read_options({"gradient_clipping": 0.5}, ACCELERATE).shard["clip"] == 0.5
     clips = Framework("Lightning", Implied(clip=0.5))
     assert "clip" not in read_options({"gradient_clipping": 0.5}, clips).shard
+    for tree in ({}, {"gradient_clipping": None}):  # DeepSpeed's default is not the loop's
+        assert read_options(tree, ACCELERATE).shard["clip"] is None and read_options(tree, clips).config.clip == 0.5
 
 
 def test_every_setting_arrives_that_is_not_the_frameworks_and_the_others_are_told(caplog):

@@ -46,6 +46,11 @@ def test_a_network_has_more_and_smaller_buckets_and_a_large_model_larger_ones(we
     assert default_bucket_bytes(weight_bytes, world, on_network) == mib * 2**20
 
 
+def test_one_rank_on_a_device_has_the_largest_buckets():
+    assert default_bucket_bytes(2**27, 1, False, is_host=False) == 64 * 2**20
+    assert default_bucket_bytes(2**27, 2, False, is_host=False) == default_bucket_bytes(2**27, 1, False) == 16 * 2**20
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("num_backwards", [1, 3])

@@ -227,3 +227,57 @@ def test_what_is_built_but_cannot_be_loaded_is_built_with_less(tmp_path):
     wrapper.write_text(f'#!/bin/sh\ncase " $* " in *" -fopenmp "*) {broken};; *) exec c++ "$@";; esac\n')
     wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
     assert said({"CXX": str(wrapper), "TMPDIR": str(tmp_path)}).endswith("['compiler']\n")
+
+
+def cut_short(kept):
+    whole = kept.read_bytes()
+    kept.unlink()  # it is loaded: nobody may write to that file itself
+    kept.write_bytes(whole[:100])
+    kept.chmod(0o600)
+
+
+HARMS = {
+    "none": lambda kept: None,
+    "cut short": cut_short,
+    "written by others": lambda kept: kept.chmod(0o666),
+    "gone": lambda kept: kept.unlink(),
+}
+
+
+def test_what_was_built_is_found_again_unless_it_is_harmed_or_another_is_asked_for(tmp_path, monkeypatch):
+    """By a compiler that copies what the real one built."""
+    built, wrapper, number = tmp_path / "built.so", tmp_path / "compiler", tmp_path / "number"
+    native._built(["c++"], tmp_path)[1].rename(built)
+    monkeypatch.setenv("CXX", str(wrapper))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def compiler(version):
+        wrapper.write_text(
+            f'#!/bin/sh\ncase "$*" in *--version*) echo {version}; exit;; esac\necho . >> {number}\n'
+            f'for option; do target="$option"; done; cp {built} "$target"\n'
+        )
+        wrapper.chmod(0o755)
+
+    def builds():
+        """In a process of its own, as a library that was loaded from a place is not looked for there again."""
+        number.write_text("")
+        child = os.fork()
+        if child == 0:
+            try:
+                os._exit(native.passes.__wrapped__().zero_num_blocks(1) != 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        return number.read_text().count(".")
+
+    compiler("one")
+    assert builds() == 1
+    for harm, do in HARMS.items():
+        [kept] = (tmp_path / "cache").rglob("*.so")
+        do(kept)
+        assert (builds(), builds()) == (0 if harm == "none" else 1, 0), harm
+        assert kept.stat().st_mode & 0o777 == 0o600, harm
+    compiler("two")
+    assert (builds(), builds()) == (1, 0) and len(list((tmp_path / "cache").rglob("*.so"))) == 2
+    (tmp_path / "cache" / "zero-accelerators").chmod(0o777)
+    assert (builds(), builds()) == (1, 1), "others could put theirs there"

@@ -16,6 +16,7 @@ from torch import nn
 import accelerators
 from tests import ranks
 from tests.devices import needs_linux, needs_sim
+from tests.promise_list import ROOT
 from tests.promises.offloads import adamw, place_of
 from tests.promises.test_offload_memory import in_pace
 from tests.zoo.case import filled
@@ -23,6 +24,7 @@ from zero.__main__ import main
 from zero.comm.torch_group import TorchGroup
 from zero.plan.costs import cost_of
 from zero.plan.families import FAMILIES, parameters_of
+from zero.plan.traffic import default_bucket_bytes
 from zero.sharding.optimizer import shard
 from zero.tools.plan_command import recommended
 
@@ -362,3 +364,22 @@ def test_with_a_disk_it_is_said_what_goes_there_how_much_is_written_and_what_to_
     said = capsys.readouterr().out
     assert "homes={'gradients': 'disk:/directory', 'masters': 'disk:/directory', 'moments': 'disk:/directory'}" in said
     assert re.search(r"writes at most 104\.3\d GiB to its disk in a step, and 88\.\d+ TiB a day where a step takes 100 s", said)
+
+
+def test_readme_and_the_page_on_offload_give_the_bytes_that_are_planned(capsys):
+    """Of 7 billion parameters on 8 ranks, and on one; and what is beside them is two buckets."""
+    of_stages = {"0": (0, "none"), "1": (1, "none"), "2": (2, "none"), "3": (3, "none")}
+    of_stages |= {'1 or 2, `offload="cpu"`': (2, "cpu"), '3, `offload="cpu"`': (3, "cpu")}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.splitlines() if line.startswith("|")]
+    said = {row[0]: float(row[-1]) for row in rows if len(row) == 6 and row[0] in of_stages}
+    _, answer = planned(capsys, "7B", "--ranks", 8, "--memory", "200GiB", "--kernels", "torch")
+    for stage, number in said.items():
+        row = row_of(answer, *of_stages[stage])
+        kept = sum(row[kind] for kind in ("weights", "gradients", "masters", "moments"))
+        assert kept / 7e9 == pytest.approx(number, rel=0.01, abs=0.01), stage
+    assert len(said) == 6 and row_of(answer, 2)["buckets"] == 2 * default_bucket_bytes(14 * 10**9, 8, False)
+    assert "two buckets, of 16 to 64 MiB each" in readme
+    _, answer = planned(capsys, "7B", "--ranks", 1, "--memory", "200GiB", "--kernels", "torch")
+    assert sum(row_of(answer, 2)[kind] for kind in ("weights", "gradients", "masters", "moments")) == 18 * 7 * 10**9
+    assert "| 18 B a parameter fit the device | nothing" in (ROOT / "docs" / "offload.md").read_text(encoding="utf-8")

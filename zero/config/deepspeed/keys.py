@@ -12,7 +12,7 @@ def _each(block: str, names: str, why: str) -> dict[str, str]:
 
 
 # Options of ours that DeepSpeed has no word for.
-_OURS = ("masters", "gathered_bytes", "keep_whole_numel", "shard_ranks", "on_nonfinite")
+_OURS = ("masters", "gathered_bytes", "keep_whole_numel", "shard_ranks", "on_nonfinite", "kernels")
 OWN: dict[str, str] = {f"zero_accelerators.{name}": name for name in _OURS}
 
 USED: dict[str, str] = {

@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from zero.config.deepspeed.written import Written, flag
 from zero.config.homes import Homes, StateHome
-from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical
+from zero.config.registry import OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical
 from zero.config.schema import (
     Batch,
     Coded,
@@ -28,6 +28,7 @@ from zero.config.schema import (
 
 Spec = TypeVar("Spec", OptimizerSpec, ScheduleSpec)
 
+CLIP = 1.0  # DeepSpeed's default norm, at every stage and in every precision
 # The largest power of two that is a finite fp32 number.
 _MAX_SCALE_POWER = 127
 _HALVES: dict[str, Half] = {
@@ -56,11 +57,11 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
             f"torch_autocast.enabled and {block}.enabled are both true, but torch_autocast.dtype is {autocast}. Write {dtype} "
             "there, or turn one of them off."
         )
-    no_optimizer: tuple[OptimizerSpec | None, Kernels] = (None, "torch")
+    no_optimizer: tuple[OptimizerSpec | None, Kernels] = (None, "auto")
     no_batch: tuple[int | None, Batch | None] = (None, None)
     optimizer, kernels = tried(_optimizer, no_optimizer)
     accumulation, batch = tried(_batch, no_batch)
-    clip = written.real("gradient_clipping", 0.0)
+    clip = written.real("gradient_clipping", CLIP)
     scale = tried(lambda _: _loss_scale(written, dtype, autocast), None)
     checks = written.flag("bf16.check_grad_overflow", True) and dtype == "bfloat16"
     leaves = written.flag("zero_optimization.ignore_unused_parameters", True)
@@ -84,9 +85,9 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
         "clip": clip or None,
         "accumulation": accumulation,
         "count_micro_steps": written.flag("managed_gradient_accumulation", True),
-        "on_nonfinite": _on_nonfinite(written, "skip" if scale is not None or checks else "propagate"),
+        **_on_nonfinite(written, checks),
         "on_unused": "leave" if leaves else "raise",
-        "kernels": kernels,
+        "kernels": written.choice("zero_accelerators.kernels", {name: name for name in get_args(Kernels)}, kernels),
         "elementwise": written.flag("zero_allow_untested_optimizer") or None,
         "drop_last": written.flag("dataloader_drop_last"),
         "batch": batch,
@@ -104,9 +105,12 @@ def _masters(written: Written) -> Literal["exact", "rounded"]:
     return written.choice("zero_accelerators.masters", choices, "exact")
 
 
-def _on_nonfinite(written: Written, default: OnNonfinite) -> OnNonfinite:
-    choices: dict[str, OnNonfinite] = {"skip": "skip", "raise": "raise", "propagate": "propagate"}
-    return written.choice("zero_accelerators.on_nonfinite", choices, default)
+def _on_nonfinite(written: Written, skips: bool) -> dict[str, OnNonfinite]:
+    """The setting, unless it is the one that the precision implies."""
+    path, choices = "zero_accelerators.on_nonfinite", {name: name for name in get_args(OnNonfinite)}
+    if path in written:
+        return {"on_nonfinite": written.choice(path, choices, "skip")}
+    return {"on_nonfinite": "skip"} if skips else {}
 
 
 def _dtype(written: Written) -> Half | None:
@@ -276,7 +280,7 @@ def _optimizer(written: Written) -> tuple[OptimizerSpec | None, Kernels]:
     if "optimizer.type" not in written:
         if params:
             raise ValueError("Cannot use optimizer.params without optimizer.type. Give optimizer.type too.")
-        return None, "torch"
+        return None, "auto"
     kind = canonical(written.value("optimizer.type"), OPTIMIZERS, OPTIMIZERS_REFUSED, "optimizer")
     if params.pop("max_grad_norm", None) is not None:
         written.note("Cannot use optimizer.params.max_grad_norm: an optimizer does not clip. Write gradient_clipping instead.")
@@ -287,8 +291,7 @@ def _optimizer(written: Written) -> tuple[OptimizerSpec | None, Kernels]:
         if not _flag_in(written, params, name, True):
             written.note(f"Cannot use optimizer.params.{name} other than true: it is not supported. Take it out.")
     spec = _spec(OptimizerSpec, "optimizer", kind, params)
-    fused = kind in FUSED_IN_TORCH and not plain_kernel and spec.kwargs["foreach"] is None
-    return spec, "fused" if fused else "torch"
+    return spec, "torch" if plain_kernel or spec.kwargs.get("foreach") is not None else "auto"
 
 
 def _flag_in(written: Written, params: dict[str, Any], name: str, default: bool) -> bool:

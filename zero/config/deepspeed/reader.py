@@ -1,10 +1,10 @@
 """Reads a DeepSpeed configuration, file or dict, as DeepSpeed 0.19.8 means it, into a ZeroConfig.
 
-Which keys count is in `zero/config/deepspeed/keys.py`. Two defaults differ on purpose. Without `gradient_clipping` nothing is
-clipped, while DeepSpeed 0.19.8 would clip at 1.0; the log line of each load says so. And fp32 weights take a step whose
-gradients are not finite, as they do in plain torch; DeepSpeed does so at stage 0 too, but at stages 1 and 2 it skips the step
-wherever it computes the norm (`compute_grad_norm`, its default). In 16 bits both skip, unless `check_grad_overflow` of bf16
-is false.
+Which keys count is in `zero/config/deepspeed/keys.py`. Without `gradient_clipping` gradients are clipped at 1.0, as DeepSpeed
+0.19.8 clips them at every stage and in every precision, and the log line of each load says so. One default differs on purpose:
+fp32 weights take a step whose gradients are not finite, as they do in plain torch. DeepSpeed does so at stage 0 too, but at
+stages 1 and 2 it skips the step wherever it computes the norm (`compute_grad_norm`, its default). In 16 bits both skip, unless
+`check_grad_overflow` of bf16 is false.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero.config.deepspeed.keys import (
     SWITCHES,
     USED,
 )
-from zero.config.deepspeed.mapping import meaning
+from zero.config.deepspeed.mapping import CLIP, meaning
 from zero.config.deepspeed.written import Implied, Written
 from zero.config.registry import brief, did_you_mean
 from zero.config.schema import ZeroConfig
@@ -49,10 +49,11 @@ class Reading(NamedTuple):
 
 
 def read_deepspeed(source: str | os.PathLike[str] | Mapping[str, Any], implied: Implied | None = None) -> ZeroConfig:
-    """The configuration that a DeepSpeed file or dict asks for; one warning of the logger 'zero' names what has no effect."""
+    """Returns the configuration that a DeepSpeed file or dict asks for; one warning of the logger 'zero' names what has no
+    effect, or one that the file does not show."""
     config, notices = translate(source, implied)
     if notices:
-        first = "The DeepSpeed configuration was read. Without effect here, or with another:"
+        first = "DeepSpeed settings that are ignored, mean something else here or take a default that changes results:"
         logging.getLogger("zero").warning("%s", "\n  ".join([first, *notices]))
     return config
 
@@ -65,7 +66,7 @@ def translate(source: str | os.PathLike[str] | Mapping[str, Any], implied: Impli
     written = Written(sorted_out.used, implied or Implied())
     notices = [f"{path}: {why}" for path, why in sorted_out.harmless.items()]
     if "gradient_clipping" not in written:
-        notices.append("gradient_clipping: not given, so nothing is clipped; DeepSpeed 0.19.8 would clip at 1.0")
+        notices.append(f"gradient_clipping: not given, so clipped at {CLIP}, as by DeepSpeed 0.19.8; 0 clips nothing")
     config = meaning(written, sorted_out.problems)
     return Reading(config, (*notices, *written.notices))
 
@@ -236,5 +237,4 @@ def _unknown(path: str) -> str:
     siblings |= set(ALIASES) if not block else set()
     elsewhere = [known for known in sorted(KNOWN) if known.endswith("." + name)]
     hint = did_you_mean(name, siblings) or (f" Did you mean {elsewhere[0]!r}?" if elsewhere else " Take it out, or correct it.")
-    place = f"the block {block!r}" if block else "the configuration"
-    return f"Cannot use {path[:120]!r}: DeepSpeed 0.19.8 has no key {name[:60]!r} in {place}.{hint}"
+    return f"Cannot use {path[:120]!r}: DeepSpeed 0.19.8 has no such key.{hint}"

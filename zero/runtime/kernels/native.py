@@ -1,14 +1,18 @@
 """Passes over host memory in C++, which the system's compiler builds when they are first used.
 
-The library is loaded and its file deleted. Building takes about a second, and nothing stays on disk that could be used by
-mistake with another compiler or processor.
+Building takes about a second. The library stays in the user's cache folder, under a name that says everything it depends on:
+the source, the compiler and its options, the processor and the system. Where that folder cannot be written or others could
+write to it, each process builds its own, and nothing stays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -107,25 +111,77 @@ def passes() -> ctypes.CDLL:
     """Returns the compiled passes, and waits for the compiler. Raises RuntimeError where no compiler can build them."""
     try:
         command = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, _COMPILERS), _COMPILERS[0])]
+        kept = _place_of(command)
+        if kept is not None and kept.exists() and _others_cannot_write(kept):
+            with contextlib.suppress(OSError):  # it was cut short, or needs what is there no more
+                return _loaded(kept)
         with tempfile.TemporaryDirectory(prefix="zero-", ignore_cleanup_errors=True) as folder:
-            return _built(command, Path(folder))
+            library, built = _built(command, Path(folder))
+            if kept is not None:
+                _keep(built, kept)
+            return library
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # ValueError: of CXX
         raise RuntimeError(str(error)) from error
 
 
-def _built(command: Sequence[str], folder: Path) -> ctypes.CDLL:
+def _place_of(command: Sequence[str]) -> Path | None:
+    """Returns where the library of this compiler for this machine is kept; None where it could not be kept safely."""
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=_LIMIT_S)
+    program = shutil.which(command[0]) or command[0]
+    depends_on = (
+        _SOURCE.read_text(encoding="utf-8"), command, _OPTIONS, _WHERE_KNOWN, os.path.realpath(program),
+        os.stat(program).st_mtime_ns, version.returncode, version.stdout, platform.platform(), platform.libc_ver(),
+        _processor(),
+    )  # fmt: skip
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zero-accelerators")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]
+        return folder / f"{digest}.so" if _others_cannot_write(folder) else None
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        return None
+
+
+def _processor() -> str:
+    """Returns what decides which instructions there are."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(line for line in first if line.lower().startswith(("model name", "flags", "features", "cpu ")))
+
+
+def _others_cannot_write(path: Path) -> bool:
+    """Returns True if nobody else could have written it."""
+    status = path.stat()
+    return hasattr(os, "getuid") and status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _keep(built: Path, place: Path) -> None:
+    """Copies a library to where the next process finds it whole or not at all."""
+    with contextlib.suppress(OSError):  # the next one builds it again
+        descriptor, name = tempfile.mkstemp(dir=place.parent)
+        os.close(descriptor)
+        shutil.copyfile(built, name)
+        os.replace(name, place)
+
+
+def _built(command: Sequence[str], folder: Path) -> tuple[ctypes.CDLL, Path]:
     """Builds with the options that the compiler knows. Raises the error of the attempt with the fewest options."""
     for number, options in enumerate(_WHERE_KNOWN):
         target = folder / f"{number}.so"
         given = [*command, *_OPTIONS, *options, str(_SOURCE), "-o", str(target)]
         done = subprocess.run(given, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S)
         try:
-            library = ctypes.CDLL(str(target))
+            return _loaded(target), target
         except OSError as error:  # there is none, or what it needs is not there
             reason = f"{command[0]} ended with status {done.returncode}: {done.stderr.strip() or error}"
-            continue
-        library.zero_num_blocks.restype, library.zero_square.restype = c_int64, c_double
-        for name, arguments in _ARGUMENTS.items():
-            getattr(library, name).argtypes = arguments
-        return library
     raise RuntimeError(reason)
+
+
+def _loaded(place: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(place))
+    library.zero_num_blocks.restype, library.zero_square.restype = c_int64, c_double
+    for name, arguments in _ARGUMENTS.items():
+        getattr(library, name).argtypes = arguments
+    return library

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import json
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero.comm.exchange import exchange_texts
+from zero.comm.group import Group
 from zero.memory.formats import DTYPES, sum_dtype
 from zero.optim.muon import MUON
 from zero.optim.several import members_of
@@ -18,6 +22,8 @@ from zero.plan.layout import ParamSpec
 from zero.runtime.kernels.adam_kernels import CompiledAdam, FusedAdam
 from zero.runtime.kernels.adam_step import FusedStep, StepDtypes
 from zero.runtime.kernels.native import passes
+
+logger = logging.getLogger("zero")
 
 
 def check_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, on_host: bool = False) -> None:
@@ -37,6 +43,44 @@ def check_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch.
         reason = _why_not_compiled(optimizer, on_host)
     if reason is not None:
         raise ValueError(f"Cannot use kernels={kernels!r}: {reason}. Use kernels='torch'.")
+
+
+def agreed_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch.device, on_host: bool, group: Group) -> str:
+    """Returns the kernels that all ranks step with: those that are asked for, or for "auto" the fastest that each of them has.
+    `on_host`: all masters are stepped on the host. A collective."""
+    if kernels != "auto":
+        return kernels
+    reasons = _refusals(optimizer, device, on_host)
+    everyone = [json.loads(text) for text in exchange_texts(group, json.dumps(reasons))]
+    for name in ("compiled", "fused"):
+        lacking = [rank for rank, refusals in enumerate(everyone) if name in refusals]
+        if not lacking:
+            return name
+        if len(lacking) < group.size and group.rank == 0:
+            why = everyone[lacking[0]][name]
+            logger.warning("kernels='auto' does without %r on all ranks, as rank %d lacks it: %s", name, lacking[0], why)
+    return "torch"
+
+
+def _refusals(optimizer: torch.optim.Optimizer, device: torch.device, on_host: bool) -> dict[str, str]:
+    """Returns why kernels other than torch's are not for this optimizer, by name. What its own settings choose is kept to."""
+    groups, members = optimizer.param_groups, members_of(optimizer)
+    if any(group.get("foreach") is not None or group.get("fused") is False for group in groups):
+        return dict.fromkeys(("compiled", "fused"), "the optimizer's own settings choose its kernel")
+    # Not the fused SGD of torch: it fails at a step in which some parameters have momentum already and some have none.
+    if any(known_kind(member) not in _ADAMS and type(member) not in MUON for member in members):
+        return dict.fromkeys(("compiled", "fused"), "only Adam, AdamW and Muon have a faster step with the same results")
+    reasons = {"compiled": "fused=True of the optimizer chooses its kernel"} if any(map(_is_fused, groups)) else {}
+    for name in {"compiled", "fused"} - reasons.keys():
+        try:
+            check_kernels(optimizer, name, device, on_host)
+        except ValueError as error:
+            reasons[name] = str(error)
+    return reasons
+
+
+def _is_fused(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("fused"))
 
 
 def has_fused_step(optimizer: torch.optim.Optimizer, kernels: str) -> bool:

@@ -33,7 +33,7 @@ class StepDecision:
     """What all ranks do with the gradients of a window."""
 
     apply: bool
-    grad_norm: float  # of the true gradients, before clipping
+    grad_norm: float  # of the gradients that the step was given, before its own clipping
     coefficient: float = 1.0  # that clips them
     nonfinite: str = ""  # where a gradient is not finite, if the step is skipped for that
 

@@ -128,10 +128,13 @@ class _Subject:
         is_made = isinstance(optimizer, torch.optim.Optimizer)
         replica, given = copy.deepcopy((model, optimizer if is_made else None))
         example = given if is_made or optimizer is None else given_optimizer(optimizer, list(replica.parameters()))
-        config = effective(read_config(source, Implied(world_size=group.size)), example, None, accelerator)
+        config = effective(read_config(source, Implied(world_size=group.size)), example, None)
         if example is None and config.optimizer is None:
             raise ValueError("Cannot verify a training without an optimizer. Pass optimizer=, or write one in config.")
-        config = config.model_copy(update={"report": Report()})  # what is tried here is no part of the training's own log
+        changes: dict[str, Any] = {"report": Report()}  # what is tried here is no part of the training's own log
+        if config.kernels == "auto":
+            changes["kernels"] = "torch"  # a gradient that is rounding alone, as of a bias before a BatchNorm, stays what it is
+        config = config.model_copy(update=changes)
         check_supported(config)
         move(replica, accelerator.device())
         for param, state in given.state.items() if given is not None else ():

@@ -16,8 +16,9 @@ from torch import nn
 from accelerators.host_bytes import host_bytes
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
-from zero.engine.forward import run_forward
+from zero.engine.base import autocast_of
 from zero.memory.formats import DTYPES, sum_dtype
+from zero.setup.module_sync import cast_inputs
 
 
 class PlainRun:
@@ -33,6 +34,7 @@ class PlainRun:
         self._sums: dict[int, torch.Tensor] = {}  # of this rank's gradients, by the parameter's number
         before = [weight.detach().clone() for weight in self.weights]
         _cast(model, self.weights, config)
+        cast_inputs(model, config)
         self.masters = [_master_of(weight, value) for weight, value in zip(self.weights, before, strict=True)]
         self._let_the_optimizer_step_masters()
 
@@ -91,11 +93,15 @@ class PlainRun:
 
 
 def callable_of(model: nn.Module, config: ZeroConfig) -> Any:
-    """The model itself, or what calls it with the casts of the configuration."""
-    if config.autocast is None and not config.cast_inputs:
+    """Returns the model itself, or what calls it under the autocast of the configuration."""
+    if config.autocast is None:
         return model
-    device = next(model.parameters()).device
-    return lambda *inputs, **named: run_forward(model, config, device, inputs, named)
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        with autocast_of(config, next(model.parameters()).device):
+            return model(*inputs, **named)
+
+    return call
 
 
 def _cast(model: nn.Module, weights: list[nn.Parameter], config: ZeroConfig) -> None:
