@@ -16,7 +16,7 @@ from zero.checkpoint import values
 from zero.checkpoint.dcp import is_dcp, model_and_optimizer, read_dcp, tied_again
 from zero.checkpoint.folder import Folder, file_of
 from zero.checkpoint.from_deepspeed import read_deepspeed
-from zero.checkpoint.imported import ImportedState, load_safely
+from zero.checkpoint.imported import ImportedState, load_safely, tensors_in
 from zero.checkpoint.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
 from zero.checkpoint.tensor_files import write_tensors
 from zero.errors import BadCheckpoint
@@ -116,11 +116,12 @@ def _of_model(path: Path, loaded: Any, patterns: Sequence[str]) -> ImportedState
         raise BadCheckpoint(
             f"Cannot read {path} as a model's state dict: it is a {type(loaded).__name__}. Give a file with a state dict."
         )
-    for name, tensor in loaded.items():
-        if not isinstance(tensor, torch.Tensor):
+    for name, value in loaded.items():
+        if not isinstance(value, torch.Tensor):
             raise BadCheckpoint(
-                f"Cannot read {path}: {name} in it is a {type(tensor).__name__}, not a tensor. Give a file with a state dict."
+                f"Cannot read {path}: {name} in it is a {type(value).__name__}, not a tensor. Give a file with a state dict."
             )
+    for name, tensor in (tensors_in(path, loaded) if path.is_file() else loaded).items():
         place = address_of(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()
         one = first.setdefault(place, name) if tensor.numel() else name
         if one != name:
