@@ -13,7 +13,7 @@ import torch
 
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.comm.exchange import Failure, run_on_all
-from zero.errors import BadCheckpoint, CheckpointFailed, DiskFailed, GroupLost
+from zero.errors import CheckpointFailed, DiskFailed, GroupLost
 from zero.memory.formats import ParamFormat
 from zero.memory.values import Values, whole
 from zero.plan.layout import Piece
@@ -124,7 +124,7 @@ def _read_ahead(pieces: Iterable[_Piece]) -> Iterator[tuple[torch.Tensor, torch.
 def failed_on(
     remedy: str, error: Exception | None, failed: Mapping[int, str], size: int, what: str = "read weights"
 ) -> Exception:
-    if isinstance(error, (BadCheckpoint, DiskFailed)) and len(failed) == size:
+    if isinstance(error, DiskFailed) and len(failed) == size:
         return error  # which all of them see
     where = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in failed.items())
     return CheckpointFailed(f"Cannot {what}: it failed on {where}. {remedy}")

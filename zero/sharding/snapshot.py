@@ -110,6 +110,11 @@ class TrainingSnapshot:
                 "Cannot save: an update or a load failed in the middle, so that weights may be stepped in part. Load a "
                 "checkpoint."
             )
+        if sharding.lifetime.is_half_read:
+            raise ValueError(
+                "Cannot save: load_weights failed in the middle, so that some weights are those of its files and others are "
+                "not. Call it again, or load a checkpoint."
+            )
         pending = window.needs_sync or (window.scaling.is_settled and window.phase is not Phase.STEPPED)
         if not mid_window and (pending or (self.engine is not None and self.engine.in_window)):
             raise ValueError(

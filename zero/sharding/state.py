@@ -47,6 +47,7 @@ class Lifetime:
     def __init__(self, group: Group) -> None:
         self.owns_group = False
         self.is_over = False
+        self.is_half_read = False  # some weights are those of files and others are not, until all are
         self.last_save: PendingSave | None = None  # in the background; ranks may have yet to tell each other how it went
         self._group = group
 
