@@ -193,7 +193,7 @@ class _Exporting:
 
     def _state(self, name: str, scratch: Path) -> dict[str, Any]:
         stored = self.manifest.parameters[name]
-        state: dict[str, Any] = dict(values.decode(stored.plain))
+        state = self.reader.plain(name)
         for key in stored.state:
             state[key] = in_file(self.reader.whole(name, key), scratch.with_name(f"{scratch.name}.{len(state)}"))
         return state

@@ -24,7 +24,7 @@ _INERT = re.compile(
     r"deepspeed\.(runtime\.zero\.config\.ZeroStageEnum|runtime\.fp16\.loss_scaler\.\w+|utils\.tensor_fragment\.fragment_address)"
 )
 
-_GLOBAL = re.compile(r"(?:Unsupported global: GLOBAL|Unsupported class|Can only create new object for|import) ([\w.]+\.[\w.]+)")
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # that torch names when it refuses one
 _UNREADABLE = (  # what torch, pickle and zipfile raise on bytes that nobody wrote
     OSError, RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError,
     ImportError, MemoryError, NotImplementedError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
@@ -97,6 +97,7 @@ def _records(path: Path) -> dict[int, int]:
         for record in archive.infolist():
             if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
                 raise BadCheckpoint(f"Cannot read {path}: {record.filename:.100} in it is compressed. Save it with torch.save.")
+            archive.open(record).close()  # which compares what is written before it with what the end of the archive says
             file.seek(record.header_offset + 26)
             name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
             records[record.header_offset + 30 + name_bytes + extra_bytes] = record.file_size

@@ -171,7 +171,8 @@ class Manifest:
         wrong += [name for name, buffer in manifest.buffers.items() if not buffer.can_be()]
         wrong += [file.name for file in manifest.files if not _FILE_NAME.fullmatch(file.name)]  # of elsewhere
         wrong += [name for name in manifest.aliases.values() if name not in {*manifest.parameters, *manifest.buffers}]
-        wrong += [name for name in (*manifest.parameters, *manifest.buffers, *manifest.aliases) if not _is_text(name)]
+        keys = itertools.chain.from_iterable(stored.state for stored in manifest.parameters.values())
+        wrong += [name for name in (*manifest.parameters, *manifest.buffers, *manifest.aliases, *keys) if not _is_text(name)]
         if wrong:
             raise BadCheckpoint(f"Cannot read {where}: what it says of {wrong[0]!a:.200} cannot be true. {ANOTHER}")
         return manifest

@@ -191,6 +191,13 @@ class CheckpointReader:
         stored = self.manifest.buffers[name]
         return self._flat(0, buffer_key(name), _dtype(stored.dtype)).reshape(stored.shape)
 
+    def plain(self, name: str) -> dict[str, Any]:
+        """Returns the entries of a parameter's state that go with no element."""
+        entries: Any = values.decode(self.manifest.parameters[name].plain)
+        if not isinstance(entries, dict):
+            raise BadCheckpoint(f"Cannot read the state of {name}: it is a {type(entries).__name__}. {ANOTHER}")
+        return entries
+
     def training(self) -> dict[str, Any]:
         """Returns what was saved beside tensors of parameters."""
         return self.manifest.training_with(self._fetch)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint import values
 from zero.checkpoint.folder import Folder
 from zero.checkpoint.manifest import ANOTHER, VALUE, Buffer, Stored
 from zero.checkpoint.module_names import num_wrappers, rewrapped
@@ -200,7 +199,7 @@ class _Loading:
             logger.warning("The checkpoint has no schedule, so this training's stays as it is.")
         if self._states:
             self._check_optimizer()
-            self._plain = {name: values.decode(entry.plain) for name, entry in self._manifest.parameters.items()}
+            self._plain = {name: self._reader.plain(name) for name in self._manifest.parameters}
 
     def _check_counters(self) -> None:
         engine, counted, progress = self._about.engine, self.training["engine"], self.training["loss_scale"]
