@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
+from functools import partial
 
+from accelerators.output import NotWritten, answer
 from zero.errors import ZeroError
 from zero.tools import (
     config_command,
@@ -26,6 +29,10 @@ COMMANDS = (
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand; the exit status is returned."""
+    return answer(partial(_main, argv))
+
+
+def _main(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zero", description="Sharded training on any torch device.")
     subparsers = parser.add_subparsers(metavar="command", required=True)
     for command in COMMANDS:
@@ -38,13 +45,28 @@ def main(argv: list[str] | None = None) -> int:
     args.words = words  # for those who start processes that do the same
     try:
         return int(args.run(args))
+    except (BrokenPipeError, NotWritten):
+        raise
     except (ValueError, TypeError, OSError, MemoryError, ZeroError) as error:
-        complain(error)
+        complain(_words_of(error))
         return IMPOSSIBLE
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":  # of several ranks one says so
             complain("Interrupted at once: what was begun is not finished.")
         return INTERRUPTED
+
+
+def _words_of(error: Exception) -> str:
+    """Returns the text of an error; of one of the system, which has no such form, what it was about and what to do."""
+    if type(error).__module__ != "builtins" or str(error).startswith("Cannot ") or not isinstance(error, OSError):
+        return str(error)
+    remedies = {
+        errno.ENOSPC: "Make room, or name a place on another disk", errno.EDQUOT: "Make room, or name a place on another disk",
+        errno.ENAMETOOLONG: "Give a shorter name", errno.EACCES: "Name a place that may be written",
+        errno.EROFS: "Name a place that may be written", errno.EPERM: "Name a place that may be written",
+    }  # fmt: skip
+    where = "" if error.filename is None else f" with {error.filename}"
+    return f"Cannot go on{where}: {error.strerror or error}. {remedies.get(error.errno or 0, 'Look at that place')}."
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from accelerators.output import complain as complain
+from accelerators.output import write
 
 DONE, NO, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
 
@@ -36,12 +38,7 @@ def add_command(
 
 def tell(as_json: bool, answer: Mapping[str, Any], text: str) -> None:
     """Prints the answer, as JSON for programs or as text for people."""
-    sys.stdout.write((json.dumps(answer, indent=2) if as_json else text.rstrip("\n")) + "\n")
-
-
-def complain(words: object) -> None:
-    """Prints an error."""
-    sys.stderr.write(f"{words}\n")
+    write((json.dumps(answer, indent=2) if as_json else text.rstrip("\n")) + "\n")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
