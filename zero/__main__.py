@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 from functools import partial
 
 from accelerators.output import NotWritten, answer
-from zero.errors import ZeroError
+from zero.errors import ZeroError, not_written
 from zero.tools import (
     config_command,
     export_command,
@@ -57,16 +56,10 @@ def _main(argv: list[str] | None) -> int:
 
 
 def _words_of(error: Exception) -> str:
-    """Returns the text of an error; of one of the system, which has no such form, what it was about and what to do."""
-    if type(error).__module__ != "builtins" or str(error).startswith("Cannot ") or not isinstance(error, OSError):
+    """Returns the text of an error. The system's own has no remedy, and may not say where it was."""
+    if not isinstance(error, OSError) or str(error).startswith("Cannot "):
         return str(error)
-    remedies = {
-        errno.ENOSPC: "Make room, or name a place on another disk", errno.EDQUOT: "Make room, or name a place on another disk",
-        errno.ENAMETOOLONG: "Give a shorter name", errno.EACCES: "Name a place that may be written",
-        errno.EROFS: "Name a place that may be written", errno.EPERM: "Name a place that may be written",
-    }  # fmt: skip
-    where = "" if error.filename is None else f" with {error.filename}"
-    return f"Cannot go on{where}: {error.strerror or error}. {remedies.get(error.errno or 0, 'Look at that place')}."
+    return str(not_written(error.filename or "a file", error)).replace("Cannot write to", "Cannot use", 1)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.reader import CheckpointReader
 from zero.checkpoint.weight_files import WeightFiles
 from zero.checkpoint.weight_writer import Sizes, in_file, total_bytes, write_file, write_files
-from zero.errors import BadCheckpoint
+from zero.errors import BadCheckpoint, not_written
 from zero.memory.formats import dtype_named
 from zero.memory.values import Held, Values, whole
 
@@ -48,6 +48,15 @@ def export(
     state dict that a plain torch optimizer loads. With `format="dcp"`, `out` is a folder that torch.distributed.checkpoint
     loads, with "model" and "optim" as torch's get_state_dict names them, for FSDP2.
     """
+    try:
+        return _export(directory, out, tag, shard_bytes, dtype, optimizer, format)
+    except OSError as error:
+        raise error if str(error).startswith("Cannot ") else not_written(os.fspath(out), error) from error
+
+
+def _export(
+    directory: Any, out: Any, tag: str | None, shard_bytes: int | None, dtype: torch.dtype | None, optimizer: Any, format: str
+) -> list[Path]:
     if format not in ("safetensors", "dcp"):
         raise ValueError(f"Cannot export with format={format!r}: there are 'safetensors' and 'dcp'. Pass one of them.")
     if format == "dcp" and (shard_bytes is not None or optimizer is not None):

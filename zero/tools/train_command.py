@@ -7,6 +7,8 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
+from accelerators.output import NotWritten
+from zero.errors import not_written
 from zero.tools.cli import DONE, INTERRUPTED, Subparsers, add_command, complain, tell
 from zero.tools.launch import is_rank, launch
 
@@ -104,7 +106,16 @@ def _files(options: Options) -> dict[str, str]:
 
 
 def _train(options: Options, text: Text) -> int:
-    """What every rank does; the first one answers."""
+    """Does what every rank does; the first one answers."""
+    try:
+        return _trained(options, text)
+    except (BrokenPipeError, NotWritten):
+        raise
+    except OSError as error:
+        raise error if str(error).startswith("Cannot ") else not_written(error.filename or options.directory, error) from error
+
+
+def _trained(options: Options, text: Text) -> int:
     from zero.tools.training.display import Display
     from zero.tools.training.loop import read_records, train
     from zero.tools.training.model import write
