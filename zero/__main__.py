@@ -57,7 +57,7 @@ def _main(argv: list[str] | None) -> int:
 
 def _words_of(error: Exception) -> str:
     """Returns the text of an error. The system's own has no remedy, and may not say where it was."""
-    if not isinstance(error, OSError) or str(error).startswith("Cannot "):
+    if not isinstance(error, OSError):
         return str(error)
     return str(not_written(error.filename or "a file", error)).replace("Cannot write to", "Cannot use", 1)
 

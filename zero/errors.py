@@ -57,7 +57,9 @@ _REMEDIES = {
 }  # fmt: skip
 
 
-def not_written(place: object, error: OSError) -> CheckpointFailed:
-    """Returns an error of the system as one that says where it was to be written, and what to do."""
+def not_written(place: object, error: OSError) -> Exception:
+    """Returns an error of the system as one that says where it was to be written, and what to do; one of ours as it is."""
+    if str(error).startswith("Cannot "):
+        return error
     remedy = _REMEDIES.get(error.errno or 0, "Look at that place, and try it again")
     return CheckpointFailed(f"Cannot write to {place}: {error.strerror or error}. {remedy}.")

@@ -47,8 +47,7 @@ LIES = {
     "def set_rng_state(self, states, index=None): pass": "test_the_random_state_comes_back_on_host_and_device",
     "def pin(self, tensor): return tensor.clone()": "test_pinned_memory_is_pinned_and_the_same_numbers",
     "def unavailable_reason(self): return ''": "test_what_is_available_gives_no_reason_against_it",
-    "is_synchronous = False": "test_a_device_that_orders_its_work_has_something_to_wait_for",
-    "has_streams = True": "test_a_device_that_orders_its_work_has_something_to_wait_for",
+    "is_synchronous = False": "test_work_is_done_when_a_call_returns_on_the_cpu_and_not_where_streams_order_it",
     "def in_stream(self, stream): return contextlib.nullcontext()":
         "test_in_stream_makes_a_stream_current_and_puts_the_old_one_back",
     "def in_stream(self, stream): return contextlib.suppress(KeyError)":

@@ -51,7 +51,7 @@ def export(
     try:
         return _export(directory, out, tag, shard_bytes, dtype, optimizer, format)
     except OSError as error:
-        raise error if str(error).startswith("Cannot ") else not_written(os.fspath(out), error) from error
+        raise not_written(os.fspath(out), error) from error.__cause__
 
 
 def _export(

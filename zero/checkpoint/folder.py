@@ -83,6 +83,8 @@ class Folder:
         for folder in (self.path / wanted, self._replaced(wanted)) * 3:  # it may be on its way from one to the other
             if (folder / MANIFEST).is_file():
                 return folder
+        if tag is None and self.latest() != wanted:
+            return self.find(None)  # another one became the latest, and this one was removed
         raise FileNotFoundError(
             f"Cannot find checkpoint {wanted} in {self.path}: no folder of that name has a {MANIFEST}. "
             f"Use one of those there: {', '.join(self.tags()) or 'none'}."
@@ -113,11 +115,11 @@ class Folder:
 
     def begin(self, tag: str) -> Path:
         """Makes a hidden folder to write to, and removes those of saves that were stopped."""
-        target = self.path / tag
-        if target.is_symlink() or (target.exists() and _number(target) is None):
-            raise FileExistsError(f"Cannot save a checkpoint as {target}: something else has that name. Choose another tag.")
         self.path.mkdir(parents=True, exist_ok=True)
         with self._alone():
+            target = self.path / tag
+            if target.is_symlink() or (target.exists() and _number(target) is None):
+                raise FileExistsError(f"Cannot save as {target}: something else has that name. Choose another tag.")
             for path in list(self._folders()):
                 hidden = _HIDDEN.fullmatch(path.name)
                 if hidden is None or _is_written(path):

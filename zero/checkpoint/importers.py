@@ -19,7 +19,7 @@ from zero.checkpoint.from_deepspeed import read_deepspeed
 from zero.checkpoint.imported import ImportedState, load_safely, tensors_in
 from zero.checkpoint.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
 from zero.checkpoint.tensor_files import write_tensors
-from zero.errors import BadCheckpoint
+from zero.errors import BadCheckpoint, ZeroError
 from zero.memory.addresses import address_of
 from zero.memory.formats import dtype_name, goes_with_elements
 
@@ -45,10 +45,18 @@ def import_checkpoint(
     order.
     """
     path = Path(os.fspath(source))
-    if is_dcp(path):
-        contents = _from_dcp(path, optimizer, buffers)
-    else:
-        contents = read_deepspeed(path, tag) if path.is_dir() else _from_torch(path, optimizer, buffers)
+    try:
+        if is_dcp(path):
+            contents = _from_dcp(path, optimizer, buffers)
+        else:
+            contents = read_deepspeed(path, tag) if path.is_dir() else _from_torch(path, optimizer, buffers)
+    except (ZeroError, OSError):
+        raise
+    except (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, ValueError) as error:
+        if str(error).startswith("Cannot "):
+            raise
+        what = f"it is not as DeepSpeed or torch saves it ({type(error).__name__}: {error!s:.200})"
+        raise BadCheckpoint(f"Cannot read {path}: {what}. Save it again.") from error
     return _write(contents, Folder.at(out), f"global_step{contents.more.get('step', 0)}")
 
 

@@ -82,9 +82,9 @@ class Writer:
             disk.write(_unseen(self._part_of(self.rank)), [part.text().encode()])
             os.rename(_unseen(self._part_of(self.rank)), self._part_of(self.rank))
         except OSError as error:
-            told = not_written(self.folder.path, error)
-            self._say(told)
-            raise told from error
+            explained = not_written(self.folder.path, error)
+            self._say(explained)
+            raise explained from error
         except Exception as error:
             self._say(error)
             raise

@@ -115,7 +115,7 @@ def _begin(folder: Folder, tag: str) -> Path:
     try:
         return folder.begin(tag)
     except OSError as error:
-        raise error if str(error).startswith("Cannot ") else not_written(folder.path, error) from error
+        raise not_written(folder.path, error) from error.__cause__
 
 
 def _clear(place: Path | None, group: Group) -> None:

@@ -112,7 +112,7 @@ def _train(options: Options, text: Text) -> int:
     except (BrokenPipeError, NotWritten):
         raise
     except OSError as error:
-        raise error if str(error).startswith("Cannot ") else not_written(error.filename or options.directory, error) from error
+        raise not_written(error.filename or options.directory, error) from error.__cause__
 
 
 def _trained(options: Options, text: Text) -> int:
