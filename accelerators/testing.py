@@ -229,8 +229,7 @@ class AcceleratorContract:
         for index in range(it.device_count()):
             before, stream = it.current_stream(), it.new_stream(index)
             with pytest.raises(KeyError), it.in_stream(stream) as entered:
-                assert entered is stream
-                assert it.current_stream(index) == stream
+                assert entered is stream and it.current_stream(index) == stream
                 raise KeyError
             assert it.current_stream() == before
             assert it.current_index() == 0 or it.device_count() == 1
