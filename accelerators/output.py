@@ -41,7 +41,7 @@ def answer(act: Callable[[], int]) -> int:
             sys.stdout.flush()
         return status
     except BrokenPipeError as error:
-        if not _is_of_stdout():
+        if not has_no_reader(unknown=True):  # another connection
             complain(f"Cannot go on: a connection was lost ({error}). Try it again.")
             return NOT_WRITTEN
         status = NOBODY_READS
@@ -49,19 +49,24 @@ def answer(act: Callable[[], int]) -> int:
         if not status:  # else it said what is wrong before
             complain(f"Cannot write the answer to stdout: {error.strerror or error}. Send it to where there is room.")
         status = NOT_WRITTEN
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # what is left is written again when the process ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    silence()
     return status
 
 
-def _is_of_stdout() -> bool:
-    """Returns True if stdout has no reader, or cannot be asked; another connection that broke is an error of the command."""
+def silence() -> None:
+    """Sends what is still written to stdout nowhere: what is left is written again when the process ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def has_no_reader(unknown: bool) -> bool:
+    """Returns True if nobody reads stdout any more; `unknown` if it cannot be asked."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
         return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
     except (AttributeError, OSError, ValueError):  # of a system without it, or of what stands for stdout in tests
-        return True
+        return unknown
 
 
 def complain(words: object) -> None:

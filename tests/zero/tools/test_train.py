@@ -418,6 +418,16 @@ def test_the_first_command_trains_ten_million_parameters_and_its_loss_falls(tmp_
     assert len(found) == 160 and sum(found[-10:]) / 10 < 2.7 < 5 < found[0]
 
 
+@pytest.mark.full
+def test_ranks_train_to_the_end_though_nobody_reads_and_the_status_says_so(tmp_path):
+    (tmp_path / "text").write_bytes(TEXT)
+    words = f"--data {tmp_path}/text --directory {tmp_path}/run --ranks 2 --steps 3 --log-every 1 {' '.join(SAID[:-1])}"
+    command = f"{sys.executable} -m zero train {words} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (141, ""), done.stderr
+    assert len(losses(tmp_path / "run")) == 3 and (tmp_path / "run" / "report.html").is_file()
+
+
 def test_readme_has_the_same_line_for_two_machines():
     [said] = re.findall(r"`(torchrun --nnodes [^`]* zero train [^`]*)`", (ROOT / "README.md").read_text(encoding="utf-8"))
     for there, here in {"first": "localhost", "node 8": "node 1", " --directory /shared/trained": ""}.items():
