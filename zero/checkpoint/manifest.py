@@ -29,6 +29,7 @@ HEAD_BYTES = 80  # of a manifest's text, which `number_of` wants
 _FILE_NAME = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]*")  # a name in the checkpoint's own folder
 _DEEPEST = 400  # levels: 100 of containers that were saved, each of which is three here, and what is around them
 _MOST_DIMENSIONS = 64  # as in torch
+MOST_COUNTED = 2**53  # steps and the like
 _NOTHING = type(None)
 _TRAINING: dict[str, tuple[type, ...]] = {  # the parts that every training has, and their types, if they are of a certain one
     "optimizer": (str, _NOTHING), "groups": (list,), "step": (int,), "skipped_steps": (int,), "loss_scale": (dict, _NOTHING),
@@ -193,7 +194,7 @@ def _first_wrong(training: Any) -> str | None:
         if name not in training:
             return f"lacks {name}"
         value = training[name]
-        if kinds and (type(value) not in kinds or (kinds == (int,) and value < 0)):
+        if kinds and (type(value) not in kinds or (kinds == (int,) and not 0 <= value < MOST_COUNTED)):
             return f"has a {name} that is {value!r:.60}"
     named = [group.get("params") if isinstance(group, dict) else None for group in training["groups"]]
     for names in (*named, training.get("left_out", [])):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from zero.checkpoint.folder import Folder
-from zero.checkpoint.manifest import ANOTHER, VALUE, Buffer, Stored
+from zero.checkpoint.manifest import ANOTHER, MOST_COUNTED, VALUE, Buffer, Stored
 from zero.checkpoint.module_names import num_wrappers, rewrapped
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.reader import CheckpointReader
@@ -203,8 +203,10 @@ class _Loading:
 
     def _check_counters(self) -> None:
         engine, counted, progress = self._about.engine, self.training["engine"], self.training["loss_scale"]
-        numbers = [*(counted or {}).values(), *(value for value in (progress or {}).values() if value is not None)]
-        wrong = [number for number in numbers if type(number) not in (int, float) or number < 0]
+        wrong = [number for number in (counted or {}).values() if type(number) is not int or not 0 <= number < MOST_COUNTED]
+        for number in (progress or {}).values():
+            if type(number) not in (int, float, type(None)) or (type(number) is int and abs(number) >= MOST_COUNTED):
+                wrong.append(number)
         if engine is not None and counted is not None:
             wrong += sorted(engine.counters.keys() - counted.keys())
         if wrong:

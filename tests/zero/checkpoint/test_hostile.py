@@ -335,6 +335,7 @@ MANIFESTS = {
     "groups that are none": lambda body: pair(body, "groups").__setitem__(1, [7]),
     "ranks that are a text": lambda body: pair(body, "ranks").__setitem__(1, "x"),
     "a step before the first": lambda body: pair(body, "step").__setitem__(1, -1),
+    "a step beyond what counts": lambda body: pair(body, "step").__setitem__(1, 2**63),
     "an engine that counts nothing": lambda body: pair(body, "loss_scale").__setitem__(1, {"value": "x"}),
     "a shape beyond memory": lambda body: weight(body).update(
         shape=[2**40], stretches=[{"file": 0, "start": 0, "stop": 2**40}]
@@ -363,7 +364,7 @@ def test_a_forged_manifest_with_its_hash_is_named_and_takes_no_memory(what, chec
         zero.load(checkpoint, optimizer)
     assert same(state_of(model), before)
     optimizer.close()
-    only_of_a_load = "a step before", "ranks that", "an engine", "a value", "a tensor"
+    only_of_a_load = "a step", "ranks that", "an engine", "a value", "a tensor"
     if not what.startswith(only_of_a_load):
         with pytest.raises(NAMED, match="Cannot"):
             zero.export(checkpoint, tmp_path / "m.safetensors")
@@ -522,6 +523,7 @@ class Fuzz:
         loaded = self.weights(path)
         if loaded is not None:  # and its own bytes are no others than torch reads without mapping it
             found = torch.load(path, map_location="cpu", weights_only=True)
+            found = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
             assert all(torch.equal(loaded[name], found.get(name, self.before[name])) for name in loaded)
         self.attempt(lambda: import_checkpoint(path, self.folder / "imported"))
 
