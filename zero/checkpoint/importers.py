@@ -45,6 +45,8 @@ def import_checkpoint(
     order.
     """
     path = Path(os.fspath(source))
+    if Folder.at(out).path.resolve().is_relative_to(path.resolve()):  # where a checkpoint and a pointer would be beside theirs
+        raise ValueError(f"Cannot import into {out}: that is what is read. Name a directory outside of {path}.")
     try:
         if is_dcp(path):
             contents = _from_dcp(path, optimizer, buffers)

@@ -293,6 +293,14 @@ def test_an_export_does_not_overwrite_what_it_reads(target, checkpoint, tmp_path
     assert before == {path: path.read_bytes() for path in sorted(checkpoint.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.parametrize("out", ["", "inside"])
+def test_an_import_does_not_write_into_what_it_reads(out, checkpoint, tmp_path, capsys):
+    assert main(["export", str(checkpoint), str(tmp_path / "theirs"), "--format", "dcp"]) == 0
+    before = sorted(os.listdir(tmp_path / "theirs"))
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "theirs" / out)]) == 2
+    assert "Cannot import into" in capsys.readouterr().err and before == sorted(os.listdir(tmp_path / "theirs"))
+
+
 # manifests --------------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """One directory of checkpoints, and several processes that save into it, load from it and die."""
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import shutil
@@ -13,10 +14,11 @@ from torch import nn
 
 import zero
 from tests import ranks
+from zero.checkpoint.disk import alone
 from zero.checkpoint.folder import Folder
 from zero.checkpoint.reader import CheckpointReader
 from zero.comm.loopback import solo
-from zero.errors import BadCheckpoint
+from zero.errors import BadCheckpoint, CheckpointFailed
 
 
 @contextlib.contextmanager
@@ -114,6 +116,29 @@ def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(tmp_path
         assert process.exitcode == -signal.SIGKILL
         zero.save(tmp_path, optimizer, "after")
     assert sorted(os.listdir(tmp_path)) == ["after", "beside", "latest"]
+
+
+def test_a_file_system_without_locks_is_saved_to_and_nothing_that_may_be_written_is_removed(tmp_path, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("zero.checkpoint.disk.fcntl.flock", flock)
+    begun = Folder(tmp_path).begin("other")
+    with training() as (_, optimizer):
+        zero.save(tmp_path, optimizer, "a")
+    assert sorted(os.listdir(tmp_path)) == [begun.name, "a", "latest"]
+    assert f"Cannot find out whether {begun} is written" in caplog.text
+    Folder(tmp_path).give_up(begun)
+
+
+def test_who_waits_for_another_to_change_the_directory_is_told_at_last(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero.checkpoint.disk._LONGEST_WAIT_S", 0.0)
+    with training() as (_, optimizer):
+        with alone(tmp_path / ".lock"):
+            with pytest.raises(CheckpointFailed, match=r"Cannot change what is in .*: another process has had \.lock locked"):
+                zero.save(tmp_path, optimizer, "a")
+        zero.save(tmp_path, optimizer, "a")
+    assert sorted(os.listdir(tmp_path)) == ["a", "latest"]
 
 
 # readers ----------------------------------------------------------------------------------------------------------------
