@@ -1,6 +1,7 @@
 """Files that nobody wrote by accident: every one is named or harmless, and none is read as other values than it has."""
 
 import contextlib
+import copy
 import io
 import json
 import os
@@ -424,7 +425,7 @@ def mutate(body, rng):
             if type(other) is type(node) and (place in other if isinstance(other, dict) else place < len(other)):
                 node[key] = json.loads(json.dumps(other[place]))
         else:
-            node[key] = rng.choice(JUNK)
+            node[key] = copy.deepcopy(rng.choice(JUNK))
     return body
 
 
