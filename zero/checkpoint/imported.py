@@ -67,7 +67,13 @@ def load_safely(path: Path, mmap: bool = False) -> Any:
             raise _refusal(path, ", ".join(sorted(refused)))
         stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_Inert,), {}), name) for name in unsafe]
         with torch.serialization.safe_globals(stand_ins):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and is_zip)
+            if is_zip:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            with open(path, "rb") as file:
+                loaded = torch.load(file, map_location="cpu", weights_only=True)
+                if file.read(1):  # torch does not fill what the file's list leaves out
+                    raise BadCheckpoint(f"Cannot read {path}: it has values that are of no tensor. Fetch it again.")
+                return loaded
     except BadCheckpoint:
         raise
     except FileNotFoundError as error:

@@ -164,6 +164,17 @@ def longer(path):
     edit_pickle(path, lambda content: content.replace(b"K\x02tq", b"K\x08tq").replace(b"K\x02\x85", b"K\x08\x85"))
 
 
+def leaves_out(path):
+    """Of the format before zip files, with a list of values that lacks the last tensor: torch would not fill it."""
+    torch.save({"a": torch.ones(2), "b": torch.ones(2, 2)}, path, _use_new_zipfile_serialization=False)
+    content = path.read_bytes()
+    listed = content.rindex(b"]q\x00")  # of their names, each a text of so many bytes
+    stop = content.index(b"e.", listed)
+    first = content.index(b"X", listed)
+    second = content.index(b"X", first + 5 + int.from_bytes(content[first + 1 : first + 5], "little"))
+    path.write_bytes(content[:second] + content[stop:])
+
+
 def edit_pickle(path, edit):
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
@@ -186,6 +197,7 @@ TORCH_FILES = {
     ),
     "what is compressed": (compressed, "is compressed"),
     "a length beyond its bytes": (longer, r"not as long as the bytes|it is no file that torch\.save wrote"),
+    "values that are left out": (leaves_out, "it has values that are of no tensor"),
     "names that are numbers": (lambda path: torch.save({0: torch.ones(2)}, path), "has the name 0, not a text"),
     "a sparse tensor at the end": (
         lambda path: torch.save({"a": torch.ones(2), "b": torch.eye(2).to_sparse()}, path), "it is sparse_coo"
