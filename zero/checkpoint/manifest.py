@@ -175,7 +175,8 @@ class Manifest:
         keys = itertools.chain.from_iterable(stored.state for stored in manifest.parameters.values())
         wrong += [name for name in (*manifest.parameters, *manifest.buffers, *manifest.aliases, *keys) if not _is_text(name)]
         if wrong:
-            raise BadCheckpoint(f"Cannot read {where}: what it says of {wrong[0]!a:.200} cannot be true. {ANOTHER}")
+            shown = wrong[0].encode(errors="backslashreplace").decode()
+            raise BadCheckpoint(f"Cannot read {where}: what it says of {shown:.200} cannot be true. {ANOTHER}")
         return manifest
 
     def training_with(self, fetch: Callable[[str, torch.dtype, list[int]], torch.Tensor]) -> dict[str, Any]:
