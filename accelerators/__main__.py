@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,47 +18,70 @@ from accelerators import choice
 from accelerators.choice import Selected
 from accelerators.interface import Accelerator
 from accelerators.memory import format_bytes, memory_cap
+from accelerators.output import answer, complain, write
 from accelerators.registry import FROM_TORCH, Candidate
 from accelerators.staged.backend import NAME as STAGED
+
+Result = TypeVar("Result")
 
 COMPILERS = ("c++", "g++", "clang++", "cl", "icpx")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    return answer(partial(_main, arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m accelerators", description="Which accelerators can be used here.")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     options = parser.parse_args(arguments)
     try:
         memory_cap()
-        chosen = choice.chosen()
-    except ValueError as error:
-        print(error, file=sys.stderr)
+    except ValueError as wrong:
+        complain(wrong)
         return 2
+    taken, error = _tried(lambda: (choice.chosen(), str(choice.chosen().accelerator.device())))
+    if isinstance(error, ValueError):
+        complain(error)
+        return 2
+    chosen = None if taken is None else taken[0]
     report = {
-        "chosen": chosen.name,
-        "why": chosen.why,
-        "device": str(chosen.accelerator.device()),
+        "chosen": None if chosen is None else chosen.name,
+        "why": f"a plug-in failed, {_words_of(error)}" if chosen is None else chosen.why,
+        "device": None if taken is None else taken[1],
         "torch": torch.__version__,
         "platform": platform.platform(),
         "missing": missing_here(),
         "candidates": [describe(candidate, chosen) for candidate in choice.candidates()],
     }
-    if not options.json:
+    if options.json:
+        write(json.dumps(report, indent=2) + "\n")
+    else:
         print_table(report)
-        return 0
-    try:
-        print(json.dumps(report, indent=2), flush=True)
-    except BrokenPipeError:  # the reader has read enough; nor is what is left to be written when this process ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if chosen is None:
+        complain(f"Cannot choose an accelerator: {report['why']}. Set ACCELERATOR to one that works.")
+        return 2
     return 0
 
 
-def describe(candidate: Candidate, chosen: Selected) -> dict[str, Any]:
+def _tried(act: Callable[[], Result]) -> tuple[Result | None, BaseException | None]:
+    """Returns what `act` returns, or how it failed: a plug-in's methods are other people's code, as its import is."""
+    try:
+        return act(), None
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        return None, error
+
+
+def _words_of(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def describe(candidate: Candidate, chosen: Selected | None) -> dict[str, Any]:
     """One candidate as plain data. A device that is there but does not answer is only probed here, so its error is a reason.
 
     What is taken on request only is not tried in passing: to torch a device that came up is the accelerator of the process.
     """
-    is_chosen = candidate.name == chosen.name
+    is_chosen = chosen is not None and candidate.name == chosen.name
     is_tried = is_chosen or candidate.priority >= 0
     row: dict[str, Any] = {
         "name": candidate.name,
@@ -70,10 +92,8 @@ def describe(candidate: Candidate, chosen: Selected) -> dict[str, Any]:
         "origin": candidate.origin,
     }
     if row["usable"]:
-        try:
-            row.update(ask(candidate.accelerator))
-        except Exception as error:  # noqa: BLE001 - a plug-in's methods are other people's code, as its import is
-            row["reason"] = f"it is there, but does not answer: {type(error).__name__}: {' '.join(str(error).split())}"
+        answers, error = _tried(lambda: ask(candidate.accelerator))
+        row.update(answers or {"reason": f"it is there, but does not answer: {_words_of(error)}"})
     return row
 
 
@@ -138,12 +158,20 @@ def print_table(report: dict[str, Any]) -> None:
         missing = ", ".join(row["missing"]) or "-"
         cells = (mark, row["name"], str(row["devices"]), "\n".join(memory), dtypes, row["communication_backend"], missing)
         table.add_row(*cells, style=style)
-    console.print(table)
-    print_line = partial(console.print, soft_wrap=True)
+    with console.capture() as capture:  # and written here, as rich ends the process if nobody reads
+        console.print(table)
+        _print_notes(report, partial(console.print, soft_wrap=True))
+    write(capture.get())
+
+
+def _print_notes(report: dict[str, Any], print_line: Callable[[str], None]) -> None:
+    from rich.markup import escape
+
     for row in report["candidates"]:
         if row["origin"] == FROM_TORCH:
             print_line(f"\n{row['name']}: known to torch; ACCELERATOR={row['name']} takes it")
-    print_line(f"\n* {report['chosen']} is used: {escape(report['why'])}. Set ACCELERATOR to choose another.")
+    if report["chosen"] is not None:
+        print_line(f"\n* {report['chosen']} is used: {escape(report['why'])}. Set ACCELERATOR to choose another.")
     missing = ", ".join(report["missing"]) or "nothing"
     print_line(f"torch {report['torch']} on {report['platform']}, missing here: {missing}")
 

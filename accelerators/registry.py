@@ -135,6 +135,8 @@ class Candidate:
             reason = accelerator.unavailable_reason()
             if reason is not None and not isinstance(reason, str):
                 raise TypeError(f"unavailable_reason gave a {type(reason).__name__}, not a str or None")
+            if reason is not None and not reason.strip():
+                raise ValueError("unavailable_reason gave an empty text, which says neither that it works nor why not")
             return Trial(accelerator, reason)
         # A plug-in is other people's code. It may fail in any way, some call exit() when they are imported, and none of that
         # may break anything else. Ctrl-C is no failure and goes through.

@@ -48,6 +48,7 @@ BROAD_EXCEPTS = {
     "accelerators/staged/pipeline.py": "what fails on a thread is raised where the collective is waited for",
     "zero/comm/exchange.py": "whatever fails on one rank is said on all of them, which wait for it",
     "zero/comm/pulls.py": "what fails on the thread that answers ends the group",
+    "zero/tools/cli.py": "a script of the user's may fail in any way, and the command says in which",
     "zero/checkpoint/writer.py": "what fails on a thread is said when somebody next asks",
 }
 

@@ -2,20 +2,20 @@
 
 import contextlib
 
-from zero.checkpoint import weight_files
+from zero.checkpoint import disk
 
 
 @contextlib.contextmanager
 def counted_reads():
     """A list of how many each read inside takes."""
-    read, counted = weight_files._OpenFile.read, []
+    read, counted = disk.OpenFile.read, []
 
     def counting(file, start, num_bytes):
         counted.append(num_bytes)
         return read(file, start, num_bytes)
 
-    weight_files._OpenFile.read = counting
+    disk.OpenFile.read = counting
     try:
         yield counted
     finally:
-        weight_files._OpenFile.read = read
+        disk.OpenFile.read = read

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 
-from zero.errors import ZeroError
+from accelerators.output import NotWritten, answer
+from zero.errors import ZeroError, not_written
 from zero.tools import (
     config_command,
     export_command,
@@ -26,6 +28,10 @@ COMMANDS = (
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand; the exit status is returned."""
+    return answer(partial(_main, argv))
+
+
+def _main(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zero", description="Sharded training on any torch device.")
     subparsers = parser.add_subparsers(metavar="command", required=True)
     for command in COMMANDS:
@@ -38,13 +44,22 @@ def main(argv: list[str] | None = None) -> int:
     args.words = words  # for those who start processes that do the same
     try:
         return int(args.run(args))
+    except (BrokenPipeError, NotWritten):
+        raise
     except (ValueError, TypeError, OSError, MemoryError, ZeroError) as error:
-        complain(error)
+        complain(_words_of(error))
         return IMPOSSIBLE
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":  # of several ranks one says so
             complain("Interrupted at once: what was begun is not finished.")
         return INTERRUPTED
+
+
+def _words_of(error: Exception) -> str:
+    """Returns the text of an error. The system's own has no remedy, and may not say where it was."""
+    if not isinstance(error, OSError):
+        return str(error)
+    return str(not_written(error.filename or "a file", error)).replace("Cannot write to", "Cannot use", 1)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ A caller's mistake is a ValueError or a TypeError, as everywhere in Python.
 
 from __future__ import annotations
 
+import errno
+
 
 class ZeroError(RuntimeError):
     """Something that training needs is not as it should be. All errors that are not a caller's mistake are of this class."""
@@ -45,3 +47,19 @@ class DiskFailed(ZeroError):
 
 class NonFinite(ZeroError):
     """Gradients are not finite, and `on_nonfinite` is "raise"."""
+
+
+_ROOM, _PERMISSION = "Make room there, or name a place on another disk", "Name a place that may be written"
+_REMEDIES = {
+    errno.ENOSPC: _ROOM, errno.EDQUOT: _ROOM, errno.EFBIG: _ROOM, errno.ENAMETOOLONG: "Give a shorter name",
+    errno.EACCES: _PERMISSION, errno.EPERM: _PERMISSION, errno.EROFS: _PERMISSION,
+    errno.EEXIST: "Name another place", errno.ENOTDIR: "Name another place", errno.EISDIR: "Name another place",
+}  # fmt: skip
+
+
+def not_written(place: object, error: OSError) -> Exception:
+    """Returns an error of the system as one that says where it was to be written, and what to do; one of ours as it is."""
+    if str(error).startswith("Cannot "):
+        return error
+    remedy = _REMEDIES.get(error.errno or 0, "Look at that place, and try it again")
+    return CheckpointFailed(f"Cannot write to {place}: {error.strerror or error}. {remedy}.")

@@ -65,6 +65,7 @@ def usable(subject: Any) -> Accelerator:
     reasons = [known.reason for known in choice.candidates() if known.name == subject] if isinstance(subject, str) else []
     made = None if any(reasons) else make(subject)
     if (reason := made.unavailable_reason() if made is not None else reasons[0]) is not None:
+        assert str(reason).strip(), "unavailable_reason gave an empty text: give the reason, or None if the device works"
         pytest.skip(reason)
     assert made is not None
     return made

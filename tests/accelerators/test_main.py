@@ -11,6 +11,7 @@ import accelerators
 from accelerators import __main__ as command
 from accelerators import choice
 from accelerators.backends import BUILT_IN
+from accelerators.backends.cpu import CpuAccelerator
 from accelerators.choice import Selection
 from accelerators.registry import Registration, Registry
 from tests import programs
@@ -157,12 +158,53 @@ def test_what_was_asked_for_is_shown_with_all_it_has():
     assert [(row["chosen"], row["devices"]) for row in rows if row["name"] == "sim"] == [(True, 2)]
 
 
-@pytest.mark.full
-def test_a_reader_that_has_read_enough_is_no_error(table, monkeypatch):
+@pytest.mark.parametrize("where", ["| true", "> /dev/full", ">&-"])
+@pytest.mark.parametrize("words", ["accelerators --json", "zero config"])
+def test_output_that_nobody_reads_or_that_has_no_room_is_an_exit_status_and_a_line_at_most(where, words):
+    command = f"{sys.executable} -m {words} {where}; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "ACCELERATOR": "cpu"}
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, env=environment)
+    said = {"| true": (141, ""), "> /dev/full": (2, "No space left on device"), ">&-": (2, "Bad file descriptor")}
+    status, words = said[where]
+    line = f"Cannot write the answer to stdout: {words}. Send it to where there is room.\n" if words else ""
+    assert (result.returncode, result.stdout, result.stderr) == (status, "", line)
+
+
+FAILING = {
+    "device_count": (RuntimeError("no driver"), "RuntimeError: no driver"),
+    "read_memory": (SystemExit("enough"), "SystemExit: enough"),
+    "supported_dtypes": (KeyError("x"), "KeyError: 'x'"),
+    "device": (OSError("gone"), "OSError: gone"),
+}
+
+
+@pytest.mark.parametrize("member", FAILING)
+def test_the_table_is_shown_whatever_a_plug_in_does(member, table, monkeypatch, capsys):
+    error, words = FAILING[member]
+
+    def fail(*_):
+        raise error
+
+    made = type("Failing", (CpuAccelerator,), {"name": "dev", member: fail})
+    table.add(Registration("dev", made, priority=500))
+    status = command.main([])
+    told = capsys.readouterr()
+    assert "npu" in told.out and words in " ".join(told.out.split()) + told.err
+    assert status == (2 if "Cannot choose an accelerator" in told.err else 0)
+    assert (status == 2) == (member in ("device_count", "device"))
     monkeypatch.setenv("ACCELERATOR", "cpu")
-    command = f"{sys.executable} -m accelerators --json | true; test ${{PIPESTATUS[0]}} = 0"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stderr) == (0, "")
+    monkeypatch.setattr(choice, "_choice", Selection(table))
+    assert command.main([]) == 0
+
+
+def test_an_empty_reason_is_told_as_one_that_is_missing(table, monkeypatch, capsys):
+    table.add(Registration("dev", type("Empty", (CpuAccelerator,), {"unavailable_reason": lambda self: ""})))
+    monkeypatch.setenv("ACCELERATOR", "cpu")
+    assert command.main([]) == 0
+    assert "unavailable_reason gave an empty text" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setenv("ACCELERATOR", "dev")
+    with pytest.raises(ValueError, match=r"Cannot use ACCELERATOR=dev: .*gave an empty text"):
+        Selection(table).current()
 
 
 def test_a_memory_cap_that_is_no_size_is_said_once_and_not_for_each_device(table, monkeypatch, capsys):

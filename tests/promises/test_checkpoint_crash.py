@@ -158,7 +158,7 @@ class Books:
 
     def open(self, before, result, path, flags, *rest):
         self._paths[result] = Path(path)
-        if flags & os.O_CREAT:
+        if flags & os.O_CREAT and Path(path).name != ".lock":  # which is empty, and goes
             self.unsynced |= {Path(path)}
             if not Path(path).name.startswith("."):  # or it is what becomes of it that has to last
                 self.unsynced.add(Path(path).parent)

@@ -95,7 +95,7 @@ def refused(optimizer, folder):
             said.append(None)
         except (ValueError, CheckpointFailed) as error:
             said.append(str(error))
-            assert "broke off, so weights may be stepped in part. Load a checkpoint" in said[-1]
+            assert "broke off, so weights may be written in part. Load a checkpoint" in said[-1]
     assert len({text is None for text in said}) == 1
     return said[0] is not None
 

@@ -270,6 +270,9 @@ def careless(rank, num_ranks):
 
 def forgetful():
     return [1]
+
+def exits():
+    raise SystemExit(0)
 """
 
 
@@ -299,19 +302,22 @@ def test_the_command_names_the_difference(script):
     assert done.stdout.startswith("different: step 0, parameter 0.weight: its exp_avg on rank 0 differs by")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("target", "words"),
-    [("careless", "OSError: no data here"), ("forgetful", "it returned a list"), ("nothing", "there is no such function")],
-)
+@pytest.mark.parametrize(("target", "words"), [
+    ("exits", "exits: it ends the process ("),
+    pytest.param("careless", "careless: it fails with OSError: no data here (", marks=pytest.mark.full),
+    pytest.param("forgetful", "it returned a list", marks=pytest.mark.full),
+    pytest.param("nothing", "there is no such function", marks=pytest.mark.full),
+])  # fmt: skip
 def test_the_command_says_when_it_cannot_find_out(script, target, words):
     done = command(f"{script}:{target}", *(["--ranks", 2] if target == "careless" else []))
     assert done.returncode == 2 and words in done.stderr and not done.stdout
+    assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["script.py"], ["nowhere.py:f"], ["{script}:subject", "--ranks", "0"]])
+@pytest.mark.parametrize("arguments", [["script.py"], ["nowhere.py:f"], ["{script}:subject", "--ranks", "0"],
+                                       ["{script}:subject", "--ranks", "10000000000"]])  # fmt: skip
 def test_the_command_refuses_what_names_nothing(script, arguments, capsys):
     from zero.__main__ import main
 
     assert main(["verify", *(argument.format(script=script) for argument in arguments)]) == 2
-    assert capsys.readouterr().err.rstrip().endswith(("script.", "function.", "number."))
+    assert capsys.readouterr().err.rstrip().endswith(("script.", "function.", "number.", "fewer."))

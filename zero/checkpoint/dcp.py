@@ -116,7 +116,10 @@ class MetadataReader(pickle.Unpickler):
 
 def _leaves(folder: Path, metadata: Any) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
+    most = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     for index, where in metadata.storage_data.items():
+        if Path(where.relative_path).name != where.relative_path:
+            raise BadCheckpoint(f"Cannot read {index.fqn} from {folder}: it would be outside of it. Save it again.")
         if getattr(where, "transform_descriptors", None):
             raise BadCheckpoint(f"Cannot read {index.fqn} from {folder}: it is compressed. Save it without extensions.")
         about = metadata.state_dict_metadata[index.fqn]
@@ -126,6 +129,8 @@ def _leaves(folder: Path, metadata: Any) -> dict[str, Any]:
         if not isinstance(value, torch.Tensor) or len(about.chunks) == 1:
             leaves[index.fqn] = value
             continue
+        if torch.Size(about.size).numel() * value.dtype.itemsize > most:
+            raise BadCheckpoint(f"Cannot read {index.fqn} from {folder}: it has more elements than bytes. Save it again.")
         whole = leaves.setdefault(index.fqn, torch.empty(about.size, dtype=value.dtype, device="cpu"))
         for dim, start in enumerate(index.offset):
             whole = whole.narrow(dim, start, value.shape[dim])

@@ -1,16 +1,33 @@
-"""Writes files so that they are on the disk when a call returns: whole, synced, and renamed into place."""
+"""Files that are on the disk when a call returns, locks that end with their process, and files that stay readable.
+
+Writing: whole, synced, and renamed into place. Reading: through descriptors, so that a file which is replaced or removed
+meanwhile is still the one that was opened.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
+import stat
+import sys
 import threading
+import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import torch
+
+from accelerators.host_bytes import host_bytes
+from zero.errors import BadCheckpoint
+
+if sys.platform != "win32":
+    import fcntl
 
 Written = Callable[[int], None]  # told of every so many bytes
 
@@ -18,6 +35,9 @@ _replacing = threading.Lock()
 _AT_ONCE = 2**20  # bytes that are read or written by one call, and stay in a processor's cache meanwhile
 _SUMMED = 2**20  # bytes to each CRC; part of the format
 _READERS = 3  # of one file
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # what a file system without locks answers
+_LONGEST_WAIT_S = 600.0  # for who changes a directory, which may have to remove a large checkpoint
+_LOOK_EVERY_S = 0.005
 _BEGIN_EVERY = 32 * 2**20
 
 
@@ -110,29 +130,119 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def _parts_of(path: Path, start: int, stop: int) -> Iterator[memoryview]:
-    """The bytes of a file from one place to another, a part at a time; each part is of use until the next one is asked for."""
-    buffer = memoryview(bytearray(_AT_ONCE))
-    with open(path, "rb", buffering=0) as file:
+class Lock:
+    """A lock on a file, for one holder at a time among all processes that see the file, on shared file systems too. It ends
+    with its process at the latest. If the file system has no locks, `is_certain` is False, and taking it excludes nobody."""
+
+    def __init__(self, path: Path, create: bool = True) -> None:
+        self.path = path
+        self.is_certain = sys.platform != "win32"
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
+        except PermissionError:  # another user's
+            self._descriptor = os.open(path, os.O_RDONLY)
+
+    def take(self) -> bool:
+        """Takes the lock; False if another holder has it."""
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                self.is_certain = False
+        return True
+
+    def is_of(self, path: Path) -> bool:
+        """True if the locked file is the one of this name, which another holder may have removed before."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Gives the lock back if it was taken, for processes that were forked meanwhile too, and closes the file."""
+        if sys.platform != "win32" and self.is_certain:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Runs a block while no other process or thread is in such a block with the same file, which is removed at the end."""
+    deadline = time.monotonic() + _LONGEST_WAIT_S
+    while True:
+        lock = Lock(path)
+        if lock.take() and (lock.is_of(path) or not lock.is_certain):
+            break
+        lock.release()
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"Cannot change what is in {path.parent}: another process has had {path.name} locked for "
+                f"{_LONGEST_WAIT_S:g} s. End it, or use another directory."
+            )
+        time.sleep(_LOOK_EVERY_S)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # while it is locked: who waits for it finds that it is no longer the file of that name
+        lock.release()
+
+
+class OpenFile:
+    """A file that is open until it is closed, or nothing refers to it any more."""
+
+    def __init__(self, path: Path, within: int | None = None) -> None:
+        """Opens a file; `within` is the descriptor of the folder that its name is looked up in."""
+        self.path = path
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)  # a pipe would wait for its writer
+        self._descriptor = os.open(path if within is None else path.name, flags, dir_fd=within)
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+
+    def size(self) -> int:
+        """Returns its bytes; a folder or a device is an error, as it has none."""
+        about = os.fstat(self._descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return about.st_size
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fills memory with the bytes from `start` on."""
+        while len(target):  # one call reads 2 GiB at most
+            try:
+                num_read = os.preadv(self._descriptor, [target], start)
+            except OSError as error:
+                if error.errno != errno.ESTALE:  # another machine removed it
+                    raise
+                raise BadCheckpoint(f"Cannot read {self.path}: it was removed while it was read. Read it again.") from error
+            if not num_read:
+                raise BadCheckpoint(f"Cannot read {self.path}: it became shorter while it was read. Fetch it again.")
+            target, start = target[num_read:], start + num_read
+
+    def read(self, start: int, num_bytes: int) -> torch.Tensor:
+        """Returns bytes that the file has."""
+        values = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        self.read_into(start, host_bytes(values))
+        return values
+
+    def checksum(self, read: Written = lambda _: None) -> str:
+        """Returns the checksum as `write` does, with several threads, which a good disk has bandwidth for."""
+        size = self.size()
+        share = max(1, -(-size // (_READERS * _SUMMED))) * _SUMMED
+
+        def sums_from(start: int) -> bytes:
+            sums, buffer = _Checksum(), memoryview(bytearray(_AT_ONCE))
+            for position in range(start, min(start + share, size), _AT_ONCE):
+                part = buffer[: min(_AT_ONCE, size - position)]
+                self.read_into(position, part)
+                sums.take(part)
+                read(len(part))
+            return sums.sums()
+
         if hasattr(os, "posix_fadvise"):  # more is read ahead
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        file.seek(start)
-        while count := file.readinto(buffer[: stop - start]):
-            yield buffer[:count]
-            start += count
-
-
-def checksum_of(path: Path, read: Written = lambda _: None) -> str:
-    """Returns the checksum of a file as `write` does, with several threads, which a good disk has bandwidth for."""
-    size = path.stat().st_size
-    share = max(1, -(-size // (_READERS * _SUMMED))) * _SUMMED
-
-    def sums_from(start: int) -> bytes:
-        sums = _Checksum()
-        for part in _parts_of(path, start, start + share):
-            sums.take(part)
-            read(len(part))
-        return sums.sums()
-
-    with ThreadPoolExecutor(_READERS) as readers:
-        return hashlib.sha256(b"".join(readers.map(sums_from, range(0, size, share)))).hexdigest()
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        with ThreadPoolExecutor(_READERS) as readers:
+            return hashlib.sha256(b"".join(readers.map(sums_from, range(0, size, share)))).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -10,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from zero.checkpoint import values
 from zero.checkpoint.dcp import write_dcp
-from zero.checkpoint.folder import Folder, check_file, read_manifest
-from zero.checkpoint.manifest import VALUE, Manifest
+from zero.checkpoint.folder import LATEST, Folder, is_checkpoint
+from zero.checkpoint.manifest import VALUE, Manifest, plain_json
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.reader import CheckpointReader
+from zero.checkpoint.weight_files import WeightFiles
 from zero.checkpoint.weight_writer import Sizes, in_file, total_bytes, write_file, write_files
+from zero.errors import BadCheckpoint, not_written
+from zero.memory.formats import dtype_named
 from zero.memory.values import Held, Values, whole
 
 INDEX = "model.safetensors.index.json"
@@ -45,46 +48,65 @@ def export(
     state dict that a plain torch optimizer loads. With `format="dcp"`, `out` is a folder that torch.distributed.checkpoint
     loads, with "model" and "optim" as torch's get_state_dict names them, for FSDP2.
     """
+    try:
+        return _export(directory, out, tag, shard_bytes, dtype, optimizer, format)
+    except OSError as error:
+        raise not_written(os.fspath(out), error) from error.__cause__
+
+
+def _export(
+    directory: Any, out: Any, tag: str | None, shard_bytes: int | None, dtype: torch.dtype | None, optimizer: Any, format: str
+) -> list[Path]:
     if format not in ("safetensors", "dcp"):
         raise ValueError(f"Cannot export with format={format!r}: there are 'safetensors' and 'dcp'. Pass one of them.")
     if format == "dcp" and (shard_bytes is not None or optimizer is not None):
         raise ValueError("Cannot export with format='dcp' and shard_bytes or optimizer: the folder has all. Leave them out.")
     _check_asked(Path(os.fspath(out)), 1 if format == "dcp" else shard_bytes, dtype)
-    folder = Folder.at(directory).find(tag)
-    manifest = read_manifest(folder)
-    with ProgressBar(f"checking {folder.name}", sum(file.num_bytes for file in manifest.files)) as bar:
-        for number in range(len(manifest.files)):
-            check_file(folder, manifest, number, bar.advance)
-    reader = CheckpointReader(folder, manifest)
-    try:
-        exporting = _Exporting(manifest, reader, dtype)
+    for target in (out, optimizer):
+        if target is not None:
+            _check_target(Path(os.path.abspath(os.fspath(target))), Folder.at(directory))
+    with contextlib.closing(CheckpointReader(directory, tag)) as reader:
+        _verify(reader)
+        exporting = _Exporting(reader.manifest, reader, dtype)
         if format == "dcp":
             return exporting.write_distributed(Path(os.fspath(out)))
         made = exporting.write_weights(Path(os.fspath(out)), shard_bytes)
         if optimizer is not None:
             made.append(exporting.write_optimizer(Path(os.fspath(optimizer))))
         return made
-    finally:
-        reader.close()
 
 
 def read_weights(directory: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, dict[str, Any], Any]:
     """Returns the path of a checkpoint, its exact weights and buffers as a state dict of the plain model, and what was saved as
     `extra`. No collective."""
-    folder = Folder.at(directory).find(tag)
-    manifest = read_manifest(folder)
-    for number in range(len(manifest.files)):
-        check_file(folder, manifest, number, lambda _: None)
-    reader = CheckpointReader(folder, manifest)
-    try:
+    with contextlib.closing(CheckpointReader(directory, tag)) as reader:
+        _verify(reader)
+        manifest = reader.manifest
         state_dict: dict[str, Any] = {name: reader.whole(name, VALUE) for name in manifest.parameters}
         state_dict.update({name: reader.buffer(name) for name in manifest.buffers})
         state_dict.update({alias: state_dict[name] for alias, name in manifest.aliases.items()})
-        modules = values.decode(manifest.training, reader.extra)["modules"]
+        modules = reader.training()["modules"]
         state_dict.update({f"{name}._extra_state" if name else "_extra_state": state for name, state in modules.items()})
-        return folder, state_dict, values.decode(manifest.extra, reader.extra)
-    finally:
-        reader.close()
+        return reader.path, state_dict, reader.extra()
+
+
+def _verify(reader: CheckpointReader) -> None:
+    """Raises unless all files are those that were saved, and have all that the manifest names."""
+    files = reader.manifest.files
+    with ProgressBar(f"checking {reader.path.name}", sum(file.num_bytes for file in files)) as bar:
+        for number in range(len(files)):
+            reader.check_file(number, bar.advance)
+    reader.check(range(len(files)))
+
+
+def _check_target(target: Path, directory: Folder) -> None:
+    """Raises if a file to be written lies in a checkpoint, or would take the place of one or of the pointer to the latest."""
+    for path in {target, target.resolve()}:
+        checkpoint = next((folder for folder in (path, *path.parents) if is_checkpoint(folder)), None)
+        if checkpoint is not None:
+            raise ValueError(f"Cannot write to {target}: {checkpoint} is a checkpoint. Name a file or folder outside of it.")
+        if path == directory.path.resolve() / LATEST:
+            raise ValueError(f"Cannot write to {target}: it names the latest checkpoint. Name another file.")
 
 
 def _check_asked(out: Path, shard_bytes: int | None, dtype: torch.dtype | None) -> None:
@@ -99,20 +121,16 @@ def _check_asked(out: Path, shard_bytes: int | None, dtype: torch.dtype | None) 
 
 def read_export(out: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns what `export` wrote as a state dict of the plain model: tied weights are one tensor under all their names."""
-    path, state_dict = Path(os.fspath(out)), dict[str, Any]()
-    files = [path]
-    if path.is_dir():
-        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
-        files = [path / name for name in sorted(set(index["weight_map"].values()))]
-    metadata: dict[str, str] = {}
-    for file in files:
-        opened: Any = safe_open(file, framework="pt", device="cpu")
-        with opened as tensors:
-            state_dict.update({name: tensors.get_tensor(name) for name in tensors.keys()})  # noqa: SIM118 - no mapping
-            metadata.update(tensors.metadata() or {})
-    modules = values.decode(json.loads(metadata.pop(_MODULES, "{}")))
-    state_dict.update({f"{name}._extra_state" if name else "_extra_state": state for name, state in modules.items()})
-    state_dict.update({alias: state_dict[name] for alias, name in json.loads(metadata.get(_ALIASES, "{}")).items()})
+    with contextlib.closing(WeightFiles(out, pickled=False)) as files:
+        state_dict: dict[str, Any] = {name: whole(tensor) for name, tensor in files.tensors.items()}
+    try:
+        modules = values.decode(plain_json(files.metadata.get(_MODULES, "{}").encode()))
+        state_dict.update({f"{name}._extra_state" if name else "_extra_state": state for name, state in modules.items()})
+        aliases = plain_json(files.metadata.get(_ALIASES, "{}").encode())
+        state_dict.update({alias: state_dict[name] for alias, name in aliases.items()})
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        what = f"its metadata are not as export writes them ({error!s:.200})"
+        raise BadCheckpoint(f"Cannot read {out}: {what}. Export it again.") from error
     return state_dict
 
 
@@ -128,7 +146,7 @@ class _Exporting:
         sizes = self._sizes()
         aliases = self.manifest.aliases  # by themselves as safetensors' own `load_model` wants them
         metadata = {"format": "pt", **aliases, _ALIASES: json.dumps(aliases)}
-        modules = values.decode(self.manifest.training, self.reader.extra)["modules"]
+        modules = self.reader.training()["modules"]
         if modules:
             metadata[_MODULES] = json.dumps(values.encode(modules, "modules"))
         with ProgressBar(f"writing {out.name}", total_bytes(sizes)) as bar:
@@ -141,9 +159,9 @@ class _Exporting:
     def _sizes(self) -> Sizes:
         sizes: Sizes = {}
         for name, stored in self.manifest.parameters.items():
-            sizes[name] = self._cast(getattr(torch, stored.dtype)), stored.shape
+            sizes[name] = self._cast(dtype_named(stored.dtype)), stored.shape
         for name, buffer in self.manifest.buffers.items():
-            sizes[name] = getattr(torch, buffer.dtype), buffer.shape
+            sizes[name] = dtype_named(buffer.dtype), buffer.shape
         return dict(sorted(sizes.items()))
 
     def _cast(self, dtype: torch.dtype) -> torch.dtype:
@@ -152,12 +170,12 @@ class _Exporting:
     def _values(self, name: str) -> Values:
         if name in self.manifest.buffers:
             return Held(self.reader.buffer(name))
-        return Held(self.reader.whole(name, VALUE).to(self._cast(getattr(torch, self.manifest.parameters[name].dtype))))
+        return Held(self.reader.whole(name, VALUE).to(self._cast(dtype_named(self.manifest.parameters[name].dtype))))
 
     def write_distributed(self, out: Path) -> list[Path]:
         """Writes a distributed checkpoint. Tensors pass through files of their own, as in `write_optimizer`."""
         out.mkdir(parents=True, exist_ok=True)
-        groups = values.decode(self.manifest.training, self.reader.extra)["groups"]
+        groups = self.reader.training()["groups"]
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
             named = {name: Path(scratch) / str(number) for number, name in enumerate(self._sizes())}
             model = {name: in_file(whole(self._values(name)), file) for name, file in named.items()}
@@ -169,7 +187,7 @@ class _Exporting:
     def write_optimizer(self, out: Path) -> Path:
         """Writes the optimizer's state. Tensors pass through files of their own, since torch.save wants all of them at once."""
         out.parent.mkdir(parents=True, exist_ok=True)
-        training = values.decode(self.manifest.training, self.reader.extra)
+        training = self.reader.training()
         numbers: dict[str, int] = {}
         for group in training["groups"]:
             group["params"] = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
@@ -184,7 +202,7 @@ class _Exporting:
 
     def _state(self, name: str, scratch: Path) -> dict[str, Any]:
         stored = self.manifest.parameters[name]
-        state: dict[str, Any] = dict(values.decode(stored.plain))
+        state = self.reader.plain(name)
         for key in stored.state:
             state[key] = in_file(self.reader.whole(name, key), scratch.with_name(f"{scratch.name}.{len(state)}"))
         return state

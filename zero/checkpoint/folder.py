@@ -3,11 +3,16 @@
 [Note: commit] A checkpoint is written to a hidden folder beside the others, and renamed when every file of it is synced. The
 pointer to the latest is written last, so it always names a complete checkpoint, whenever a process is stopped. If the tag
 exists, the old checkpoint is renamed away first; a reader that comes between the two renames finds it by its other name.
+
+[Note: several processes] Processes may save into one directory at the same time. Who changes which checkpoints there are does
+so alone, by a lock on the directory. A hidden folder is locked as long as its save goes on, so that nobody else removes it; a
+lock ends with its process, and what the dead left is removed by the next save.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -21,9 +26,12 @@ from zero.checkpoint import disk
 from zero.checkpoint.manifest import ANOTHER, HEAD_BYTES, Manifest, number_of
 from zero.errors import BadCheckpoint
 
+logger = logging.getLogger("zero")
+
 LATEST, MANIFEST = "latest", "manifest.json"
+_LOCK = ".lock"  # in the directory while it is changed, and in a hidden folder while it is written
 _TAG = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]{0,199}")  # it becomes the name of a folder, on any system
-_being_written: set[Path] = set()  # by this process, which may train several models into one directory
+_being_written: dict[Path, disk.Lock] = {}  # by this process, which may train several models into one directory
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(saving-[0-9a-z]+|replaced)")
 
 
@@ -72,9 +80,11 @@ class Folder:
             raise FileNotFoundError(
                 f"Cannot find the latest checkpoint in {self.path}: no file {LATEST!r} there names one. Give {remedy}."
             )
-        for folder in (self.path / wanted, self._replaced(wanted)):
+        for folder in (self.path / wanted, self._replaced(wanted)) * 3:  # it may be on its way from one to the other
             if (folder / MANIFEST).is_file():
                 return folder
+        if tag is None and self.latest() != wanted:
+            return self.find(None)  # another one became the latest, and this one was removed
         raise FileNotFoundError(
             f"Cannot find checkpoint {wanted} in {self.path}: no folder of that name has a {MANIFEST}. "
             f"Use one of those there: {', '.join(self.tags()) or 'none'}."
@@ -94,6 +104,10 @@ class Folder:
         if self.path.is_dir():
             yield from (path for path in self.path.iterdir() if path.is_dir() and not path.is_symlink())
 
+    def by_its_tag(self, path: Path) -> Path:
+        """Returns the path that what `find` returned has, but for the moment in which another takes its place."""
+        return self.path / path.name.removeprefix(".").removesuffix(".replaced") if path.name.startswith(".") else path
+
     def _replaced(self, tag: str) -> Path:
         return self.path / f".{tag}.replaced"
 
@@ -101,56 +115,87 @@ class Folder:
 
     def begin(self, tag: str) -> Path:
         """Makes a hidden folder to write to, and removes those of saves that were stopped."""
-        target = self.path / tag
-        if target.is_symlink() or (target.exists() and _number(target) is None):
-            raise FileExistsError(f"Cannot save a checkpoint as {target}: something else has that name. Choose another tag.")
         self.path.mkdir(parents=True, exist_ok=True)
-        for path in list(self._folders()):
-            hidden = _HIDDEN.fullmatch(path.name)
-            if hidden is None or path in _being_written:
-                continue
-            if path.name.endswith(".replaced") and not (self.path / hidden["tag"] / MANIFEST).is_file():
-                disk.rename(path, self.path / hidden["tag"])  # stopped between the two renames: the one before is the one
-            else:
-                shutil.rmtree(path)
-        made = self.path / f".{tag}.saving-{secrets.token_hex(4)}"
-        os.mkdir(made)
-        _being_written.add(made)
+        with self._alone():
+            target = self.path / tag
+            if target.is_symlink() or (target.exists() and _number(target) is None):
+                raise FileExistsError(f"Cannot save as {target}: something else has that name. Choose another tag.")
+            for path in list(self._folders()):
+                hidden = _HIDDEN.fullmatch(path.name)
+                if hidden is None or _is_written(path):
+                    continue
+                if path.name.endswith(".replaced") and not (self.path / hidden["tag"] / MANIFEST).is_file():
+                    disk.rename(path, self.path / hidden["tag"])  # stopped between the two renames: the one before is the one
+                else:
+                    shutil.rmtree(path, ignore_errors=True)  # a rank of the dead may still write there; then the next save does
+            made = self.path / f".{tag}.saving-{secrets.token_hex(4)}"
+            os.mkdir(made)
+            lock = disk.Lock(made / _LOCK)
+            lock.take()
+            _being_written[made] = lock
         return made
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        return disk.alone(self.path / _LOCK)
 
     def give_up(self, written: Path) -> None:
         """Removes what was written and not committed."""
         shutil.rmtree(written, ignore_errors=True)
-        _being_written.discard(written)
+        lock = _being_written.pop(written, None)
+        if lock is not None:
+            lock.release()
 
     def commit(self, written: Path, tag: str, manifest: Manifest, is_latest: bool = True) -> Path:
         """Makes what was written a checkpoint, and the pointer name it."""
-        manifest = replace(manifest, number=max((number for number, _ in self._numbered()), default=0) + 1)
-        disk.write(written / MANIFEST, [manifest.text().encode()])
-        disk.sync_folder(written)
-        target, replaced = self.path / tag, self._replaced(tag)
-        if target.exists():
-            os.rename(target, replaced)
-        try:
-            disk.rename(written, target)
-            if is_latest:
-                disk.replace(self.path / LATEST, f"{tag}\n")
-        except OSError:
-            with contextlib.suppress(OSError):  # all as it was, as far as that can be had
-                os.rename(target, written)
-            with contextlib.suppress(OSError):
-                os.rename(replaced, target)
-            raise
-        if replaced.exists():
-            disk.remove_folder(replaced)
+        with self._alone():
+            manifest = replace(manifest, number=max((number for number, _ in self._numbered()), default=0) + 1)
+            disk.write(written / MANIFEST, [manifest.text().encode()])
+            os.unlink(written / _LOCK)  # nobody looks for it before it has its name
+            disk.sync_folder(written)
+            target, replaced = self.path / tag, self._replaced(tag)
+            if target.exists():
+                os.rename(target, replaced)
+            try:
+                disk.rename(written, target)
+                if is_latest:
+                    disk.replace(self.path / LATEST, f"{tag}\n")
+            except OSError:
+                with contextlib.suppress(OSError):  # all as it was, as far as that can be had
+                    os.rename(target, written)
+                with contextlib.suppress(OSError):
+                    os.rename(replaced, target)
+                raise
+            if replaced.exists():
+                disk.remove_folder(replaced)
         return target
 
     def prune(self, keep: int) -> None:
         """Removes all checkpoints but the newest, and never the one that the pointer names."""
-        tags, latest = self.tags(), self.latest()
-        for tag in tags[: max(0, len(tags) - keep)]:
-            if tag != latest:
-                disk.remove_folder(self.path / tag)
+        with self._alone():
+            tags, latest = self.tags(), self.latest()
+            for tag in tags[: max(0, len(tags) - keep)]:
+                if tag != latest:
+                    disk.remove_folder(self.path / tag)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Returns True if a folder is a checkpoint of ours, or one that is being written or removed."""
+    return _number(path) is not None or _HIDDEN.fullmatch(path.name) is not None
+
+
+def _is_written(path: Path) -> bool:
+    """Returns whether a hidden folder belongs to a save that goes on."""
+    try:
+        lock = disk.Lock(path / _LOCK, create=False)
+    except FileNotFoundError:
+        return False  # who writes has one as long as others can see the folder
+    try:
+        is_free = lock.take()
+        if not lock.is_certain:
+            logger.warning("Cannot find out whether %s is written: its file system has no locks. Remove it if not.", path)
+        return not (is_free and lock.is_certain)
+    finally:
+        lock.release()
 
 
 def _number(path: Path) -> int | None:
@@ -169,18 +214,3 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise BadCheckpoint(f"Cannot read {path}: {error}. {ANOTHER}") from error
     return Manifest.read(text, str(path))
-
-
-def check_file(folder: Path, manifest: Manifest, number: int, read: disk.Written = lambda _: None) -> None:
-    """Raises unless a file is, bit for bit, the one that was saved."""
-    entry = manifest.files[number]
-    path = folder / entry.name
-    try:
-        num_bytes = path.stat().st_size
-        wrong = None if num_bytes == entry.num_bytes else f"it has {num_bytes} bytes and had {entry.num_bytes}"
-        if wrong is None and disk.checksum_of(path, read) != entry.checksum:
-            wrong = "its content has not the checksum that the manifest gives"
-    except OSError as error:
-        wrong = str(error)
-    if wrong is not None:
-        raise BadCheckpoint(f"Cannot read {path}: {wrong}. {ANOTHER}")

@@ -6,7 +6,11 @@ their place. Any other class is refused by name.
 
 from __future__ import annotations
 
+import pickle
 import re
+import struct
+import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +18,17 @@ from typing import Any
 import torch
 
 from zero.errors import BadCheckpoint
+from zero.memory.addresses import address_of, storage_of
 
 _INERT = re.compile(
     r"deepspeed\.(runtime\.zero\.config\.ZeroStageEnum|runtime\.fp16\.loss_scaler\.\w+|utils\.tensor_fragment\.fragment_address)"
 )
+
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # that torch names when it refuses one
+_UNREADABLE = (  # what torch, pickle and zipfile raise on bytes that nobody wrote
+    OSError, RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError,
+    ImportError, MemoryError, NotImplementedError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
 
 
 @dataclass
@@ -44,19 +55,97 @@ class _Inert:
         self.__dict__.update(state)
 
 
-def load_safely(path: Path) -> Any:
+def load_safely(path: Path, mmap: bool = False) -> Any:
+    """Returns what torch.save wrote, without running code of it. With `mmap` tensors of a zip file are views of the file."""
     try:
-        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        is_zip = zipfile.is_zipfile(path)  # or of the format before
+        if is_zip:
+            _records(path)
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
         refused = [name for name in unsafe if not _INERT.fullmatch(name)]
         if refused:
-            raise BadCheckpoint(
-                f"Cannot read {path} without running code: it needs {', '.join(sorted(refused))}. Save tensors, numbers, "
-                "texts, lists and dicts only."
-            )
+            raise _refusal(path, ", ".join(sorted(refused)))
         stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_Inert,), {}), name) for name in unsafe]
         with torch.serialization.safe_globals(stand_ins):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        if isinstance(error, BadCheckpoint):
-            raise
-        raise BadCheckpoint(f"Cannot read {path}: {error}") from error
+            if is_zip:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            with open(path, "rb") as file:
+                loaded = torch.load(file, map_location="cpu", weights_only=True)
+                if file.read(1):  # torch does not fill what the file's list leaves out
+                    raise BadCheckpoint(f"Cannot read {path}: it has values that are of no tensor. Fetch it again.")
+                return loaded
+    except BadCheckpoint:
+        raise
+    except FileNotFoundError as error:
+        raise BadCheckpoint(f"Cannot read {path}: there is no such file. Pass the path of one.") from error
+    except _UNREADABLE as error:
+        needed = _GLOBAL.search(str(error))
+        if needed is not None:
+            raise _refusal(path, needed[1]) from None
+        if isinstance(error, OSError) and error.strerror:
+            raise BadCheckpoint(f"Cannot read {path}: {error.strerror}. Fetch it again.") from error
+        raise BadCheckpoint(
+            f"Cannot read {path}: it is no file that torch.save wrote, or it is damaged. Fetch it again, or save a state dict."
+        ) from None  # torch's own words advise to run the code that is in it
+
+
+def _refusal(path: Path, needed: str) -> BadCheckpoint:
+    return BadCheckpoint(
+        f"Cannot read {path} without running code: it needs {needed:.200}. Save tensors, numbers, texts, lists and dicts only."
+    )
+
+
+def _records(path: Path) -> dict[int, int]:
+    """Returns where the records of a zip file are: bytes by their offset. Raises unless all lie there as they are, as torch
+    maps them whether they do or not."""
+    records = {}
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+                raise BadCheckpoint(f"Cannot read {path}: {record.filename:.100} in it is compressed. Save it with torch.save.")
+            archive.open(record).close()  # which compares what is written before it with what the end of the archive says
+            file.seek(record.header_offset + 26)
+            name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
+            records[record.header_offset + 30 + name_bytes + extra_bytes] = record.file_size
+    return records
+
+
+def tensors_in(path: Path, loaded: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a state dict that was read from a file. Raises unless each has a name and all its values there."""
+    tensors = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+    num_bytes = path.stat().st_size
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise BadCheckpoint(f"Cannot read {path}: a tensor in it has the name {name!r:.60}, not a text. Save a state dict.")
+        wrong = (
+            "is on the meta device" if tensor.is_meta else
+            f"is {str(tensor.layout).removeprefix('torch.')}" if tensor.layout != torch.strided else
+            "is quantized" if tensor.is_quantized else
+            "is nested" if tensor.is_nested else
+            "has more elements than the file has bytes" if tensor.numel() * tensor.dtype.itemsize > num_bytes else None
+        )  # fmt: skip
+        if wrong is not None:
+            raise BadCheckpoint(f"Cannot read {name} from {path}: it {wrong}. Save dense tensors that have their values.")
+    return tensors
+
+
+def places_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Returns where in the file the tensors begin that `load_safely` mapped. Raises unless each storage is one record: torch
+    takes a length from the file's pickle for true, and what lies behind a record is no weight."""
+    if not tensors or not zipfile.is_zipfile(path):
+        return {}
+    records = _records(path)
+    storages = {name: tensor.untyped_storage() for name, tensor in tensors.items()}
+    spans = {(storage_of(tensor), storages[name].nbytes()) for name, tensor in tensors.items() if storages[name].nbytes()}
+    if not spans:
+        return {}
+    first, length = min(spans)
+    for offset, size in records.items():  # one of them is the first, which says where the file is mapped
+        base = first - offset
+        if size == length and all(records.get(start - base) == num_bytes for start, num_bytes in spans):
+            return {
+                name: address_of(tensor) - base
+                for name, tensor in tensors.items()
+                if tensor.is_contiguous() and storages[name].nbytes()
+            }
+    raise BadCheckpoint(f"Cannot read {path}: a tensor in it is not as long as the bytes that it names. Fetch it again.")

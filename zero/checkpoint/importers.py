@@ -16,10 +16,10 @@ from zero.checkpoint import values
 from zero.checkpoint.dcp import is_dcp, model_and_optimizer, read_dcp, tied_again
 from zero.checkpoint.folder import Folder, file_of
 from zero.checkpoint.from_deepspeed import read_deepspeed
-from zero.checkpoint.imported import ImportedState, load_safely
+from zero.checkpoint.imported import ImportedState, load_safely, tensors_in
 from zero.checkpoint.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
 from zero.checkpoint.tensor_files import write_tensors
-from zero.errors import BadCheckpoint
+from zero.errors import BadCheckpoint, ZeroError
 from zero.memory.addresses import address_of
 from zero.memory.formats import dtype_name, goes_with_elements
 
@@ -45,10 +45,20 @@ def import_checkpoint(
     order.
     """
     path = Path(os.fspath(source))
-    if is_dcp(path):
-        contents = _from_dcp(path, optimizer, buffers)
-    else:
-        contents = read_deepspeed(path, tag) if path.is_dir() else _from_torch(path, optimizer, buffers)
+    if Folder.at(out).path.resolve().is_relative_to(path.resolve()):  # where a checkpoint and a pointer would be beside theirs
+        raise ValueError(f"Cannot import into {out}: that is what is read. Name a directory outside of {path}.")
+    try:
+        if is_dcp(path):
+            contents = _from_dcp(path, optimizer, buffers)
+        else:
+            contents = read_deepspeed(path, tag) if path.is_dir() else _from_torch(path, optimizer, buffers)
+    except (ZeroError, OSError):
+        raise
+    except (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, ValueError) as error:
+        if str(error).startswith("Cannot "):
+            raise
+        what = f"it is not as DeepSpeed or torch saves it ({type(error).__name__}: {error!s:.200})"
+        raise BadCheckpoint(f"Cannot read {path}: {what}. Save it again.") from error
     return _write(contents, Folder.at(out), f"global_step{contents.more.get('step', 0)}")
 
 
@@ -116,11 +126,12 @@ def _of_model(path: Path, loaded: Any, patterns: Sequence[str]) -> ImportedState
         raise BadCheckpoint(
             f"Cannot read {path} as a model's state dict: it is a {type(loaded).__name__}. Give a file with a state dict."
         )
-    for name, tensor in loaded.items():
-        if not isinstance(tensor, torch.Tensor):
+    for name, value in loaded.items():
+        if not isinstance(value, torch.Tensor):
             raise BadCheckpoint(
-                f"Cannot read {path}: {name} in it is a {type(tensor).__name__}, not a tensor. Give a file with a state dict."
+                f"Cannot read {path}: {name} in it is a {type(value).__name__}, not a tensor. Give a file with a state dict."
             )
+    for name, tensor in (tensors_in(path, loaded) if path.is_file() else loaded).items():
         place = address_of(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()
         one = first.setdefault(place, name) if tensor.numel() else name
         if one != name:

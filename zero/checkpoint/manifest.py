@@ -8,21 +8,33 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 
+from zero.checkpoint import values
 from zero.errors import BadCheckpoint, CheckpointFailed
 from zero.plan.spans import Span
 
 FORMAT, VERSION = "zero checkpoint", 1
 _HEAD = re.compile(rb'\{"format":"%s","number":(\d{1,18}),"' % FORMAT.encode())
 HEAD_BYTES = 80  # of a manifest's text, which `number_of` wants
+_FILE_NAME = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]*")  # a name in the checkpoint's own folder
+_DEEPEST = 400  # levels: 100 of containers that were saved, each of which is three here, and what is around them
+_MOST_DIMENSIONS = 64  # as in torch
+MOST_COUNTED = 2**53  # steps and the like
+_NOTHING = type(None)
+_TRAINING: dict[str, tuple[type, ...]] = {  # the parts that every training has, and their types, if they are of a certain one
+    "optimizer": (str, _NOTHING), "groups": (list,), "step": (int,), "skipped_steps": (int,), "loss_scale": (dict, _NOTHING),
+    "engine": (dict, _NOTHING), "schedule": (str, _NOTHING), "scheduler": (), "modules": (dict,), "ranks": (int,),
+}  # fmt: skip
 VALUE = "value"  # what a parameter's own elements are called, beside the entries of its state
 
 
@@ -65,18 +77,20 @@ class Stored:
         return math.prod(self.shape)
 
     def covers(self) -> bool:
-        """Whether every element lies somewhere, once."""
+        """Returns True if every element lies somewhere, once."""
         end = 0
         for stretch in sorted(self.stretches, key=lambda stretch: stretch.start):
             if stretch.start != end or stretch.stop < end:
                 return False
             end = stretch.stop
-        return end == self.numel and all(size >= 0 for size in self.shape)
+        return _can_be(self.shape) and end == self.numel
 
     def lies_in(self, num_files: int) -> bool:
-        """Whether it is in files that there are, and its line goes through each of its dimensions once."""
+        """Returns True if it is in files that there are, of dtypes that there are, and its line goes through each of its
+        dimensions once."""
         ordered = self.order is None or sorted(self.order) == list(range(len(self.shape)))
-        return ordered and all(0 <= stretch.file < num_files for stretch in self.stretches)
+        known = all(map(_is_dtype, (self.dtype, self.value_dtype, *self.state.values())))
+        return ordered and known and all(0 <= stretch.file < num_files for stretch in self.stretches)
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,24 @@ class Buffer:
 
     shape: tuple[int, ...]
     dtype: str
+
+    def can_be(self) -> bool:
+        """Returns True if a tensor may have this shape and dtype."""
+        return _can_be(self.shape) and _is_dtype(self.dtype)
+
+
+def _can_be(shape: Sequence[int]) -> bool:
+    """Returns True if a tensor may have this shape; sizes beyond what memory can have are not multiplied any further."""
+    most = 1
+    for size in shape:
+        most *= max(1, size)
+        if size < 0 or most >= 2**63:
+            return False
+    return len(shape) <= _MOST_DIMENSIONS
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
 
 
 @dataclass(frozen=True)
@@ -102,7 +134,7 @@ class Manifest:
     def text(self) -> str:
         """The manifest as text. It begins with what is read of many checkpoints at a time, so that the rest need not be
         read."""
-        rest = asdict(self)
+        rest = {**asdict(replace(self, training=None, extra=None)), "training": self.training, "extra": self.extra}
         head = {"format": FORMAT, "number": rest.pop("number"), "version": VERSION}
         return f"{_dumped(head)[:-1]},{_dumped({**rest, 'sha256': _hash_of({**head, **rest})})[1:]}"
 
@@ -115,16 +147,18 @@ class Manifest:
     def read(text: bytes, where: str) -> Manifest:
         """Reads and checks a manifest. One changed bit is an error."""
         try:
-            body = json.loads(text)
+            body = plain_json(text)
         except ValueError as error:
             raise BadCheckpoint(f"Cannot read {where}: it is not JSON ({error}). {ANOTHER}") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise BadCheckpoint(f"Cannot read {where}: it is not the manifest of a checkpoint that zero saved. {ANOTHER}")
         if body.get("version") != VERSION:
             raise BadCheckpoint(
-                f"Cannot read {where}: its format has version {body.get('version')}, and this version of zero reads "
+                f"Cannot read {where}: its format has version {body.get('version')!r:.20}, and this version of zero reads "
                 f"{VERSION}. Load it with the version of zero that wrote it, or export it there."
             )
+        if not _is_within(body, _DEEPEST):
+            raise BadCheckpoint(f"Cannot read {where}: it has more than {_DEEPEST} levels. {ANOTHER}")
         if body.pop("sha256", None) != _hash_of(body):
             raise BadCheckpoint(f"Cannot read {where}: its content does not have the hash that it names. {ANOTHER}")
         try:
@@ -135,11 +169,86 @@ class Manifest:
             raise BadCheckpoint(f"Cannot read {where}: its {what} is wrong ({first['msg']}). {ANOTHER}") from error
         wrong = [name for name, stored in manifest.parameters.items() if not stored.covers()]
         wrong += [name for name, stored in manifest.parameters.items() if not stored.lies_in(len(manifest.files))]
-        wrong += [file.name for file in manifest.files if "/" in file.name or "\\" in file.name]  # of elsewhere
+        wrong += [name for name, buffer in manifest.buffers.items() if not buffer.can_be()]
+        wrong += [file.name for file in manifest.files if not _FILE_NAME.fullmatch(file.name)]  # of elsewhere
         wrong += [name for name in manifest.aliases.values() if name not in {*manifest.parameters, *manifest.buffers}]
+        keys = itertools.chain.from_iterable(stored.state for stored in manifest.parameters.values())
+        wrong += [name for name in (*manifest.parameters, *manifest.buffers, *manifest.aliases, *keys) if not _is_text(name)]
         if wrong:
-            raise BadCheckpoint(f"Cannot read {where}: what it says of {wrong[0]} cannot be true. {ANOTHER}")
+            shown = wrong[0].encode(errors="backslashreplace").decode()
+            raise BadCheckpoint(f"Cannot read {where}: what it says of {shown:.200} cannot be true. {ANOTHER}")
         return manifest
+
+    def training_with(self, fetch: Callable[[str, torch.dtype, list[int]], torch.Tensor]) -> dict[str, Any]:
+        """Returns `training` as it was saved, with the parts that every training has; `fetch` reads its tensors."""
+        training: Any = values.decode(self.training, fetch)
+        wrong = _first_wrong(training)
+        if wrong is not None:
+            raise BadCheckpoint(f"Cannot read the checkpoint: its manifest {wrong}. {ANOTHER}")
+        return {"left_out": [], **training}
+
+
+def _first_wrong(training: Any) -> str | None:
+    if not isinstance(training, dict):
+        return "says nothing of the training"
+    for name, kinds in _TRAINING.items():
+        if name not in training:
+            return f"lacks {name}"
+        value = training[name]
+        if kinds and (type(value) not in kinds or (kinds == (int,) and not 0 <= value < MOST_COUNTED)):
+            return f"has a {name} that is {value!r:.60}"
+    named = [group.get("params") if isinstance(group, dict) else None for group in training["groups"]]
+    for names in (*named, training.get("left_out", [])):
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return "has parameters without a name in its groups"
+    return None
+
+
+class Unreadable(ValueError):
+    """A reason for which a file cannot be read, which the error about that file gives."""
+
+
+def plain_json(text: bytes) -> Any:
+    """Parses JSON as the standard has it: without NaN, names given twice, or more levels than Python follows. Raises a
+    ValueError with the reason."""
+    try:
+        return json.loads(text.decode(), parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_table)
+    except RecursionError:
+        raise Unreadable("it has too many levels") from None
+
+
+def _refuse(name: str) -> None:
+    raise Unreadable(f"{name} is no number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise Unreadable(f"{text:.40} is beyond what a number holds")
+    return number
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise Unreadable("it has one name twice")
+    return made
+
+
+def _is_within(body: Any, levels: int) -> bool:
+    """Returns True if nothing in it lies deeper. No function calls itself, as Python ends at some depth."""
+    level = [body]
+    for _ in range(levels):
+        below = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list))]
+        level = list(itertools.chain.from_iterable(below))
+        if not level:
+            return True
+    return False
+
+
+def _is_text(name: str) -> bool:
+    """Returns True if it has no half of a surrogate pair, which no file can have."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def number_of(head: bytes) -> int | None:

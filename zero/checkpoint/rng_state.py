@@ -11,7 +11,9 @@ import torch
 
 from accelerators import Accelerator
 from accelerators.host_bytes import host_bytes
+from zero.checkpoint.manifest import ANOTHER
 from zero.checkpoint.values import decode, encode
+from zero.errors import BadCheckpoint
 
 
 def random_bytes(accelerator: Accelerator) -> torch.Tensor:
@@ -26,8 +28,16 @@ def random_bytes(accelerator: Accelerator) -> torch.Tensor:
 
 
 def put_back(accelerator: Accelerator, saved: torch.Tensor) -> None:
-    """Restores what `random_bytes` returned."""
-    states = decode(json.loads(bytes(host_bytes(saved))))
+    """Restores what `random_bytes` returned. If that cannot have returned it, raises, and all are as they were."""
+    before = random_bytes(accelerator)
+    try:
+        _set(accelerator, decode(json.loads(bytes(host_bytes(saved)))))
+    except (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError) as error:
+        _set(accelerator, decode(json.loads(bytes(host_bytes(before)))))
+        raise BadCheckpoint(f"Cannot restore random numbers: {error!s:.200}. {ANOTHER}") from error
+
+
+def _set(accelerator: Accelerator, states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     accelerator.set_rng_state(states["torch"])
     if "numpy" in states:

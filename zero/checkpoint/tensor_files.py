@@ -1,29 +1,33 @@
 """Tensor files in the safetensors format.
 
-They are read with the safetensors library. It does not write them: it takes all tensors at once, in host memory, and neither
-syncs nor checksums. Here tensors are written one at a time, wherever they are, and are checksummed as they are written.
+The library writes all tensors at once, from host memory, and neither syncs nor checksums; it reads by mapping a file that it
+looks up by name. Here tensors are written one at a time, wherever they are, and checksummed as they are written. They are read
+from a file that is open, which remains the same file if another one gets its name.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from accelerators.host_bytes import host_bytes
-from zero.checkpoint.disk import Written, write
-from zero.checkpoint.manifest import ANOTHER
-from zero.errors import BadCheckpoint
+from zero.checkpoint.disk import OpenFile, Written, write
+from zero.checkpoint.manifest import Unreadable, plain_json
 from zero.plan.spans import Span
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+# Read, and not written: of a checkpoint's own files the manifest says which of those bytes are.
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_LONGEST_HEADER = 100_000_000  # bytes, as in the library
 _MOST_ON_HOST = 64 * 2**20  # bytes of a tensor on a device that are copied at a time
 Metadata = Mapping[str, str]
 
@@ -86,67 +90,89 @@ def _host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
             yield host_bytes(part.cpu())
 
 
-class TensorFiles:
-    """The tensor files of one checkpoint, opened when first asked for; tensors are views of the files' own memory."""
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a file: shape, dtype, and where its bytes are. Any stretch of it can be read by itself."""
 
-    def __init__(self, folder: Path, names: Iterable[str]) -> None:
-        self._folder = folder
-        self._names = list(names)
-        self._open: dict[int, Any] = {}
-        self._raw: dict[int, _Raw] = {}
+    file: OpenFile
+    start: int  # in the file
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
-    def get(self, file: int, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """A whole tensor of a file, flat."""
-        if not 0 <= file < len(self._names):
-            raise BadCheckpoint(
-                f"Cannot read {key} in {self._folder}: it would be in file {file} of {len(self._names)}. {ANOTHER}"
-            )
-        path = self._folder / self._names[file]
-        try:
-            if file not in self._open:
-                opened: Any = safe_open(path, framework="pt", device="cpu")
-                self._open[file] = opened.__enter__()
-            tensor: torch.Tensor = self._open[file].get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise BadCheckpoint(f"Cannot read {key} from {path}: {error}. {ANOTHER}") from error
-        flat = tensor.reshape(-1)
-        if flat.dtype == dtype:
-            return flat
-        if dtype in _NAMES or flat.dtype != torch.uint8:  # only what the format has no name for lies as bytes
-            raise BadCheckpoint(f"Cannot read {key} from {path} as {dtype}: it is {flat.dtype}. {ANOTHER}")
-        return flat.view(dtype)
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
-    def read(self, file: int, key: str, dtype: torch.dtype, span: Span, target: torch.Tensor) -> None:
-        """Copies a stretch of a tensor. On the host it is read to where it belongs: to map pages of a file takes longer."""
-        if not target.is_cpu or target.dtype != dtype or not target.is_contiguous() or not target.numel():
-            target.copy_(self.get(file, key, dtype)[span.start : span.stop])
+    def read(self, span: Span) -> torch.Tensor:
+        """Returns a stretch of its elements, in order."""
+        size = self.dtype.itemsize
+        return self.file.read(self.start + span.start * size, span.numel * size).view(self.dtype)
+
+    def read_into(self, span: Span, target: torch.Tensor) -> None:
+        """Copies a stretch to a tensor of so many elements: if it can be, to where it belongs."""
+        if target.is_cpu and target.dtype == self.dtype and target.is_contiguous():
+            self.file.read_into(self.start + span.start * self.dtype.itemsize, host_bytes(target.detach()))
             return
-        if file not in self._raw:
-            self._raw[file] = _Raw(self._folder / self._names[file])
-        self._raw[file].read(key, span.start * dtype.itemsize, host_bytes(target.detach()))
-
-    def close(self) -> None:
-        for opened in self._open.values():
-            opened.__exit__(None, None, None)
-        for raw in self._raw.values():
-            raw.file.close()
-        self._open.clear()
-        self._raw.clear()
+        for part in span.cut(_MOST_ON_HOST // self.dtype.itemsize):
+            target[part.start - span.start : part.stop - span.start].copy_(self.read(part))
 
 
-class _Raw:
-    """A file whose header was read."""
+def read_header(file: OpenFile) -> tuple[dict[str, FileTensor], Metadata]:
+    """Returns the tensors of a safetensors file, and its metadata. It checks every field as the safetensors library does: the
+    tensors lie one behind the other, without a gap, in as many bytes as their shapes say, to the end of the file. Raises a
+    ValueError with what is wrong, and an OSError if the file cannot be read."""
+    size = file.size()
+    length = int.from_bytes(bytes(host_bytes(file.read(0, 8))), "little") if size >= 8 else size
+    if length > size - 8:
+        raise Unreadable("its header is longer than the file")
+    if length > _LONGEST_HEADER:
+        raise Unreadable(f"its header has {length} bytes, and may have {_LONGEST_HEADER}")
+    header = plain_json(bytes(host_bytes(file.read(8, length))))
+    if not isinstance(header, dict):
+        raise Unreadable("its header is no table")
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise Unreadable("its metadata are no texts")
+    fields = {name: _fields(name, entry) for name, entry in header.items()}
+    end, tensors = 0, dict[str, FileTensor]()
+    for name, (dtype, shape, start, stop) in sorted(fields.items(), key=lambda pair: pair[1][2:]):
+        if start != end or stop - start != _num_bytes(shape, dtype):
+            raise Unreadable(f"{name} does not lie where the tensor before it ends, with as many bytes as its shape says")
+        tensors[name] = FileTensor(file, 8 + length + start, shape, dtype)
+        end = stop
+    if 8 + length + end != size:
+        raise WrongSize(f"it has {size} bytes and should have {8 + length + end}")
+    return {name: tensors[name] for name in fields}, metadata
 
-    def __init__(self, path: Path) -> None:
-        self.file = open(path, "rb", buffering=0)  # noqa: SIM115 - until `TensorFiles.close`
-        size = int.from_bytes(self.file.read(8), "little")
-        self._header = json.loads(self.file.read(size))
-        self._data = 8 + size
 
-    def read(self, key: str, offset: int, target: memoryview) -> None:
-        self.file.seek(self._data + self._header[key]["data_offsets"][0] + offset)
-        while len(target):
-            count = self.file.readinto(target)
-            if not count:
-                raise BadCheckpoint(f"Cannot read {key} from {self.file.name}: the file ends before it. {ANOTHER}")
-            target = target[count:]
+class WrongSize(Unreadable):
+    """A file is longer or shorter than its header says."""
+
+
+def _fields(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    name.encode()  # raises for what is no text
+    if not isinstance(entry, dict):
+        raise Unreadable(f"what it says of {name} is no table")
+    for key in ("dtype", "shape", "data_offsets"):
+        if key not in entry:
+            raise Unreadable(f"what it says of {name} lacks {key!r}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise Unreadable(f"{name} has dtype {dtype!s:.40}, which cannot be held")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise Unreadable(f"{name} has a shape or offsets that are no list of whole numbers")
+    return _DTYPES[dtype], tuple(shape), *offsets
+
+
+def _are_counts(numbers: Any) -> bool:
+    return isinstance(numbers, list) and all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+
+
+def _num_bytes(shape: Iterable[int], dtype: torch.dtype) -> int:
+    """Returns the bytes of a tensor; numbers that no file has room for are not multiplied any further."""
+    numel, most = 1, 1
+    for size in shape:
+        numel, most = numel * size, most * max(1, size)
+        if most >= 2**63:
+            raise Unreadable("a shape has more elements than memory can have")
+    return numel * dtype.itemsize

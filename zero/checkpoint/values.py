@@ -22,6 +22,7 @@ import torch
 from torch.serialization import get_safe_globals
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zero.errors import BadCheckpoint
 from zero.memory.formats import bytes_of, dtype_name, dtype_named
 
 _DEEPEST = 100  # levels of containers: Python's own JSON ends at some number that hangs on who called it
@@ -35,6 +36,10 @@ _MADE_FROM_PAIRS: dict[str, Callable[[Any], Any]] = {
     "ordered": collections.OrderedDict,
     "counter": lambda pairs: collections.Counter(dict(pairs)),
 }
+
+_NEVER_MADE = (  # what constructors raise when they are given something else than `encode` wrote
+    ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, MemoryError, struct.error,
+)  # fmt: skip
 
 Keep = Callable[[torch.Tensor], str]  # puts a tensor into a file, and says by what name
 Fetch = Callable[[str, torch.dtype, list[int]], torch.Tensor]
@@ -162,36 +167,48 @@ def _numpy(value: Any) -> dict[str, Any] | None:
 
 
 def decode(coded: Any, fetch: Fetch | None = None) -> Any:
-    """What `encode` was given. Raises a ValueError for what it cannot have made."""
+    """Returns what `encode` was given. Raises BadCheckpoint, which is a ValueError, for what it cannot have made."""
+    try:
+        return _decode(coded, fetch)
+    except (BadCheckpoint, OSError):
+        raise
+    except _NEVER_MADE as error:
+        raise BadCheckpoint(
+            f"Cannot read a value of the checkpoint: it is none that was saved ({type(error).__name__}: {error!s:.200}). Load "
+            "another checkpoint."
+        ) from error
+
+
+def _decode(coded: Any, fetch: Fetch | None) -> Any:
     if isinstance(coded, list):
-        return [decode(item, fetch) for item in coded]
+        return [_decode(item, fetch) for item in coded]
     if not isinstance(coded, dict):
         return coded
     if "$" not in coded:
-        return {key: decode(item, fetch) for key, item in coded.items()}
+        return {key: _decode(item, fetch) for key, item in coded.items()}
     name, value = coded["$"], coded["v"]
     if name in _MADE_FROM_ITEMS:
-        return _MADE_FROM_ITEMS[name](decode(item, fetch) for item in value)
+        return _MADE_FROM_ITEMS[name](_decode(item, fetch) for item in value)
     if name in _MADE_FROM_PAIRS:
-        return _MADE_FROM_PAIRS[name]([(decode(key, fetch), decode(item, fetch)) for key, item in value])
+        return _MADE_FROM_PAIRS[name]([(_decode(key, fetch), _decode(item, fetch)) for key, item in value])
     if name == "deque":
-        return collections.deque([decode(item, fetch) for item in value[0]], value[1])
+        return collections.deque([_decode(item, fetch) for item in value[0]], value[1])
     if name == "tensor in a file" and fetch is not None:
         dtype, shape, key = value
         return fetch(key, dtype_named(dtype), shape)
     if name == "parts":
         kind, parts, about, size, stride = value
         if kind not in _safe_classes():
-            raise ValueError(f"Cannot read a {kind}: no package that is imported declares it safe. Import the one it is from.")
-        made = {each: decode(part, fetch) for each, part in parts.items()}
-        return _safe_classes()[kind].__tensor_unflatten__(made, decode(about, fetch), size, stride)
+            raise BadCheckpoint(f"Cannot read a {kind}: no package that is imported declares it safe. Import its package.")
+        made = {each: _decode(part, fetch) for each, part in parts.items()}
+        return _safe_classes()[kind].__tensor_unflatten__(made, _decode(about, fetch), size, stride)
     if name == "permuted":
-        return _leaf(decode(value[1], fetch), [value[0].index(dim) for dim in range(len(value[0]))])
+        return _leaf(_decode(value[1], fetch), [value[0].index(dim) for dim in range(len(value[0]))])
     if name == "wants a gradient":
-        return decode(value, fetch).detach().requires_grad_()
+        return _decode(value, fetch).detach().requires_grad_()
     make = _MADE.get(name)
     if make is None:
-        raise ValueError(f"Cannot read a value of type {name!r}: the format has no such type. {value!r:.60}")
+        raise BadCheckpoint(f"Cannot read a value of type {name!r}: the format has no such type. {value!r:.60}")
     return make(value)
 
 

@@ -24,7 +24,7 @@ from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.tensor_files import write_tensors
 from zero.comm.exchange import exchange_texts
 from zero.comm.group import Group
-from zero.errors import CheckpointFailed
+from zero.errors import CheckpointFailed, not_written
 
 logger = logging.getLogger("zero")
 
@@ -81,10 +81,18 @@ class Writer:
             part = replace(payload.part, file=File(path.name, size, checksum))
             disk.write(_unseen(self._part_of(self.rank)), [part.text().encode()])
             os.rename(_unseen(self._part_of(self.rank)), self._part_of(self.rank))
+        except OSError as error:
+            explained = not_written(self.folder.path, error)
+            self._say(explained)
+            raise explained from error
         except Exception as error:
-            with contextlib.suppress(OSError):
-                disk.write(self._failure_of(self.rank), [f"{type(error).__name__}: {error}".encode()])
+            self._say(error)
             raise
+
+    def _say(self, error: Exception) -> None:
+        """Tells rank 0, which waits for this rank's part."""
+        with contextlib.suppress(OSError):
+            disk.write(self._failure_of(self.rank), [f"{type(error).__name__}: {error}".encode()])
 
     def commit(self, plan: Plan) -> None:
         """Makes all ranks' parts one checkpoint, which is rank 0's work, once all have written or said that they cannot."""

@@ -34,7 +34,7 @@ def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
 
 def exchange_texts(group: Group, text: str) -> list[str]:
     """Every rank's text, by rank."""
-    return [message.decode() for message in exchange_about(group, _SUBJECT, text.encode())]
+    return [message.decode() for message in exchange_about(group, _SUBJECT, text.encode(errors="backslashreplace"))]
 
 
 def first_difference(first: str, other: str, rank: int) -> str:

@@ -20,12 +20,14 @@ from zero.plan.spans import Span
 _MOST_ON_THE_WAY = 2  # buckets that travel back to the device while the next one is stepped
 
 
-KINDS = ("masters", "moments")
+SHARED = ("masters", "moments")
+KINDS = (*SHARED, "unshared")  # the last: parameters and buffers that are in no share
 ALL = -1  # parameters, as bits
 
 
 class Wholeness:
-    """This rank's masters and moments are whole unless an update of them broke off and nothing has replaced them since.
+    """This rank's masters, moments and what is unshared are whole unless an update of them broke off and nothing has replaced
+    them since.
 
     An update that succeeds leaves torn what was torn before it: it steps values that are stepped in part.
     """
@@ -37,30 +39,39 @@ class Wholeness:
         self._cause = ""
 
     def __reduce__(self) -> tuple[type[Wholeness], tuple[()]]:
-        """A copy of a model, or one in another process, is trained by nobody."""
+        """Makes that of a copy of a model, or of one in another process, which is trained by nobody."""
         return Wholeness, ()
 
     @property
     def is_whole(self) -> bool:
         return not any(self._torn.values())
 
-    def begin(self, cause: str, params: int = ALL, kinds: Collection[str] = KINDS) -> None:
+    def begin(self, cause: str, params: int = ALL, kinds: Collection[str] = SHARED) -> None:
         """Begins to write what these parameters have of these kinds: torn from here on, unless `end` is reached."""
         self._before, self._params = self._torn, params
-        self._cause = cause if self.is_whole else self._cause
-        self._torn = {kind: bits | (params if kind in kinds else 0) for kind, bits in self._torn.items()}
+        self.tear(cause, params, kinds)
 
     def end(self, replaced: Collection[str] = ()) -> None:
         """Ends an update that wrote all that it should, of these kinds without reading what was there."""
-        self._torn = {kind: bits & ~(self._params if kind in replaced else 0) for kind, bits in self._before.items()}
+        self._torn = self._before
+        self.mend(self._params, replaced)
+
+    def tear(self, cause: str, params: int = ALL, kinds: Collection[str] = SHARED) -> None:
+        """Notes what was written in part. Of several causes the first one is told."""
+        self._cause = cause if self.is_whole else self._cause
+        self._torn = {kind: bits | (params if kind in kinds else 0) for kind, bits in self._torn.items()}
+
+    def mend(self, params: int, kinds: Collection[str]) -> None:
+        """Notes what was replaced, without reading what was there."""
+        self._torn = {kind: bits & ~(params if kind in kinds else 0) for kind, bits in self._torn.items()}
 
     def note_loaded(self, _: torch.nn.Module, incompatible: Any) -> None:
         """Notes that the user has loaded all weights of the model, as a hook of its `load_state_dict`."""
         if not incompatible.missing_keys:
-            self._torn = {**self._torn, "masters": 0}
+            self.mend(ALL, ["masters", "unshared"])
 
     def describe(self) -> str:
-        return f"{self._cause} broke off, so weights may be stepped in part"
+        return f"{self._cause} broke off, so weights may be written in part"
 
     def check(self, what: str) -> None:
         """Raises where something is torn."""

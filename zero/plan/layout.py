@@ -280,7 +280,6 @@ class _Builder:
         self._slots = list(layout.slots)
         self._chunks = list(layout.chunks)
         self._buckets: list[Bucket] = []
-        self._loads = [layout.work_of(rank) for rank in range(layout.num_shares)]
 
     def add(self, params: Collection[int]) -> FlatLayout:
         kinds: dict[tuple[str, object, bool, bool], list[int]] = {}
@@ -316,6 +315,16 @@ class _Builder:
         for span in chunks(bisect_left(range(limit), True, key=lambda most: len(chunks(most)) <= fewest)):
             slots = [Span(starts[index], ends[index]).shifted(-starts[span.start]) for index in range(span.start, span.stop)]
             self._close(dtype, params[span.start : span.stop], slots)
+
+    @cached_property
+    def _loads(self) -> list[int]:
+        """The work of each rank's tensors, which only what has one owner adds to."""
+        loads = [0] * self._layout.num_shares
+        for param, spec in enumerate(self._layout.params):
+            owner = self._layout.owner(param)
+            if owner is not None and owner < len(loads):  # an empty tensor may begin behind the last share
+                loads[owner] += spec.work
+        return loads
 
     def _lay_whole(self, dtype: str, params: Sequence[int]) -> None:
         specs, align, loads = self._layout.params, self._align(dtype), self._loads

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from zero.checkpoint.progress_bar import ProgressBar
-from zero.errors import BadCheckpoint, CheckpointFailed, DiskFailed
+from zero.errors import CheckpointFailed, DiskFailed
 from zero.memory.formats import ParamFormat
 from zero.memory.values import Values, whole
 from zero.plan.layout import Block, Piece
@@ -128,7 +128,7 @@ def _read_ahead(pieces: Iterable[_Piece]) -> Iterator[tuple[torch.Tensor, torch.
 def failed_on(
     remedy: str, error: Exception | None, failed: Mapping[int, str], size: int, what: str = "read weights"
 ) -> Exception:
-    if isinstance(error, (BadCheckpoint, DiskFailed)) and len(failed) == size:
+    if isinstance(error, DiskFailed) and len(failed) == size:
         return error  # which all of them see
     where = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in failed.items())
     return CheckpointFailed(f"Cannot {what}: it failed on {where}. {remedy}")

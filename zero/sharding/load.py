@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+import json
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,14 +15,13 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint import values
-from zero.checkpoint.folder import Folder, check_file, read_manifest
-from zero.checkpoint.manifest import ANOTHER, VALUE, Buffer, Manifest, Stored
+from zero.checkpoint.folder import Folder
+from zero.checkpoint.manifest import ANOTHER, MOST_COUNTED, VALUE, Buffer, Stored
 from zero.checkpoint.module_names import num_wrappers, rewrapped
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.reader import CheckpointReader
-from zero.checkpoint.rng_state import put_back
-from zero.comm.exchange import all_or_none, require_same_args, run_on_all
+from zero.checkpoint.rng_state import put_back, random_bytes
+from zero.comm.exchange import all_or_none, exchange_texts, require_same_args, run_on_all
 from zero.errors import BadCheckpoint
 from zero.memory.formats import dtype_named
 from zero.memory.masters import KINDS
@@ -37,9 +38,7 @@ from zero.sharding.state import ShardingState
 logger = logging.getLogger("zero")
 
 _MOST_NAMED = 5
-_TRAINING = {
-    "optimizer", "groups", "step", "skipped_steps", "loss_scale", "engine", "schedule", "scheduler", "modules", "ranks",
-}  # fmt: skip
+_MOST_OPENED = 100  # times, when others save the tag anew all the time
 
 
 def load(
@@ -70,14 +69,15 @@ def load_from(
     """Loads as `load` does; returns the path of the checkpoint too."""
     optimizer, group = about.optimizer, about.sharding.group
     finish_saving(optimizer)
-    folder, manifest = all_or_none(group, "A load", lambda: _found(directory, tag, about, optimizer_states))
     has_schedule = about.scheduler is not None and bool(scheduler_states)
     flags = {"optimizer_states": bool(optimizer_states), "schedule": has_schedule, "counters": bool(counters)}
-    require_same_args(group, "A load", checkpoint=manifest.digest, tag=folder.name, **flags)
-    all_or_none(group, "A load", lambda: _verify(folder, manifest, group.rank, group.size))
-    with contextlib.closing(CheckpointReader(folder, manifest)) as reader:
-        loading = _Loading(about, reader, bool(optimizer_states), has_schedule)
-        all_or_none(group, "A load", lambda: loading.check(range(group.rank, len(manifest.files), group.size)))
+    with contextlib.closing(_open_on_all(directory, tag, about, optimizer_states)) as reader:
+        require_same_args(group, "A load", checkpoint=reader.manifest.digest, tag=reader.path.name, **flags)
+        all_or_none(group, "A load", lambda: _verify(reader, group.rank, group.size))
+        loading = all_or_none(
+            group, "A load", lambda: _Loading(about, reader, bool(optimizer_states), has_schedule, bool(counters))
+        )
+        all_or_none(group, "A load", lambda: loading.check(range(group.rank, len(reader.manifest.files), group.size)))
         all_or_none(group, "A load", loading.read_plain)
         about.sharding.placer.weights.check_edits(loading.written())
         loading.take_plain()
@@ -91,10 +91,9 @@ def load_from(
         about.sharding.placer.weights.note_written(*loading.written())
         if counters:
             _take_counters(about, loading.training)
-            _take_random_numbers(reader, loading.training["ranks"], about)
         if about.engine is not None:
             about.engine.restart((counters and loading.training["engine"]) or about.engine.counters)
-    return folder, loading.extra
+    return reader.path, loading.extra
 
 
 _load_failed = partial(failed_on, LOAD_AGAIN, what="complete a load")
@@ -106,7 +105,7 @@ def _torn_by_failure(sharding: ShardingState, kinds: Collection[str]) -> Iterato
     try:
         yield
     except BaseException:
-        sharding.masters.wholeness.begin("a load", kinds=kinds)
+        sharding.masters.wholeness.tear("a load", kinds=kinds)
         raise
 
 
@@ -115,36 +114,53 @@ def latest(directory: str | os.PathLike[str]) -> str | None:
     return Folder.at(directory).latest()
 
 
-def _found(directory: Any, tag: str | None, about: TrainingSnapshot, optimizer_states: bool) -> tuple[Path, Manifest]:
-    about.sharding.offloader.check_load("load", optimizer_states)
-    folder = Folder.at(directory).find(tag)
-    return folder, read_manifest(folder)
+def _open_on_all(directory: Any, tag: str | None, about: TrainingSnapshot, optimizer_states: bool) -> CheckpointReader:
+    """Opens a checkpoint on all ranks: the same one, if others replace it meanwhile. A collective."""
+    group = about.sharding.group
+
+    def open_here() -> CheckpointReader:
+        about.sharding.offloader.check_load("load", optimizer_states)
+        return CheckpointReader(directory, tag)
+
+    for attempt in itertools.count(1):
+        reader = all_or_none(group, "A load", open_here)
+        digest, is_current = reader.manifest.digest, reader.is_current()
+        opened = [json.loads(text) for text in exchange_texts(group, json.dumps([digest, is_current]))]
+        are_same = all(other == digest for other, _ in opened)
+        if are_same or all(current for _, current in opened) or attempt == _MOST_OPENED:
+            return reader  # if they differ, of directories that nobody changes, all ranks are told next
+        reader.close()
+    raise AssertionError
 
 
-def _verify(folder: Path, manifest: Manifest, rank: int, size: int) -> None:
+def _verify(reader: CheckpointReader, rank: int, size: int) -> None:
     """Each file is read by one rank."""
-    numbers = range(rank, len(manifest.files), size)
-    with ProgressBar(f"checking {folder.name}", sum(manifest.files[number].num_bytes for number in numbers), rank == 0) as bar:
+    files = reader.manifest.files
+    numbers = range(rank, len(files), size)
+    with ProgressBar(f"checking {reader.path.name}", sum(files[number].num_bytes for number in numbers), rank == 0) as bar:
         for number in numbers:
-            check_file(folder, manifest, number, bar.advance)
+            reader.check_file(number, bar.advance)
 
 
 class _Loading:
     """A checkpoint that is being loaded into a training."""
 
-    def __init__(self, about: TrainingSnapshot, reader: CheckpointReader, states: bool, schedule: bool) -> None:
+    def __init__(
+        self, about: TrainingSnapshot, reader: CheckpointReader, states: bool, schedule: bool, counters: bool
+    ) -> None:
         self._about = about
         self._manifest = manifest = reader.manifest
         self._reader = reader
         self._states = states  # of the optimizer
         self._schedule = schedule
+        self._counters = counters
         stored_names = [*manifest.parameters, *manifest.buffers, *manifest.aliases]
         names = [*about.named.parameters, *about.named.buffers, *about.named.aliases]
         self._wrappers = num_wrappers(names), num_wrappers(stored_names)
         self._plain: dict[str, dict[str, Any]] = {}  # by parameter
-        self.training = values.decode(manifest.training, reader.extra)
+        self.training = reader.training()
         self.extra: Any = None
-        self._left_out = set(self.training.get("left_out", ()))
+        self._left_out = set(self.training["left_out"])
         self._specs = dict(zip(about.managed, about.sharding.layout_ref.layout.params, strict=True))  # weights may be away
 
     def written(self) -> set[torch.Tensor]:
@@ -177,10 +193,9 @@ class _Loading:
 
     def read_plain(self) -> None:
         """Reads what is no tensor of a parameter, and raises unless the optimizer is the one whose state was saved."""
-        self.extra = values.decode(self._manifest.extra, self._reader.extra)
-        lacking = _TRAINING - self.training.keys()
-        if lacking:
-            raise BadCheckpoint(f"Cannot load: the manifest lacks {', '.join(sorted(lacking))}. {ANOTHER}")
+        self.extra = self._reader.extra()
+        if self._counters:
+            self._check_counters()
         modules, model_modules = self.training["modules"], self._about.named.modules
         if set(modules) != set(map(self._source, model_modules)):
             raise ValueError(
@@ -197,7 +212,20 @@ class _Loading:
             logger.warning("The checkpoint has no schedule, so this training's stays as it is.")
         if self._states:
             self._check_optimizer()
-            self._plain = {name: values.decode(entry.plain) for name, entry in self._manifest.parameters.items()}
+            self._plain = {name: self._reader.plain(name) for name in self._manifest.parameters}
+
+    def _check_counters(self) -> None:
+        engine, counted, progress = self._about.engine, self.training["engine"], self.training["loss_scale"]
+        wrong = [number for number in (counted or {}).values() if type(number) is not int or not 0 <= number < MOST_COUNTED]
+        for number in (progress or {}).values():
+            if type(number) not in (int, float, type(None)) or (type(number) is int and abs(number) >= MOST_COUNTED):
+                wrong.append(number)
+        if engine is not None and counted is not None:
+            wrong += sorted(engine.counters.keys() - counted.keys())
+        if wrong:
+            raise BadCheckpoint(f"Cannot load: the manifest has wrong counters ({wrong[0]!r:.60}). {ANOTHER}")
+        if progress is not None:
+            _scale_of(self._about, self.training)
 
     def _check_optimizer(self) -> None:
         about, saved = self._about, self.training["groups"]
@@ -223,12 +251,13 @@ class _Loading:
         about.sharding.updater.check(saved)
 
     def take_plain(self) -> None:
-        """Gives the schedule and the modules what they saved. This runs code of users: where it raises on any rank, all of them
-        get back what they had, on all ranks."""
+        """Gives the schedule, the modules and the generators of random numbers what they saved. This runs code of users: where
+        it raises on any rank, all of them get back what they had, on all ranks."""
         about, saved = self._about, self.training
         schedule = about.scheduler if self._schedule and saved["scheduler"] is not None else None
         before = None if schedule is None else copy.deepcopy(schedule.state_dict())
         changed: list[tuple[Any, Any]] = []  # modules, and what they had
+        drawn = random_bytes(about.sharding.accelerator)
 
         def take() -> None:
             if schedule is not None:
@@ -237,6 +266,8 @@ class _Loading:
                 had = copy.deepcopy(module.get_extra_state())
                 module.set_extra_state(saved["modules"][self._source(name)])
                 changed.append((module, had))
+            if self._counters:
+                _take_random_numbers(self._reader, saved["ranks"], about)
 
         try:
             all_or_none(about.sharding.group, "A load", take)
@@ -245,6 +276,7 @@ class _Loading:
                 schedule.load_state_dict(before)
             for module, had in changed:
                 module.set_extra_state(had)
+            put_back(about.sharding.accelerator, drawn)
             raise
         rates = None if schedule is None or self._states else saved["scheduler"].get("_last_lr")
         for group, rate in zip(about.optimizer.inner.param_groups, rates or (), strict=False):
@@ -305,7 +337,7 @@ class _Loading:
     @property
     def kinds(self) -> Collection[str]:
         """What of the shares is replaced."""
-        return KINDS if self._states else ["masters"]
+        return KINDS if self._states else ["masters", "unshared"]
 
     def _fill_whole(self, name: str, tensor: torch.Tensor) -> None:
         inner, source = self._about.optimizer.inner, self._source(name)
@@ -367,7 +399,14 @@ def _take_counters(about: TrainingSnapshot, training: Mapping[str, Any]) -> None
     sharding.window.sync.go_on_from(training["step"])
     optimizer.skipped_steps = training["skipped_steps"]
     if training["loss_scale"] is not None:
-        about.sharding.loss_scaler.scale = loaded_scale(optimizer.loss_scale, training, False)
+        about.sharding.loss_scaler.scale = _scale_of(about, training)
+
+
+def _scale_of(about: TrainingSnapshot, training: Mapping[str, Any]) -> Any:
+    try:
+        return loaded_scale(about.optimizer.loss_scale, training, False)
+    except TypeError as error:  # of names that it has not
+        raise BadCheckpoint(f"Cannot load: the manifest's loss scale is none ({error}). {ANOTHER}") from error
 
 
 def _take_random_numbers(reader: CheckpointReader, num_ranks: int, about: TrainingSnapshot) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from zero.checkpoint.module_names import Named, unwrapped
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.weight_files import WeightFiles
 from zero.comm.exchange import all_or_none, require_same_args, run_on_all
+from zero.memory.masters import ALL
 from zero.memory.values import Values, whole
 from zero.sharding.fill import LOAD_AGAIN, failed_on, fill
 from zero.sharding.live import optimizers_of
@@ -38,7 +39,8 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
     Each rank reads the bytes of its own shares, so no rank ever has the whole. Values are cast as they are read, and fp32
     masters get what the file has. Names match without the wrappers of compiled and checkpointed modules, with a prefix that all
     names of one side have, and by any name of tied parameters. Missing and unexpected names and other shapes are an error
-    before anything is changed; with `strict=False` only other shapes are.
+    before anything is changed; with `strict=False` only other shapes are. If the files then cannot be read to the end, the
+    error says so, and nothing is saved before weights are loaded again.
     """
     optimizers = optimizers_of(model)
     sharded: list[ShardingState] = [optimizer.sharding for optimizer in optimizers]
@@ -48,7 +50,10 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
             sharding.offloader.check("load_weights")
         files = WeightFiles(source)
         try:
-            return files, _Match.of(Named.of(model), files, strict)
+            match = _Match.of(Named.of(model), files, strict)
+            if not sharded:
+                match.check_memory()
+            return files, match
         except BaseException:
             files.close()
             raise
@@ -73,16 +78,20 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
 
             def read() -> None:
                 for tensor, values in rest.items():
-                    _copy(tensor, values, match)
+                    tensor.copy_(whole(values))
                     bar.advance(tensor.numel())
 
             if sharded:
                 run_on_all(sharded[0].group, read, partial(failed_on, LOAD_AGAIN))
             else:
-                read()
+                _read_alone(read)
+        for sharding in sharded if not match.missing else ():
+            sharding.masters.wholeness.mend(ALL, ["masters", "unshared"])
     except BaseException:
         for sharding in sharded:  # whatever of it was read: the rest is of before
-            sharding.masters.wholeness.begin("a load of weights", kinds=["masters"])
+            wholeness, tensors = sharding.masters.wholeness, enumerate(sharding.params.tensors)
+            wholeness.tear("load_weights()", sum(1 << index for index, tensor in tensors if tensor in match.keys), ["masters"])
+            wholeness.tear("load_weights()", kinds=["unshared"])
         raise
     finally:
         files.close()
@@ -98,13 +107,11 @@ def _place_late(sharding: ShardingState, values: Mapping[torch.Tensor, Values]) 
         sharding.window.place_params(late)
 
 
-def _copy(tensor: torch.Tensor, values: Values, match: _Match) -> None:
-    if tensor.is_meta:
-        raise ValueError(
-            f"Cannot load {match.keys[tensor]}: it is on the meta device, and the model is not sharded. Shard the model first, "
-            "or give it memory with to_empty."
-        )
-    tensor.copy_(whole(values))
+def _read_alone(read: Callable[[], None]) -> None:
+    try:
+        read()
+    except (OSError, RuntimeError, MemoryError) as error:
+        raise failed_on(LOAD_AGAIN, error, {0: f"{type(error).__name__}: {error}"}, 1) from error
 
 
 class _Match:
@@ -114,6 +121,15 @@ class _Match:
         self.keys: dict[torch.Tensor, str] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
+
+    def check_memory(self) -> None:
+        """Raises if a tensor of a plain model has no memory to read to."""
+        lacking = next((name for tensor, name in self.keys.items() if tensor.is_meta), None)
+        if lacking is not None:
+            raise ValueError(
+                f"Cannot load {lacking}: it is on the meta device, and the model is not sharded. Shard the model first, or "
+                "give it memory with to_empty."
+            )
 
     @staticmethod
     def of(named: Named, files: WeightFiles, strict: bool) -> _Match:
@@ -132,7 +148,7 @@ class _Match:
                 match.missing.append(name)
             elif files.tensors[matches[0]].shape != tuple(tensor.shape):
                 shapes.append(f"{name} is {tuple(tensor.shape)} here and {files.tensors[matches[0]].shape} there")
-            elif files.tensors[matches[0]].dtype.is_floating_point is not tensor.is_floating_point():
+            elif _kind_of(files.tensors[matches[0]].dtype) != _kind_of(tensor.dtype):
                 kinds.append(f"{name} is {tensor.dtype} here and {files.tensors[matches[0]].dtype} there")
             else:
                 match.keys[tensor] = matches[0]
@@ -149,6 +165,11 @@ class _Match:
                 "model" + ("." if is_wrong else ", or strict=False to leave out what does not match.")
             )
         return match
+
+
+def _kind_of(dtype: torch.dtype) -> tuple[bool, bool]:
+    """Returns what a cast would lose: the part behind the point, and the imaginary one."""
+    return dtype.is_floating_point, dtype.is_complex
 
 
 def _renaming(names: list[str], keys: list[str]) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from zero.comm.exchange import Failure, run_on_all
 from zero.errors import GroupLost
-from zero.memory.masters import ALL, KINDS
+from zero.memory.masters import ALL, SHARED
 from zero.plan.layout import Block
 from zero.sharding.state import ShardingState
 
@@ -21,7 +21,7 @@ def publish(
     failure: Failure | None,
     *,
     params: int = ALL,
-    kinds: Collection[str] = KINDS,
+    kinds: Collection[str] = SHARED,
     replaces: Collection[str] = (),
 ) -> None:
     """Publishes masters as the weights of all ranks, batch by batch, as `written` writes and yields them.

@@ -37,7 +37,7 @@ def rebuild(sharding: ShardingState, group: Any) -> None:
         same = all(progress[name] == everyone[ahead][name] for name in ("steps", "layout"))
         if progress["torn"] or not same:
             if sync.step != most:
-                wholeness.begin("a step that other ranks have taken")  # which this one lacks
+                wholeness.tear("a step that other ranks have taken")  # which this one lacks
             sync.go_on_from(most)  # so that all are at the same one as they load
             moment = "in the middle of a step" if progress["torn"] else f"after {progress['steps']} steps"
             raise RanksDiffer(

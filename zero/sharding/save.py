@@ -16,7 +16,7 @@ from zero.checkpoint.manifest import Buffer, Manifest
 from zero.checkpoint.writer import PendingSave, Plan, Writer
 from zero.comm.exchange import all_or_none, exchange_texts, require_same_args
 from zero.comm.group import Group
-from zero.errors import ZeroError
+from zero.errors import ZeroError, not_written
 from zero.memory.formats import dtype_name
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.snapshot import TrainingLoop, TrainingSnapshot, finish_saving, payload_of, snapshot_of
@@ -93,7 +93,7 @@ def save(
 
 def _meet_in(folder: Folder, tag: str, group: Group) -> Path:
     """Makes a hidden folder on rank 0, and waits until all ranks see it."""
-    made = all_or_none(group, "A save", lambda: folder.begin(tag) if group.rank == 0 else None)
+    made = all_or_none(group, "A save", lambda: _begin(folder, tag) if group.rank == 0 else None)
     name = exchange_texts(group, "" if made is None else made.name)[0]
     place = folder.path / name
 
@@ -109,6 +109,13 @@ def _meet_in(folder: Folder, tag: str, group: Group) -> Path:
     except BaseException:
         _clear(made, group)
         raise
+
+
+def _begin(folder: Folder, tag: str) -> Path:
+    try:
+        return folder.begin(tag)
+    except OSError as error:
+        raise not_written(folder.path, error) from error.__cause__
 
 
 def _clear(place: Path | None, group: Group) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from accelerators.output import complain as complain
+from accelerators.output import write
 
 DONE, NO, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
 
@@ -36,12 +40,22 @@ def add_command(
 
 def tell(as_json: bool, answer: Mapping[str, Any], text: str) -> None:
     """Prints the answer, as JSON for programs or as text for people."""
-    sys.stdout.write((json.dumps(answer, indent=2) if as_json else text.rstrip("\n")) + "\n")
+    write((json.dumps(answer, indent=2) if as_json else text.rstrip("\n")) + "\n")
 
 
-def complain(words: object) -> None:
-    """Prints an error."""
-    sys.stderr.write(f"{words}\n")
+@contextlib.contextmanager
+def code_of(words: str) -> Iterator[None]:
+    """Tells what fails in a block, which runs a script or function of the user's, as a mistake in that, with its place."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ValueError) and str(error).startswith("Cannot "):
+            raise
+        places = traceback.extract_tb(error.__traceback__)
+        where = f" ({places[-1].filename}, line {places[-1].lineno})" if places[1:] else ""
+        ended = isinstance(error, SystemExit)
+        how = "it ends the process" if ended else f"it fails with {type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"Cannot use {words}: {how}{where}. Repair it.") from error
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:

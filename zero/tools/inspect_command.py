@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,22 +27,22 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Imported here: torch is not for those who ask for another subcommand.
-
-    from zero.checkpoint.folder import Folder, check_file, read_manifest
+    from zero.checkpoint.reader import CheckpointReader
     from zero.errors import BadCheckpoint
 
-    folder, wrong = Folder.at(args.directory).find(args.tag), []
+    wrong = []
     try:
-        manifest = read_manifest(folder)
+        with contextlib.closing(CheckpointReader(args.directory, args.tag)) as reader:
+            manifest, figures = reader.manifest, _figures(reader.manifest)
+            for number in range(0 if args.no_check else len(manifest.files)):
+                try:
+                    reader.check_file(number)
+                except BadCheckpoint as error:
+                    wrong.append(str(error))
     except BadCheckpoint as error:
         complain(error)
         return NO
-    for number in range(0 if args.no_check else len(manifest.files)):
-        try:
-            check_file(folder, manifest, number)
-        except BadCheckpoint as error:
-            wrong.append(str(error))
-    answer = {"path": str(folder), **_figures(manifest), "damaged": wrong}
+    answer = {"path": str(reader.path), **figures, "damaged": wrong}
     text = pairs({name: value for name, value in answer.items() if name != "damaged"}) + "\n"
     if args.parameters:
         text += "\n" + table(("name", "dtype and shape"), _shapes(manifest).items(), left=2) + "\n\n"
@@ -53,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _figures(manifest: Manifest) -> Mapping[str, Any]:
-    from zero.checkpoint.values import decode
+    import torch
 
-    training = decode(manifest.training, lambda key, dtype, shape: f"a {dtype} of shape {shape}")  # type: ignore[arg-type,return-value]
+    training = manifest.training_with(lambda key, dtype, shape: torch.empty(shape, dtype=dtype, device="meta"))
     return {
         "ranks_that_saved": len(manifest.files),
         "bytes": sum(file.num_bytes for file in manifest.files),

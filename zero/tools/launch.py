@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from accelerators.output import silence
 from zero.tools.cli import DONE, IMPOSSIBLE, INTERRUPTED, complain
 
 
 def is_rank() -> bool:
     """Whether a launcher started this process as one rank of several."""
     return bool(os.environ.get("RANK"))
+
+
+@contextlib.contextmanager
+def unless_nobody_reads() -> Iterator[None]:
+    """Lets one rank of several go on when nobody reads what it writes: if it ended, all would be started again."""
+    try:
+        yield
+    except BrokenPipeError:
+        if not is_rank():
+            raise
+        silence()
 
 
 def launch(command: Sequence[str], num_ranks: int, restarts: int) -> int:

@@ -30,6 +30,7 @@ _MOMENTS: dict[str, int | tuple[int, int]] = {
 }  # fmt: skip
 _KERNELS = ("auto", "torch", "fused", "compiled")
 _IN_ONE_PASS = ("adamw", "adam")  # by kernels other than torch's
+_MOST_OWNERS = 100_000
 _LEAST_BUCKET = 64 * 1024
 _WORDS = {"none": "", "cpu": ", offload to the host", "disk": ", states on disk", "disk+": ", states and weights on disk"}
 _ON_DISK: dict[str, tuple[str, ...]] = {"disk": KINDS, "disk+": ("weights", *KINDS)}
@@ -108,7 +109,13 @@ def run(args: argparse.Namespace) -> int:
     for name in ("ranks", "shard_ranks", "ranks_per_host", "accumulation", "batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"Cannot plan with --{name.replace('_', '-')} {getattr(args, name)}: it is at least 1. Raise it.")
+    if not 0.0 < args.step_seconds < math.inf:
+        raise ValueError(f"Cannot plan with --step-seconds {args.step_seconds}: a step takes some time. Give more than 0.")
     args.shard_ranks = args.shard_ranks or args.ranks
+    if args.optimizer == "muon" and args.shard_ranks > _MOST_OWNERS:
+        raise ValueError(
+            f"Cannot plan for Muon with {args.shard_ranks} ranks: each is given its matrices. Give {_MOST_OWNERS} or fewer."
+        )
     if args.ranks % args.shard_ranks:
         raise ValueError(
             f"Cannot plan with --shard-ranks {args.shard_ranks}: {args.ranks} ranks are not a multiple of it. Choose a divisor."

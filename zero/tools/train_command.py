@@ -7,8 +7,10 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
+from accelerators.output import NOBODY_READS, NotWritten, has_no_reader
+from zero.errors import not_written
 from zero.tools.cli import DONE, INTERRUPTED, Subparsers, add_command, complain, tell
-from zero.tools.launch import is_rank, launch
+from zero.tools.launch import is_rank, launch, unless_nobody_reads
 
 if TYPE_CHECKING:
     from zero.tools.training.options import Options
@@ -95,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     check_directory(options)
     if ranks == 1:
         return _train(options, text)
-    return launch(["-m", "zero", "train", *args.words[1:]], ranks, args.restarts)
+    status = launch(["-m", "zero", "train", *args.words[1:]], ranks, args.restarts)
+    return NOBODY_READS if status == DONE and has_no_reader(unknown=False) else status
 
 
 def _files(options: Options) -> dict[str, str]:
@@ -104,7 +107,16 @@ def _files(options: Options) -> dict[str, str]:
 
 
 def _train(options: Options, text: Text) -> int:
-    """What every rank does; the first one answers."""
+    """Does what every rank does; the first one answers."""
+    try:
+        return _trained(options, text)
+    except (BrokenPipeError, NotWritten):
+        raise
+    except OSError as error:
+        raise not_written(error.filename or options.directory, error) from error.__cause__
+
+
+def _trained(options: Options, text: Text) -> int:
     from zero.tools.training.display import Display
     from zero.tools.training.loop import read_records, train
     from zero.tools.training.model import write
@@ -147,6 +159,7 @@ def _train(options: Options, text: Text) -> int:
         }  # fmt: skip
         lines = [summary, "", "Bytes of rank 0, counted in two steps of each stage, and as predicted:", shown, "",
                  "It writes:", sample, "", *(f"{name:12} {path}" for name, path in files.items())]  # fmt: skip
-        tell(options.json, answer, "\n".join(lines))
+        with unless_nobody_reads():
+            tell(options.json, answer, "\n".join(lines))
     engine.close()
     return DONE

@@ -13,7 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from zero.tools.cli import DONE, IMPOSSIBLE, NO, Subparsers, add_command, complain, tell
+from zero.tools.cli import DONE, IMPOSSIBLE, NO, Subparsers, add_command, code_of, complain, tell
+
+_MOST_RANKS = 1024
 
 _DESCRIPTION = """Trains a model of yours for a few steps twice, sharded and in plain PyTorch.
 Says that both are equal, or names the first parameter that differs, and by how much.
@@ -39,10 +41,15 @@ def run(args: argparse.Namespace) -> int:
     path, name = _target(args.target)
     if args.ranks is not None and args.ranks < 1:
         raise ValueError(f"Cannot verify with --ranks {args.ranks}: there is at least one. Give a positive number.")
+    if args.ranks is not None and args.ranks > _MOST_RANKS:
+        raise ValueError(
+            f"Cannot verify with --ranks {args.ranks}: each is a process of this machine. Give {_MOST_RANKS} or fewer."
+        )
     try:
         result = _verified(path, name, *_place()) if launched else _verified_by_ranks(path, name, args.ranks or 1)
     except ProcessException as error:
-        complain(error)
+        last = str(error).rstrip().rpartition("\n")[2].partition(": ")[2]
+        complain(last if last.startswith("Cannot ") else error)  # of an error of ours, which says all, without the stack
         return IMPOSSIBLE
     if not launched or _place()[0] == 0:
         tell(args.json, result["dict"], result["text"])
@@ -68,10 +75,12 @@ def _verified(path: str, name: str, rank: int, num_ranks: int) -> dict[str, Any]
     from zero.tools.verify.compare import verify
 
     sys.path.insert(0, str(Path(path).resolve().parent))  # as if the script itself had been started
-    function = runpy.run_path(path, run_name="verified_script").get(name)
+    with code_of(path):
+        function = runpy.run_path(path, run_name="verified_script").get(name)
     if not callable(function):
         raise ValueError(f"Cannot use {path}:{name}: there is no such function. Define it at the top of the script.")
-    arguments = function(rank, num_ranks) if len(inspect.signature(function).parameters) == 2 else function()
+    with code_of(f"{path}:{name}"):
+        arguments = function(rank, num_ranks) if len(inspect.signature(function).parameters) == 2 else function()
     if not isinstance(arguments, dict):
         raise TypeError(
             f"Cannot verify with {name}(): it returned a {type(arguments).__name__}, and zero.verify takes arguments by name. "

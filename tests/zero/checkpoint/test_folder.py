@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from zero.checkpoint import disk
-from zero.checkpoint.folder import LATEST, MANIFEST, Folder, _being_written, check_file, check_tag, read_manifest
+from zero.checkpoint.folder import LATEST, MANIFEST, Folder, _being_written, check_tag, read_manifest
 from zero.checkpoint.manifest import File, Manifest, Outline, Part, Stored, Stretch, merged
+from zero.checkpoint.reader import CheckpointReader
 from zero.errors import BadCheckpoint
 
 NOTHING = Manifest((), {}, {})
@@ -57,7 +58,7 @@ def test_who_was_stopped_while_one_takes_the_place_of_another_leaves_one_of_the_
     os.rename(old, tmp_path / ".a.replaced")
     if stopped_before == "the one before went":
         os.rename(written, tmp_path / "a")
-    _being_written.clear()  # by nobody who lives
+    _being_written.pop(written).release()  # as the system does for who was stopped
     found = None if stopped_before == "the new one took its place" else {"x": "y"}
     assert read_manifest(folder.find(None)).training == found
     saved(folder, "b")
@@ -160,7 +161,7 @@ def test_the_checksum_of_a_file_does_not_hang_on_how_its_bytes_came(tmp_path):
     content = random.Random(0).randbytes(3 * 2**20 + 5)
     parts = [content[:7], b"", content[7 : 2**20 + 9], content[2**20 + 9 :]]
     written = disk.write(tmp_path / "a", map(memoryview, parts))
-    assert written == (len(content), disk.checksum_of(tmp_path / "a"))
+    assert written == (len(content), disk.OpenFile(tmp_path / "a").checksum())
     assert (tmp_path / "a").read_bytes() == content
     sums = b"".join(zlib.crc32(content[at : at + 2**20]).to_bytes(4, "little") for at in range(0, len(content), 2**20))
     assert written[1] == hashlib.sha256(sums).hexdigest()
@@ -175,10 +176,13 @@ def test_a_bit_that_flips_anywhere_gives_another_checksum(at, tmp_path):
 
 
 def test_a_file_of_another_size_is_told_so_before_it_is_read(tmp_path):
-    told = File("a", *disk.write(tmp_path / "a", [b"abc"]))
-    os.truncate(tmp_path / "a", 2)
-    with pytest.raises(BadCheckpoint, match="a: it has 2 bytes and had 3"):
-        check_file(tmp_path, Manifest((told,), {}, {}), 0, read=pytest.fail)
+    folder = Folder(tmp_path)
+    written = folder.begin("a")
+    told = File("f", *disk.write(written / "f", [b"abc"]))
+    folder.commit(written, "a", Manifest((told,), {}, {}))
+    os.truncate(tmp_path / "a" / "f", 2)
+    with pytest.raises(BadCheckpoint, match="f: it has 2 bytes and had 3"):
+        CheckpointReader(tmp_path).check_file(0, read=pytest.fail)
 
 
 @pytest.mark.parametrize("name", ["../a", "/a", "b\\a"])

@@ -10,7 +10,7 @@ from torch import nn
 import zero
 from tests import ranks
 from tests.weight_reads import counted_reads
-from zero.checkpoint import weight_files
+from zero.checkpoint import disk
 from zero.checkpoint.weight_files import WeightFiles
 from zero.errors import BadCheckpoint, CheckpointFailed, RanksDiffer
 from zero.plan.spans import Span
@@ -238,7 +238,7 @@ def test_files_that_are_bad_are_named_on_all_ranks_and_nothing_is_changed(tmp_pa
 def fails_while_it_reads(rank, world, folder):
     model = made(seed=2, device="meta")
     optimizer = shard(model, 3)
-    read, left = weight_files._OpenFile.read, [7]
+    read, left = disk.OpenFile.read, [7]
 
     def breaking(file, start, num_bytes):
         left[0] -= 1
@@ -246,12 +246,12 @@ def fails_while_it_reads(rank, world, folder):
             raise OSError("the disk is gone")
         return read(file, start, num_bytes)
 
-    weight_files._OpenFile.read = breaking
+    disk.OpenFile.read = breaking
     try:
         with pytest.raises(CheckpointFailed, match=r"it failed on rank 1: OSError: the disk is gone\. .*Load again") as error:
             zero.load_weights(model, folder)
     finally:
-        weight_files._OpenFile.read = read
+        disk.OpenFile.read = read
     with pytest.raises(RuntimeError, match="nobody has written to"):
         optimizer.step()
     optimizer.zero_grad()

@@ -15,6 +15,7 @@ from tests.zero.tools.test_plan import plan_here
 from tests.zoo.case import backward, real_loss, real_mlp, real_numbers
 from zero.__main__ import COMMANDS, main
 from zero.comm.loopback import solo
+from zero.errors import CheckpointFailed
 from zero.sharding.optimizer import shard
 from zero.tools.cli import pairs, table
 
@@ -160,3 +161,45 @@ def test_the_loop_that_the_page_on_training_prints_writes_its_records(tmp_path, 
     assert [record["step"] for record in records] == [1, 2, 3]
     assert list(records[2]["ms"])[:3] == ["forward", "backward", "ready"]
     assert capsys.readouterr().out.startswith("3 ")
+
+
+def no_room(descriptor, content):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("words", [["out/m.safetensors"], ["out", "--shard-size", "1K"]])
+def test_an_export_without_room_says_where_and_what_to_do(words, checkpoint, tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("zero.checkpoint.disk.os.write", no_room)
+        assert asked("export", checkpoint, *words) == 2
+    told = capsys.readouterr()
+    told_room = "No space left on device. Make room there, or name a place on another disk."
+    assert told.err == f"Cannot write to {words[0]}: {told_room}\n"
+    assert not told.out and list((tmp_path / "out").iterdir()) == []
+    name = "x" * 300
+    assert asked("export", checkpoint, f"out/{name}", *words[1:]) == 2
+    assert capsys.readouterr().err == f"Cannot write to out/{name}: File name too long. Give a shorter name.\n"
+
+
+def test_a_save_without_room_says_where_and_what_to_do(tmp_path, monkeypatch):
+    model = real_mlp()
+    optimizer = shard(model, torch.optim.AdamW(model.parameters()), stage=2, group=solo())
+    with monkeypatch.context() as patched:
+        patched.setattr("zero.checkpoint.disk.os.write", no_room)
+        with pytest.raises(CheckpointFailed, match=rf"Cannot write to {tmp_path}/c: No space left on device\. Make room"):
+            zero.save(tmp_path / "c", optimizer)
+    with pytest.raises(CheckpointFailed, match=r"Cannot write to .*/x+: File name too long\. Give a shorter name\."):
+        zero.save(tmp_path / ("x" * 300), optimizer)
+    zero.save(tmp_path / "c", optimizer)
+    optimizer.close()
+
+
+def test_a_training_without_room_says_where_and_what_to_do(tmp_path, monkeypatch, capsys):
+    (tmp_path / "text").write_text("a text " * 1000)
+    words = ["--data", tmp_path / "text", "--directory", tmp_path / "run", "--ranks", "1", "--steps", "1", "--layers", "1"]
+    monkeypatch.setattr("zero.checkpoint.disk.os.write", no_room)
+    assert asked("train", *words, "--width", "16", "--json") == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"Cannot write to {tmp_path}/run/checkpoints: No space left on device. Make room")

@@ -383,3 +383,39 @@ def test_readme_and_the_page_on_offload_give_the_bytes_that_are_planned(capsys):
     _, answer = planned(capsys, "7B", "--ranks", 1, "--memory", "200GiB", "--kernels", "torch")
     assert sum(row_of(answer, 2)[kind] for kind in ("weights", "gradients", "masters", "moments")) == 18 * 7 * 10**9
     assert "| 18 B a parameter fit the device | nothing" in (ROOT / "docs" / "offload.md").read_text(encoding="utf-8")
+
+
+HASTY = {
+    "seconds": (["1M", "--step-seconds", "0"], "Cannot plan with --step-seconds 0.0: a step takes some time"),
+    "negative seconds": (["1M", "--step-seconds", "-1"], "Cannot plan with --step-seconds -1.0"),
+    "no number": (["1M", "--step-seconds", "nan"], "Cannot plan with --step-seconds nan"),
+    "a model beyond all": (["1e30B"], "Cannot plan a model of 1e30B parameters: that is more than 100T"),
+    "a model beyond numbers": (["1e999"], "Cannot plan a model of 1e999 parameters"),
+    "a module that is not there": (["nowhere.at_all:f"], "Cannot use 'nowhere.at_all:f': there is no module 'nowhere' here"),
+    "a function that exits": (["{script}:exits"], "exits: it ends the process ("),
+    "a function that fails": (["{script}:fails"], "fails: it fails with KeyError: 'x' ("),
+    "a script that exits": (["{ending}:f"], "it ends the process ("),
+    "no pair": (["{script}:one", "--batch", "2"], "one: it returned a Linear for --batch 2. Return the model, and"),
+    "too many owners": (["1M", "--optimizer", "muon", "--ranks", "10000000000"], "each is given its matrices"),
+}
+
+
+@pytest.mark.parametrize("what", HASTY)
+def test_what_cannot_be_planned_is_said_in_a_line(what, tmp_path, capsys):
+    words, said = HASTY[what]
+    script, ending = tmp_path / "script.py", tmp_path / "ending.py"
+    script.write_text(
+        "import sys\nfrom torch import nn\ndef exits(): sys.exit(0)\ndef fails(): {}['x']\ndef one(n): return nn.Linear(2, 2)\n"
+    )
+    ending.write_text("raise SystemExit(0)")
+    assert main(["plan", *(word.format(script=script, ending=ending) for word in words)]) == 2
+    told = capsys.readouterr()
+    assert said in told.err and told.err.count("\n") == 1 and not told.out
+
+
+def test_a_plan_does_not_grow_with_the_ranks(capsys, monkeypatch):
+    """Whoever asks for the work of one rank may not do so for all."""
+    monkeypatch.setattr("zero.plan.layout.FlatLayout.work_of", lambda *_: pytest.fail("asked for a rank"))
+    for num_ranks, fits in ((10**5, 0), (10**10, 1)):  # so many that padding alone is too much
+        status, answer = planned(capsys, "7B", "--ranks", num_ranks, "--memory", "80GiB")
+        assert status == fits and row_of(answer, 3)["weights"] > 0

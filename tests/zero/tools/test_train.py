@@ -93,7 +93,8 @@ def test_records_of_steps_that_are_taken_again_are_written_again(tmp_path):
     changes = {"save_every": 2}
     ranks.run(1, train_here, tmp_path, {**changes, "steps": 4})
     path, before = tmp_path / "records.jsonl", losses(tmp_path)
-    path.write_text(path.read_text() + '{"step": 5, "loss": 99.0}\n{"step": 6, "lo')
+    more = json.dumps({**json.loads(path.read_text().splitlines()[-1]), "step": 5, "loss": 99.0})
+    path.write_text(path.read_text() + more + '\n{"step": 6, "lo')
     assert ranks.run(1, train_here, tmp_path, {**changes, "steps": 6})[0][0] == 4
     assert losses(tmp_path)[:4] == before and len(losses(tmp_path)) == 6
 
@@ -131,6 +132,7 @@ def test_a_directory_of_another_training_is_refused_and_one_that_is_done_says_so
         (["--batch", "1", "--accumulation", "2"], "--batch 1: 1 ranks of 2 micro-batches need 2 samples"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--context", "100000"], "and one more. Give more"),
+        (["--directory", ""], "Cannot train with --directory '': it names none"),
         (["--homes", "masters"], "--homes masters: it has another form. Give KIND=PLACE"),
         (["--homes", "everything=cpu"], "of weights, gradients, masters, moments"),
         (["--tensorboard"], "pip install 'zero-accelerators[tensorboard]'"),
@@ -147,15 +149,28 @@ def test_what_cannot_be_trained_is_said_in_one_line(words, said, tmp_path, capsy
 
 @pytest.mark.parametrize("taken", ["run", "run/checkpoints", "run/records.jsonl"])
 def test_a_directory_that_holds_something_else_is_named_before_ranks_are_started(taken, tmp_path, capsys, monkeypatch):
+    line = '{"step": 1, "loss": 1.0, "tokens_per_second": 1.0, "ranks": 1, "memory_by_rank": [], "ms": {"step": 1.0}}\n'
     (tmp_path / "text").write_bytes(TEXT)
     monkeypatch.chdir(tmp_path)
     Path(taken).parent.mkdir(exist_ok=True)
-    Path(taken).write_text('{"loss": 1.0}\n')
+    Path(taken).write_text(line)
     monkeypatch.setattr("zero.tools.train_command.launch", lambda *_: pytest.fail("ranks were started"))
     assert main(["train", "--ranks", "2", "--data", "text", "--directory", "run", "--steps", "1", *SAID]) == 2
     told = capsys.readouterr()
     assert taken in told.err and "give another" in told.err.lower() and not told.out
-    assert Path(taken).read_text() == '{"loss": 1.0}\n'
+    assert Path(taken).read_text() == line
+
+
+@pytest.mark.parametrize("lacking", ["step", "loss", "tokens_per_second", "ranks", "memory_by_rank", "ms"])
+def test_a_record_that_lacks_a_value_is_named_before_the_report_needs_it(lacking, tmp_path):
+    record = {"step": 1, "loss": 1.0, "tokens_per_second": 1.0, "ranks": 1, "memory_by_rank": [8], "ms": {"step": 1.0}}
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    assert read_records(path) == [record]
+    for wrong in ({name: value for name, value in record.items() if name != lacking}, {**record, lacking: "x"}):
+        path.write_text(json.dumps(wrong) + "\n")
+        with pytest.raises(ValueError, match=r"Cannot go on with .*records\.jsonl: it has a line that is not a record"):
+            read_records(path)
 
 
 def test_a_rank_whose_launcher_is_gone_stops_and_another_process_does_not_care_for_its_parent(monkeypatch):
@@ -401,6 +416,16 @@ def test_the_first_command_trains_ten_million_parameters_and_its_loss_falls(tmp_
     assert 9_000_000 < int(numel.replace(",", "")) < 12_000_000
     found = losses(tmp_path / "trained")
     assert len(found) == 160 and sum(found[-10:]) / 10 < 2.7 < 5 < found[0]
+
+
+@pytest.mark.full
+def test_ranks_train_to_the_end_though_nobody_reads_and_the_status_says_so(tmp_path):
+    (tmp_path / "text").write_bytes(TEXT)
+    words = f"--data {tmp_path}/text --directory {tmp_path}/run --ranks 2 --steps 3 --log-every 1 {' '.join(SAID[:-1])}"
+    command = f"{sys.executable} -m zero train {words} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (141, ""), done.stderr
+    assert len(losses(tmp_path / "run")) == 3 and (tmp_path / "run" / "report.html").is_file()
 
 
 def test_readme_has_the_same_line_for_two_machines():

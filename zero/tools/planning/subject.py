@@ -19,7 +19,9 @@ from torch import nn
 from zero.memory.formats import DTYPES, dtype_name
 from zero.plan.families import parameters_of
 from zero.plan.layout import ITEM_BYTES, ParamSpec
+from zero.tools.cli import code_of
 
+_MOST = 1e14  # parameters; the plan lists their buckets
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -46,7 +48,10 @@ def read_subject(text: str, dtype: str | None, bucket_bytes: int, batch: int | N
     """Reads a number, a path or a function, in `dtype`, or in the model's own or the usual one."""
     number = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
     if number is not None:
-        numel = round(float(number[1]) * _UNITS[number[2].upper()])
+        size = float(number[1]) * _UNITS[number[2].upper()]
+        if size > _MOST:
+            raise ValueError(f"Cannot plan a model of {text} parameters: that is more than 100T. Give fewer.")
+        numel = round(size)
         return Subject(f"{numel:,} parameters", _parts_of(numel, dtype or "bfloat16", bucket_bytes))
     if text.endswith(".json"):
         return _from_config(Path(text), dtype)
@@ -78,8 +83,13 @@ def _from_config(path: Path, dtype: str | None) -> Subject:
 
 
 def _from_function(text: str, dtype: str | None, batch: int | None) -> Subject:
-    build = _function(text)
-    model = _on_nothing(build) if batch is None else build(batch)[0]
+    with code_of(text):
+        build = _function(text)
+        made = _on_nothing(build) if batch is None else build(batch)
+    if batch is not None and not (isinstance(made, (tuple, list)) and len(made) == 2):
+        what = f"it returned a {type(made).__name__} for --batch {batch}"
+        raise TypeError(f"Cannot use {text}: {what}. Return the model, and a function that makes a loss of it.")
+    model = made if batch is None else made[0]
     if not isinstance(model, nn.Module):
         raise TypeError(f"Cannot use {text}: it returned a {type(model).__name__}. Return an nn.Module.")
 
@@ -113,7 +123,13 @@ def _function(text: str) -> Callable[..., Any]:
         target = runpy.run_path(place, run_name="planned_script").get(name)
     else:
         sys.path.insert(0, "")
-        target = getattr(importlib.import_module(place), name, None)
+        try:
+            target = getattr(importlib.import_module(place), name, None)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise  # one that it imports
+            what = f"there is no module {error.name!r} here"
+            raise ValueError(f"Cannot use {text!r}: {what}. Give one, or script.py:function.") from error
     if not callable(target):
         raise ValueError(f"Cannot use {text!r}: there is no such function in {place}. Define it at the top.")
     function: Callable[..., Any] = target

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerators.memory import format_bytes
+from accelerators.output import write
+from zero.tools.launch import unless_nobody_reads
 
 _BAR = 8  # columns
 
@@ -30,8 +32,8 @@ class Display:
         if sys.stdout.isatty():
             self._advance(step, "  ".join(words))
         elif step % self._log_every == 0 or step == self._steps:
-            sys.stdout.write(f"step {step:>{len(str(self._steps))}}/{self._steps}  {'  '.join(words)}\n")
-            sys.stdout.flush()
+            with unless_nobody_reads():
+                write(f"step {step:>{len(str(self._steps))}}/{self._steps}  {'  '.join(words)}\n")
 
     def _advance(self, step: int, words: str) -> None:
         if self._bar is None:

@@ -31,6 +31,9 @@ from zero.tools.training.text import Text
 
 _KEPT = 2  # checkpoints: should the newest be damaged, there is one more
 _WARM_UP = 20  # steps
+_RECORDED: dict[str, Any] = {  # of a step, that the report is made of
+    "step": int, "loss": (int, float), "tokens_per_second": (int, float), "ranks": int, "memory_by_rank": list, "ms": dict,
+}  # fmt: skip
 # What launchers pass on; SIGHUP, which not every system has, is that of a terminal that was closed.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
@@ -207,10 +210,17 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def _record(path: Path, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
-    if not isinstance(record, dict) or "step" not in record:
+    if not isinstance(record, dict) or not all(_is_value(name, record.get(name)) for name in _RECORDED):
         raise ValueError(
             f"Cannot go on with {path}: it has a line that is not a record. Move it away, or give another --directory."
         )
     return record
+
+
+def _is_value(name: str, value: Any) -> bool:
+    """Returns True if a record may have this value: what the report is made of is a number, or several by rank or by name."""
+    kind = _RECORDED[name]
+    inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return isinstance(value, kind) and bool(inside) and all(type(number) in (int, float) for number in inside)

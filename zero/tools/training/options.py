@@ -46,6 +46,8 @@ class Options:
 
     def check(self) -> None:
         """Raises where these options make no training."""
+        if not self.directory:  # a variable that was not set, and not what is current
+            raise ValueError("Cannot train with --directory '': it names none. Give '.' for the current one.")
         counts = ("steps", "batch", "layers", "width", "context", "accumulation", "save_every", "log_every")
         for name in counts:
             if getattr(self, name) < 1:
