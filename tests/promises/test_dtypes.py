@@ -379,7 +379,7 @@ def test_parameters_of_odd_sizes_begin_at_a_multiple_of_the_alignment(dtype, ali
 
 @pytest.mark.promise("D09")
 def test_an_alignment_that_is_no_power_of_two_or_below_16_is_refused():
-    for align_bytes, words in ((48, "powers of two"), (8, "greater than or equal to 16")):
+    for align_bytes, words in ((48, "powers of two"), (8, "it must be at least 16")):
         with pytest.raises(ValueError, match=words):
             ZeroConfig(stage=1, align_bytes=align_bytes)
 

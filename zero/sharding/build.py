@@ -18,7 +18,7 @@ from zero.comm.group import Group, TimeLimits
 from zero.config.schema import ZeroConfig
 from zero.memory.formats import ParamFormat
 from zero.memory.gradient_shard import GradientShard
-from zero.memory.masters import Masters
+from zero.memory.masters import Masters, Wholeness
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
 from zero.memory.weights import CopiedInStateDict, FlatBuffer, Weights, is_part
@@ -189,19 +189,24 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
             weights.expect_buffers(MetaBuffers(model, place.device).unwritten)
             unread.fill(sharding)
         manage(chosen.tensors, sharding.window)
-        sharding.lifetime.hooks = [
-            model.register_load_state_dict_post_hook(sharding.masters.wholeness.note_loaded),  # type: ignore[no-untyped-call]
-            model.register_state_dict_post_hook(tie_in_state_dict),  # type: ignore[no-untyped-call]
-        ]
-        parts = {id(tensor) for tensor in chosen.tensors if not isinstance(tensor, Absent) and is_part(tensor)}
-        if parts:
-            named = model.named_parameters(remove_duplicate=False)
-            copied = CopiedInStateDict([name for name, param in named if id(param) in parts])
-            sharding.lifetime.hooks.append(model.register_state_dict_post_hook(copied))  # type: ignore[no-untyped-call]
+        sharding.lifetime.hooks = _hooks_of_state_dict(model, chosen.tensors, basis.masters.wholeness)
         on_failure.pop_all()
     if place.is_host:
         place.accelerator.empty_cache()  # the weights lay elsewhere before, in pieces too small to have gone by themselves
     return sharding
+
+
+def _hooks_of_state_dict(model: nn.Module, tensors: Sequence[nn.Parameter], wholeness: Wholeness) -> list[Any]:
+    """Registers what a model's `state_dict` and `load_state_dict` do beside torch."""
+    # By the name of the class: a ScriptModule calls its hooks, but would not take one.
+    when_read: Any = partial(nn.Module.register_state_dict_post_hook, model)
+    when_loaded: Any = partial(nn.Module.register_load_state_dict_post_hook, model)
+    hooks = [when_loaded(wholeness.note_loaded), when_read(tie_in_state_dict)]
+    parts = {id(tensor) for tensor in tensors if not isinstance(tensor, Absent) and is_part(tensor)}
+    if parts:
+        named = model.named_parameters(remove_duplicate=False)
+        hooks.append(when_read(CopiedInStateDict([name for name, param in named if id(param) in parts])))
+    return hooks
 
 
 def _connected_parts(basis: _Basis) -> ShardingState:

@@ -89,9 +89,9 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
             sharding.masters.wholeness.mend(ALL, ["masters", "unshared"])
     except BaseException:
         for sharding in sharded:  # whatever of it was read: the rest is of before
-            wholeness, tensors = sharding.masters.wholeness, enumerate(sharding.params.tensors)
-            wholeness.tear("load_weights()", sum(1 << index for index, tensor in tensors if tensor in match.keys), ["masters"])
-            wholeness.tear("load_weights()", kinds=["unshared"])
+            params = sum(1 << index for index, tensor in enumerate(sharding.params.tensors) if tensor in match.keys)
+            sharding.masters.wholeness.tear("a load of weights", params, ["masters"])
+            sharding.masters.wholeness.tear("a load of weights", kinds=["unshared"])
         raise
     finally:
         files.close()
