@@ -35,11 +35,11 @@ def batch_of(step: int) -> torch.Tensor:
     return Text(Path(__file__).read_bytes(), CONTEXT, seed=0).samples(step, BATCH)
 
 
-def train(num_steps: int = 20) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(num_steps: int = 20, kernels: str = "auto") -> tuple[list[float], dict[str, torch.Tensor]]:
     """This rank's losses, and the weights at the end."""
     device = accelerators.current().device()
     model = make_model().to(device)
-    optimizer = zero.shard(model, make_optimizers(model), stage=2)
+    optimizer = zero.shard(model, make_optimizers(model), stage=2, kernels=kernels)
     group, losses = optimizer.group, []
     for step in range(num_steps):
         loss = model(batch_of(step).chunk(group.size)[group.rank].to(device))

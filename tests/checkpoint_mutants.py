@@ -46,7 +46,7 @@ CHECKPOINTS = [
     Mutant("each rank verifies for itself", "load_from", Replace(the(Expr, "_verify"), "{it.args[2].body}")),
     Mutant("shapes are not compared", "_Loading._differing", Replace(the(Compare, "shape"), "{it.left} is None")),
     Mutant("a schedule that refuses keeps half of it", "_Loading.take_plain", Drop(the(Call, "load_state_dict"))),
-    Mutant("weights are filled and not published", "publish.send_all", Drop(the(Call, "masters.publish"))),
+    Mutant("weights are filled and not published", "_Loading.fill.written", Drop(the(Call, "publish"))),
     Mutant("counters stay", "_take_counters", Drop(the(Expr, "go_on_from"))),
     Mutant("skipped steps stay", "_take_counters", Drop(the(Assign, "skipped_steps"))),
     Mutant("random numbers stay", "_take_random_numbers", Replace(the(If, "put_back").test, "{it.left} < 0")),

@@ -33,7 +33,7 @@ NAMED = [
     Mutant(
         "what was assigned to .data is not brought back",
         "StateOffloader._load_chunk",
-        Replace(the(Assign, "data").value, "{it.args[1]}"),
+        Replace(the(If, "loaded").test, "False"),
     ),
     Mutant(
         "what was assigned to .data meanwhile is written over",
@@ -235,7 +235,11 @@ NAMED = [
     ),
     Mutant("who gives up after a call takes its messages back", "_Channel.take", Drop(the(Call, "discard"))),
     Mutant("nobody is told that a rank gave up", "ByPipes._giving_up", Drop(the(Call, "give_up"))),
-    Mutant("what is sent over a newer connection is lost", "_Way._sort", Drop(the(Call, "_newer.append"))),
+    Mutant("a table of hooks without hooks is not set", "exchange", Replace(the(If, "hooks").test, "hooks")),
+    Mutant("a node that runs without our hooks stays so", "GradHooks._follow", Replace(the(If).test, "False")),
+    Mutant("parameters are views of one storage", "FlatBuffer.attach", Replace(the(Call, "with_own_storage"), "memory")),
+    Mutant("a step makes whole what was torn", "Wholeness.end", Replace(the(Assign, "_torn").value, "dict.fromkeys(KINDS, 0)")),
+    Mutant("a tied weight is two in a state_dict", "tie_in_state_dict", Replace(the(Call, "setdefault"), "value")),
     Mutant("weights stay in memory that rank 0 lent", "ParamPlacer._take", Replace(the(Compare, "_sharing"), "True")),
     Mutant(
         "clipping by the norm of one parameter",
@@ -243,8 +247,8 @@ NAMED = [
         Replace(the(Call, "append"), "{it.func.value} = [{it.args[0]}]"),
     ),
     Mutant("watch: who ends by an error raises no alarm", "RankMonitor.report_exit", Drop(the(Expr, "alarm"))),
-    Mutant("watch: who ends by an error leaves no word", "RankMonitor.report_exit", Drop(the(Expr, "end/"))),
-    Mutant("watch: last words without the place", "RankMonitor.report_exit", Drop(the(JoinedStr, "_NOWHERE").values[1])),
+    Mutant("watch: who ends by an error leaves no word", "RankMonitor._leave", Drop(the(Expr, "end/"))),
+    Mutant("watch: last words without the place", "RankMonitor._leave", Drop(the(JoinedStr, "_NOWHERE").values[1])),
     Mutant("watch: a place outlives what it was in", "RankMonitor.note", Replace(the(IfExp).body, "self._place")),
     Mutant("watch: each rank says what it found itself", "RankMonitor.diagnose", Replace(the(IfExp), "{it.body}")),
     Mutant("watch: nobody answers an alarm", "RankMonitor._raise_alarm", Drop(the(Expr, "here/"))),

@@ -152,7 +152,7 @@ def test_weights_and_state_loaded_go_on_with_every_bit_of_the_masters(stage):
     expected, masters = weights(model), optimizer.state_dict()["masters"]
     for order in ("weights first", "state first"):
         other = real_mlp()
-        again = shard(other, adamw(other), stage=stage, dtype="bfloat16")
+        again = shard(other, adamw(other), stage=stage, dtype="bfloat16", kernels="torch")
         loads = [lambda other=other: other.load_state_dict(kept), lambda again=again: again.load_state_dict(saved)]
         for each in loads if order == "weights first" else reversed(loads):
             each()

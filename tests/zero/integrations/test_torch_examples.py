@@ -93,7 +93,7 @@ def test_what_is_recomputed_trains_as_what_is_kept(use_reentrant):
 @pytest.mark.promise("W01")
 @needs_muon
 def test_muon_and_adamw_train_a_gpt_on_two_ranks_to_the_bit_as_in_one_process():
-    found = both_ranks("examples.muon:train", 6)
+    found = both_ranks("examples.muon:train", 6, "torch")
     model = muon.make_model()
     optimizers = muon.make_optimizers(model)
     for step in range(6):
