@@ -56,12 +56,12 @@ EVENTS = {
 
 
 class Trouble(Exception):
-    """What one rank's own code raises."""
+    """Raised by one rank's own code."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a seed decides."""
+    """The decisions of a seed."""
 
     seed: int
     world: int
@@ -107,7 +107,7 @@ class Net(nn.Module):
 
 
 class Life:
-    """What plain torch and a sharded training have in common: a model, an optimizer, hooks, and the events."""
+    """The common part of plain torch and a sharded training: a model, an optimizer, hooks, and the events."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -210,7 +210,7 @@ class PlainLife(Life):
         self.stage = chance.choice(STAGES)
 
     def exception(self, chance: random.Random) -> None:
-        """Of one rank; whatever the others had is thrown away."""
+        """Throws a window away in which one rank raises."""
         self.number += 1
 
     def offload(self, chance: random.Random) -> None:

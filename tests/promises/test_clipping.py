@@ -630,7 +630,7 @@ def test_torchs_grad_scaler_on_one_rank_is_every_bit_plain_torchs():
 
 
 def test_the_norm_that_is_told_is_of_what_the_step_was_given_before_its_own_clipping():
-    """What clip_grad_norm_ by hand returns is the norm before that."""
+    """The norm before that is what clip_grad_norm_ by hand returns."""
     for by_hand, clip, expected in ((False, 0.5, "whole"), (True, None, 1.0), (True, 0.5, 1.0)):
         model, optimizer = alone(clip=clip)
         (1000 * real_loss(model(draw(model, (3, 4), 0, 0, real=True)))).backward()

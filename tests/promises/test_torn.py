@@ -87,7 +87,7 @@ def breaks_off(optimizer, place):
 
 
 def refused(optimizer, folder):
-    """Whether a save, a state_dict and a check refuse, alike, and by name."""
+    """Returns True if a save, a state_dict and a check refuse, and False if none does; each refuses by name."""
     said = []
     for act in (lambda: zero.save(folder / "torn", optimizer), optimizer.state_dict, optimizer.check):
         try:
@@ -222,7 +222,7 @@ HOMES["all on disk"] = dict.fromkeys(KINDS, "disk:{}")
 @pytest.mark.parametrize("then", ["step", "clip", "whole_grad", "flush"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_one_rank_s_exception_is_heard_on_all_and_they_go_on_together(tmp_path, homes, moment, then, stage):
-    """What the other ranks do meanwhile begins with the settling, which hears of it."""
+    """Whatever the other ranks do meanwhile begins with the settling, which hears of it."""
     places = {kind: home.format(tmp_path) for kind, home in HOMES[homes].items()}
 
     def program(group):

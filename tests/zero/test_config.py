@@ -322,7 +322,7 @@ def test_any_settings_are_accepted_or_refused_with_a_value_error(anything):
 
 @pytest.mark.parametrize("text", ["16MiB", "1.5GiB", "500 MB", "4096", "4k", "1e6", "-1", "16Mib ", "auto"])
 def test_every_size_is_read_alike_and_as_the_command_line_and_accelerators_read_it(text):
-    """What is no size for one of them is none for the others."""
+    """A text that is no size for one of them is none for the others."""
     homes = lambda size: {"homes": {"moments": "disk:/fast", "piece_bytes": size}}  # noqa: E731
     try:
         expected = parse_bytes(text)

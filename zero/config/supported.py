@@ -43,7 +43,7 @@ def _refuse(rules: tuple[tuple[bool, str, str], ...], remedy: str) -> None:
 
 
 def _of_another_result(config: ZeroConfig) -> list[str]:
-    """Returns what is to be known of settings that make training differ from plain training."""
+    """Returns remarks on settings that make training differ from plain training."""
     messages = []
     if config.reduce_dtype in get_args(Coded):
         messages.append(f"gradients travel as {config.reduce_dtype}: training is near to plain training, and not equal to it")

@@ -25,7 +25,7 @@ logger = logging.getLogger("zero")
 
 @dataclass(frozen=True)
 class Situation:
-    """What decides, beside the settings themselves, which of them have an effect."""
+    """The facts that decide, beside the settings themselves, which of them have an effect."""
 
     num_sharing: int = 1  # ranks that share the states
     is_host: bool = False  # weights are on the host

@@ -336,7 +336,7 @@ class _Loading:
 
     @property
     def kinds(self) -> Collection[str]:
-        """What of the shares is replaced."""
+        """The kinds of state that are replaced."""
         return KINDS if self._states else ["masters", "unshared"]
 
     def _fill_whole(self, name: str, tensor: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import tempfile
 import zipfile
 
 import pytest
@@ -144,9 +145,12 @@ def test_an_index_that_is_none_or_leads_elsewhere_is_named_by_every_reader(what,
 # torch files ------------------------------------------------------------------------------------------------------------
 
 
+_PROOF = os.path.join(tempfile.gettempdir(), "code of a pickle was run")
+
+
 class Code:
     def __reduce__(self):
-        return os.mkdir, ("/tmp/code of a pickle was run",)
+        return os.mkdir, (_PROOF,)
 
 
 def compressed(path):
@@ -165,7 +169,7 @@ def longer(path):
 
 
 def leaves_out(path):
-    """Of the format before zip files, with a list of values that lacks the last tensor: torch would not fill it."""
+    """Writes the format before zip files, with a list of values that lacks the last tensor: torch would not fill it."""
     torch.save({"a": torch.ones(2), "b": torch.ones(2, 2)}, path, _use_new_zipfile_serialization=False)
     content = path.read_bytes()
     listed = content.rindex(b"]q\x00")  # of their names, each a text of so many bytes
@@ -223,7 +227,7 @@ def test_a_torch_file_that_is_none_is_named_by_both_readers_and_nothing_is_chang
         if what != "a length beyond its bytes":  # by whether the file is mapped
             assert error.match(reason.replace("is? a list", "a list"))
     assert not model["a"].any() and not model["b"].any()
-    assert not os.path.exists("/tmp/code of a pickle was run")
+    assert not os.path.exists(_PROOF)
 
 
 def test_a_torch_file_is_read_by_its_own_bytes(tmp_path):

@@ -113,7 +113,7 @@ def of_a_file(folder):
 
 
 def of_ddp():
-    """What an Accelerator makes of the arguments of DistributedDataParallel."""
+    """Returns what an Accelerator makes of the arguments of DistributedDataParallel."""
     from accelerate.utils import DistributedDataParallelKwargs
 
     from zero.integrations.accelerate import ShardedAccelerator

@@ -259,7 +259,7 @@ def test_what_was_built_is_found_again_unless_it_is_harmed_or_another_is_asked_f
         wrapper.chmod(0o755)
 
     def builds():
-        """In a process of its own, as a library that was loaded from a place is not looked for there again."""
+        """Runs in a process of its own, as a library that was loaded from a place is not looked for there again."""
         number.write_text("")
         child = os.fork()
         if child == 0:

@@ -367,7 +367,7 @@ def test_with_a_disk_it_is_said_what_goes_there_how_much_is_written_and_what_to_
 
 
 def test_readme_and_the_page_on_offload_give_the_bytes_that_are_planned(capsys):
-    """Of 7 billion parameters on 8 ranks, and on one; and what is beside them is two buckets."""
+    """Compares the bytes of 7 billion parameters on 8 ranks, and on one; beside them are two buckets."""
     of_stages = {"0": (0, "none"), "1": (1, "none"), "2": (2, "none"), "3": (3, "none")}
     of_stages |= {'1 or 2, `offload="cpu"`': (2, "cpu"), '3, `offload="cpu"`': (3, "cpu")}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -414,7 +414,7 @@ def test_what_cannot_be_planned_is_said_in_a_line(what, tmp_path, capsys):
 
 
 def test_a_plan_does_not_grow_with_the_ranks(capsys, monkeypatch):
-    """Whoever asks for the work of one rank may not do so for all."""
+    """The work of a rank is asked for at most for some of them."""
     monkeypatch.setattr("zero.plan.layout.FlatLayout.work_of", lambda *_: pytest.fail("asked for a rank"))
     for num_ranks, fits in ((10**5, 0), (10**10, 1)):  # so many that padding alone is too much
         status, answer = planned(capsys, "7B", "--ranks", num_ranks, "--memory", "80GiB")

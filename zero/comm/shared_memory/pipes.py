@@ -124,7 +124,7 @@ class Pipes:
 
 @dataclass
 class _Inbox:
-    """What has come from another rank, in a channel."""
+    """The messages that have come from another rank, in a channel."""
 
     messages: dict[int, bytes] = field(default_factory=dict)  # that were not taken yet, by the number of their call
     num_come: int = 0
