@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from types import ModuleType
@@ -78,6 +79,14 @@ class Accelerator:
 
     def device(self, index: int | None = None) -> torch.device:
         return torch.device(self.name, self._index(index))
+
+    def identity(self, index: int | None = None) -> str:
+        """Returns what tells a device from the others of its host, whichever of them a process sees and how it numbers them."""
+        index = self._index(index)
+        uuid = getattr(self._ask("get_device_properties", index), "uuid", None)
+        visible = os.environ.get(self.visible_devices_variable or "", "").split(",")
+        seen = visible[index].strip() if index < len(visible) else ""
+        return str(uuid or seen or index)
 
     def current_index(self) -> int:
         index = self._ask("current_device", default=0)

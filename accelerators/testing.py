@@ -84,6 +84,12 @@ class AcceleratorContract:
             assert torch.ones(2, device=device).device == device == torch.device(str(device))
             assert torch.ones(2).to(device).device == device
 
+    @override("identity")
+    def test_devices_are_told_apart(self, it: Accelerator) -> None:
+        identities = [it.identity(index) for index in range(it.device_count())]
+        assert all(type(identity) is str and identity for identity in identities)
+        assert len(set(identities)) == len(identities) and it.identity() == identities[it.current_index()]
+
     @override("set_index", "current_index")
     def test_the_current_device_is_the_one_that_was_set(self, it: Accelerator) -> None:
         for index in reversed(range(it.device_count())):

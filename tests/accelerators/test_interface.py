@@ -343,3 +343,24 @@ def test_a_seed_reaches_host_and_every_device(give):
     give(fake_device_module(2, manual_seed_all=seeds.append)).manual_seed(3)
     assert seeds == [3]
     assert torch.initial_seed() == 3
+
+
+@pytest.mark.parametrize(
+    ("variable", "properties", "identities"),
+    [
+        (None, None, ["0", "1"]),
+        ("3,1", None, ["3", "1"]),
+        ("GPU-8a1f, MIG-77", None, ["GPU-8a1f", "MIG-77"]),
+        ("0,1", lambda index: types.SimpleNamespace(uuid=f"uuid {index}"), ["uuid 0", "uuid 1"]),
+        ("7", lambda index: types.SimpleNamespace(name="without one"), ["7", "1"]),
+    ],
+)
+def test_a_device_is_known_by_what_it_is_and_not_by_its_index(give, monkeypatch, variable, properties, identities):
+    functions = {"device_count": lambda: 2, "current_device": lambda: 0}
+    if properties is not None:
+        functions["get_device_properties"] = properties
+    made = give(fake_device_module(**functions))
+    made.visible_devices_variable = "DEV_VISIBLE_DEVICES"
+    if variable is not None:
+        monkeypatch.setenv("DEV_VISIBLE_DEVICES", variable)
+    assert [made.identity(index) for index in (0, 1)] == identities

@@ -46,6 +46,7 @@ LIES = {
     "def manual_seed(self, seed): pass": "test_a_seed_decides_the_numbers_of_host_and_device",
     "def set_rng_state(self, states, index=None): pass": "test_the_random_state_comes_back_on_host_and_device",
     "def pin(self, tensor): return tensor.clone()": "test_pinned_memory_is_pinned_and_the_same_numbers",
+    "def identity(self, index=None): return ''": "test_devices_are_told_apart",
     "def with_own_storage(self, stretch): return stretch.clone()":
         "test_a_stretch_with_a_storage_of_its_own_is_the_same_memory_and_keeps_it",
     "def unavailable_reason(self): return ''": "test_what_is_available_gives_no_reason_against_it",

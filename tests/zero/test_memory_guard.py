@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
+import accelerators
+import zero
+from tests import ranks
+from tests.devices import needs_sim
 from tests.zoo.case import real_loss, real_mlp
 from zero.comm.loopback import solo
 from zero.memory.formats import goes_with_elements
@@ -46,3 +51,19 @@ def test_moments_take_what_is_predicted_also_where_groups_that_want_more_and_few
     storages = {moment.untyped_storage().data_ptr(): moment.untyped_storage().nbytes() for moment in moments}
     layout, in_lines = optimizer.sharding.layout_ref.layout, has_fused_step(inner, kernels)
     assert sum(storages.values()) == budget_of(layout, num_moments=num_moments(inner), in_lines=in_lines).device.moments
+
+
+def ranks_that_share_a_device(rank, world):
+    model = nn.Linear(2, 2).to(accelerators.current().device())
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    try:
+        return next(model.parameters()).device.index, optimizer.sharding.placer._place.num_ranks
+    finally:
+        optimizer.close()
+
+
+@needs_sim
+@pytest.mark.parametrize(("second", "expected"), [("1", [(0, 1)] * 2), ("0", [(0, 2)] * 2)])
+def test_ranks_that_are_shown_one_device_each_share_none_though_all_have_index_0(second, expected):
+    env = [{"ACCELERATOR": "sim", "SIM_DEVICES": "2", "SIM_VISIBLE_DEVICES": seen} for seen in ("0", second)]
+    assert ranks.run(2, ranks_that_share_a_device, env=env) == expected

@@ -133,6 +133,7 @@ def device_of(params: ManagedParams) -> torch.device:
 
 def _ranks_that_share_memory(group: Group, device: torch.device) -> int:
     """How many ranks of the group use the same memory as this one."""
-    where = f"{socket.gethostname()} {device.type} {0 if device.type == 'cpu' else device.index}"
+    # By the device itself: where a launcher shows each rank one device, all of them have the index 0.
+    where = f"{socket.gethostname()} {device.type} {accelerators.get(device.type).identity(device.index)}"
     places = exchange_texts(group, where)
     return places.count(where)
