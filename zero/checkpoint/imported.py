@@ -9,8 +9,9 @@ from __future__ import annotations
 import pickle
 import re
 import struct
+import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 
 from zero.errors import BadCheckpoint
-from zero.memory.addresses import address_of, storage_of
 
 _INERT = re.compile(
     r"deepspeed\.(runtime\.zero\.config\.ZeroStageEnum|runtime\.fp16\.loss_scaler\.\w+|utils\.tensor_fragment\.fragment_address)"
@@ -55,8 +55,10 @@ class _Inert:
         self.__dict__.update(state)
 
 
-def load_safely(path: Path, mmap: bool = False) -> Any:
+def load_safely(path: Path, mmap: bool = False, device: str = "cpu") -> Any:
     """Returns what torch.save wrote, without running code of it. With `mmap` tensors of a zip file are views of the file."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise BadCheckpoint(f"Cannot read {path}: it is no regular file. Pass the path of one.")
     try:
         is_zip = zipfile.is_zipfile(path)  # or of the format before
         if is_zip:
@@ -68,7 +70,7 @@ def load_safely(path: Path, mmap: bool = False) -> Any:
         stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_Inert,), {}), name) for name in unsafe]
         with torch.serialization.safe_globals(stand_ins):
             if is_zip:
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+                return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
             with open(path, "rb") as file:
                 loaded = torch.load(file, map_location="cpu", weights_only=True)
                 if file.read(1):  # torch does not fill what the file's list leaves out
@@ -129,23 +131,25 @@ def tensors_in(path: Path, loaded: Mapping[Any, Any]) -> dict[str, torch.Tensor]
     return tensors
 
 
-def places_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Returns where in the file the tensors begin that `load_safely` mapped. Raises unless each storage is one record: torch
-    takes a length from the file's pickle for true, and what lies behind a record is no weight."""
+def places_of(
+    path: Path, tensors: Mapping[str, torch.Tensor], state_dict_of: Callable[[Any], Mapping[str, torch.Tensor]]
+) -> dict[str, int]:
+    """Returns where in the file those of these tensors begin whose values are the bytes there. `state_dict_of` finds them in
+    what is loaded. Raises unless each storage is one record: torch takes a length from the file's pickle for true, and what
+    lies behind a record is no weight."""
     if not tensors or not zipfile.is_zipfile(path):
         return {}
-    records = _records(path)
-    storages = {name: tensor.untyped_storage() for name, tensor in tensors.items()}
-    spans = {(storage_of(tensor), storages[name].nbytes()) for name, tensor in tensors.items() if storages[name].nbytes()}
-    if not spans:
-        return {}
-    first, length = min(spans)
-    for offset, size in records.items():  # one of them is the first, which says where the file is mapped
-        base = first - offset
-        if size == length and all(records.get(start - base) == num_bytes for start, num_bytes in spans):
-            return {
-                name: address_of(tensor) - base
-                for name, tensor in tensors.items()
-                if tensor.is_contiguous() and storages[name].nbytes()
-            }
-    raise BadCheckpoint(f"Cannot read {path}: a tensor in it is not as long as the bytes that it names. Fetch it again.")
+    records, places = _records(path), dict[str, int]()
+    with zipfile.ZipFile(path) as archive:
+        orders = [archive.read(name).decode() for name in archive.namelist() if name.endswith("/byteorder")] or ["little"]
+    located = state_dict_of(load_safely(path, device="meta"))  # which torch gives the offset of each record
+    for name, tensor in tensors.items():
+        storage: Any = located[name].untyped_storage()
+        offset = getattr(storage, "_checkpoint_offset", None)
+        if offset is None or not storage.nbytes():
+            continue
+        if records.get(offset) != storage.nbytes():
+            raise BadCheckpoint(f"Cannot read {path}: {name} is not as long as the bytes that it names. Fetch it again.")
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and orders == [sys.byteorder]:
+            places[name] = offset + located[name].storage_offset() * tensor.element_size()
+    return places

@@ -72,6 +72,8 @@ class WeightFiles:
             tensors, metadata = read_header(opened)
         except WrongSize as error:
             raise BadCheckpoint(f"Cannot read {file}: {error}. Fetch it again.") from error
+        except OSError as error:
+            raise BadCheckpoint(f"Cannot read {file}: {error.strerror or error}. Fetch it again.") from error
         except ValueError as error:
             what = f"it is no safetensors file that is known here ({error!s:.300})"
             raise BadCheckpoint(f"Cannot read {file}: {what}. Fetch it again.") from error
@@ -80,12 +82,11 @@ class WeightFiles:
 
     def _torch(self, file: Path) -> Mapping[str, Values]:
         opened, loaded = self._opened(file), load_safely(file, mmap=True)
-        inside = [loaded[key] for key in _INSIDE if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping)]
-        state_dict: Any = inside[0] if inside else loaded
+        state_dict = _state_dict_in(loaded)
         if not isinstance(state_dict, Mapping):
             raise BadCheckpoint(f"Cannot read {file}: it has a {type(loaded).__name__}, no state dict. Save a state dict.")
         tensors = tensors_in(file, state_dict)
-        places = places_of(file, tensors)
+        places = places_of(file, tensors, _state_dict_in)
 
         def in_file(name: str) -> Values:
             tensor = tensors[name]
@@ -94,8 +95,17 @@ class WeightFiles:
         return {name: in_file(name) for name in tensors}
 
     def _opened(self, file: Path) -> OpenFile:
-        self._open.append(OpenFile(file))
+        try:
+            self._open.append(OpenFile(file))
+        except OSError as error:
+            raise BadCheckpoint(f"Cannot read {file}: {error.strerror}. Pass the path of a file.") from error
         return self._open[-1]
+
+
+def _state_dict_in(loaded: Any) -> Any:
+    """Returns the state dict in what a training script saved, or all of that."""
+    inside = [loaded[key] for key in _INSIDE if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping)]
+    return inside[0] if inside else loaded
 
 
 def _files_of(source: Path, kinds: tuple[str, ...]) -> tuple[list[Path], Mapping[str, str]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +65,15 @@ class Wholeness:
     def mend(self, params: int, kinds: Collection[str]) -> None:
         """Notes what was replaced, without reading what was there."""
         self._torn = {kind: bits & ~(params if kind in kinds else 0) for kind, bits in self._torn.items()}
+
+    @contextlib.contextmanager
+    def torn_by_failure(self, cause: str, params: int = ALL, kinds: Collection[str] = SHARED) -> Iterator[None]:
+        """Notes all of these as torn if what runs inside breaks off, whatever of it was written."""
+        try:
+            yield
+        except BaseException:
+            self.tear(cause, params, kinds)
+            raise
 
     def note_loaded(self, _: torch.nn.Module, incompatible: Any) -> None:
         """Notes that the user has loaded all weights of the model, as a hook of its `load_state_dict`."""

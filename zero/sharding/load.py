@@ -33,7 +33,6 @@ from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import lies_nowhere, plain_entry, take_settings
 from zero.sharding.publish import by_bucket, publish
 from zero.sharding.snapshot import TrainingLoop, TrainingSnapshot, finish_saving, snapshot_of
-from zero.sharding.state import ShardingState
 
 logger = logging.getLogger("zero")
 
@@ -83,7 +82,7 @@ def load_from(
         loading.take_plain()
         about.sharding.offloader.give_up()
         about.sharding.window.end(on_all=True)
-        with _torn_by_failure(about.sharding, loading.kinds):
+        with about.sharding.masters.wholeness.torn_by_failure("a load", kinds=loading.kinds):
             run_on_all(group, about.sharding.publisher.take_edits, _load_failed)
             loading.place_late()
             run_on_all(group, loading.fill_unshared, _load_failed)
@@ -97,16 +96,6 @@ def load_from(
 
 
 _load_failed = partial(failed_on, LOAD_AGAIN, what="complete a load")
-
-
-@contextlib.contextmanager
-def _torn_by_failure(sharding: ShardingState, kinds: Collection[str]) -> Iterator[None]:
-    """Leaves torn what is loaded where what replaces them breaks off, whatever of it was written."""
-    try:
-        yield
-    except BaseException:
-        sharding.masters.wholeness.tear("a load", kinds=kinds)
-        raise
 
 
 def latest(directory: str | os.PathLike[str]) -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,38 +65,44 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
             require_same_args(sharded[0].group, "A load of weights", files=files.digest, strict=strict)
         for sharding in sharded:
             sharding.placer.weights.check_edits(match.keys)
-        for optimizer in optimizers:
-            optimizer.sharding.window.end(on_all=True)
-            run_on_all(optimizer.group, optimizer.sharding.publisher.take_edits, partial(failed_on, LOAD_AGAIN))
-            optimizer.sharding.window.reducer.inflight.forget_errors()
-        rest = {tensor: files.tensors[key] for tensor, key in match.keys.items()}
         for sharding in sharded:
-            _place_late(sharding, rest)
-            for tensor in fill(sharding, rest):
-                del rest[tensor]
-        shown = not sharded or sharded[0].group.rank == 0
-        with ProgressBar("loading", sum(map(torch.Tensor.numel, rest)), shown, "elements") as bar:
-
-            def read() -> None:
-                for tensor, values in rest.items():
-                    tensor.copy_(whole(values))
-                    bar.advance(tensor.numel())
-
-            if sharded:
-                run_on_all(sharded[0].group, read, partial(failed_on, LOAD_AGAIN))
-            else:
-                _read_alone(read)
+            sharding.window.end(on_all=True)
+        with contextlib.ExitStack() as on_failure:
+            for sharding in sharded:  # whatever of it is read: the rest is of before then
+                wholeness, what = sharding.masters.wholeness, "a load of weights"
+                params = sum(1 << index for index, tensor in enumerate(sharding.params.tensors) if tensor in match.keys)
+                on_failure.enter_context(wholeness.torn_by_failure(what, params, ["masters"]))
+                on_failure.enter_context(wholeness.torn_by_failure(what, kinds=["unshared"]))
+            _read(sharded, {tensor: files.tensors[key] for tensor, key in match.keys.items()})
         for sharding in sharded if not match.missing else ():
             sharding.masters.wholeness.mend(ALL, ["masters", "unshared"])
-    except BaseException:
-        for sharding in sharded:  # whatever of it was read: the rest is of before
-            params = sum(1 << index for index, tensor in enumerate(sharding.params.tensors) if tensor in match.keys)
-            sharding.masters.wholeness.tear("a load of weights", params, ["masters"])
-            sharding.masters.wholeness.tear("a load of weights", kinds=["unshared"])
-        raise
     finally:
         files.close()
     return LoadedWeights(match.missing, match.unexpected)
+
+
+def _read(sharded: Sequence[ShardingState], values: dict[torch.Tensor, Values]) -> None:
+    """Reads the values: those of shares, and then all others. A collective where the model is sharded."""
+    failure = partial(failed_on, LOAD_AGAIN)
+    for sharding in sharded:
+        run_on_all(sharding.group, sharding.publisher.take_edits, failure)
+        sharding.window.reducer.inflight.forget_errors()
+    for sharding in sharded:
+        _place_late(sharding, values)
+        for tensor in fill(sharding, values):
+            del values[tensor]
+    shown = not sharded or sharded[0].group.rank == 0
+    with ProgressBar("loading", sum(map(torch.Tensor.numel, values)), shown, "elements") as bar:
+
+        def read() -> None:
+            for tensor, each in values.items():
+                tensor.copy_(whole(each))
+                bar.advance(tensor.numel())
+
+        if sharded:
+            run_on_all(sharded[0].group, read, failure)
+        else:
+            _read_alone(read)
 
 
 def _place_late(sharding: ShardingState, values: Mapping[torch.Tensor, Values]) -> None:

@@ -21,8 +21,8 @@ import zero.checkpoint.manifest as manifest_module
 from zero.__main__ import main
 from zero.checkpoint.disk import OpenFile
 from zero.checkpoint.importers import import_checkpoint
-from zero.comm.loopback import solo
-from zero.errors import BadCheckpoint, CheckpointFailed
+from zero.comm.loopback import run_ranks, solo
+from zero.errors import BadCheckpoint, CheckpointFailed, RanksDiffer
 
 NAMED = ValueError, FileNotFoundError, CheckpointFailed  # BadCheckpoint is a ValueError
 
@@ -278,6 +278,77 @@ def test_a_read_that_fails_leaves_a_model_that_is_not_saved_until_it_is_loaded(s
         zero.load(tmp_path / "c", optimizer)  # which has all of them too
         zero.save(tmp_path / "c", optimizer)
         optimizer.close()
+
+
+OTHERS = {
+    "a group of the same sizes before it": ["ema", "model"],
+    "and behind it": ["model", "ema"],
+    "momentum before it": ["optimizer", "state_dict"],
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_of_a_torch_file_with_several_groups_of_tensors_the_state_dict_is_read(what, tmp_path):
+    good = made(1).state_dict()
+    other = {name: torch.full_like(value, 7.0) for name, value in good.items()}
+    torch.save({name: good if name in ("model", "state_dict") else other for name in OTHERS[what]}, tmp_path / "m.pt")
+    model = made(2)
+    zero.load_weights(model, tmp_path / "m.pt")
+    assert same(state_of(model), state_of(made(1)))
+
+
+def test_tensors_of_a_torch_file_whose_values_are_not_its_bytes_are_read_as_torch_reads_them(tmp_path):
+    line = torch.arange(16.0)
+    saved = {
+        "negated": torch._neg_view(torch.ones(2, 2)),
+        "slice": line[4:8],
+        "transposed": line[:4].view(2, 2).t(),
+        "empty": torch.zeros(0),
+        "scalar": torch.tensor(3.0),
+    }
+    torch.save(saved, tmp_path / "m.pt")
+    model = nn.ParameterDict({name: torch.zeros(value.shape) for name, value in saved.items()})
+    zero.load_weights(model, tmp_path / "m.pt")
+    assert all(torch.equal(model[name], value) for name, value in saved.items())
+    torch.save({"w": line[:4]}, tmp_path / "little.pt")
+    with zipfile.ZipFile(tmp_path / "little.pt") as source, zipfile.ZipFile(tmp_path / "big.pt", "w") as target:
+        for name in source.namelist():
+            content = b"big" if name.endswith("/byteorder") else source.read(name)
+            if "/data/" in name:
+                content = line[:4].view(torch.uint8).view(4, 4).flip(1).contiguous().numpy().tobytes()
+            target.writestr(zipfile.ZipInfo(name), content)
+    model = nn.ParameterDict({"w": torch.zeros(4)})
+    zero.load_weights(model, tmp_path / "big.pt")
+    assert torch.equal(model["w"], line[:4])
+
+
+def test_what_is_no_file_is_named_and_never_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.pt")
+    (tmp_path / "folder.safetensors").mkdir()
+    os.symlink(tmp_path / "nowhere", tmp_path / "link.safetensors")
+    with pytest.raises(BadCheckpoint, match=r"pipe\.pt: it is no regular file"):
+        import_checkpoint(tmp_path / "pipe.pt", tmp_path / "c")
+    for name in ("pipe.pt", "folder.safetensors", "link.safetensors"):
+        with pytest.raises((BadCheckpoint, FileNotFoundError), match=r"^Cannot .*" + name.partition(".")[0]):
+            zero.load_weights(made(1), tmp_path / name)
+    with pytest.raises((BadCheckpoint, FileNotFoundError), match=r"^Cannot .*(folder|link)"):
+        zero.load_weights(made(1), tmp_path)
+
+
+def test_a_load_of_weights_that_changed_nothing_leaves_the_training_as_it_was(tmp_path):
+    """Ranks that ask for different loads are told so before anything is written."""
+    save_file(made(1).state_dict(), tmp_path / "m.safetensors")
+
+    def program(group):
+        model = models[group.rank]
+        optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, group=group)
+        with pytest.raises(RanksDiffer):
+            zero.load_weights(model, tmp_path / "m.safetensors", strict=group.rank == 0)
+        zero.save(tmp_path / "c", optimizer)
+        optimizer.close()
+
+    models = [made(2), made(2)]
+    run_ranks(2, program, 20.0)
 
 
 # exports ----------------------------------------------------------------------------------------------------------------

@@ -535,3 +535,19 @@ def test_without_a_compiler_everything_but_the_compiled_step_is_there(tmp_path):
     }
     found = programs.with_torch(WITHOUT_COMPILER, environment)
     assert found.stdout.split() == ["refused"], found.stderr[-2000:]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused", pytest.param("compiled", marks=needs_compiler)])
+def test_a_gradient_whose_square_overflows_alone_is_stepped_as_torch_steps_it(kernels):
+    """torch multiplies by what a step takes of the square first."""
+    model, plain = (nn.ParameterDict({"p": torch.linspace(-2, 2, 8)}) for _ in range(2))
+    inner = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    optimizer = shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), stage=1, group=solo(), kernels=kernels)
+    for slope in (5e19, 1.0, 1.0):
+        for each, stepped in ((model, optimizer), (plain, inner)):
+            stepped.zero_grad()
+            (each["p"] * slope).sum().backward()
+            stepped.step()
+    assert torch.allclose(model["p"], plain["p"], rtol=1e-6, atol=0.0)
+    squares = optimizer.whole_state(model["p"])["exp_avg_sq"]
+    assert squares.isfinite().all() and torch.allclose(squares, inner.state[plain["p"]]["exp_avg_sq"], rtol=1e-6, atol=0.0)

@@ -206,7 +206,7 @@ void adam(Numbers<Total> by, const Total* __restrict slopes, Total* __restrict m
       slope += value * by.kept;
     }
     const Total mean = (by.nearer_to_slope ? slope : means[i]) + (slope - means[i]) * by.mixed;
-    const Total square = squares[i] * by.old_square + slope * slope * by.new_square;
+    const Total square = squares[i] * by.old_square + by.new_square * slope * slope;  // as torch: the square alone overflows
     means[i] = mean;
     squares[i] = square;
     masters[i] = value + by.rate * (mean / (std::sqrt(square) * by.inverse_root + by.eps));
