@@ -70,7 +70,8 @@ def load_safely(path: Path, mmap: bool = False, device: str = "cpu") -> Any:
         stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_Inert,), {}), name) for name in unsafe]
         with torch.serialization.safe_globals(stand_ins):
             if is_zip:
-                return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+                # Bytes of the other order are exchanged in place, which memory of a file does not always bear.
+                return torch.load(path, map_location=device, weights_only=True, mmap=mmap and _is_native(path))
             with open(path, "rb") as file:
                 loaded = torch.load(file, map_location="cpu", weights_only=True)
                 if file.read(1):  # torch does not fill what the file's list leaves out
@@ -112,6 +113,13 @@ def _records(path: Path) -> dict[int, int]:
     return records
 
 
+def _is_native(path: Path) -> bool:
+    """Returns True if the bytes of numbers in a zip file have the order of this machine."""
+    with zipfile.ZipFile(path) as archive:
+        orders = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
+    return [sys.byteorder.encode()] == (orders or [b"little"])
+
+
 def tensors_in(path: Path, loaded: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     """Returns the tensors of a state dict that was read from a file. Raises unless each has a name and all its values there."""
     tensors = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
@@ -140,8 +148,7 @@ def places_of(
     if not tensors or not zipfile.is_zipfile(path):
         return {}
     records, places = _records(path), dict[str, int]()
-    with zipfile.ZipFile(path) as archive:
-        orders = [archive.read(name).decode() for name in archive.namelist() if name.endswith("/byteorder")] or ["little"]
+    is_native = _is_native(path)
     located = state_dict_of(load_safely(path, device="meta"))  # which torch gives the offset of each record
     for name, tensor in tensors.items():
         storage: Any = located[name].untyped_storage()
@@ -150,6 +157,6 @@ def places_of(
             continue
         if records.get(offset) != storage.nbytes():
             raise BadCheckpoint(f"Cannot read {path}: {name} is not as long as the bytes that it names. Fetch it again.")
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and orders == [sys.byteorder]:
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and is_native:
             places[name] = offset + located[name].storage_offset() * tensor.element_size()
     return places

@@ -18,6 +18,7 @@ from torch import nn
 
 import zero
 import zero.checkpoint.manifest as manifest_module
+from accelerators.host_bytes import host_bytes
 from zero.__main__ import main
 from zero.checkpoint.disk import OpenFile
 from zero.checkpoint.importers import import_checkpoint
@@ -310,16 +311,25 @@ def test_tensors_of_a_torch_file_whose_values_are_not_its_bytes_are_read_as_torc
     model = nn.ParameterDict({name: torch.zeros(value.shape) for name, value in saved.items()})
     zero.load_weights(model, tmp_path / "m.pt")
     assert all(torch.equal(model[name], value) for name, value in saved.items())
-    torch.save({"w": line[:4]}, tmp_path / "little.pt")
+
+
+@pytest.mark.parametrize("num_bytes", [64, 16])
+def test_a_torch_file_of_the_other_byte_order_is_read_and_one_that_is_too_short_named(num_bytes, tmp_path):
+    line = torch.arange(16.0)
+    torch.save({"w": line}, tmp_path / "little.pt")
     with zipfile.ZipFile(tmp_path / "little.pt") as source, zipfile.ZipFile(tmp_path / "big.pt", "w") as target:
         for name in source.namelist():
             content = b"big" if name.endswith("/byteorder") else source.read(name)
             if "/data/" in name:
-                content = line[:4].view(torch.uint8).view(4, 4).flip(1).contiguous().numpy().tobytes()
+                content = bytes(host_bytes(line.view(torch.uint8).view(16, 4).flip(1).contiguous()))[:num_bytes]
             target.writestr(zipfile.ZipInfo(name), content)
-    model = nn.ParameterDict({"w": torch.zeros(4)})
-    zero.load_weights(model, tmp_path / "big.pt")
-    assert torch.equal(model["w"], line[:4])
+    model = nn.ParameterDict({"w": torch.zeros(16)})
+    if num_bytes == line.nbytes:
+        zero.load_weights(model, tmp_path / "big.pt")
+        assert torch.equal(model["w"], line)
+    else:
+        with pytest.raises(BadCheckpoint, match="it is damaged"):
+            zero.load_weights(model, tmp_path / "big.pt")
 
 
 def test_what_is_no_file_is_named_and_never_waited_for(tmp_path):

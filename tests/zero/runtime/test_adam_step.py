@@ -542,7 +542,7 @@ def test_a_gradient_whose_square_overflows_alone_is_stepped_as_torch_steps_it(ke
     """torch multiplies by what a step takes of the square first."""
     model, plain = (nn.ParameterDict({"p": torch.linspace(-2, 2, 8)}) for _ in range(2))
     inner = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    optimizer = shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), stage=1, group=solo(), kernels=kernels)
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), stage=1, group=solo(), kernels=kernels)
     for slope in (5e19, 1.0, 1.0):
         for each, stepped in ((model, optimizer), (plain, inner)):
             stepped.zero_grad()
