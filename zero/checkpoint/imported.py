@@ -145,10 +145,9 @@ def places_of(
     """Returns where in the file those of these tensors begin whose values are the bytes there. `state_dict_of` finds them in
     what is loaded. Raises unless each storage is one record: torch takes a length from the file's pickle for true, and what
     lies behind a record is no weight."""
-    if not tensors or not zipfile.is_zipfile(path):
+    if not tensors or not zipfile.is_zipfile(path) or not _is_native(path):  # else torch has read all of it
         return {}
     records, places = _records(path), dict[str, int]()
-    is_native = _is_native(path)
     located = state_dict_of(load_safely(path, device="meta"))  # which torch gives the offset of each record
     for name, tensor in tensors.items():
         storage: Any = located[name].untyped_storage()
@@ -157,6 +156,6 @@ def places_of(
             continue
         if records.get(offset) != storage.nbytes():
             raise BadCheckpoint(f"Cannot read {path}: {name} is not as long as the bytes that it names. Fetch it again.")
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and is_native:
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             places[name] = offset + located[name].storage_offset() * tensor.element_size()
     return places
