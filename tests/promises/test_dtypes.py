@@ -537,6 +537,18 @@ def test_inputs_stay_as_they_are_where_that_is_said_or_weights_are_not_cast():
         shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, cast_inputs=True)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_that_is_cast_back_or_given_other_weights_takes_inputs_as_they_are(stage):
+    model, x = filled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), real=True), torch.ones(2, 4)
+    optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, dtype="bfloat16")
+    exact = {name: param.detach().float() for name, param in model.named_parameters()}
+    averaged = copy.deepcopy(model).float()
+    assert averaged(x).dtype == torch.float32
+    assert torch.equal(torch.func.functional_call(model, exact, (x,)), averaged(x))
+    assert model(x).dtype == torch.bfloat16
+    optimizer.close()
+
+
 def test_a_model_whose_inputs_are_cast_is_compiled_copied_pickled_and_scripted_as_before():
     make = lambda: filled(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), real=True)  # noqa: E731
     x, models = torch.ones(2, 4), [make(), torch.jit.script(make())]

@@ -3,6 +3,8 @@
 import copy
 import io
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -234,3 +236,16 @@ def test_states_of_an_empty_parameter_go_anywhere_and_back(stage, home, tmp_path
     optimizer.reload_states()
     assert equal(weights(model), before)
     one_step_of(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_that_torch_writes_whole_is_read_where_this_package_is_not(stage, tmp_path):
+    model, _ = alone(lambda: nn.Linear(3, 2), lambda model: torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    torch.save(model, tmp_path / "model.pt")
+    program = (
+        "import sys, torch\nsys.modules.update(zero=None, accelerators=None)\n"
+        "model = torch.load(sys.argv[1], weights_only=False)\nmodel.load_state_dict(model.state_dict())\n"
+        "print([round(value, 4) for value in model.bias.tolist()])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "model.pt"], capture_output=True, text=True, check=True)
+    assert eval(done.stdout) == [round(value, 4) for value in model.bias.tolist()]

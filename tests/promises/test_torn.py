@@ -157,6 +157,24 @@ def test_load_state_dict_of_model_and_optimizer_together_make_torn_weights_whole
     assert refused(optimizer, tmp_path) == (len(order) == 1)
 
 
+@pytest.mark.promise("T01")
+def test_a_load_state_dict_that_fails_makes_nothing_whole(tmp_path):
+    """torch calls the hooks behind a load before it raises."""
+    model = filled(nn.Linear(4, 4), real=True)
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=2, group=solo())
+    saved = {"model": copy.deepcopy(model.state_dict()), "optimizer": optimizer.state_dict()}
+    model(torch.ones(1, 4)).sum().backward()
+    with breaks_off(optimizer, "end"), pytest.raises(Injected):
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({**saved["model"], "weight": torch.zeros(5, 5)})
+    optimizer.load_state_dict(saved["optimizer"])
+    assert refused(optimizer, tmp_path)
+    model.load_state_dict(saved["model"])
+    assert not refused(optimizer, tmp_path)
+
+
 def test_close_says_that_weights_are_torn_and_an_engine_does_not_write_them(caplog, tmp_path):
     model = filled(nn.Linear(4, 4), real=True)
     optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=2, group=solo())

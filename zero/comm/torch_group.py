@@ -124,6 +124,8 @@ class TorchGroup:
                 "Pass a group of as many, in the same order; or shard anew and load a checkpoint."
             )
         self._watch.report_rebuild()
+        while self._message_wires:  # or ranks that wait for this one there would do so until time is up
+            self._message_wires.pop().break_off()
         self._watch.close()
         self._give_up("it is rebuilt")()
         self._ranks = ranks

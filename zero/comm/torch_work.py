@@ -160,21 +160,24 @@ class TorchWire:
         def again() -> None:
             if is_local:
                 self._report(error)
-                self._break_off()
+                self.break_off()
             raise error
 
         self._owner.guarded(again)
         raise error
 
-    def _break_off(self) -> None:
+    def break_off(self) -> None:
         """Ends whatever ranks wait for here: gloo closes all connections where a message does not come in time."""
+        if self._process_group is None:  # others use it by now
+            return
         other = int(self.rank == 0)
         with contextlib.suppress(RuntimeError):
             self._process_group.recv([torch.empty(1, device="cpu")], other, _NEVER_SENT).wait(_AT_ONCE)
 
     def close(self) -> None:
         self._end = None
-        self._give_back(self._process_group)
+        process_group, self._process_group = self._process_group, None
+        self._give_back(process_group)
 
 
 def exit_all(wires: Sequence[TorchWire], then: Callable[[], None]) -> None:

@@ -38,10 +38,7 @@ class Wholeness:
         self._before = self._torn  # the update that runs
         self._params = 0
         self._cause = ""
-
-    def __reduce__(self) -> tuple[type[Wholeness], tuple[()]]:
-        """Makes that of a copy of a model, or of one in another process, which is trained by nobody."""
-        return Wholeness, ()
+        self._errors: list[str] = []  # of the user's load that runs
 
     @property
     def is_whole(self) -> bool:
@@ -75,9 +72,13 @@ class Wholeness:
             self.tear(cause, params, kinds)
             raise
 
+    def note_loading(self, *about: Any) -> None:
+        """Keeps the errors of a load, as a hook that comes before it: torch calls those behind it whether there are any."""
+        self._errors = about[-1]
+
     def note_loaded(self, _: torch.nn.Module, incompatible: Any) -> None:
         """Notes that the user has loaded all weights of the model, as a hook of its `load_state_dict`."""
-        if not incompatible.missing_keys:
+        if not incompatible.missing_keys and not self._errors:
             self.mend(ALL, ["masters", "unshared"])
 
     def describe(self) -> str:
@@ -88,7 +89,7 @@ class Wholeness:
         if not self.is_whole:
             raise ValueError(
                 f"Cannot {what}: {self.describe()}. Load a checkpoint on all ranks, with zero.load, or with load_state_dict of "
-                "the model and of the optimizer."
+                "the model that was sharded and of the optimizer."
             )
 
 

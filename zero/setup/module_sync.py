@@ -179,12 +179,15 @@ def _is_wide(tensor: torch.Tensor) -> bool:
 
 
 class _CastInputs:
-    """A hook that casts floating inputs. A module that is pickled or copied takes it along."""
+    """A hook that casts floating inputs to the dtype of weights, as long as some have it. A module that is pickled or copied
+    takes it along, and may be cast back."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def __call__(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
+        if all(param.dtype != self.dtype for param in module.parameters()):
+            return None
         return _cast(inputs, self.dtype), _cast(named, self.dtype)
 
 

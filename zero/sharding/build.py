@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -196,16 +196,32 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
     return sharding
 
 
+class _Here:
+    """A hook that belongs to this training. In a copy of the model, and in another process, it does nothing; and whoever reads
+    the model from a file needs nothing of this package for it."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *arguments: Any) -> None:
+        self._hook(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
 def _hooks_of_state_dict(model: nn.Module, tensors: Sequence[nn.Parameter], wholeness: Wholeness) -> list[Any]:
     """Registers what a model's `state_dict` and `load_state_dict` do beside torch."""
     # By the name of the class: a ScriptModule calls its hooks, but would not take one.
     when_read: Any = partial(nn.Module.register_state_dict_post_hook, model)
-    when_loaded: Any = partial(nn.Module.register_load_state_dict_post_hook, model)
-    hooks = [when_loaded(wholeness.note_loaded), when_read(tie_in_state_dict)]
+    before_load: Any = partial(nn.Module._register_load_state_dict_pre_hook, model)
+    after_load: Any = partial(nn.Module.register_load_state_dict_post_hook, model)
+    hooks = [before_load(_Here(wholeness.note_loading)), after_load(_Here(wholeness.note_loaded))]
+    hooks.append(when_read(_Here(tie_in_state_dict)))
     parts = {id(tensor) for tensor in tensors if not isinstance(tensor, Absent) and is_part(tensor)}
     if parts:
         named = model.named_parameters(remove_duplicate=False)
-        hooks.append(when_read(CopiedInStateDict([name for name, param in named if id(param) in parts])))
+        hooks.append(when_read(_Here(CopiedInStateDict([name for name, param in named if id(param) in parts]))))
     return hooks
 
 
