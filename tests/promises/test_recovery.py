@@ -154,6 +154,31 @@ def test_a_rank_that_was_interrupted_in_a_message_is_not_taken_for_dead_and_all_
         assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
+def interrupt_between_steps(rank, world, shared_memory):
+    """Rank 1 is interrupted in code of its own, and calls rebuild() at once; the other one asks it for weights meanwhile."""
+    model = small()
+    limits = {"timeout_s": 600.0, "first_step_timeout_s": 600.0}
+    optimizer = sharded(model, stage=3, shared_memory=shared_memory, gathered_bytes=1, **limits)
+    one_step(model, optimizer, rank, 0)
+    if rank == 0:
+        with pytest.raises(GroupLost, match=r"rank 1 called rebuild\(\)"):
+            one_step(model, optimizer, rank, 1)
+    model.zero_grad()
+    optimizer.rebuild()
+    one_step(model, optimizer, rank, 1)
+    optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@needs_linux
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_at_stage_3_ranks_that_wait_for_one_that_was_interrupted_hear_that_it_rebuilds(shared_memory):
+    found = ranks.run(2, interrupt_between_steps, shared_memory, timeout=60.0)  # a tenth of the limit
+    expected = ranks.run(2, undisturbed_twice, 3)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
 def undisturbed_twice(rank, world, stage):
     model = small()
     optimizer = sharded(model, stage=stage)

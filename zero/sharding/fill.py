@@ -41,6 +41,7 @@ def fill(sharding: ShardingState, values: Mapping[torch.Tensor, Values], remedy:
 
     def written() -> Iterator[Sequence[Block]]:
         sharding.publisher.follow_edits()
+        yield ()
         try:
             _read(sharding, [part for each in parts.values() for part in each])
         finally:

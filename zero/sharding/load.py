@@ -310,6 +310,7 @@ class _Loading:
 
             def written() -> Iterator[Sequence[Block]]:
                 sharding.publisher.follow_edits()
+                yield ()
                 for bucket, blocks in enumerate(batches):
                     use(bucket)
                     for piece, master in masters.in_bucket(bucket):

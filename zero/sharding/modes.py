@@ -54,6 +54,7 @@ def switch_mode(state: ShardingState, mode: str, act: Callable[[], Any]) -> Any:
 
     def written() -> Iterator[Sequence[Block]]:
         state.adopt()
+        yield ()
         with state.updater.all_masters():
             results.append(act())
         for blocks in batches:

@@ -24,7 +24,8 @@ def publish(
     kinds: Collection[str] = SHARED,
     replaces: Collection[str] = (),
 ) -> None:
-    """Publishes masters as the weights of all ranks, batch by batch, as `written` writes and yields them.
+    """Publishes masters as the weights of all ranks, batch by batch, as `written` writes and yields them, after it has yielded
+    nothing once: up to there nothing was written.
 
     What these `params` have of these `kinds` is torn if that fails, by `cause`, and whole again if what `written` replaces
     without reading succeeds. All ranks raise what `failure` makes of an error on one; without it, the other ranks hear of it
@@ -34,9 +35,12 @@ def publish(
     placed = sum(1 << index for index, slot in enumerate(slots) if slot is not None)
 
     def write() -> None:
-        waiting = deque(batches)
+        waiting, steps = deque(batches), iter(written)
         try:
-            for _ in written:
+            next(steps)
+            if is_alone:
+                masters.wholeness.begin(cause, params, kinds)
+            for _ in steps:
                 publisher.send(waiting.popleft())
             masters.streams.flush()
         except BaseException:
@@ -49,7 +53,9 @@ def publish(
             publisher.wait(params & placed)
 
     publisher.begin()
-    masters.wholeness.begin(cause, params, kinds)
+    is_alone = state.group.size == 1
+    if not is_alone:  # the others write, whatever becomes of this rank
+        masters.wholeness.begin(cause, params, kinds)
     try:
         write() if failure is None else run_on_all(state.group, write, failure)
     except BaseException:

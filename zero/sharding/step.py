@@ -105,6 +105,7 @@ def _step_batches(
     publisher.follow_edits()
     with state.memory_guard.explain_oom("A step", state.layout_ref):
         updater.begin(batches, used)
+    yield ()
     for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
         publisher.prefetch((*batch, *following))  # weights on their way while this batch is stepped
         for bucket in dict.fromkeys(block.bucket for block in batch):
