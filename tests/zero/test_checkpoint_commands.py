@@ -67,6 +67,35 @@ def test_export_writes_what_it_names(folder, tmp_path, capsys):
     assert not torch.equal(exact["first.weight"], weights["first.weight"].float())
 
 
+def test_an_export_that_would_take_the_place_of_its_source_is_refused_behind_links_too(folder, tmp_path, monkeypatch):
+    path, _ = folder
+    (path / "a" / "sub").mkdir()
+    (tmp_path / "inside").symlink_to(path / "a" / "sub")
+    (path / "a" / "elsewhere").symlink_to(tmp_path / "m.safetensors")
+    monkeypatch.chdir(tmp_path)
+    file = path / "a" / "rank-00000.safetensors"
+    before = file.read_bytes()
+    for out in ("inside/../rank-00000.safetensors", "inside/m.safetensors", "c/a/elsewhere"):
+        with pytest.raises(ValueError, match=f"Cannot write to {out}: .*/a is a checkpoint"):
+            zero.export(path, out)
+        with pytest.raises(ValueError, match=f"Cannot write to {out}: .*/a is a checkpoint"):
+            zero.export(path, "w.safetensors", optimizer=out)
+    with pytest.raises(ValueError, match=r"Cannot write to inside/\.\./\.\./latest: it names the latest checkpoint"):
+        zero.export(path, "inside/../../latest")
+    assert file.read_bytes() == before
+    assert zero.export(path, "inside/../../../w.safetensors")[0].resolve() == tmp_path / "w.safetensors"
+
+
+def test_weights_and_optimizer_go_to_two_files(folder, tmp_path, capsys):
+    path, _ = folder
+    (tmp_path / "s").mkdir()
+    out = str(tmp_path / "w.safetensors")
+    assert main(["export", str(path), out, "--optimizer", str(tmp_path / "s" / ".." / "w.safetensors")]) == 2
+    told = capsys.readouterr().err
+    assert f"Cannot export weights and optimizer to {out} both: " in told and told.count("\n") == 1
+    assert not os.path.exists(out)
+
+
 @pytest.mark.parametrize("size", ["0", "-1", "five", "5T"])
 def test_a_size_that_is_none_is_refused(size, folder, tmp_path, capsys):
     assert main(["export", str(folder[0]), str(tmp_path / "s"), f"--shard-size={size}"]) == 2

@@ -64,7 +64,9 @@ def _export(
     _check_asked(Path(os.fspath(out)), 1 if format == "dcp" else shard_bytes, dtype)
     for target in (out, optimizer):
         if target is not None:
-            _check_target(Path(os.path.abspath(os.fspath(target))), Folder.at(directory))
+            _check_target(Path(os.fspath(target)), Folder.at(directory))
+    if optimizer is not None and os.path.realpath(out) == os.path.realpath(optimizer):
+        raise ValueError(f"Cannot export weights and optimizer to {out} both: one would be lost. Name two files.")
     with contextlib.closing(CheckpointReader(directory, tag)) as reader:
         _verify(reader)
         exporting = _Exporting(reader.manifest, reader, dtype)
@@ -100,8 +102,12 @@ def _verify(reader: CheckpointReader) -> None:
 
 
 def _check_target(target: Path, directory: Folder) -> None:
-    """Raises if a file to be written lies in a checkpoint, or would take the place of one or of the pointer to the latest."""
-    for path in {target, target.resolve()}:
+    """Raises if a file to be written lies in a checkpoint, or would take the place of one or of the pointer to the latest.
+
+    Paths are those that the system takes: `..` behind a link is the folder that holds what the link names.
+    """
+    itself = Path(os.path.realpath(target.parent)) / target.name  # what is replaced, if it is a link
+    for path in {Path(os.path.realpath(target))} | ({itself} if target.name != ".." else set()):
         checkpoint = next((folder for folder in (path, *path.parents) if is_checkpoint(folder)), None)
         if checkpoint is not None:
             raise ValueError(f"Cannot write to {target}: {checkpoint} is a checkpoint. Name a file or folder outside of it.")
