@@ -122,12 +122,11 @@ def rename(source: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def remove_folder(path: Path) -> None:
-    """Removes a folder. It is renamed first, so that half of it is never taken for a checkpoint."""
-    hidden = path if path.name.startswith(".") else path.with_name(f".{path.name}.saving-removed")
-    if hidden != path:
-        os.rename(path, hidden)
-    shutil.rmtree(hidden)
+def remove_folder(path: Path, aside: Path) -> None:
+    """Removes what can be removed of a folder; what is kept open elsewhere may stay. It has another name before, on the disk
+    too, so that half of it is never taken for a checkpoint."""
+    rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 class Lock:
