@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 
 import pytest
 import torch
@@ -94,6 +95,25 @@ def test_weights_and_optimizer_go_to_two_files(folder, tmp_path, capsys):
     told = capsys.readouterr().err
     assert f"Cannot export weights and optimizer to {out} both: " in told and told.count("\n") == 1
     assert not os.path.exists(out)
+
+
+def test_a_disk_without_room_for_the_optimizer_is_said_with_its_name(folder, tmp_path, capsys):
+    """A limit on the size of a file is to a program what a full disk is."""
+    path, _ = folder
+    out, optimizer = tmp_path / "w.safetensors", tmp_path / "o" / "optimizer.pt"
+    zero.export(path, out, optimizer=tmp_path / "o.pt")
+    most = (tmp_path / "o.pt").stat().st_size - 100
+    assert out.stat().st_size < most
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        status = main(["export", str(path), str(out), "--optimizer", str(optimizer)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert status == 2
+    told = capsys.readouterr().err
+    assert told == f"Cannot write to {optimizer}: File too large. Make room there, or name a place on another disk.\n"
+    assert os.listdir(optimizer.parent) == []
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "five", "5T"])

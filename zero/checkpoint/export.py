@@ -74,8 +74,15 @@ def _export(
             return exporting.write_distributed(Path(os.fspath(out)))
         made = exporting.write_weights(Path(os.fspath(out)), shard_bytes)
         if optimizer is not None:
-            made.append(exporting.write_optimizer(Path(os.fspath(optimizer))))
+            made.append(_write_optimizer(exporting, Path(os.fspath(optimizer))))
         return made
+
+
+def _write_optimizer(exporting: _Exporting, out: Path) -> Path:
+    try:
+        return exporting.write_optimizer(out)
+    except OSError as error:
+        raise not_written(out, error) from error.__cause__
 
 
 def read_weights(directory: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, dict[str, Any], Any]:
@@ -201,7 +208,7 @@ class _Exporting:
             saved = {name: number for name, number in numbers.items() if name in self.manifest.parameters}
             state = {number: self._state(name, Path(scratch) / str(number)) for name, number in saved.items()}
             beside = Path(scratch) / "whole"
-            torch.save({"state": {n: s for n, s in state.items() if s}, "param_groups": training["groups"]}, beside)
+            _save({"state": {n: s for n, s in state.items() if s}, "param_groups": training["groups"]}, beside)
             del state
             os.replace(beside, out)
         return out
@@ -212,3 +219,14 @@ class _Exporting:
         for key in stored.state:
             state[key] = in_file(self.reader.whole(name, key), scratch.with_name(f"{scratch.name}.{len(state)}"))
         return state
+
+
+def _save(state_dict: dict[str, Any], path: Path) -> None:
+    """Writes what torch.load reads. A write that failed is the system's error, which torch hides behind one of its own."""
+    try:
+        with open(path, "wb") as file:
+            torch.save(state_dict, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
