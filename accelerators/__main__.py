@@ -17,13 +17,14 @@ import torch
 from accelerators import choice
 from accelerators.choice import Selected
 from accelerators.interface import Accelerator
-from accelerators.memory import format_bytes, memory_cap
+from accelerators.memory import MemoryReading, format_bytes, memory_cap
 from accelerators.output import answer, complain, write
-from accelerators.registry import FROM_TORCH, Candidate
+from accelerators.registry import FROM_TORCH, Candidate, words_of
 from accelerators.staged.backend import NAME as STAGED
 
 Result = TypeVar("Result")
 
+MOST_DEVICES = 4096  # more are a mistake, and nobody reads so long a table
 COMPILERS = ("c++", "g++", "clang++", "cl", "icpx")
 
 
@@ -47,7 +48,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     chosen = None if taken is None else taken[0]
     report = {
         "chosen": None if chosen is None else chosen.name,
-        "why": f"a plug-in failed, {_words_of(error)}" if chosen is None else chosen.why,
+        "why": f"a plug-in failed, {words_of(error)}" if chosen is None else chosen.why,
         "device": None if taken is None else taken[1],
         "torch": torch.__version__,
         "platform": platform.platform(),
@@ -68,12 +69,8 @@ def _tried(act: Callable[[], Result]) -> tuple[Result | None, BaseException | No
     """Returns what `act` returns, or how it failed: a plug-in's methods are other people's code, as its import is."""
     try:
         return act(), None
-    except (Exception, SystemExit) as error:  # noqa: BLE001
+    except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001
         return None, error
-
-
-def _words_of(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def describe(candidate: Candidate, chosen: Selected | None) -> dict[str, Any]:
@@ -93,21 +90,45 @@ def describe(candidate: Candidate, chosen: Selected | None) -> dict[str, Any]:
     }
     if row["usable"]:
         answers, error = _tried(lambda: ask(candidate.accelerator))
-        row.update(answers or {"reason": f"it is there, but does not answer: {_words_of(error)}"})
+        row.update(answers or {"reason": f"it is there, but does not answer: {words_of(error)}"})
     return row
 
 
 def ask(accelerator: Accelerator) -> dict[str, Any]:
+    """Asks for all that is shown of a device. A plug-in's answer that is of another type than it should be is an error."""
+    count = accelerator.device_count()
+    if type(count) is not int or not 0 <= count <= MOST_DEVICES:
+        raise TypeError(f"device_count gave {count!r:.60}, which is no number of devices")
+    dtypes = _typed("supported_dtypes", accelerator.supported_dtypes(), tuple, list)
+    preferred = _typed("preferred_dtype", accelerator.preferred_dtype(), torch.dtype)
     return {
-        "devices": accelerator.device_count(),
-        "memory": [asdict(accelerator.memory(index)) for index in range(accelerator.device_count())],
-        "dtypes": [str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes()],
-        "preferred_dtype": str(accelerator.preferred_dtype()).removeprefix("torch."),
-        "communication_backend": accelerator.communication_backend,
-        "compile_backend": accelerator.compile_backend,
-        "visible_devices_variable": accelerator.visible_devices_variable,
+        "devices": count,
+        "memory": [_figures(accelerator.memory(index)) for index in range(count)],
+        "dtypes": [_name_of(_typed("supported_dtypes", dtype, torch.dtype)) for dtype in dtypes],
+        "preferred_dtype": _name_of(preferred),
+        "communication_backend": _typed("communication_backend", accelerator.communication_backend, str),
+        "compile_backend": _typed("compile_backend", accelerator.compile_backend, str),
+        "visible_devices_variable": _typed("visible_devices_variable", accelerator.visible_devices_variable, str, type(None)),
         "missing": missing_from(accelerator),
     }
+
+
+def _typed(member: str, value: Any, *kinds: type) -> Any:
+    if not isinstance(value, kinds):
+        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise TypeError(f"{member} gave {value!r:.60}, which is no {wanted}")
+    return value
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _figures(reading: MemoryReading) -> dict[str, Any]:
+    figures = asdict(_typed("memory", reading, MemoryReading))
+    for name, figure in figures.items():
+        _typed(f"memory's {name}", figure, *((str,) if name == "peak_since" else (int, type(None))))
+    return figures
 
 
 def missing_from(accelerator: Accelerator) -> list[str]:
@@ -140,38 +161,41 @@ def missing_here() -> list[str]:
 
 def print_table(report: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     terminal = sys.stdout.isatty()
-    console = Console(width=None if terminal else 160, highlight=False, emoji=False)
+    console = Console(width=None if terminal else 160, highlight=False, emoji=False, markup=False)
     columns = ("", "name", "devices", "available / total", "dtypes", "communication", "missing, or why not")
     table = Table(*columns, box=None, pad_edge=False)
     for row in report["candidates"]:
         mark = "*" if row["chosen"] else ""
-        if "devices" not in row:
-            table.add_row(mark, row["name"], "", "", "", "", escape(row["reason"]), style="dim")
-            continue
-        memory = (f"{format_bytes(reading['available'])} / {format_bytes(reading['total'])}" for reading in row["memory"])
-        dtypes = " ".join(row["dtypes"]).replace("bfloat", "bf").replace("float", "fp")
-        style = "bold green" if row["chosen"] else None
-        missing = ", ".join(row["missing"]) or "-"
-        cells = (mark, row["name"], str(row["devices"]), "\n".join(memory), dtypes, row["communication_backend"], missing)
-        table.add_row(*cells, style=style)
+        cells, error = _tried(partial(_cells, row)) if "devices" in row else (None, None)
+        if cells is None:
+            reason = row["reason"] if error is None else f"it is there, but what it answers cannot be shown: {words_of(error)}"
+            table.add_row(mark, row["name"], "", "", "", "", reason, style="dim")
+        else:
+            table.add_row(mark, row["name"], *cells, style="bold green" if row["chosen"] else None)
     with console.capture() as capture:  # and written here, as rich ends the process if nobody reads
         console.print(table)
         _print_notes(report, partial(console.print, soft_wrap=True))
-    write(capture.get())
+    encoding = sys.stdout.encoding or "utf-8"
+    write(capture.get().encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, str, str, str, str]:
+    """Returns what the table shows of a device that answers."""
+    memory = (f"{format_bytes(reading['available'])} / {format_bytes(reading['total'])}" for reading in row["memory"])
+    dtypes = " ".join(row["dtypes"]).replace("bfloat", "bf").replace("float", "fp")
+    missing = ", ".join(row["missing"]) or "-"
+    return str(row["devices"]), "\n".join(memory), dtypes, row["communication_backend"], missing
 
 
 def _print_notes(report: dict[str, Any], print_line: Callable[[str], None]) -> None:
-    from rich.markup import escape
-
     for row in report["candidates"]:
         if row["origin"] == FROM_TORCH:
             print_line(f"\n{row['name']}: known to torch; ACCELERATOR={row['name']} takes it")
     if report["chosen"] is not None:
-        print_line(f"\n* {report['chosen']} is used: {escape(report['why'])}. Set ACCELERATOR to choose another.")
+        print_line(f"\n* {report['chosen']} is used: {report['why']}. Set ACCELERATOR to choose another.")
     missing = ", ".join(report["missing"]) or "nothing"
     print_line(f"torch {report['torch']} on {report['platform']}, missing here: {missing}")
 

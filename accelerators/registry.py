@@ -8,6 +8,7 @@ import os
 import pkgutil
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -140,10 +141,16 @@ class Candidate:
             return Trial(accelerator, reason)
         # A plug-in is other people's code. It may fail in any way, some call exit() when they are imported, and none of that
         # may break anything else. Ctrl-C is no failure and goes through.
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, GeneratorExit) as error:
             logger.debug("Accelerator %s failed", self.name, exc_info=True)
             failed = "failed to load" if accelerator is None else "failed when asked whether it is available"
-            return Trial(accelerator, f"it {failed}: {type(error).__name__}: {' '.join(str(error).split())}", error)
+            return Trial(accelerator, f"it {failed}: {words_of(error)}", error)
+
+
+def words_of(error: BaseException | None) -> str:
+    """Returns the kind and the text of a plug-in's error on one line; it may be one that fails to tell its text."""
+    text = str(traceback.TracebackException(type(error), error, None))  # type: ignore[arg-type]
+    return f"{type(error).__name__}: {' '.join(text.split())}"
 
 
 _AMD = "'cuda', by which torch calls AMD's devices too"

@@ -14,7 +14,8 @@ FORM = re.compile(r"Cannot .*?(?:[.:] .*|\{.*)", re.DOTALL)
 REMEDY = re.compile(r".*([.?!)] [A-Z{].*[.?}]|\{[^{}]*\})", re.DOTALL)
 # Reasons that another error tells as its Y; what the simulated device says in torch's words; and a race, which is a report.
 OTHERS = (
-    "its factory gave", "unavailable_reason gave", "its group was destroyed", "its header is longer", "{} has dtype",
+    "its factory gave", "unavailable_reason gave", "device_count gave", "{} gave", "its group was destroyed",
+    "its header is longer", "{} has dtype",
     "a tensor is not as long", "rank {} had not written", "rank {} could not write", "the memory of process", "only Linux has",
     "the ranks were connected again", "process {} has", "an exception broke off", "nothing came from rank",
     "torch.distributed was ended",

@@ -1,11 +1,13 @@
 """python -m accelerators: what people and programs read."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import accelerators
 from accelerators import __main__ as command
@@ -13,6 +15,7 @@ from accelerators import choice
 from accelerators.backends import BUILT_IN
 from accelerators.backends.cpu import CpuAccelerator
 from accelerators.choice import Selection
+from accelerators.memory import MemoryReading
 from accelerators.registry import Registration, Registry
 from tests import programs
 from tests.accelerators.fakes import fake_device_module, give_torch, name_accelerator
@@ -195,6 +198,65 @@ def test_the_table_is_shown_whatever_a_plug_in_does(member, table, monkeypatch, 
     monkeypatch.setenv("ACCELERATOR", "cpu")
     monkeypatch.setattr(choice, "_choice", Selection(table))
     assert command.main([]) == 0
+
+
+class Wordless(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Failing:
+    """A property of a plug-in that ends as nothing should."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def __get__(self, *_):
+        raise self._error
+
+
+def answers(value):
+    return lambda *_: value
+
+
+def ends_early(*_):
+    raise GeneratorExit("enough")
+
+
+WRONG = {
+    "a backend that is a number": ({"communication_backend": 7}, "communication_backend gave 7, which is no str"),
+    "a backend that ends early": ({"communication_backend": Failing(GeneratorExit("no"))}, "GeneratorExit: no"),
+    "a backend that has markup": ({"communication_backend": "[/b]"}, "[/b]"),
+    "a backend that is no text of utf-8": ({"communication_backend": "x\ud800"}, "x\\ud800"),
+    "no compiler": ({"compile_backend": None}, "compile_backend gave None, which is no str"),
+    "a variable": ({"visible_devices_variable": 3}, "visible_devices_variable gave 3, which is no str or None"),
+    "very many devices": ({"device_count": answers(10**12)}, "gave 1000000000000, which is no number of devices"),
+    "less than no device": ({"device_count": answers(-1)}, "device_count gave -1, which is no number of devices"),
+    "half a device": ({"device_count": answers(0.5)}, "device_count gave 0.5, which is no number of devices"),
+    "true devices": ({"device_count": answers(True)}, "device_count gave True, which is no number of devices"),
+    "a preference for nothing": ({"preferred_dtype": answers(object())}, "preferred_dtype gave <object object at"),
+    "dtypes that are texts": ({"supported_dtypes": answers(("fp32",))}, "gave 'fp32', which is no dtype"),
+    "dtypes without an end": ({"supported_dtypes": answers(itertools.repeat(torch.float32))}, "which is no tuple or list"),
+    "no reading": ({"memory": answers({})}, "memory gave {}, which is no MemoryReading"),
+    "figures that are texts": ({"memory": answers(MemoryReading("a", 1, 1, 1))}, "total gave 'a', which is no int or None"),
+    "figures beyond all bounds": ({"memory": answers(MemoryReading(10**400, 1, 1, 1))}, "OverflowError: int too large"),
+    "an end too early": ({"supports": ends_early}, "GeneratorExit: enough"),
+    "an end when it is asked whether it works": ({"unavailable_reason": ends_early}, "GeneratorExit: enough"),
+    "an error without a text": ({"supports": Failing(Wordless())}, "Wordless: <"),
+    "no word on whether it works": ({"unavailable_reason": Failing(Wordless())}, "Wordless: <"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_table_is_shown_whatever_a_plug_in_answers(what, table, monkeypatch, capsys):
+    members, words = WRONG[what]
+    monkeypatch.setenv("ACCELERATOR", "cpu")
+    table.add(Registration("dev", type("Wrong", (CpuAccelerator,), {"name": "dev", **members}), priority=500))
+    assert command.main([]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert words in told and "npu" in told
+    assert command.main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"] == "cpu"
 
 
 def test_an_empty_reason_is_told_as_one_that_is_missing(table, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 
 import pytest
 import torch
@@ -65,6 +66,54 @@ def test_export_writes_what_it_names(folder, tmp_path, capsys):
     assert exact["first.weight"].dtype == torch.float32
     assert torch.equal(exact["first.weight"].bfloat16(), weights["first.weight"])
     assert not torch.equal(exact["first.weight"], weights["first.weight"].float())
+
+
+def test_an_export_that_would_take_the_place_of_its_source_is_refused_behind_links_too(folder, tmp_path, monkeypatch):
+    path, _ = folder
+    (path / "a" / "sub").mkdir()
+    (tmp_path / "inside").symlink_to(path / "a" / "sub")
+    (path / "a" / "elsewhere").symlink_to(tmp_path / "m.safetensors")
+    monkeypatch.chdir(tmp_path)
+    file = path / "a" / "rank-00000.safetensors"
+    before = file.read_bytes()
+    for out in ("inside/../rank-00000.safetensors", "inside/m.safetensors", "c/a/elsewhere"):
+        with pytest.raises(ValueError, match=f"Cannot write to {out}: .*/a is a checkpoint"):
+            zero.export(path, out)
+        with pytest.raises(ValueError, match=f"Cannot write to {out}: .*/a is a checkpoint"):
+            zero.export(path, "w.safetensors", optimizer=out)
+    with pytest.raises(ValueError, match=r"Cannot write to inside/\.\./\.\./latest: it names the latest checkpoint"):
+        zero.export(path, "inside/../../latest")
+    assert file.read_bytes() == before
+    assert zero.export(path, "inside/../../../w.safetensors")[0].resolve() == tmp_path / "w.safetensors"
+
+
+def test_weights_and_optimizer_go_to_two_files(folder, tmp_path, capsys):
+    path, _ = folder
+    (tmp_path / "s").mkdir()
+    out = str(tmp_path / "w.safetensors")
+    assert main(["export", str(path), out, "--optimizer", str(tmp_path / "s" / ".." / "w.safetensors")]) == 2
+    told = capsys.readouterr().err
+    assert f"Cannot export weights and optimizer to {out} both: " in told and told.count("\n") == 1
+    assert not os.path.exists(out)
+
+
+def test_a_disk_without_room_for_the_optimizer_is_said_with_its_name(folder, tmp_path, capsys):
+    """A limit on the size of a file is to a program what a full disk is."""
+    path, _ = folder
+    out, optimizer = tmp_path / "w.safetensors", tmp_path / "o" / "optimizer.pt"
+    zero.export(path, out, optimizer=tmp_path / "o.pt")
+    most = (tmp_path / "o.pt").stat().st_size - 100
+    assert out.stat().st_size < most
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        status = main(["export", str(path), str(out), "--optimizer", str(optimizer)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert status == 2
+    told = capsys.readouterr().err
+    assert told == f"Cannot write to {optimizer}: File too large. Make room there, or name a place on another disk.\n"
+    assert os.listdir(optimizer.parent) == []
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "five", "5T"])

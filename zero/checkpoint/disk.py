@@ -122,17 +122,20 @@ def rename(source: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def remove_folder(path: Path) -> None:
-    """Removes a folder. It is renamed first, so that half of it is never taken for a checkpoint."""
-    hidden = path if path.name.startswith(".") else path.with_name(f".{path.name}.saving-removed")
-    if hidden != path:
-        os.rename(path, hidden)
-    shutil.rmtree(hidden)
+def remove_folder(path: Path, aside: Path) -> None:
+    """Removes what can be removed of a folder; what is kept open elsewhere may stay. It has another name before, on the disk
+    too, so that half of it is never taken for a checkpoint."""
+    rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()  # that are open in this process
 
 
 class Lock:
     """A lock on a file, for one holder at a time among all processes that see the file, on shared file systems too. It ends
-    with its process at the latest. If the file system has no locks, `is_certain` is False, and taking it excludes nobody."""
+    with its process at the latest, also if one that was forked from it lives on. If the file system has no locks, `is_certain`
+    is False, and taking it excludes nobody."""
 
     def __init__(self, path: Path, create: bool = True) -> None:
         self.path = path
@@ -141,6 +144,8 @@ class Lock:
             self._descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
         except PermissionError:  # another user's
             self._descriptor = os.open(path, os.O_RDONLY)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        _locks.add(self)
 
     def take(self) -> bool:
         """Takes the lock; False if another holder has it."""
@@ -163,10 +168,24 @@ class Lock:
             return False
 
     def release(self) -> None:
-        """Gives the lock back if it was taken, for processes that were forked meanwhile too, and closes the file."""
-        if sys.platform != "win32" and self.is_certain:
+        """Gives the lock back if it was taken, for processes that were forked meanwhile too, and closes the file. Where that
+        is done before, as in those processes, nothing is done."""
+        if sys.platform != "win32" and self.is_certain and self._close.alive:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file, which leaves the lock with the process that this one was forked from."""
+        self._close()
+
+
+def _leave_to_parent() -> None:
+    for lock in list(_locks):
+        lock.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,9 @@ def _export(
     _check_asked(Path(os.fspath(out)), 1 if format == "dcp" else shard_bytes, dtype)
     for target in (out, optimizer):
         if target is not None:
-            _check_target(Path(os.path.abspath(os.fspath(target))), Folder.at(directory))
+            _check_target(Path(os.fspath(target)), Folder.at(directory))
+    if optimizer is not None and os.path.realpath(out) == os.path.realpath(optimizer):
+        raise ValueError(f"Cannot export weights and optimizer to {out} both: one would be lost. Name two files.")
     with contextlib.closing(CheckpointReader(directory, tag)) as reader:
         _verify(reader)
         exporting = _Exporting(reader.manifest, reader, dtype)
@@ -72,8 +74,15 @@ def _export(
             return exporting.write_distributed(Path(os.fspath(out)))
         made = exporting.write_weights(Path(os.fspath(out)), shard_bytes)
         if optimizer is not None:
-            made.append(exporting.write_optimizer(Path(os.fspath(optimizer))))
+            made.append(_write_optimizer(exporting, Path(os.fspath(optimizer))))
         return made
+
+
+def _write_optimizer(exporting: _Exporting, out: Path) -> Path:
+    try:
+        return exporting.write_optimizer(out)
+    except OSError as error:
+        raise not_written(out, error) from error.__cause__
 
 
 def read_weights(directory: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, dict[str, Any], Any]:
@@ -100,8 +109,12 @@ def _verify(reader: CheckpointReader) -> None:
 
 
 def _check_target(target: Path, directory: Folder) -> None:
-    """Raises if a file to be written lies in a checkpoint, or would take the place of one or of the pointer to the latest."""
-    for path in {target, target.resolve()}:
+    """Raises if a file to be written lies in a checkpoint, or would take the place of one or of the pointer to the latest.
+
+    Paths are those that the system takes: `..` behind a link is the folder that holds what the link names.
+    """
+    itself = Path(os.path.realpath(target.parent)) / target.name  # what is replaced, if it is a link
+    for path in {Path(os.path.realpath(target))} | ({itself} if target.name != ".." else set()):
         checkpoint = next((folder for folder in (path, *path.parents) if is_checkpoint(folder)), None)
         if checkpoint is not None:
             raise ValueError(f"Cannot write to {target}: {checkpoint} is a checkpoint. Name a file or folder outside of it.")
@@ -195,7 +208,7 @@ class _Exporting:
             saved = {name: number for name, number in numbers.items() if name in self.manifest.parameters}
             state = {number: self._state(name, Path(scratch) / str(number)) for name, number in saved.items()}
             beside = Path(scratch) / "whole"
-            torch.save({"state": {n: s for n, s in state.items() if s}, "param_groups": training["groups"]}, beside)
+            _save({"state": {n: s for n, s in state.items() if s}, "param_groups": training["groups"]}, beside)
             del state
             os.replace(beside, out)
         return out
@@ -206,3 +219,14 @@ class _Exporting:
         for key in stored.state:
             state[key] = in_file(self.reader.whole(name, key), scratch.with_name(f"{scratch.name}.{len(state)}"))
         return state
+
+
+def _save(state_dict: dict[str, Any], path: Path) -> None:
+    """Writes what torch.load reads. A write that failed is the system's error, which torch hides behind one of its own."""
+    try:
+        with open(path, "wb") as file:
+            torch.save(state_dict, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise

@@ -124,16 +124,21 @@ class Folder:
                 hidden = _HIDDEN.fullmatch(path.name)
                 if hidden is None or _is_written(path):
                     continue
-                if path.name.endswith(".replaced") and not (self.path / hidden["tag"] / MANIFEST).is_file():
-                    disk.rename(path, self.path / hidden["tag"])  # stopped between the two renames: the one before is the one
-                else:
+                shown = self.path / hidden["tag"]
+                if not path.name.endswith(".replaced") or (shown / MANIFEST).is_file():
                     shutil.rmtree(path, ignore_errors=True)  # a rank of the dead may still write there; then the next save does
-            made = self.path / f".{tag}.saving-{secrets.token_hex(4)}"
+                elif not os.path.lexists(shown):
+                    disk.rename(path, shown)  # stopped between the two renames: the one before is the one
+            made = self._unseen(tag)
             os.mkdir(made)
             lock = disk.Lock(made / _LOCK)
             lock.take()
             _being_written[made] = lock
         return made
+
+    def _unseen(self, tag: str) -> Path:
+        """Returns a new name for a folder that is no checkpoint yet or any more; the next save removes what is left there."""
+        return self.path / f".{tag}.saving-{secrets.token_hex(4)}"
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         return disk.alone(self.path / _LOCK)
@@ -153,9 +158,11 @@ class Folder:
             os.unlink(written / _LOCK)  # nobody looks for it before it has its name
             disk.sync_folder(written)
             target, replaced = self.path / tag, self._replaced(tag)
-            if target.exists():
-                os.rename(target, replaced)
+            if target.exists() and replaced.exists():  # of another process, which was stopped before it removed that
+                self._remove(replaced, tag)
             try:
+                if target.exists():
+                    os.rename(target, replaced)
                 disk.rename(written, target)
                 if is_latest:
                     disk.replace(self.path / LATEST, f"{tag}\n")
@@ -166,8 +173,15 @@ class Folder:
                     os.rename(replaced, target)
                 raise
             if replaced.exists():
-                disk.remove_folder(replaced)
+                self._remove(replaced, tag)
         return target
+
+    def _remove(self, path: Path, tag: str) -> None:
+        """Removes a checkpoint of which nothing hangs any more; so what cannot be removed is no failure of the save."""
+        try:
+            disk.remove_folder(path, self._unseen(tag))
+        except OSError as error:
+            logger.warning("Cannot remove %s: %s. Remove it, or make it removable.", path, error.strerror or error)
 
     def prune(self, keep: int) -> None:
         """Removes all checkpoints but the newest, and never the one that the pointer names."""
@@ -175,7 +189,7 @@ class Folder:
             tags, latest = self.tags(), self.latest()
             for tag in tags[: max(0, len(tags) - keep)]:
                 if tag != latest:
-                    disk.remove_folder(self.path / tag)
+                    self._remove(self.path / tag, tag)
 
 
 def is_checkpoint(path: Path) -> bool:

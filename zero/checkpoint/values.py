@@ -38,7 +38,8 @@ _MADE_FROM_PAIRS: dict[str, Callable[[Any], Any]] = {
 }
 
 _NEVER_MADE = (  # what constructors raise when they are given something else than `encode` wrote
-    ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, MemoryError, struct.error,
+    ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, AssertionError, MemoryError,
+    struct.error,
 )  # fmt: skip
 
 Keep = Callable[[torch.Tensor], str]  # puts a tensor into a file, and says by what name

@@ -199,7 +199,7 @@ class PendingSave:
         self.reported = True
         if self._then is not None:
             self._then()
-        failures = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+        failures = [f"rank {rank}: {text.removesuffix('.')}" for rank, text in enumerate(texts) if text]
         if failures:
             self._failure = CheckpointFailed(
                 f"Cannot write checkpoint {self.path}: it failed on {'; '.join(failures)}. The checkpoints before it are as "

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+import shutil
 import zlib
 from dataclasses import replace
 
@@ -63,6 +64,52 @@ def test_who_was_stopped_while_one_takes_the_place_of_another_leaves_one_of_the_
     assert read_manifest(folder.find(None)).training == found
     saved(folder, "b")
     assert read_manifest(folder.find("a")).training == found
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", LATEST]
+
+
+def test_what_the_dead_left_of_the_same_tag_fails_no_save_that_had_begun(tmp_path):
+    folder = Folder(tmp_path)
+    saved(folder, "a")
+    saved(folder, "b")
+    written = folder.begin("a")
+    for name in (".a.replaced", ".b.saving-removed"):
+        shutil.copytree(tmp_path / "a", tmp_path / name)
+    folder.commit(written, "a", Manifest((), {}, {}, training={"x": "y"}))
+    assert read_manifest(folder.find(None)).training == {"x": "y"}
+    assert not (tmp_path / ".a.replaced").exists()
+    folder.prune(1)
+    assert folder.tags() == ["a"]
+    os.rename(saved(folder, "b"), tmp_path / ".b.replaced")
+    (tmp_path / "b").mkdir()  # by somebody else
+    saved(folder, "a")
+    assert sorted(os.listdir(tmp_path)) == [".b.replaced", "a", "b", LATEST]
+
+
+@pytest.mark.parametrize("what", ["rmtree", "rename"])
+def test_a_checkpoint_that_cannot_be_removed_fails_no_save_and_the_next_one_removes_it(what, tmp_path, monkeypatch, caplog):
+    folder = Folder(tmp_path)
+    saved(folder, "older")
+    saved(folder, "a")
+    rename = os.rename
+
+    def rmtree(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(16, "Device or resource busy")
+
+    def refuse(source, target):
+        if source.name in (".a.replaced", "older"):
+            raise OSError(16, "Device or resource busy")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((shutil, "rmtree", rmtree) if what == "rmtree" else (os, "rename", refuse)))
+        saved(folder, "a", Manifest((), {}, {}, training={"x": "y"}))
+        folder.prune(1)
+    assert read_manifest(folder.find(None)).training == {"x": "y"}
+    assert (f"Cannot remove {tmp_path / 'older'}: Device or resource busy" in caplog.text) == (what == "rename")
+    assert len(os.listdir(tmp_path)) == 4
+    saved(folder, "b")
+    folder.prune(2)
     assert sorted(os.listdir(tmp_path)) == ["a", "b", LATEST]
 
 

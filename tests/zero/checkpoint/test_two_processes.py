@@ -118,6 +118,41 @@ def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(tmp_path
     assert sorted(os.listdir(tmp_path)) == ["after", "beside", "latest"]
 
 
+def begins_and_forks(folder, forked):
+    with alone(folder / "held"):
+        Folder(folder).begin("dead")
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+            os._exit(0)
+        forked.send(child)
+        time.sleep(600)
+
+
+def test_a_lock_ends_with_its_process_though_one_that_was_forked_from_it_lives_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero.checkpoint.disk._LONGEST_WAIT_S", 2.0)
+    context = multiprocessing.get_context("spawn")
+    told, forked = context.Pipe(duplex=False)
+    process = context.Process(target=begins_and_forks, args=(tmp_path, forked))
+    process.start()
+    assert told.poll(60)
+    child = told.recv()
+    try:
+        with pytest.raises(TimeoutError, match="held locked"), alone(tmp_path / "held"):
+            pass  # what was forked has not given it back
+        Folder(tmp_path).give_up(Folder(tmp_path).begin("beside"))
+        assert [name for name in os.listdir(tmp_path) if name.startswith(".dead.saving-")]
+        process.kill()
+        process.join()
+        os.kill(child, 0)  # it lives
+        with alone(tmp_path / "held"):
+            Folder(tmp_path).give_up(Folder(tmp_path).begin("after"))
+        assert os.listdir(tmp_path) == []
+    finally:
+        process.kill()
+        os.kill(child, signal.SIGKILL)
+
+
 def test_a_file_system_without_locks_is_saved_to_and_nothing_that_may_be_written_is_removed(tmp_path, monkeypatch, caplog):
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")

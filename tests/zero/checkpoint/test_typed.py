@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero.checkpoint.values import decode, encode, first_difference
+from zero.errors import BadCheckpoint
 
 
 def back(value):
@@ -168,3 +169,9 @@ def test_a_dtype_that_is_none_is_refused():
 def test_a_value_of_an_unknown_type_is_refused():
     with pytest.raises(ValueError, match="pickle"):
         decode({"$": "pickle", "v": "AAAA"})
+
+
+def test_a_tensor_of_parts_without_what_it_is_made_with_is_refused():
+    name = f"{pytest.importorskip('torch.distributed.tensor').DTensor.__module__}.DTensor"
+    with pytest.raises(BadCheckpoint, match=r"it is none that was saved \(AssertionError: "):
+        decode({"$": "parts", "v": [name, {}, None, [2], [1]]})
