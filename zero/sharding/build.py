@@ -196,7 +196,7 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
     return sharding
 
 
-class _Here:
+class _HookOfOurs:
     """A hook that belongs to this training. In a copy of the model, and in another process, it does nothing; and whoever reads
     the model from a file needs nothing of this package for it."""
 
@@ -216,12 +216,12 @@ def _hooks_of_state_dict(model: nn.Module, tensors: Sequence[nn.Parameter], whol
     when_read: Any = partial(nn.Module.register_state_dict_post_hook, model)
     before_load: Any = partial(nn.Module._register_load_state_dict_pre_hook, model)
     after_load: Any = partial(nn.Module.register_load_state_dict_post_hook, model)
-    hooks = [before_load(_Here(wholeness.note_loading)), after_load(_Here(wholeness.note_loaded))]
-    hooks.append(when_read(_Here(tie_in_state_dict)))
+    hooks = [before_load(_HookOfOurs(wholeness.note_loading)), after_load(_HookOfOurs(wholeness.note_loaded))]
+    hooks.append(when_read(_HookOfOurs(tie_in_state_dict)))
     parts = {id(tensor) for tensor in tensors if not isinstance(tensor, Absent) and is_part(tensor)}
     if parts:
         named = model.named_parameters(remove_duplicate=False)
-        hooks.append(when_read(_Here(CopiedInStateDict([name for name, param in named if id(param) in parts]))))
+        hooks.append(when_read(_HookOfOurs(CopiedInStateDict([name for name, param in named if id(param) in parts]))))
     return hooks
 
 

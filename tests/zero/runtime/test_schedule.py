@@ -254,16 +254,18 @@ def settled(rank, world):
         time.sleep(0.5)
         issue(*arguments)
 
-    with collectives_beside(), mock.patch.object(gathers, "_GRACE_S", 20.0):  # rank 0 tells nobody that it waits
-        training = Training(rank, "all")
+    with collectives_beside(), mock.patch.object(schedule, "_MORE", 1), mock.patch.object(gathers, "_GRACE_S", 1.0):
+        training = Training(rank, "all")  # rank 1 is told after a second, and of one gather at a time
         training.train(3)
         if rank == 0:
             training.model[0](torch.ones(1, WIDTH)).square().mean().backward()  # the next weights come meanwhile
             on_the_way = [*training.schedule._gathers._outstanding]
             assert on_the_way and not all(gather.done() for gather in on_the_way)
+            tell(0, 1)
             training.schedule.settle()
             assert all(gather.done() for gather in on_the_way)
         else:
+            tell(0, 1)
             with mock.patch.object(Gathers, "issue_for_others", issue_late):
                 training.schedule.settle()
         training.optimizer.close()
