@@ -182,7 +182,7 @@ def fetched_by_collectives():
 def edited(rank, world, by_collectives, in_main_thread=False):
     """Rank 1 has edited a weight before rank 0 reads what was there, for the second time in the window; and has issued its part
     `in_main_thread`, or not yet."""
-    with collectives_beside() if by_collectives else contextlib.nullcontext():
+    with collectives_beside() if by_collectives else contextlib.nullcontext(), contextlib.ExitStack() as quiet:
         training = Training(rank)
         training.train(3)
         weight, other = training.model[2].weight, training.model[0].weight
@@ -192,6 +192,8 @@ def edited(rank, world, by_collectives, in_main_thread=False):
             with torch.no_grad():
                 weight.mul_(0.5)
             if by_collectives and in_main_thread:
+                # Or rank 0 is told of all of them, and issues them before it reads for the second time.
+                quiet.enter_context(mock.patch.multiple(gathers, _GRACE_S=20.0, _SHORT_GRACE_S=20.0))
                 with training.schedule._lock:  # as if it used a weight that comes last
                     training.schedule._issue_before(len(training.schedule._window.order))
         tell(1, 0)
@@ -208,6 +210,7 @@ def edited(rank, world, by_collectives, in_main_thread=False):
             other.detach().clone()
             assert torch.equal(weight.detach(), 0.5 * before)
         tell(0, 1)
+        quiet.close()
         for step in (3, 4):
             training.window(step)
             training.step()
