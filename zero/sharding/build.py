@@ -197,8 +197,8 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
 
 
 class _HookOfOurs:
-    """A hook that belongs to this training. In a copy of the model, and in another process, it does nothing; and whoever reads
-    the model from a file needs nothing of this package for it."""
+    """A hook that belongs to this training. In a copy of the model, and in another process, it does nothing, and a file of the
+    model is read without this package."""
 
     def __init__(self, hook: Callable[..., None]) -> None:
         self._hook = hook
