@@ -26,7 +26,7 @@ def budget(stage: int, num_ranks: int) -> Budget:
     row = STAGES[stage]
     bucket_bytes = default_bucket_bytes(sum(2 * spec.numel for spec in LARGE), num_ranks, on_network=False)
     layout = FlatLayout.build(LARGE, num_ranks if row.shards_optimizer else 1, bucket_bytes, 64)
-    return budget_of(layout)
+    return budget_of(layout, shards_weights=row.shards_weights)
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, words: str = "") -> str:
@@ -69,21 +69,21 @@ def buckets() -> str:
 def bytes_per_rank() -> str:
     """The most that model states take on one rank in a step of several micro-batches, by stage and number of ranks."""
     parts = [_text(10, 18, "GiB on one rank, a billion bf16 parameters and Adam, in a step of several micro-batches")]
-    columns = [(0, 1), *((stage, ranks) for stage in (1, 2) for ranks in (2, 8, 64))]
+    columns = [(0, 1), *((stage, ranks) for stage in (1, 2, 3) for ranks in (2, 8, 64))]
     scale = 190 / (budget(0, 1).peak / 2**30)
     for number, (stage, ranks) in enumerate(columns):
-        found, x, y = budget(stage, ranks), 20 + 96 * number, 240.0
+        found, x, y = budget(stage, ranks), 14 + 69 * number, 240.0
         waiting = found.device.weights if STAGES[stage].accumulates_locally else 0  # whole, in .grad, until they are sent
         gradients = max(found.device.gradients, waiting)
         states = found.device.masters + found.device.moments
         for amount, fill in ((found.device.weights, GREEN), (gradients, ORANGE), (states, BLUE)):
             height = scale * amount / 2**30
             y -= height
-            parts.append(_rect(x, y, 60, height, fill))
+            parts.append(_rect(x, y, 52, height, fill))
         whole = found.device.weights + gradients + found.device.masters + found.device.moments
-        parts.append(_text(x + 30, y - 6, f"{whole / 2**30:.1f}", "middle"))
-        parts.append(_text(x + 30, 256, f"stage {stage}", "middle"))
-        parts.append(_text(x + 30, 271, "any ranks" if stage == 0 else f"{ranks} ranks", "middle"))
+        parts.append(_text(x + 26, y - 6, f"{whole / 2**30:.1f}", "middle"))
+        parts.append(_text(x + 26, 256, f"stage {stage}", "middle"))
+        parts.append(_text(x + 26, 271, "any ranks" if stage == 0 else f"{ranks} ranks", "middle"))
     for number, (words, fill) in enumerate((("weights", GREEN), ("gradients", ORANGE), ("masters and moments", BLUE))):
         parts += [_rect(20 + 110 * number, 284, 12, 12, fill), _text(38 + 110 * number, 294, words)]
     return _svg(700, 304, parts)

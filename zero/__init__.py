@@ -20,7 +20,7 @@ master          the copy of a weight, in the dtype of sums, that the optimizer u
 staging         scratch memory that a bucket is sent from
 round           one collective of one bucket
 proxy           what `.grad` is while the gradient itself is in shares
-window          what lies between two steps
+window          from one zero_grad to the next: the backwards and edits of one step
 micro-step      one of several forwards and backwards that make a step
 settle          to agree with the other ranks on the gradients of a window
 publish         to make the new masters everybody's weights

@@ -133,7 +133,8 @@ def _check_asked(out: Path, shard_bytes: int | None, dtype: torch.dtype | None) 
 
 
 def read_export(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns what `export` wrote as a state dict of the plain model: tied weights are one tensor under all their names."""
+    """Returns what `export` wrote as a state dict of the plain model: tied weights are one tensor under all their names.
+    No collective."""
     with contextlib.closing(WeightFiles(out, pickled=False)) as files:
         state_dict: dict[str, Any] = {name: whole(tensor) for name, tensor in files.tensors.items()}
     try:
