@@ -101,6 +101,7 @@ def warnings_of(caplog, build=real_mlp, **options):
         ({"keep_fp32": ["0"]}, "keep_fp32"), ({"keep_fp32": ["0", "no_such"], **HALF}, "keep_fp32"),
         ({"gather_dtype": "int8"}, "gather_dtype"), ({"homes": {"threads": 2}}, "homes"),
         ({"buffer_dtype": "bfloat16", "keep_fp32_buffers": ["no_such"]}, "keep_fp32_buffers"),
+        ({"dtype": "float16", "loss_scale": {"dynamic": False, "window": 7}}, "loss_scale"),
     ],
 )  # fmt: skip
 def test_one_warning_names_it(options, name, caplog):
@@ -110,7 +111,9 @@ def test_one_warning_names_it(options, name, caplog):
 
 
 def test_what_has_an_effect_gives_no_warning(caplog):
-    for options in ({}, {"stage": 3, "gathered_bytes": 4, "keep_whole_numel": 3}, {"keep_fp32": ["0", "*.bias"], **HALF}):
+    fixed = {"dtype": "float16", "loss_scale": {"dynamic": False, "initial": 8.0, "max_skips": 3}}
+    shares = {"stage": 3, "gathered_bytes": 4, "keep_whole_numel": 3}
+    for options in ({}, fixed, shares, {"keep_fp32": ["0", "*.bias"], **HALF}):
         assert warnings_of(caplog, **options) == [], options
     assert warnings_of(caplog, lambda: nn.Sequential(nn.Linear(4, 4)), make=lambda m: torch.optim.SGD(m.parameters())) == []
 

@@ -68,6 +68,8 @@ def without_effect(config: ZeroConfig, situation: Situation) -> dict[str, str]:
     whole, alone = "weights are whole below stage 3", "one rank has all states, so nothing travels"
     on_host = "weights are on the host, and all other state is too"
     uncast = "no weight is cast, as no dtype is given" if config.dtype is None else "no weight is cast to 16 bits"
+    scale = config.loss_scale
+    moving = scale.model_fields_set - {"dynamic", "initial", "max_skips"} if scale is not None and not scale.dynamic else ()
     rules = (
         (config.gathered_bytes != "auto" and not stage.shards_weights, "gathered_bytes", whole),
         (config.keep_whole_numel > 0 and not stage.shards_weights, "keep_whole_numel", whole),
@@ -84,6 +86,7 @@ def without_effect(config: ZeroConfig, situation: Situation) -> dict[str, str]:
         (situation.is_host and any(home.home == "host" for home in kinds), "homes", on_host),
         (paced and not has_disk, "homes", "threads and piece_bytes say how disks are read, and no state is on one"),
         (bool(config.whole_tensors) and situation.is_elementwise, "whole_tensors", "the optimizer is known to be elementwise"),
+        (bool(moving), "loss_scale", f"a fixed scale does not move, so nothing looks at its {', '.join(sorted(moving))}"),
         *((bool(which), name, f"nothing is called {', '.join(which)}") for name, which in situation.unmatched.items()),
     )
     return {name: why for asked, name, why in reversed(rules) if asked}

@@ -117,10 +117,8 @@ def build(options: Options, stage: int) -> Engine:
     settings = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
     asked: dict[str, Any] = {"dtype": None if options.dtype == "float32" else options.dtype, "offload": options.offload}
     asked["homes"] = options.homes_at(stage)
-    config = ZeroConfig(
-        stage=stage, accumulation=options.accumulation, clip=1.0, optimizer=OptimizerSpec.of("AdamW", settings),
-        kernels="fused", **asked,
-    )  # fmt: skip
+    optimizer = OptimizerSpec.of("AdamW", settings)
+    config = ZeroConfig(stage=stage, accumulation=options.accumulation, clip=1.0, optimizer=optimizer, **asked)
 
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, options.steps))
