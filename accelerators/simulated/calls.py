@@ -92,6 +92,10 @@ class Call:
         self.uses.append(Use(tensor, lowered, block, written))
         return lowered
 
+    def can_wait(self) -> bool:
+        """Whether all that it is given on the host is numbers, which a kernel's arguments have from when it is issued."""
+        return not any(tensor.dim() for tensor in self.on_host)
+
     def run(self) -> Any:
         """The kernel on the host's memory, as early as its streams allow, and its results as device tensors."""
         result = self.op(*self.positional, **self.keywords)
@@ -102,6 +106,10 @@ class Call:
     def put_off(self) -> Any:
         """Queues the kernel in its lane, and gives device tensors that it will fill."""
         reads = {use.block.memory.data_ptr() for use in self.uses if use.block is not None}
+        if self.on_host:
+            numbers = {id(tensor): tensor.clone() for tensor in self.on_host}
+            self.positional = [_replaced(value, numbers) for value in self.positional]
+            self.keywords = {name: _replaced(value, numbers) for name, value in self.keywords.items()}
         if self.plan.lateness == "in place":
             lanes.put_off(self.lane, functools.partial(self.op, *self.positional, **self.keywords), reads, reads)
             return next((use.tensor for use in self.uses if use.written), None) if self.op._schema.returns else None
@@ -155,6 +163,11 @@ def _device_asked_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if isinstance(value, torch.device) and value.type == torch_private.NAME and value.index is not None:
             return value.index
     return current_device()
+
+
+def _replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:
+    """An argument, with other tensors for some that are in it."""
+    return [_replaced(item, by) for item in value] if isinstance(value, list) else by.get(id(value), value)
 
 
 def _as_list(result: Any) -> list[torch.Tensor]:

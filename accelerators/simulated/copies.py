@@ -78,8 +78,12 @@ def _copy_on_devices(start: End, end: End) -> None:
     if other is not lane:
         lane.wait_lane(other)  # torch's rule: the copy runs on the source's stream, between two waits for the target's
     _issue(lane, start, end)
-    lanes.settle(lane, {start.address}, {end.address})
-    end.view.copy_(start.view)
+    if lane.pending and lanes.is_blocked(lane):
+        source, target = start.view, end.view
+        lanes.put_off(lane, lambda: target.copy_(source), {start.address}, {end.address})
+    else:
+        lanes.settle(lane, {start.address}, {end.address})
+        end.view.copy_(start.view)
     if other is not lane:
         other.wait_lane(lane)
 

@@ -44,8 +44,10 @@ class SimulatedGroup(StagedGroup):
         if queues.incoming is None or not settings.races:
             return
         lane: Lane = lane_of(queues.incoming)
+        caller = current_lane(lane.index)
         with lanes.lock:
-            lane.wait_lane(current_lane(lane.index))
+            # Known and not queued: the copies wait for it when they are made, and those of an earlier collective must not.
+            lane.wait_for(caller, caller.snapshot(), None)
             access = lane.issue(f"the collective {name}", here())
             for tensor in transfer.reads:
                 End(tensor, non_blocking=True).use(False, access)

@@ -6,6 +6,9 @@ wait shows as old data even with the race detector off. In random order, lanes a
 
 Put off are copies between host and device, and kernels off the default stream; in random order half of all kernels. A kernel on
 the default stream runs when it is issued, which is as legal and costs less.
+
+A task may be a gate, which opens from outside of the device, as where a stream waits for a collective. What is behind it is put off
+on every stream, and whatever makes it run waits until the gate is open.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from accelerators.simulated.settings import settings
 
 LANES_A_DEVICE = 32  # as many as torch keeps streams on real devices; the next new stream shares the first one's lane
 
-MOST_PENDING = 256  # a real device's queue has an end too; put-off work keeps memory alive, and each kernel looks through it
+MOST_PENDING = 256  # put-off work keeps memory alive, and each kernel looks through it
+MOST_BLOCKED = 1024  # behind a gate; a real device's queue has such an end too, at which the host waits
+
+_LOOK_S = 0.05  # between two looks at a gate, as a process that is to open it may have gone
 
 Memories = frozenset[int] | set[int]  # by address, which cannot be given out again while put-off work holds the memory
 
@@ -50,7 +56,7 @@ host = Host()
 class Task:
     """Work that was put off, or a wait for some."""
 
-    __slots__ = ("action", "after", "done", "lane", "reads", "writes")
+    __slots__ = ("action", "after", "done", "is_open", "lane", "reads", "writes")
 
     def __init__(
         self, lane: Lane, action: Callable[[], object] | None, reads: Memories, writes: Memories, after: Task | None = None
@@ -60,6 +66,7 @@ class Task:
         self.reads = reads
         self.writes = writes
         self.after = after  # what another lane must have done first
+        self.is_open: Callable[[], bool] | None = None  # of a gate
         self.done = False
 
     def meets(self, reads: Memories, writes: Memories) -> bool:
@@ -71,11 +78,11 @@ class Lane:
 
     __slots__ = ("clock", "count", "graves", "heard", "index", "label", "number", "pending", "stream_id")
 
-    def __init__(self, index: int, stream_id: int) -> None:
+    def __init__(self, index: int, stream_id: int, number: int) -> None:
         self.index = index
         self.stream_id = stream_id
         self.label = f"stream {stream_id} of sim:{index}" if stream_id else f"the default stream of sim:{index}"
-        self.number = index * (LANES_A_DEVICE + 1) + stream_id
+        self.number = number  # of all lanes
         self.count = 0
         self.clock: dict[int, int] = {}
         self.heard = 0
@@ -143,14 +150,26 @@ class Lanes:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # a gate may be open now
         self._by_device: list[list[Lane]] = []
+        self._count = 0
         self._taken: list[int] = []
         self._random = random.Random(0)
 
     def start(self, device_count: int, seed: int) -> None:
-        self._by_device = [[Lane(index, stream_id) for stream_id in range(LANES_A_DEVICE + 1)] for index in range(device_count)]
+        self._by_device, self._count = [[] for _ in range(device_count)], 0
         self._taken = [0] * device_count
+        for index in range(device_count):
+            for _ in range(LANES_A_DEVICE + 1):
+                self.add(index)
         self.reseed(seed)
+
+    def add(self, index: int) -> Lane:
+        """One more lane of that device, which no stream of the program shares."""
+        lane = Lane(index, len(self._by_device[index]), self._count)
+        self._by_device[index].append(lane)
+        self._count += 1
+        return lane
 
     def reseed(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -177,9 +196,27 @@ class Lanes:
         lane.pending.append(task)
         if settings.order == "eager":
             self.run_to(task)
-        elif len(lane.pending) > MOST_PENDING:
+        elif len(lane.pending) > (MOST_BLOCKED if self.is_blocked(lane) else MOST_PENDING):
             self._run_first(lane)
         return task
+
+    def put_gate(self, lane: Lane, is_open: Callable[[], bool]) -> Task:
+        """Queues what waits for something outside of the device; `changed` is to be notified when that has come."""
+        task = Task(lane, None, frozenset(), frozenset())
+        task.is_open = is_open
+        lane.pending.append(task)
+        return task
+
+    def is_blocked(self, lane: Lane) -> bool:
+        """Whether the next work of a lane waits for a gate."""
+        while lane.pending:
+            first = lane.pending[0]
+            if first.is_open is not None and not first.is_open():
+                return True
+            if first.after is None or first.after.done:
+                return False
+            lane = first.after.lane
+        return False
 
     def run_to(self, task: Task) -> None:
         """Runs put-off work up to and including `task`, and whatever that waits for on other lanes."""
@@ -190,7 +227,9 @@ class Lanes:
                     goals.pop()
                     continue
                 first = goals[-1].lane.pending[0]
-                if first.after is not None and not first.after.done:
+                if first.is_open is not None and not first.is_open():
+                    self.changed.wait(_LOOK_S)  # all of the lock is given up
+                elif first.after is not None and not first.after.done:
                     # Its work may in turn run this lane on, never past `first`: nothing waits for later work.
                     goals.append(first.after)
                 else:
@@ -205,6 +244,11 @@ class Lanes:
         for lane in self.of(index):
             if lane.pending:
                 self.run_lane(lane)
+
+    def run_blocked(self) -> None:
+        """Waits until no gate is closed, as a driver does that takes memory while the device is at work."""
+        if any(self.is_blocked(lane) for lane in self.of(None)):
+            self.run_all()
 
     def settle(self, lane: Lane, reads: Memories, writes: Memories) -> None:
         """Runs the put-off work that comes before work on `reads` and `writes` issued to `lane` now, and no other."""
@@ -222,6 +266,8 @@ class Lanes:
 
     def may_put_off(self, lane: Lane) -> bool:
         """Whether a kernel issued to `lane` is to wait for its turn."""
+        if lane.pending and self.is_blocked(lane):
+            return True
         if settings.order == "random":
             return self._random.random() < 0.5
         return settings.order == "late" and lane.stream_id != 0
@@ -239,7 +285,7 @@ class Lanes:
 
     def _move_on(self) -> None:
         while self._random.random() < 0.5:
-            busy = [lane for lane in self.of(None) if lane.pending]
+            busy = [lane for lane in self.of(None) if lane.pending and not self.is_blocked(lane)]
             if not busy:
                 return
             self._run_first(self._random.choice(busy))

@@ -26,7 +26,7 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
         access = lane.issue(plan.name, here())
         if settings.races:
             _check_races(call, access)
-        if plan.lateness and lanes.may_put_off(lane) and not call.on_host:
+        if plan.lateness and lanes.may_put_off(lane) and call.can_wait():
             result = call.put_off()
             remember_new(result, access)
             return result

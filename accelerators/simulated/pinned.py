@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from accelerators.simulated import torch_private
-from accelerators.simulated.lanes import HOST_NUMBER, host
+from accelerators.simulated.lanes import HOST_NUMBER, host, lanes
 from accelerators.simulated.plans import plan_of
 from accelerators.simulated.race import History, byte_range
 from accelerators.simulated.settings import settings
 from accelerators.simulated.torch_private import WATCH_KEY
+from accelerators.simulated.waits import is_carrying
 
 # Host operators that neither read nor write what they are given. They pass by the watch: torch makes tensors of its own with
 # them, which must not become Python objects on the way.
@@ -206,6 +207,12 @@ def _register_watch() -> Any:
     return library
 
 
+def _wait_for_driver() -> None:
+    """As the program does. The threads of a group, which stand for what a device does by itself, do not."""
+    if not is_carrying():
+        lanes.run_blocked()
+
+
 def register(library: Any, fallbacks: Any) -> None:
     host_empty = torch.library.get_kernel("aten::empty.memory_format", "CPU")
     host_strided = torch.library.get_kernel("aten::empty_strided", "CPU")
@@ -214,6 +221,7 @@ def register(library: Any, fallbacks: Any) -> None:
         pin = options.get("pin_memory") and not settings.lacks("pin")
         if pin:
             options["pin_memory"] = False
+            _wait_for_driver()
         made: torch.Tensor = host_empty.call_boxed(torch_private.CPU_KEYS, size, **options)
         return mark(made) if pin else made
 
@@ -221,6 +229,7 @@ def register(library: Any, fallbacks: Any) -> None:
         pin = options.get("pin_memory") and not settings.lacks("pin")
         if pin:
             options["pin_memory"] = False
+            _wait_for_driver()
         made: torch.Tensor = host_strided.call_boxed(torch_private.CPU_KEYS, size, stride, **options)
         return mark(made) if pin else made
 

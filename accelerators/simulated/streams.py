@@ -64,7 +64,8 @@ class Stream(torch.Stream):
         lane = self.lane
         with lanes.lock:
             if lane.pending:
-                lanes.run_to(lane.pending[0])
+                if not lanes.is_blocked(lane):
+                    lanes.run_to(lane.pending[0])
                 return False
             lanes.wait_host(lane, lane.snapshot())
         return True
@@ -146,7 +147,8 @@ class Event:
         """Whether the stream has come here. Put-off work gets on with it when asked, so polling comes to an end."""
         with lanes.lock:
             if self._task is not None and not self._task.done:
-                lanes.run_to(self._task.lane.pending[0])
+                if not lanes.is_blocked(self._task.lane):
+                    lanes.run_to(self._task.lane.pending[0])
                 return False
         if self._lane is not None:
             lanes.wait_host(self._lane, self._clock)
